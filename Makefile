@@ -1,0 +1,54 @@
+# One command per intention; `make help` lists them.
+PYTHON ?= python3
+# Where a CPU build of torch is found on Linux, whose default build brings several GB of CUDA libraries.
+# For a GPU: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Further arguments of test, test-gpu, sim, demo and bench: make test ARGS="-k runspec"
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help setup lint types test test-gpu sim demo bench clean
+.DEFAULT_GOAL := help
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install dlc with all its tools, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "dlc needs Python 3.11 or newer: make setup PYTHON=python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+ifeq ($(shell uname -s),Linux)
+	$(BIN)/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+endif
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,plots,tensorboard]'
+	touch $@
+
+lint: $(STAMP) ## style and formatting, by ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## static types of src, by mypy --strict
+	$(BIN)/mypy --strict src
+
+test: $(STAMP) ## the whole test suite, with the reason for every skip and the slowest tests
+	$(BIN)/python -m pytest -q -rs --durations=10 $(ARGS)
+
+test-gpu: $(STAMP) ## only the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
+
+sim: $(STAMP) ## sweep seeds of the protocol simulator
+	$(BIN)/python -m dlc.sim $(ARGS)
+
+demo: $(STAMP) ## three peers on this machine train one model; one is killed, one joins
+	$(BIN)/dlc demo $(ARGS)
+
+bench: $(STAMP) ## time our all-reduce beside torch.distributed's Gloo
+	$(BIN)/python benchmarks/allreduce.py $(ARGS)
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""The account of a committed round: a RoundReport read from the manifest's own chunk headers, so true by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dlc.comm.entries import Entry
+from dlc.comm.exchange import Offered
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.log import grid_of
+from dlc.comm.messages import Result
+from dlc.report import Missing, Reason, RoundReport, Share
+
+
+def account(
+    entry: Entry,
+    results: Sequence[Result],
+    absent: Mapping[Voter, Reason],
+    mine: Offered | None,
+    ballots: int,
+    reduce_s: float,
+    now: float,
+    paths: Mapping[PeerId, str],
+) -> RoundReport:
+    """`absent`: alive voters that the roster lacks. `mine`: my own contribution, if I had one; its times are mine."""
+    grid = grid_of(entry)
+    elements = {part.voter: 0 for part in entry.roster}
+    reasons: dict[Voter, dict[str, int]] = {}
+    for result in results:
+        start, stop = grid.span(result.header.chunk)
+        for part in result.header.included:
+            elements[part.voter] += stop - start
+        for excluded in result.header.excluded:
+            by_reason = reasons.setdefault(excluded.voter, {})
+            by_reason[excluded.reason] = by_reason.get(excluded.reason, 0) + stop - start
+    shares = [
+        Share(p.voter.peer, p.weight, elements[p.voter] / grid.numel) for p in entry.roster if elements[p.voter]
+    ]
+    missing = [
+        Missing(voter.peer, _reason(by_reason), min(1.0, sum(by_reason.values()) / grid.numel))
+        for voter, by_reason in sorted(reasons.items())
+    ]
+    missing += [Missing(voter.peer, reason, 1.0) for voter, reason in sorted(absent.items())]
+    seconds = now - mine.since if mine else 0.0
+    return RoundReport(
+        channel=entry.channel,
+        t=entry.t,
+        head=entry.hash.hex(),
+        contributors=tuple(shares),
+        missing=tuple(missing),
+        weight=sum(share.weight for share in shares),
+        bytes_sent=mine.bytes_sent if mine else 0,
+        bytes_received=mine.bytes_received if mine else 0,
+        seconds=seconds,
+        waiting_s=min(seconds, max(0.0, mine.started - mine.since)) if mine and mine.started is not None else seconds,
+        reduce_s=reduce_s,
+        ballots=max(1, ballots),
+        paths=dict(paths),
+    )
+
+
+def _reason(by_reason: Mapping[str, int]) -> Reason:
+    """The reason that most elements give; anything that an owner refused counts as not finite."""
+    name = max(by_reason, key=lambda reason: (by_reason[reason], reason))
+    if name in ("late", "dead", "left"):
+        return name  # type: ignore[return-value]
+    return "refused: not finite"

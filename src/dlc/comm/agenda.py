@@ -1,0 +1,245 @@
+"""What a coordinator proposes when it is free to choose: who is ready, who should vote next, who owns which chunk.
+
+Order of the day: open a channel that is wished for; start a round whose contributors are ready (or whose straggler
+deadline has passed); otherwise, if no round is near, bring the electorate up to date.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dlc.comm.context import Context
+from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, Part
+from dlc.comm.grid import Grid, assign_owners
+from dlc.comm.ids import Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import GridSpec, Ready
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.errors import ConfigError
+
+T = TypeVar("T")
+
+SETTLE_S = 2.0
+"""A slot must be this old before a config entry is proposed: several newcomers then come in one entry."""
+OPEN_PATIENCE_S = 5.0
+"""How long an opening waits for the other voters' wishes after the first."""
+ETA_UNKNOWN_S = 30.0
+"""Assumed for a voter that has not said when it will be ready."""
+STRAGGLER_FLOOR_S = 2.0
+STRAGGLER_SHARE = 0.15
+"""A voter is waited for this share of the inner phase beyond the median of the predicted times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    entry: Entry
+    digest: bytes
+    owners: tuple[Voter, ...] = ()
+    assignment: tuple[int, ...] = ()
+
+
+class Agenda:
+    def __init__(self, ctx: Context, log: Log) -> None:
+        self.ctx, self.log = ctx, log
+        self.diverged: tuple[str, bytes] | None = None
+        """(channel, digest): most voters report another state than mine; I must not coordinate before repair."""
+        self._ready: dict[str, dict[Voter, tuple[Ready, float]]] = {}
+        self._slot_since = 0.0
+        self._round_since: dict[str, float] = {}
+
+    def enter(self) -> None:
+        self._ready = {}
+        self._slot_since = self.ctx.now
+        self.diverged = None
+
+    def applied(self, channel: str) -> None:
+        """A round of this channel was applied: its next inner phase begins."""
+        self._round_since[channel] = self.ctx.now
+
+    def ready(self, voter: Voter, m: Ready) -> None:
+        if m.head != self.log.head or voter not in self.log.state.electorate or not _sound(m):
+            return
+        known = self._ready.setdefault(m.channel, {})
+        since = known[voter][1] if voter in known else self.ctx.now
+        known[voter] = (m, since)
+
+    def waiting_for(self) -> tuple[Voter, ...]:
+        """Alive voters that are ready for nothing yet."""
+        ready = {voter for by_voter in self._ready.values() for voter in by_voter}
+        return tuple(v for v in self.log.state.electorate if v not in ready and self.ctx.members.alive(v))
+
+    # ---------------------------------------------------------------- what is due
+
+    def due(self) -> Draft | None:
+        self.diverged = None
+        for channel in sorted(self._ready):
+            draft = self._opening(channel) or self._round(channel)
+            if draft is not None:
+                return draft
+        return self._config()
+
+    def _alive(self) -> list[Voter]:
+        return [v for v in self.log.state.electorate if self.ctx.members.alive(v)]
+
+    def _opening(self, channel: str) -> Draft | None:
+        wishes = {v: (m, at) for v, (m, at) in self._ready[channel].items() if m.opening}
+        if not wishes:
+            return None
+        first = min(at for _, at in wishes.values())
+        everyone = all(v in wishes for v in self._alive())
+        if not everyone and self.ctx.now - first < OPEN_PATIENCE_S:
+            return None
+        if not self.log.state.quorum(wishes):
+            return None
+        # The state that most voters hold already wins; ties go to the lowest digest.
+        votes = Counter((m.digest, m.grid, m.lease_len) for m, _ in wishes.values())
+        digest, grid, lease_len = min(votes, key=lambda k: (-votes[k], k[0], k[1].codec, k[1].numel))
+        return Draft(self._entry(OPEN, channel, 0, (), grid, digest, lease_len), digest)
+
+    def _round(self, channel: str) -> Draft | None:
+        state = self.log.state
+        base, known = state.base(channel), state.channel(channel)
+        offers = {
+            v: (m, at)
+            for v, (m, at) in self._ready[channel].items()
+            if not m.opening and m.base == base and (known is None or not known.leased or state.ledger.valid(v, m.upto))
+        }
+        if not offers:
+            return None
+        grid = _most_common([m.grid for m, _ in offers.values()])
+        if known is not None and known.opened:
+            grid = GridSpec(known.numel, known.chunk_elems, known.codec)
+        digest = _most_common([m.digest for m, _ in offers.values()])
+        mine = self.log.digest(channel)
+        if mine and digest and mine != digest:
+            self.diverged = (channel, digest)
+            return None
+        fit = {v: x for v, x in offers.items() if x[0].grid == grid and x[0].digest == digest}
+        if not fit or not self._time_to_start(channel, offers):
+            return None
+        roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(fit))
+        entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
+        n_chunks = Grid(grid.numel, grid.chunk_elems, grid.codec).n_chunks
+        owners, assignment = plan_round(self.ctx, self.log, n_chunks, (), ())
+        return Draft(entry, digest, owners, assignment)
+
+    def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
+        """All alive voters are ready, or the straggler deadline has passed."""
+        now, members = self.ctx.now, self.ctx.members
+        late = [v for v in self._alive() if v not in offers and v in self.log.state.trainers]
+        if not late:
+            return True
+        first = min(at for _, at in offers.values())
+        patience = max(m.patience_s for m, _ in offers.values())
+        if patience > 0:
+            return now - first >= patience
+        phase_since = self._round_since.get(channel, self._slot_since)
+        times = [at for _, at in offers.values()]
+        for voter in late:
+            record = members.record(voter.peer)
+            eta = record.eta_s if record is not None and record.eta_s >= 0 else ETA_UNKNOWN_S
+            times.append(now + eta)
+        # A prediction that is never fulfilled must not hold up the round for ever.
+        cap = first + max(ETA_UNKNOWN_S, 2 * (first - phase_since))
+        median = min(sorted(times)[len(times) // 2], cap)
+        grace = max(STRAGGLER_SHARE * (median - phase_since), 4 * members.rtt_max_s, STRAGGLER_FLOOR_S)
+        return now >= median + grace
+
+    def _config(self) -> Draft | None:
+        """Bring the electorate up to date, if it is out of date and nothing else is going on."""
+        state = self.log.state
+        if self.ctx.now - self._slot_since < SETTLE_S:
+            return None
+        electorate, trainers = next_electorate(self.ctx, self.log, None)
+        if electorate == state.electorate and trainers == state.trainers and self._leases_stand():
+            return None
+        return Draft(self._entry(CONFIG, "", 0, (), GridSpec(0, 0, ""), b"", 0), b"")
+
+    def _leases_stand(self) -> bool:
+        state = self.log.state
+        return not state.ledger.length or all(
+            (lease := state.ledger.lease(v)) is not None and lease.ranges for v in state.trainers
+        )
+
+    def _entry(
+        self, kind: str, channel: str, t: int, roster: tuple[Part, ...], grid: GridSpec, digest: bytes, lease_len: int
+    ) -> Entry:
+        state = self.log.state
+        electorate, trainers = next_electorate(self.ctx, self.log, None)
+        return Entry(
+            kind=kind,
+            parent=state.head,
+            depth=state.depth + 1,
+            channel=channel,
+            t=t,
+            electorate=electorate,
+            trainers=trainers,
+            roster=roster,
+            numel=grid.numel,
+            chunk_elems=grid.chunk_elems,
+            codec=grid.codec,
+            manifest=b"",
+            digest=digest,
+            lease_len=lease_len,
+        )
+
+
+def _sound(m: Ready) -> bool:
+    """A contribution that no correct peer offers is not planned for."""
+    try:
+        Grid(m.grid.numel, m.grid.chunk_elems, m.grid.codec)
+    except ConfigError:
+        return False
+    return 0 <= m.weight <= WEIGHT_MAX
+
+
+def _most_common(values: list[T]) -> T:
+    counts = Counter(values)
+    return min(counts, key=lambda v: (-counts[v], repr(v)))
+
+
+def next_electorate(
+    ctx: Context, log: Log, forced: tuple[Voter, ...] | None
+) -> tuple[tuple[Voter, ...], tuple[Voter, ...]]:
+    """(voters, trainers) after this entry: those that stay, plus alive newcomers that stand at my head with its state.
+
+    A forced ballot names its deciders as the electorate.
+    """
+    members = ctx.members
+    records = {r.voter: r for r in members.records()}
+    if forced is not None:
+        electorate = set(forced)
+    else:
+        electorate = {
+            v
+            for v in log.state.electorate
+            if not members.gone(v) and (members.alive(v) or members.unseen_s(v) < members.t_remove_s)
+        }
+        newcomers = {
+            r.voter
+            for r in records.values()
+            if r.role != "observer" and r.synced and r.head == log.head and members.alive(r.voter)
+        }
+        electorate |= {v for v in newcomers if not members.gone(v)}
+    newest: dict[str, Voter] = {}
+    for voter in sorted(electorate):
+        newest[voter.peer] = voter
+    voters = tuple(sorted(newest.values()))
+    trainers = tuple(v for v in voters if v not in records or records[v].role == "trainer")
+    return voters, trainers
+
+
+def plan_round(
+    ctx: Context, log: Log, n_chunks: int, fixed: Collection[int], deciders: tuple[Voter, ...]
+) -> tuple[tuple[Voter, ...], tuple[int, ...]]:
+    """(owners, assignment): every chunk that is not fixed gets an alive owner, equal spans each."""
+    owners = tuple(sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v)))
+    open_chunks = [c for c in range(n_chunks) if c not in fixed]
+    assignment = [-1] * n_chunks
+    if open_chunks:
+        for chunk, owner in zip(open_chunks, assign_owners(len(open_chunks), [1.0] * len(owners)), strict=True):
+            assignment[chunk] = owner
+    return owners, tuple(assignment)

@@ -1,0 +1,83 @@
+"""What a coordinator may propose, given the promises it got: the safety core of Paxos, as one pure function.
+
+The first rule that applies:
+  1. some promise carries an accepted decree: that of the highest ballot, verbatim (it may have been decided);
+  2. some promise carries a plan of kind round: its roster (never enlarged within the slot), keeping every held chunk
+     whose contributors all stand in that roster with the same weight and lease position;
+  3. neither: free choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dlc.comm.entries import ROUND, Part
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.messages import Decree, FixedChunk, HeldChunk, Plan, Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Rule 1: propose this decree, all chunks fixed, held by those who accepted it."""
+
+    decree: Decree
+    fixed: tuple[FixedChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Rule 2: the round of this plan goes on; the fixed chunks stay, others are reduced by new owners."""
+
+    plan: Plan
+    fixed: tuple[FixedChunk, ...]
+
+
+Choice = Again | Resume | None
+
+
+def choose(promises: Mapping[Voter, Promise]) -> Choice:
+    accepted = _highest_accepted(promises)
+    if accepted is not None:
+        decree, holders = accepted
+        fixed = tuple(FixedChunk(c, digest, holders) for c, digest in enumerate(decree.hashes))
+        return Again(decree, fixed)
+    plans = [p.plan for p in promises.values() if p.plan is not None and p.plan.entry.kind == ROUND]
+    if not plans:
+        return None
+    plan = max(plans, key=lambda p: p.ballot)
+    return Resume(plan, _reusable(plan.entry.roster, promises))
+
+
+def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[Voter, ...]] | None:
+    best: tuple[Ballot, Decree] | None = None
+    for promise in promises.values():
+        if promise.accepted is not None and promise.accepted_ballot is not None:
+            if best is None or promise.accepted_ballot > best[0]:
+                best = (promise.accepted_ballot, promise.accepted)
+    if best is None:
+        return None
+    holders = sorted(v for v, p in promises.items() if p.accepted == best[1])
+    return best[1], tuple(holders)
+
+
+def _reusable(roster: Iterable[Part], promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:
+    """Per chunk the candidate that most promisers hold (then the highest ballot, then the hash)."""
+    standing = set(roster)
+    holders: dict[int, dict[tuple[Ballot, bytes], list[Voter]]] = {}
+    for voter, promise in sorted(promises.items()):
+        for held in promise.held:
+            if _stands(held, promise, standing):
+                by_hash = holders.setdefault(held.chunk, {})
+                by_hash.setdefault((held.ballot, held.hash), []).append(voter)
+    fixed = []
+    for chunk, candidates in sorted(holders.items()):
+        (_, digest), voters = max(candidates.items(), key=lambda item: (len(item[1]), item[0]))
+        fixed.append(FixedChunk(chunk, digest, tuple(voters)))
+    return tuple(fixed)
+
+
+def _stands(held: HeldChunk, promise: Promise, roster: set[Part]) -> bool:
+    """A chunk that nobody contributed to is better reduced again."""
+    included = promise.rosters[held.included]
+    return bool(included) and all(part in roster for part in included)

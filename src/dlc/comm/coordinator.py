@@ -1,0 +1,357 @@
+"""The coordinator of one ballot (docs/protocol.md, "The slot: coordinator").
+
+  IDLE --elected or forced--> PREP --promises--> choose --> RUN --votes--> COMMIT sent, head moves, IDLE
+  IDLE --rank 0 of a new slot--> WAIT --everyone ready, or the straggler deadline--> RUN
+  PREP / RUN --an owner died, nothing moves, a NACK--> PREP with the next own ballot (held chunks are kept)
+  any --a higher ballot, or I became stale--> IDLE
+
+It never makes two plans for one ballot and never uses a ballot number twice, so there is one manifest per ballot (I3).
+What to propose in WAIT is decided by `agenda.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from dlc.comm.agenda import Agenda, next_electorate, plan_round
+from dlc.comm.choose import Again, Resume, choose
+from dlc.comm.context import Context
+from dlc.comm.entries import CONFIG, Entry
+from dlc.comm.exchange import Exchange
+from dlc.comm.ids import LOWEST, Ballot, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import Coord, FixedChunk, Held, Nack, Plan, Prepare, Progress, Promise, Ready
+from dlc.comm.permit import proposal
+from dlc.comm.slot import Slot
+
+IDLE, WAIT, PREP, RUN = "idle", "wait", "prepare", "run"
+BACK_OFF_S = 0.25
+"""Between two own ballots of one slot, times the number of ballots so far."""
+
+
+class Coordinator:
+    def __init__(
+        self,
+        ctx: Context,
+        log: Log,
+        slot: Slot,
+        exchange: Exchange,
+        committed: Callable[[Entry, list[Voter]], None],
+        diverged: Callable[[str, bytes], None],
+    ) -> None:
+        self.ctx, self.log, self.slot, self.exchange = ctx, log, slot, exchange
+        self.committed = committed
+        """Called with the decided entry and the voters that hold its bytes."""
+        self.diverged = diverged
+        """Called with a channel and the digest that most voters report, when mine differs."""
+        self.phase = IDLE
+        self.ballot = LOWEST
+        self.deciders: tuple[Voter, ...] = ()
+        self.promises: dict[Voter, Promise] = {}
+        self.agenda = Agenda(ctx, log)
+        self.plan: Plan | None = None
+        self.votes: dict[Voter, bytes] = {}
+        self.progress: dict[Voter, tuple[int, int]] = {}
+        self._phase_since = 0.0
+        self._moved = 0.0
+        self._quorum_since: float | None = None
+        self._last_beat = -1e9
+        self._not_before = 0.0
+
+    # ---------------------------------------------------------------- life
+
+    def enter(self) -> None:
+        """A new slot: rank 0 begins to wait for READY without a PREPARE."""
+        self._drop()
+        self._not_before = 0.0
+        self.agenda.enter()
+        rank0 = self.log.state.rank0
+        if rank0 == self.ctx.me and not self.ctx.stale:
+            self._begin(WAIT, Ballot(0, self.ctx.me), ())
+
+    def drop(self) -> None:
+        """Step down: a higher ballot is about, or I may have been frozen."""
+        if self.phase != IDLE:
+            self._drop()
+            self._not_before = self.ctx.now + BACK_OFF_S
+
+    def _drop(self) -> None:
+        self.phase, self.plan, self.deciders = IDLE, None, ()
+
+    def _begin(self, phase: str, ballot: Ballot, deciders: tuple[Voter, ...]) -> None:
+        now = self.ctx.now
+        self.phase, self.ballot, self.deciders = phase, ballot, deciders
+        self.promises, self.votes, self.progress, self.plan = {}, {}, {}, None
+        self._phase_since = self._moved = now
+        self._quorum_since = None
+        self._last_beat = -1e9
+
+    def _next_ballot(self, deciders: tuple[Voter, ...] = ()) -> None:
+        """Prepare an own ballot above all seen."""
+        top = max(self.slot.seen, self.slot.promised, self.ballot if self.phase != IDLE else LOWEST)
+        ballot = Ballot(max(top.counter, 0) + 1, self.ctx.me)
+        self._begin(PREP, ballot, deciders)
+        self._not_before = self.ctx.now + BACK_OFF_S * ballot.counter
+        self._prepare()
+
+    def _prepare(self) -> None:
+        for voter in self.deciders or self.log.state.electorate:
+            if voter not in self.promises:
+                self.ctx.send(voter, Prepare(self.log.head, self.ballot, self.deciders))
+
+    # ---------------------------------------------------------------- messages
+
+    def receive_ready(self, sender: Voter, m: Ready) -> None:
+        self.agenda.ready(sender, m)
+        if self.phase == WAIT:
+            self._consider()
+        elif self.phase == RUN and self.plan is not None and sender not in self.progress and sender not in self.votes:
+            self.ctx.send(sender, self.plan)
+
+    def receive_promise(self, sender: Voter, m: Promise) -> None:
+        for ready in m.ready:
+            self.agenda.ready(sender, ready)
+        if self.phase == PREP and m.ballot == self.ballot:
+            self.promises[sender] = m
+            self._moved = self.ctx.now
+            self._elect()
+
+    def receive_nack(self, sender: Voter, m: Nack) -> None:
+        if self.phase != IDLE and m.promised > self.ballot:
+            self.drop()
+
+    def receive_progress(self, sender: Voter, m: Progress) -> None:
+        if self.phase == RUN and m.ballot == self.ballot:
+            now = (m.held, m.closed)
+            if now > self.progress.get(sender, (-1, -1)):
+                self.progress[sender] = now
+                self._moved = self.ctx.now
+
+    def receive_held(self, sender: Voter, m: Held) -> None:
+        if self.phase != RUN or m.ballot != self.ballot:
+            return
+        if self.votes.get(sender) != m.manifest:
+            self._moved = self.ctx.now
+        self.votes[sender] = m.manifest
+        self._count()
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self) -> None:
+        if self.ctx.stale:
+            self.drop()
+            return
+        if self.phase == IDLE:
+            self._maybe_take_over()
+        elif self.phase == PREP:
+            self._elect()
+        elif self.phase == WAIT:
+            self._consider()
+        elif self.phase == RUN:
+            self._count()
+            if self.phase == RUN:
+                self._watch()
+        if self.phase != IDLE and self.ctx.now - self._last_beat >= self.ctx.members.timeouts.beat_s:
+            self._beat()
+
+    def next_deadline(self) -> float | None:
+        if self.phase == IDLE:
+            return self.ctx.now + self.ctx.members.timeouts.beat_s / 2
+        return min(self._last_beat + self.ctx.members.timeouts.beat_s, self.ctx.now + 0.25)
+
+    def _beat(self) -> None:
+        self._last_beat = self.ctx.now
+        voters = self.deciders or self.log.state.electorate
+        if self.phase == PREP:
+            self._prepare()
+        waiting = self._waiting_for()
+        self.ctx.cast(voters, Coord(self.log.head, self.ballot, self.phase, waiting))
+        if self.phase == RUN and self.plan is not None:
+            # The plan is repeated to whoever has not shown that it has it.
+            self.ctx.cast([v for v in voters if v not in self.progress and v not in self.votes], self.plan)
+
+    def _waiting_for(self) -> tuple[Voter, ...]:
+        voters = self.deciders or self.log.state.electorate
+        if self.phase == PREP:
+            return tuple(v for v in voters if v not in self.promises)
+        if self.phase == RUN:
+            return tuple(v for v in voters if v not in self.votes)
+        return self.agenda.waiting_for()
+
+    # ---------------------------------------------------------------- election
+
+    def _maybe_take_over(self) -> None:
+        ctx, slot, state = self.ctx, self.slot, self.log.state
+        if ctx.now < self._not_before or not self.log.synced:
+            return
+        alive = [v for v in state.electorate if ctx.members.alive(v)]
+        if not state.quorum(alive):
+            self._maybe_force()
+            return
+        if not slot.votes_here:
+            return
+        current = slot.promised.voter
+        if current == ctx.me:
+            # My own ballot was dropped: go on with the next one.
+            self._next_ballot()
+            return
+        t_coord = ctx.members.t_coord_s
+        silent_s = ctx.now - slot.coordinator_heard
+        dead = not ctx.members.alive(current)
+        if not dead and silent_s < t_coord:
+            return
+        place = self._place_after(current)
+        wait = place * t_coord if dead else (place + 1) * t_coord
+        if silent_s >= min(wait, (place + 1) * t_coord):
+            self._next_ballot()
+
+    def _place_after(self, coordinator: Voter) -> int:
+        """How many alive voters come before me in rank order, counted from the coordinator on."""
+        ranked = list(self.log.state.ranked)
+        start = ranked.index(coordinator) + 1 if coordinator in ranked else 0
+        place = 0
+        for voter in ranked[start:] + ranked[:start]:
+            if voter == self.ctx.me:
+                return place
+            if voter != coordinator and self.ctx.members.alive(voter):
+                place += 1
+        return place
+
+    def _maybe_force(self) -> None:
+        group = proposal(self.ctx, self.log)
+        if group and self.slot.may_decide(group):
+            self._next_ballot(group)
+
+    def _elect(self) -> None:
+        """Enough promises? Then choose and propose."""
+        ctx, members, state = self.ctx, self.ctx.members, self.log.state
+        waited = ctx.now - self._phase_since
+        if self.deciders:
+            if not self.slot.may_decide(self.deciders):
+                self.drop()
+            elif all(v in self.promises for v in self.deciders):
+                self._propose_chosen()
+            elif waited > members.t_coord_s:
+                self.drop()
+            return
+        if not state.quorum(self.promises):
+            if waited > members.t_coord_s:
+                self._next_ballot() if ctx.now >= self._not_before else None
+            return
+        everyone = all(v in self.promises for v in state.electorate if members.alive(v))
+        if everyone or waited >= members.t_prep_s:
+            self._propose_chosen()
+
+    def _propose_chosen(self) -> None:
+        choice = choose(self.promises)
+        if isinstance(choice, Again):
+            self._propose(choice.decree.entry, (), (-1,) * len(choice.fixed), choice.fixed, b"")
+        elif isinstance(choice, Resume):
+            self._propose_resumed(choice)
+        elif self.deciders:
+            self._propose_config(self.deciders)
+        else:
+            self.phase = WAIT
+            self._phase_since = self.ctx.now
+            self._consider()
+
+    def _propose_resumed(self, choice: Resume) -> None:
+        old = choice.plan.entry
+        base = self.deciders or None
+        electorate, trainers = next_electorate(self.ctx, self.log, base)
+        entry = dataclasses.replace(old, electorate=electorate, trainers=trainers, manifest=b"")
+        fixed = {f.chunk: f for f in choice.fixed}
+        owners, assignment = plan_round(self.ctx, self.log, len(choice.plan.assignment), fixed.keys(), self.deciders)
+        self._propose(entry, owners, assignment, choice.fixed, choice.plan.digest)
+
+    # ---------------------------------------------------------------- proposals
+
+    def _consider(self) -> None:
+        """In WAIT: propose whatever is due."""
+        if self.phase != WAIT:
+            return
+        draft = self.agenda.due()
+        if self.agenda.diverged is not None:
+            # Most voters hold another state than mine: not fit to coordinate before I am repaired.
+            self.diverged(*self.agenda.diverged)
+            self.drop()
+        elif draft is not None:
+            self._propose(draft.entry, draft.owners, draft.assignment, (), draft.digest)
+
+    def _propose_config(self, electorate: tuple[Voter, ...]) -> None:
+        state = self.log.state
+        electorate, trainers = next_electorate(self.ctx, self.log, electorate)
+        entry = Entry(
+            CONFIG, state.head, state.depth + 1, "", 0, electorate, trainers, (), 0, 0, "", b"", b"", 0
+        )
+        self._propose(entry, (), (), (), b"")
+
+    def _propose(
+        self,
+        entry: Entry,
+        owners: tuple[Voter, ...],
+        assignment: tuple[int, ...],
+        fixed: tuple[FixedChunk, ...],
+        digest: bytes,
+    ) -> None:
+        now = self.ctx.now
+        self.phase = RUN
+        self._phase_since = self._moved = now
+        self.plan = Plan(self.log.head, self.ballot, self.deciders, entry, digest, owners, assignment, fixed)
+        self._last_beat = now
+        self.ctx.cast(self.deciders or self.log.state.electorate, self.plan)
+
+    # ---------------------------------------------------------------- running
+
+    def _watch(self) -> None:
+        """Re-plan when an owner of an unfinished chunk died, or when nothing has moved for T_stall."""
+        plan, members, now = self.plan, self.ctx.members, self.ctx.now
+        assert plan is not None
+        if now < self._not_before:
+            return
+        if self.deciders and not self.slot.may_decide(self.deciders):
+            self.drop()
+            return
+        unfinished = {plan.owners[plan.assignment[c]] for c in self._lacking() if plan.assignment[c] >= 0}
+        owner_lost = any(not members.alive(owner) for owner in unfinished)
+        stall_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0) + members.t_dead_s
+        if owner_lost or now - self._moved > stall_s:
+            self._next_ballot(self.deciders)
+
+    def _lacking(self) -> list[int]:
+        """Chunks that nobody is known to hold: what I myself do not hold."""
+        if self.plan is None or self.exchange.plan is not self.plan:
+            return []
+        return self.exchange.missing()
+
+    def _count(self) -> None:
+        """Commit when the deciders hold the same manifest."""
+        plan, members, now = self.plan, self.ctx.members, self.ctx.now
+        if self.phase != RUN or plan is None or not self.votes:
+            return
+        manifests = set(self.votes.values())
+        if len(manifests) > 1:
+            # One manifest per ballot (I3): somebody computes wrong bytes. Try again without reusing them.
+            self._next_ballot(self.deciders)
+            return
+        state = self.log.state
+        if self.deciders:
+            if not all(v in self.votes for v in self.deciders):
+                return
+        else:
+            if not state.quorum(self.votes):
+                return
+            if self._quorum_since is None:
+                self._quorum_since = now
+            everyone = all(v in self.votes for v in state.electorate if members.alive(v))
+            patience_s = members.timeouts.t_commit_s(self._quorum_since - self._phase_since)
+            if not everyone and now - self._quorum_since < patience_s:
+                return
+        (manifest,) = manifests
+        entry = dataclasses.replace(plan.entry, manifest=manifest)
+        holders = sorted(self.votes)
+        self._drop()
+        self.committed(entry, holders)
+
+

@@ -1,0 +1,257 @@
+"""The driver: one thread that owns the sockets, the clock and the machine, and connects the three.
+
+    other threads ── call(fn) ──> queue ─┐
+    transport.poll ── frames ──> decode ─┼─> machine.receive / tick / commands ──> effects ──> transport
+    clock ───────────────────────────────┘                └─> next_bulk, pulled while a link has room
+
+Nothing else in `comm/` knows threads or time. Malformed frames are counted and dropped; an error inside the machine
+stops the driver and is given to everybody who waits on it, because a peer whose state is in doubt must not vote.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
+from dlc.comm.framing import Frame, decode, encode
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.lanes import Incoming, LinkEvent, Route, Writable
+from dlc.comm.messages import Bulk, Message, Record, Welcome
+from dlc.comm.transport import Transport
+from dlc.errors import ProtocolError, SwarmClosed
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_S_MAX = 0.25
+"""The machine is ticked at least this often."""
+BULK_BURST = 4
+"""Chunks handed to one link before control messages are looked at again."""
+LOG_BAD_FRAMES_EVERY = 100
+
+
+def clock() -> float:
+    """Monotonic seconds that go on while the host sleeps, where the system has such a clock."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.clock_gettime(boottime) if boottime is not None else time.monotonic()
+
+
+class Driven(Protocol):
+    """What the driver drives: a Lobby first, a Node afterwards."""
+
+    def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]: ...
+    def tick(self, now: float) -> list[Effect]: ...
+    def next_deadline(self) -> float | None: ...
+
+
+class BulkSource(Protocol):
+    """The bulk side of a machine that has one."""
+
+    def pending_bulk(self) -> set[PeerId]: ...
+    def next_bulk(self, peer: PeerId) -> Bulk | None: ...
+    def record_of(self, peer: PeerId) -> Record | None: ...
+    def refused(self, peer: PeerId, now: float) -> list[Effect]: ...
+
+
+class Driver:
+    def __init__(self, transport: Transport, me: Voter, on_event: Callable[[object], None]) -> None:
+        self.transport, self.me = transport, me
+        self.on_event = on_event
+        """Called on the driver thread with each event; must be quick and must not raise."""
+        self.on_link: Callable[[LinkEvent], None] = lambda event: None
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called on the driver thread when it ends, by `stop` or by an error."""
+        self.bad_frames = 0
+        self.tag = bytes(8)
+        self.error: BaseException | None = None
+        self._machine: Driven | None = None
+        self._bulk: BulkSource | None = None
+        self._calls: collections.deque[tuple[Future[Any], Callable[[float], Any]]] = collections.deque()
+        self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
+        self._addresses: dict[str, PeerId] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
+
+    # ---------------------------------------------------------------- from other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, fn: Callable[[float], T]) -> Future[T]:
+        """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it."""
+        future: Future[T] = Future()
+        self._calls.append((future, fn))
+        if not self._thread.is_alive() and self._stopping:
+            self._fail_calls()
+        self.transport.wake()
+        return future
+
+    def ask(self, fn: Callable[[float], T], timeout_s: float | None = None) -> T:
+        """`call` and wait for the result."""
+        if threading.current_thread() is self._thread:
+            return fn(clock())
+        return self.call(fn).result(timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after what was called before; idempotent."""
+        self._stopping = True
+        self.transport.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    # ---------------------------------------------------------------- on the driver thread
+
+    def install(self, machine: Driven, tag: bytes, bulk: BulkSource | None) -> None:
+        """Drive this machine from now on. Called through `call`, or before `start`."""
+        self._machine, self._bulk, self.tag = machine, bulk, tag
+
+    def perform(self, effects: list[Effect], route: Route | None = None, observed_host: str = "") -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect.to, effect.message)
+            elif isinstance(effect, Dial):
+                self.transport.send_control(effect.address, self._frames(effect.message))
+            elif isinstance(effect, Notify):
+                self.on_event(effect.event)
+            elif isinstance(effect, Answer) and route is not None:
+                self._answer(route, effect.message, observed_host)
+
+    def _answer(self, route: Route, message: Message, observed_host: str) -> None:
+        if isinstance(message, Welcome):
+            message = Welcome(
+                message.protocol,
+                message.run,
+                message.spec,
+                message.record,
+                message.records,
+                message.address,
+                observed_host,
+            )
+        self.transport.reply(route, self._frames(message))
+
+    def _frames(self, message: Message) -> list[Frame]:
+        return encode(self.me, self.tag, message)
+
+    def _send(self, to: PeerId, message: Message) -> None:
+        record = self._bulk.record_of(to) if self._bulk is not None else None
+        if record is None or not record.control:
+            return
+        address = record.control[0]
+        self._addresses[address] = to
+        self.transport.send_control(address, self._frames(message))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._drain_calls()
+        except Exception as error:
+            log.exception("the driver stopped on an error")
+            self.error = error
+        finally:
+            self._stopping = True
+            self._fail_calls()
+            self.transport.close()
+            self.on_stop()
+
+    def _turn(self) -> None:
+        now = clock()
+        deadline = self._machine.next_deadline() if self._machine is not None else None
+        wait = POLL_S_MAX if deadline is None else min(POLL_S_MAX, max(0.0, deadline - now))
+        if self._calls:
+            wait = 0.0
+        for event in self.transport.poll(wait, self._want_write()):
+            if isinstance(event, Incoming):
+                self._receive(event)
+            elif isinstance(event, Writable):
+                self._pump(event.address)
+            elif isinstance(event, LinkEvent):
+                self._link_event(event)
+        self._drain_calls()
+        machine = self._machine
+        if machine is not None:
+            now = clock()
+            due = machine.next_deadline()
+            if due is not None and now >= due:
+                self.perform(machine.tick(now))
+
+    def _receive(self, event: Incoming) -> None:
+        if self._machine is None:
+            return
+        try:
+            sender, message = decode(event.frames, self.tag)
+            effects = self._machine.receive(sender, message, clock())
+        except ProtocolError as error:
+            self.bad_frames += 1
+            if self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
+                log.warning("dropped a frame from %s: %s (%d so far)", event.observed_host, error, self.bad_frames)
+            return
+        self.perform(effects, event.route, event.observed_host)
+
+    def _link_event(self, event: LinkEvent) -> None:
+        peer = self._addresses.get(event.address)
+        if event.kind == "refused" and peer is not None and self._bulk is not None:
+            self.perform(self._bulk.refused(peer, clock()))
+        self.on_link(event)
+
+    # ---------------------------------------------------------------- bulk
+
+    def _want_write(self) -> list[str]:
+        """Bulk addresses of the peers that something waits for."""
+        if self._bulk is None:
+            return []
+        wanted = []
+        for peer in self._bulk.pending_bulk() | self._stash.keys():
+            record = self._bulk.record_of(peer)
+            if record is not None and record.bulk:
+                wanted.append(record.bulk[0])
+                self._addresses[record.bulk[0]] = peer
+            else:
+                self._stash.pop(peer, None)
+        return wanted
+
+    def _pump(self, address: str) -> None:
+        """Hand a few chunks to a link that has room."""
+        peer, bulk = self._addresses.get(address), self._bulk
+        if peer is None or bulk is None:
+            return
+        for _ in range(BULK_BURST):
+            stashed = self._stash.pop(peer, None)
+            if stashed is None or stashed[0] != address:
+                message = bulk.next_bulk(peer)
+                if message is None:
+                    return
+                frames = self._frames(message)
+            else:
+                frames = stashed[1]
+            if not self.transport.send_bulk(address, frames):
+                self._stash[peer] = (address, frames)
+                return
+
+    # ---------------------------------------------------------------- calls
+
+    def _drain_calls(self) -> None:
+        while self._calls:
+            future, fn = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(fn(clock()))
+            except Exception as error:  # the caller is told: its future raises this
+                future.set_exception(error)
+
+    def _fail_calls(self) -> None:
+        while self._calls:
+            future, _ = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.error or SwarmClosed("the peer has left the swarm"))

@@ -1,0 +1,93 @@
+"""What a peer tells its application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlc.comm.ids import PeerId, Voter
+from dlc.report import RoundReport
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUp:
+    voter: Voter
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSuspect:
+    voter: Voter
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDown:
+    voter: Voter
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    voter: Voter
+
+
+@dataclass(frozen=True, slots=True)
+class SelfReplaced:
+    """Another process with our identity and a greater incarnation is alive: this one must stop."""
+
+    voter: Voter
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A round of a channel was committed and applied here."""
+
+    report: RoundReport
+    counted: bool
+    """Our own contribution counted: it is in more than half of the elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOpened:
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSynced:
+    """The channel's state here equals the swarm's (after an open, a snapshot or a repair)."""
+
+    channel: str
+    t: int
+
+
+@dataclass(frozen=True, slots=True)
+class ElectorateChanged:
+    voters: tuple[Voter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestMismatch:
+    """Our state differed from the swarm's; it is being repaired from a peer."""
+
+    channel: str
+    t: int
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLost:
+    """Our side of a partition lost: its rounds and tokens are set aside, the state is fetched again."""
+
+    rounds: int
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No progress is possible now; whom we wait for, and why."""
+
+    reason: str
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionDropped:
+    """My contribution was withdrawn because the channel's state jumped: its samples go back to the pool."""
+
+    channel: str

@@ -1,0 +1,377 @@
+"""The data plane of a slot: butterfly all-reduce of one plan (docs/protocol.md, "Data plane").
+
+Each roster member sends chunk c of its frozen vector to the owner named in the plan. The owner waits for all parts, or
+for those that still may come; sums them in roster order, encodes the mean once, and sends the same bytes to everybody.
+A member holds a candidate result until the slot is decided; nothing here is applied.
+
+  contribution   offered (frozen) -> sent within the owner's window -> acknowledged by the chunk's result
+  owned chunk    open -> closed: all parts in, or every missing member is dead or late
+  result         wanted -> held: from its owner, from any holder by hash, or kept from an earlier plan
+
+Bulk is *pulled*: the driver asks `next_bulk(peer)` when the link to that peer can take a message, so that nothing but
+the frozen vector and the held results waits in memory. Contributions of a base stay valid for every plan of that base.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.comm.codecs import get_codec
+from dlc.comm.context import Context
+from dlc.comm.entries import Part
+from dlc.comm.grid import Grid
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.log import Sink, grid_of
+from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, Plan, Ready, Result
+from dlc.comm.reducer import ChunkReducer, Workspace
+from dlc.comm.wire import pack
+
+WINDOW_BYTES = 16 << 20
+"""Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
+WINDOW_CHUNKS_MIN = 4
+CLOSE_CHECK_S = 0.25
+STRAY_CHUNKS_MAX = 64
+"""Contributions kept per sender before the plan that asks for them is known here."""
+
+
+@dataclass
+class Offered:
+    """My own frozen contribution to the next round of a channel."""
+
+    ready: Ready
+    vector: Tensor
+    sink: Sink | None
+    since: float
+    started: float | None = None
+    """When its first plan was seen."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    ballots: int = 0
+
+
+class Exchange:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.offered: dict[str, Offered] = {}
+        self.held: dict[int, Result] = {}
+        """Candidate results of the current plan, by chunk."""
+        self.hashes: dict[int, bytes] = {}
+        self.plan: Plan | None = None
+        self.grid: Grid | None = None
+        self.closed = 0
+        self.dropped = 0
+        """Frames that no plan asked for; counted, never fatal."""
+        self.reduce_since = 0.0
+        self.last_gain = 0.0
+        self._parts: dict[tuple[str, bytes], dict[int, dict[Voter, Contrib]]] = {}
+        self._owned: dict[int, ChunkReducer] = {}
+        self._workspace: tuple[Grid, Workspace] | None = None
+        """Kept from round to round: fresh buffers for every chunk would be page faults for every chunk."""
+        self._to_send: dict[Voter, deque[int]] = {}
+        self._in_flight: dict[Voter, set[int]] = {}
+        self._results: dict[PeerId, deque[Result | Bulk]] = {}
+        self._heard: dict[Voter, float] = {}
+        self._gap: dict[Voter, float] = {}
+        self._last_close = 0.0
+        self._recipients: tuple[Voter, ...] = ()
+        self._fixed: dict[int, bytes] = {}
+        self._bases: dict[str, bytes] = {}
+
+    # ---------------------------------------------------------------- the plan
+
+    def begin(self, plan: Plan, recipients: Iterable[Voter], keep: dict[int, Result]) -> None:
+        """Start (or restart) the data plane for `plan`. `keep`: results in hand that the plan fixes, by chunk."""
+        now = self.ctx.now
+        self.plan, self.grid = plan, grid_of(plan.entry) if plan.assignment else None
+        self.held = dict(keep)
+        self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
+        self._fixed = {f.chunk: f.hash for f in plan.fixed}
+        self.closed, self.reduce_since, self.last_gain, self._last_close = 0, now, now, now
+        self._recipients = tuple(v for v in recipients if v != self.ctx.me)
+        self._heard = {p.voter: now for p in plan.entry.roster}
+        self._results = {peer: queue for peer, queue in self._results.items() if self._serving(queue)}
+        self._owned = {}
+        if self.grid is not None:
+            if self._workspace is None or self._workspace[0] != self.grid:
+                self._workspace = (self.grid, Workspace(self.grid))
+            self._queue_contributions(plan)
+            self._own(plan, self.grid)
+
+    def _own(self, plan: Plan, grid: Grid) -> None:
+        """Open the chunks that the plan gives me, with the parts that came before it."""
+        parts = self._parts.get((plan.entry.channel, self._base(plan)), {})
+        for chunk, owner in enumerate(plan.assignment):
+            if owner >= 0 and plan.owners[owner] == self.ctx.me:
+                self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster)
+                for sender, contrib in list(parts.get(chunk, {}).items()):
+                    self._take(sender, contrib)
+        self.close_due()
+
+    def _serving(self, queue: deque[Result | Bulk]) -> bool:
+        """Drop queued results of the slot's older plan, keep image pieces and fetched results."""
+        kept = [m for m in queue if not isinstance(m, Result) or m.header.chunk in self._fixed]
+        queue.clear()
+        queue.extend(kept)
+        return bool(queue)
+
+    def _queue_contributions(self, plan: Plan) -> None:
+        me, entry = self.ctx.me, plan.entry
+        self._to_send, self._in_flight = {}, {}
+        mine = self.offered.get(entry.channel)
+        part = next((p for p in entry.roster if p.voter == me), None)
+        if mine is None or part is None or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
+            return
+        mine.started = self.ctx.now if mine.started is None else mine.started
+        mine.ballots += 1
+        for chunk, owner in enumerate(plan.assignment):
+            if owner >= 0 and plan.owners[owner] != me:
+                self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
+
+    def _base(self, plan: Plan) -> bytes:
+        return self._bases.get(plan.entry.channel, b"")
+
+    def set_bases(self, bases: dict[str, bytes]) -> None:
+        """The head moved: contributions of bases that are past are dropped, my own with them."""
+        self._bases = bases
+        for key in [k for k in self._parts if bases.get(k[0]) != k[1]]:
+            del self._parts[key]
+
+    def reset(self) -> None:
+        """The slot is over: candidates and plan are dropped (contributions live as long as their base)."""
+        self.plan, self.grid = None, None
+        self.held, self.hashes, self._owned, self._fixed = {}, {}, {}, {}
+        self._to_send, self._in_flight = {}, {}
+
+    # ---------------------------------------------------------------- receiving
+
+    def receive_contrib(self, sender: Voter, contrib: Contrib) -> None:
+        if self._bases.get(contrib.channel) != contrib.base:
+            self.dropped += 1
+            return
+        self._count_received(contrib.channel, len(contrib.payload))
+        self._store(sender, contrib)
+        if contrib.chunk in self._owned:
+            self._close_if_done(contrib.chunk)
+
+    def _store(self, sender: Voter, contrib: Contrib) -> None:
+        now = self.ctx.now
+        chunks = self._parts.setdefault((contrib.channel, contrib.base), {})
+        if self.plan is None and sum(sender in by for by in chunks.values()) >= STRAY_CHUNKS_MAX:
+            self.dropped += 1
+            return
+        if sender in self._heard:
+            gap = now - self._heard[sender]
+            self._gap[sender] = max(gap, 0.9 * self._gap.get(sender, 0.0))
+        self._heard[sender] = now
+        if self.plan is not None and contrib.channel == self.plan.entry.channel and contrib.chunk not in self._owned:
+            self.dropped += 1
+            return
+        chunks.setdefault(contrib.chunk, {})[sender] = contrib
+        self._take(sender, contrib)
+
+    def _take(self, sender: Voter, contrib: Contrib) -> None:
+        """Hand a part to the reducer of its chunk, if it is one that the plan's roster names."""
+        reducer = self._owned.get(contrib.chunk)
+        if reducer is None or self.plan is None:
+            return
+        for index, part in enumerate(self.plan.entry.roster):
+            if part == Part(sender, contrib.weight, contrib.upto):
+                if reducer.offer(index, contrib.payload) is not None:
+                    self.dropped += 1
+                return
+
+    def receive_result(self, result: Result) -> bool:
+        """Store a candidate if the current plan asks for it; True if it was new and wanted."""
+        plan, header = self.plan, result.header
+        if plan is None or self.grid is None or header.chunk in self.held or not 0 <= header.chunk < self.grid.n_chunks:
+            return False
+        fixed = self._fixed.get(header.chunk)
+        digest = result_hash(result)
+        if fixed is not None:
+            wanted = digest == fixed
+        else:
+            owner = plan.owners[plan.assignment[header.chunk]]
+            wanted = header.head == plan.head and header.ballot == plan.ballot and header.owner == owner
+        if not wanted or not self._well_formed(result):
+            self.dropped += 1
+            return False
+        self._count_received(plan.entry.channel, len(result.payload))
+        self._hold(result, digest)
+        return True
+
+    def _well_formed(self, result: Result) -> bool:
+        assert self.grid is not None and self.plan is not None
+        roster = set(self.plan.entry.roster)
+        size = self.grid.wire_bytes(result.header.chunk) if result.header.included else 0
+        return len(result.payload) == size and all(p in roster for p in result.header.included)
+
+    def _hold(self, result: Result, digest: bytes) -> None:
+        chunk = result.header.chunk
+        self.held[chunk], self.hashes[chunk] = result, digest
+        self.last_gain = self.ctx.now
+        for in_flight in self._in_flight.values():
+            in_flight.discard(chunk)
+
+    # ---------------------------------------------------------------- reducing
+
+    def close_due(self) -> None:
+        """Look at the open chunks in the window again: a contributor may have died or become late."""
+        if self.plan is None or self.grid is None:
+            return
+        alone = len(self.plan.entry.roster) == 1
+        window = len(self._owned) if alone else self.window_chunks(self.grid)
+        for chunk in list(self._owned)[:window]:
+            self._close_if_done(chunk)
+
+    def next_deadline(self) -> float | None:
+        return self.ctx.now + CLOSE_CHECK_S if self._owned else None
+
+    def _close_if_done(self, chunk: int) -> None:
+        """Close an owned chunk that has all the parts it will get."""
+        assert self.plan is not None
+        roster = self.plan.entry.roster
+        self._add_own_part(chunk)
+        reducer = self._owned[chunk]
+        reasons = {roster[i].voter: reason for i, reason in reducer.refused.items()}
+        for index in reducer.missing():
+            reason = self._given_up(roster[index].voter)
+            if reason is None:
+                return
+            reasons[roster[index].voter] = reason
+        self._close(chunk, reducer, reasons)
+
+    def _add_own_part(self, chunk: int) -> None:
+        """My own part is encoded only when the chunk's turn has come, so that a span's worth never waits in memory."""
+        assert self.plan is not None
+        mine = self.offered.get(self.plan.entry.channel)
+        roster, missing = self.plan.entry.roster, self._owned[chunk].missing()
+        if mine is not None and any(roster[i].voter == self.ctx.me for i in missing):
+            self._take(self.ctx.me, self._encode(mine, chunk))
+
+    def _given_up(self, voter: Voter) -> str | None:
+        """Why this contributor's part is no longer waited for, or None."""
+        members = self.ctx.members
+        if members.gone(voter):
+            return "left"
+        if not members.alive(voter):
+            return "dead"
+        limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), self._gap.get(voter, 0.0))
+        # A sender whose window is full waits for *us*: its silence counts from my last close.
+        idle_since = max(self._heard.get(voter, self.reduce_since), self._last_close)
+        if self.ctx.now - idle_since > limit_s:
+            return "late"
+        return None
+
+    def _close(self, chunk: int, reducer: ChunkReducer, reasons: dict[Voter, str]) -> None:
+        assert self.plan is not None
+        plan = self.plan
+        payload, included = reducer.close(self._workspace[1] if self._workspace else None)
+        roster = plan.entry.roster
+        excluded = tuple(Excluded(v, r) for v, r in sorted(reasons.items()))
+        header = ChunkHeader(
+            base=self._base(plan),
+            chunk=chunk,
+            head=plan.head,
+            ballot=plan.ballot,
+            owner=self.ctx.me,
+            included=tuple(roster[i] for i in included),
+            excluded=excluded,
+        )
+        del self._owned[chunk]
+        self._parts.get((plan.entry.channel, self._base(plan)), {}).pop(chunk, None)
+        self.closed += 1
+        self._last_close = self.ctx.now
+        result = Result(header, payload)
+        self._hold(result, result_hash(result))
+        for voter in self._recipients:
+            self._results.setdefault(voter.peer, deque()).append(result)
+
+    # ---------------------------------------------------------------- sending
+
+    def window_chunks(self, grid: Grid) -> int:
+        return max(WINDOW_CHUNKS_MIN, WINDOW_BYTES // max(1, grid.wire_bytes(0)))
+
+    def serve(self, to: PeerId, message: Bulk) -> None:
+        """Queue a bulk message that `to` asked for."""
+        queue = self._results.setdefault(to, deque())
+        if message not in queue:
+            queue.append(message)
+
+    def pending(self) -> set[PeerId]:
+        """Peers for which `next_bulk` has something now."""
+        ready = {peer for peer, queue in self._results.items() if queue}
+        if self.grid is not None:
+            window = self.window_chunks(self.grid)
+            ready.update(
+                owner.peer
+                for owner, chunks in self._to_send.items()
+                if chunks and len(self._in_flight.get(owner, ())) < window
+            )
+        return ready
+
+    def next_bulk(self, peer: PeerId) -> Bulk | None:
+        """The next message for `peer`: results before contributions, contributions within the owner's window."""
+        queue = self._results.get(peer)
+        if queue:
+            message = queue.popleft()
+            if isinstance(message, Result) and self.plan is not None:
+                self._count_sent(self.plan.entry.channel, len(message.payload))
+            return message
+        if self.grid is None or self.plan is None:
+            return None
+        window = self.window_chunks(self.grid)
+        mine = self.offered.get(self.plan.entry.channel)
+        for owner, chunks in self._to_send.items():
+            in_flight = self._in_flight.setdefault(owner, set())
+            while owner.peer == peer and chunks and mine is not None and len(in_flight) < window:
+                chunk = chunks.popleft()
+                if chunk in self.held:
+                    continue
+                in_flight.add(chunk)
+                contrib = self._encode(mine, chunk)
+                self._count_sent(self.plan.entry.channel, len(contrib.payload))
+                return contrib
+        return None
+
+    def _encode(self, mine: Offered, chunk: int) -> Contrib:
+        assert self.grid is not None
+        start, stop = self.grid.span(chunk)
+        payload = get_codec(self.grid.codec).encode(mine.vector[start:stop])
+        ready = mine.ready
+        return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
+
+    def _count_sent(self, channel: str, size: int) -> None:
+        if channel in self.offered:
+            self.offered[channel].bytes_sent += size
+
+    def _count_received(self, channel: str, size: int) -> None:
+        if channel in self.offered:
+            self.offered[channel].bytes_received += size
+
+    # ---------------------------------------------------------------- views
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk of the current plan is held."""
+        return self.plan is not None and len(self.held) == len(self.plan.assignment)
+
+    def missing(self) -> list[int]:
+        if self.grid is None:
+            return []
+        return [c for c in range(self.grid.n_chunks) if c not in self.held]
+
+    def manifest(self) -> tuple[bytes, ...]:
+        return tuple(self.hashes[c] for c in range(len(self.hashes)))
+
+    def results(self) -> tuple[Result, ...]:
+        return tuple(self.held[c] for c in range(len(self.held)))
+
+
+def result_hash(result: Result) -> bytes:
+    """Identity of a chunk result: BLAKE3 over its header and its bytes."""
+    return blake3(pack(result.header)).update(result.payload).digest()

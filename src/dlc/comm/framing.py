@@ -1,0 +1,63 @@
+"""Messages to frames and back: `[envelope, header]` on the control lane, `[envelope, header, payload]` for bulk.
+
+The envelope names the protocol version, the run (a tag of run name and RunSpec hash: a process of another run that
+took over an address is not mistaken for a peer), the sending voter and the kind of message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from dlc.comm.ids import Voter
+from dlc.comm.messages import MESSAGES, PROTOCOL_VERSION, Bulk, Hello, Message, Welcome
+from dlc.comm.wire import pack, unpack
+from dlc.errors import ProtocolError
+
+Frame = bytes | memoryview
+TAG_BYTES = 8
+_CODES = {kind: code for code, kind in enumerate(MESSAGES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    protocol: int
+    tag: bytes
+    sender: Voter
+    code: int
+
+
+def run_tag(run: str, spec_hash: bytes) -> bytes:
+    return blake3(run.encode() + b"\0" + spec_hash).digest(TAG_BYTES)
+
+
+def encode(sender: Voter, tag: bytes, message: Message) -> list[Frame]:
+    envelope = Envelope(PROTOCOL_VERSION, tag, sender, _CODES[type(message)])
+    frames: list[Frame] = [pack(envelope), pack(message)]
+    if isinstance(message, Bulk):
+        frames.append(message.payload)  # type: ignore[attr-defined]
+    return frames
+
+
+def decode(frames: Sequence[Frame], tag: bytes) -> tuple[Voter, Message]:
+    """The sender and the message. Raises ProtocolError for anything that a peer of this run would not send."""
+    if not 2 <= len(frames) <= 3:
+        raise ProtocolError(f"{len(frames)} frames")
+    envelope = unpack(frames[0], Envelope)
+    if envelope.protocol != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {envelope.protocol}, ours is {PROTOCOL_VERSION}: update dlc")
+    if not 0 <= envelope.code < len(MESSAGES):
+        raise ProtocolError(f"no message has the code {envelope.code}")
+    kind = MESSAGES[envelope.code]
+    if envelope.tag != tag and kind not in (Hello, Welcome):
+        raise ProtocolError("a message of another run")
+    message: Any = unpack(frames[1], kind)
+    if issubclass(kind, Bulk) != (len(frames) == 3):
+        raise ProtocolError(f"{kind.__name__} with {len(frames)} frames")
+    if len(frames) == 3:
+        message = dataclasses.replace(message, payload=frames[2])
+    return envelope.sender, message

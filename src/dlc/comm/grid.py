@@ -1,0 +1,123 @@
+"""How a vector is cut into chunks, who reduces which, and in which order they are sent. Pure arithmetic.
+
+A `Grid` is a function of the RunSpec (and channel), never of a plan: every peer cuts the same vector at the same
+places, and an owner with a better link gets *more* chunks, not larger ones. All chunks have `chunk_elems` elements
+except the last, which has what remains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dlc.comm.codecs import Codec, get_codec
+from dlc.comm.wire import ITEMS_MAX
+from dlc.errors import ConfigError
+
+CHUNK_ELEMS_MAX = 1 << 22
+"""16 MiB of fp32 per chunk: an owner holds one payload per contributor and open chunk, and a frame is never split."""
+N_CHUNKS_MAX = ITEMS_MAX
+"""A plan lists one owner per chunk, and a decree one hash: both must fit the longest array of a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The chunks of one vector. ConfigError where a field is out of range or the codec unknown."""
+
+    numel: int
+    """Elements of the whole vector, at least 1."""
+    chunk_elems: int
+    """Elements per chunk, 1 to CHUNK_ELEMS_MAX; `numel / chunk_elems` is at most N_CHUNKS_MAX."""
+    codec: str
+    """Name of the wire format, see codecs.py."""
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ConfigError(f"a vector has at least 1 element, got numel = {self.numel}")
+        if not 1 <= self.chunk_elems <= CHUNK_ELEMS_MAX:
+            raise ConfigError(f"chunk_elems must be 1 to {CHUNK_ELEMS_MAX}, got {self.chunk_elems}")
+        if self.n_chunks > N_CHUNKS_MAX:
+            needed = -(-self.numel // N_CHUNKS_MAX)
+            raise ConfigError(
+                f"{self.numel} elements in chunks of {self.chunk_elems} are {self.n_chunks} chunks, "
+                f"at most {N_CHUNKS_MAX} are allowed: raise chunk_elems to {needed} or more"
+            )
+        get_codec(self.codec)
+
+    @property
+    def n_chunks(self) -> int:
+        return -(-self.numel // self.chunk_elems)
+
+    @property
+    def coder(self) -> Codec:
+        """The object behind the name `codec`."""
+        return get_codec(self.codec)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """Elements [start, stop) of a chunk; IndexError where there is no such chunk."""
+        if not 0 <= chunk < self.n_chunks:
+            raise IndexError(f"chunk {chunk} of {self.n_chunks}")
+        start = chunk * self.chunk_elems
+        return start, min(start + self.chunk_elems, self.numel)
+
+    def elems(self, chunk: int) -> int:
+        """Elements of a chunk: `chunk_elems`, or fewer in the last."""
+        start, stop = self.span(chunk)
+        return stop - start
+
+    def wire_bytes(self, chunk: int) -> int:
+        """Length of the payload of a chunk."""
+        return self.coder.wire_bytes(self.elems(chunk))
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Sum of `wire_bytes` over all chunks: what one peer's whole vector takes, without headers."""
+        last = self.n_chunks - 1
+        full = self.coder.wire_bytes(self.chunk_elems) * last
+        return full + self.wire_bytes(last)
+
+
+def assign_owners(n_chunks: int, weights: Sequence[float]) -> list[int]:
+    """The owner of each chunk, as an index into `weights`: contiguous spans in the order of the owners.
+
+    Owner i gets n_chunks * weights[i] / sum(weights) chunks, made whole by largest remainder (ties go to the lower
+    index); so it is never off by a whole chunk, and weight 0 gets none. The arithmetic is exact: equal arguments
+    give equal results on every host. ValueError where a weight is negative or not finite, or all are 0.
+    """
+    if n_chunks < 0:
+        raise ValueError(f"n_chunks must not be negative, got {n_chunks}")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(f"weights of owners are finite and not negative, got {list(weights)}")
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact, Fraction(0))
+    if total == 0:
+        raise ValueError("nobody can own a chunk: every weight is 0")
+    quotas = [n_chunks * weight / total for weight in exact]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
+    for i in by_remainder[: n_chunks - sum(counts)]:
+        counts[i] += 1
+    return [owner for owner, count in enumerate(counts) for _ in range(count)]
+
+
+def send_order(owners: Sequence[int], me: int) -> list[int]:
+    """The order in which contributor `me` sends its chunks: `owners[c]` reduces chunk c, -1 means not to be sent.
+
+    Round-robin over the owners, beginning with the one after `me` (so contributors begin with different owners) and
+    taking `me` last; an owner of twice the chunks comes up twice as often, so that all owners are served until the
+    end. Chunks of one owner keep their order: every contributor begins with the same one, and the owner can close
+    it early.
+    """
+    chunks_of: dict[int, list[int]] = {}
+    for chunk, owner in enumerate(owners):
+        if owner >= 0:
+            chunks_of.setdefault(owner, []).append(chunk)
+    ring = sorted(chunks_of, key=lambda owner: (owner <= me, owner))
+    keyed = [
+        ((position + 0.5) / len(chunks_of[owner]), turn, chunk)
+        for turn, owner in enumerate(ring)
+        for position, chunk in enumerate(chunks_of[owner])
+    ]
+    return [chunk for _, _, chunk in sorted(keyed)]

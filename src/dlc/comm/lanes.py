@@ -1,0 +1,77 @@
+"""The two lanes: their limits, and what the transport says of them.
+
+Control carries small messages that decide; bulk carries chunks. Each has its own sockets, ports, queues and limits.
+All queues are per connection, so a peer that floods fills its own queue and then its own TCP window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["control", "bulk"]
+LinkKind = Literal["connected", "disconnected", "refused", "handshake_failed", "auth_failed"]
+Frames = Sequence[bytes | memoryview]
+
+CONNECT_TIMEOUT_S = 5.0
+"""Longer than three lost SYNs (1 + 2 s), far shorter than the system's two minutes."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""A handshake is a few round trips and one ZAP answer by a thread that may be reducing a chunk meanwhile."""
+CONTROL_SEND_HWM = 64
+"""Control messages inside libzmq per link: what is lost when the link breaks."""
+BULK_SEND_HWM = 2
+"""Chunks inside libzmq per link: one on its way and one behind it; more would only age there."""
+BULK_RECEIVE_HWM = 4
+"""Chunks received and not yet polled, per link."""
+CONTROL_RECEIVE_HWM = 256
+"""Control messages received and not yet polled, per link."""
+CONTROL_FRAME_BYTES_MAX = (4 << 20) + 4096
+BULK_FRAME_BYTES_MAX = (8 << 20) + 4096
+"""Longest frame, payload and header; libzmq drops a connection that announces more, before it allocates."""
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_COUNT = 3
+"""A connection whose other end vanished without a word is closed by the kernel after a minute."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The connection on which a message came in; only for `Transport.reply`."""
+
+    lane: Lane
+    routing_id: bytes
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message. Who sent it stands inside it: nothing here is proof of that."""
+
+    lane: Lane
+    frames: list[bytes | memoryview]
+    route: Route | None
+    """For `reply`, if the sender opened the connection; else None."""
+    address: str | None
+    """The address that we connected to, if we opened the connection; else None."""
+    observed_host: str
+    """The sender's numeric address as this host sees it; empty if libzmq does not know it."""
+
+
+@dataclass(frozen=True)
+class Writable:
+    """The bulk link to `address` takes another message now."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class LinkEvent:
+    """Something happened to the control link to an address."""
+
+    address: str
+    kind: LinkKind
+    detail: str
+    """A clause for the log."""
+
+
+Event = Incoming | Writable | LinkEvent

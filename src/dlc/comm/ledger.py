@@ -1,0 +1,119 @@
+"""Leases: which voter trains which blocks of the data source (promise P7).
+
+A pure, deterministic part of the replicated state: every peer computes the same table from the same entries. Blocks are
+numbered 0, 1, 2, ...; a voter holds up to two ranges [lo, hi), used in order, with its committed position `pos` in the
+first. What a removed voter had not committed goes back to the pool, first in first out; fresh ranges come after.
+Invariant I5: consumed, pool and leases are disjoint and together are [0, next).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dlc.comm.ids import Voter
+
+RANGES_PER_VOTER = 2
+"""One in use and one ahead, so that a peer that trains on while a round is in flight never runs dry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    lo: int
+    """First block not yet committed."""
+    hi: int
+    """One past the last block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What one voter may train: ranges in order of use; the first one's `lo` is the committed position."""
+
+    voter: Voter
+    ranges: tuple[Range, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(r.hi - r.lo for r in self.ranges)
+
+    def holds(self, upto: int) -> bool:
+        """True if `upto` is a position that this lease can be advanced to."""
+        return any(r.lo < upto <= r.hi for r in self.ranges)
+
+    def advanced(self, upto: int) -> Lease:
+        """The lease after everything before `upto` (in order of use) was consumed."""
+        for index, r in enumerate(self.ranges):
+            if r.lo < upto <= r.hi:
+                rest = () if upto == r.hi else (Range(upto, r.hi),)
+                return Lease(self.voter, rest + self.ranges[index + 1 :])
+        raise ValueError(f"position {upto} is outside the lease {self.ranges}")
+
+    def take(self, count: int) -> tuple[list[int], int]:
+        """The next `count` block indices in order of use (fewer if the lease is shorter) and the `upto` after them."""
+        blocks: list[int] = []
+        upto = -1
+        for r in self.ranges:
+            stop = min(r.hi, r.lo + count - len(blocks))
+            blocks.extend(range(r.lo, stop))
+            if stop > r.lo:
+                upto = stop
+            if len(blocks) == count:
+                break
+        return blocks, upto
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The whole table. `length` is the size of a fresh range in blocks; 0 means that the run has no leases."""
+
+    length: int = 0
+    leases: tuple[Lease, ...] = ()
+    """In ascending voter order."""
+    pool: tuple[Range, ...] = ()
+    next: int = 0
+    """First block that was never handed out."""
+
+    def lease(self, voter: Voter) -> Lease | None:
+        return next((lease for lease in self.leases if lease.voter == voter), None)
+
+    def valid(self, voter: Voter, upto: int) -> bool:
+        """A contribution of `voter` up to position `upto` may stand in a roster at this state."""
+        if self.length == 0:
+            return True
+        lease = self.lease(voter)
+        return lease is not None and lease.holds(upto)
+
+    def committed(self, counted: Sequence[tuple[Voter, int]]) -> Ledger:
+        """The table after the contributions (voter, upto) were counted."""
+        if self.length == 0:
+            return self
+        upto = dict(counted)
+        leases = tuple(x.advanced(upto[x.voter]) if x.voter in upto else x for x in self.leases)
+        return dataclasses.replace(self, leases=leases)
+
+    def seated(self, trainers: Iterable[Voter]) -> Ledger:
+        """The table after the trainers changed: others lose their ranges, those who run short get new ones."""
+        if self.length == 0:
+            return self
+        seats = sorted(set(trainers))
+        held = {lease.voter: lease.ranges for lease in self.leases}
+        pool = list(self.pool)
+        for lease in self.leases:
+            if lease.voter not in seats:
+                pool.extend(lease.ranges)
+        next_block = self.next
+        # First range for everybody before a second one for anybody: a short pool is shared fairly.
+        for wanted in range(1, RANGES_PER_VOTER + 1):
+            for voter in seats:
+                ranges = held.get(voter, ())
+                if len(ranges) >= wanted:
+                    continue
+                if pool:
+                    fresh = pool.pop(0)
+                else:
+                    fresh = Range(next_block, next_block + self.length)
+                    next_block += self.length
+                held[voter] = (*ranges, fresh)
+        leases = tuple(Lease(voter, held[voter]) for voter in seats)
+        return Ledger(self.length, leases, tuple(pool), next_block)

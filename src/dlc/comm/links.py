@@ -1,0 +1,264 @@
+"""One outgoing connection: a DEALER that is opened, watched and opened again for ever.
+
+    WAITING --retry time--> RESOLVING --numeric addresses--> CONNECTING --handshake succeeded--> UP
+       ^______ refused, handshake_failed, auth_failed ___________|                               |
+       |______________________________________ disconnected _____________________________________|
+
+What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
+
+| what happened                    | events                                                     | kind             |
+|----------------------------------|------------------------------------------------------------|------------------|
+| nobody listens there             | CONNECT_DELAYED, CLOSED                                    | refused          |
+| no answer at all                 | the same, after the connect timeout                        | refused          |
+| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | refused          |
+| other run key or run name        | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EPIPE, ECONNRESET)  | auth_failed      |
+| refused by the other side's ZAP  | CONNECTED, HANDSHAKE_FAILED_AUTH (400)                     | auth_failed      |
+| only one side has a key          | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (mechanism mismatch), | auth_failed      |
+|                                  | or HANDSHAKE_FAILED_NO_DETAIL, by chance                   |                  |
+| it accepts and says nothing      | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EAGAIN)             | handshake_failed |
+| it speaks something else         | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (anything else)       | handshake_failed |
+
+A peer that dies in the middle of a handshake looks like one with another key, so the caller should believe
+`auth_failed` only when it comes again.
+
+libzmq's own reconnection is not used: after a protocol or authentication error it never tries again, after a closed
+handshake it tries ten times a second, and it keeps to the first address of a name. Here every attempt gets a fresh
+socket, after a back-off. `ZMQ_IMMEDIATE` keeps messages out of a connection that is not up; control messages wait in
+`pending` meanwhile, so a peer that starts later gets them. What was written to a connection that then breaks is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import deque
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dlc.comm.addresses import Resolver, is_numeric, join_address, parse_address
+from dlc.comm.lanes import (
+    BULK_FRAME_BYTES_MAX,
+    BULK_RECEIVE_HWM,
+    BULK_SEND_HWM,
+    CONNECT_TIMEOUT_S,
+    CONTROL_FRAME_BYTES_MAX,
+    CONTROL_RECEIVE_HWM,
+    CONTROL_SEND_HWM,
+    HANDSHAKE_TIMEOUT_S,
+    KEEPALIVE_COUNT,
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    Frames,
+    Lane,
+    LinkEvent,
+    LinkKind,
+)
+from dlc.comm.security import LinkSecurity
+
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 2.0
+"""A peer that comes back is found within this time; a dead one costs one SYN in as long."""
+_OVERDUE_S = CONNECT_TIMEOUT_S + HANDSHAKE_TIMEOUT_S + 1.0
+"""An attempt of which libzmq reports nothing at all is given up after this."""
+CONTROL_PENDING_MAX = 1024
+CONTROL_PENDING_BYTES_MAX = 16 << 20
+"""Control messages that wait for a link to come up: minutes of heartbeats, or a few of the largest messages."""
+
+_MECHANISM_MISMATCH = 0x11000002
+"""ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH; not named by pyzmq."""
+_CLOSED_BY_PEER = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED)
+
+
+def set_lane_options(sock: zmq.Socket[Any], lane: Lane) -> None:
+    """Limits, keepalive and time limits; the same for sockets that listen and sockets that connect."""
+    control = lane == "control"
+    sock.linger = 0
+    sock.sndhwm = CONTROL_SEND_HWM if control else BULK_SEND_HWM
+    sock.rcvhwm = CONTROL_RECEIVE_HWM if control else BULK_RECEIVE_HWM
+    sock.maxmsgsize = CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX
+    sock.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)
+    sock.tcp_keepalive = 1
+    sock.tcp_keepalive_idle = KEEPALIVE_IDLE_S
+    sock.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_S
+    sock.tcp_keepalive_cnt = KEEPALIVE_COUNT
+
+
+class Link:
+    """The connection to one address on one lane; owned by the transport's thread.
+
+    Raises UsageError if `address` is none.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        lane: Lane,
+        *,
+        routing_id: bytes,
+        security: LinkSecurity | None,
+        resolver: Resolver,
+    ) -> None:
+        self.address = address
+        self.lane: Lane = lane
+        self.host, self._port = parse_address(address)
+        self.socket: zmq.Socket[bytes] | None = None
+        self.monitor: zmq.Socket[bytes] | None = None
+        self.pending: deque[list[bytes]] = deque()
+        self.up = False
+        self.tried = False
+        """Whether some attempt has failed since the link was last up (or made)."""
+        self._context = context
+        self._routing_id = routing_id
+        self._security = security
+        self._resolver = resolver
+        self._random = random.Random(routing_id + address.encode())
+        self._pending_bytes = 0
+        self._numeric = is_numeric(self.host)
+        self._candidates: list[str] = [self.host] if self._numeric else []
+        self._candidate = 0
+        self._resolving = False
+        self._failures = 0
+        self._retry_at: float | None = 0.0
+        self._opened_at = 0.0
+
+    def deadline(self) -> float | None:
+        """When `advance` next has something to do."""
+        if self._retry_at is not None:
+            return self._retry_at
+        return None if self.up or self._resolving else self._opened_at + _OVERDUE_S
+
+    def advance(self, now: float) -> list[LinkEvent]:
+        """Start what is due: a look-up, or an attempt to connect; or give an attempt up."""
+        if self._retry_at is None:
+            if not self.up and not self._resolving and now >= self._opened_at + _OVERDUE_S:
+                return self._fail("refused", "nothing was heard of the attempt to connect", now)
+            return []
+        if now < self._retry_at:
+            return []
+        self._retry_at = None
+        if self._candidates:
+            return self._open(now)
+        self._resolving = True
+        self._resolver.ask(self.host)
+        return []
+
+    def resolved(self, hosts: list[str], problem: str, now: float) -> list[LinkEvent]:
+        """The resolver's answer for `self.host`."""
+        if not self._resolving:
+            return []
+        self._resolving = False
+        self._candidates, self._candidate = hosts, 0
+        if not hosts:
+            return self._fail("refused", problem, now)
+        self._retry_at = None
+        return self._open(now)
+
+    def send(self, frames: Frames) -> bool:
+        """Hand a message to libzmq if the link is up and has room; never blocks."""
+        if self.socket is None:
+            return False
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def send_or_keep(self, frames: Frames) -> bool:
+        """Like `send`, but a message that cannot go now waits its turn; False if too much is waiting."""
+        if not self.pending and self.send(frames):
+            return True
+        kept = [bytes(frame) for frame in frames]
+        size = sum(map(len, kept))
+        if len(self.pending) >= CONTROL_PENDING_MAX or self._pending_bytes + size > CONTROL_PENDING_BYTES_MAX:
+            return False
+        self.pending.append(kept)
+        self._pending_bytes += size
+        return True
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self.pending and self.send(self.pending[0]):
+            self._pending_bytes -= sum(map(len, self.pending.popleft()))
+
+    def read_monitor(self, now: float) -> list[LinkEvent]:
+        """What the monitor says, in this link's words."""
+        found: list[LinkEvent] = []
+        while self.monitor is not None:
+            try:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            found += self._on_event(event["event"], event["value"], now)
+        return found
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the socket; messages inside libzmq have `linger_s` to leave. The link can be opened again."""
+        self.up = False
+        if self.socket is None:
+            return
+        self.socket.disable_monitor()
+        if self.monitor is not None:
+            self.monitor.close(0)
+        self.socket.close(round(linger_s * 1000))
+        self.socket = self.monitor = None
+
+    def _open(self, now: float) -> list[LinkEvent]:
+        host = self._candidates[self._candidate]
+        self._opened_at = now
+        try:
+            self.socket = self._context.socket(zmq.DEALER)
+            set_lane_options(self.socket, self.lane)
+            self.socket.routing_id = self._routing_id
+            self.socket.immediate = 1
+            self.socket.reconnect_ivl = -1
+            self.socket.connect_timeout = int(CONNECT_TIMEOUT_S * 1000)
+            self.socket.ipv6 = ":" in host
+            if self._security is not None:
+                self._security.apply_client(self.socket)
+            self.monitor = self.socket.get_monitor_socket()
+            self.socket.connect(f"tcp://{join_address(host, self._port)}")
+        except zmq.ZMQError as error:  # too many open files, an address that libzmq does not take
+            return self._fail("refused", f"no attempt could be made: {error.strerror}", now)
+        return []
+
+    def _on_event(self, event: int, value: int, now: float) -> list[LinkEvent]:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.up, self.tried, self._failures = True, False, 0
+            return [LinkEvent(self.address, "connected", f"reached at {self._candidates[self._candidate]}")]
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return self._fail("auth_failed", f"it refused our credentials (status {value})", now)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            if value == _MECHANISM_MISMATCH:
+                return self._fail("auth_failed", "one side uses a run key and the other does not", now)
+            return self._fail("handshake_failed", f"it does not speak our protocol (ZMTP error {value:#x})", now)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if value in _CLOSED_BY_PEER:
+                return self._fail("auth_failed", "it closed the connection during the handshake: another run key?", now)
+            return self._fail("handshake_failed", f"no handshake: {errno.errorcode.get(value, value)}", now)
+        if event == zmq.EVENT_DISCONNECTED:
+            if self.up:
+                return self._fail("disconnected", "the connection ended", now)
+            return self._fail("auth_failed", "it closed the connection during the handshake: another run key?", now)
+        if event == zmq.EVENT_CLOSED and not self.up:
+            silent = now - self._opened_at >= CONNECT_TIMEOUT_S
+            return self._fail("refused", "no answer" if silent else "nobody listens there, or no way to it", now)
+        return []
+
+    def _fail(self, kind: LinkKind, detail: str, now: float) -> list[LinkEvent]:
+        """Close, choose the next candidate and the time to try it."""
+        self.close()
+        if kind != "disconnected":
+            self._candidate += 1
+            if self._candidate < len(self._candidates):
+                self._retry_at = now
+                return []
+            self._candidate = 0
+            self._candidates = [self.host] if self._numeric else []
+            self.tried = True
+        delay_s = min(RETRY_MIN_S * 2 ** min(self._failures, 10), RETRY_MAX_S)
+        self._failures += 1
+        self._retry_at = now + delay_s * self._random.uniform(0.75, 1.0)
+        return [LinkEvent(self.address, kind, detail)]

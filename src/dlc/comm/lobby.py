@@ -1,0 +1,71 @@
+"""Before a peer knows what the run is: say hello to every listed address until somebody tells.
+
+  no address listed                     -> done at once, with my own RunSpec
+  a Welcome with a RunSpec              -> done, with that RunSpec
+  every listed address answered, none knows a RunSpec -> done, with my own
+  otherwise                             -> keep dialling with back-off, and say for whom I wait
+
+A waiting peer answers the hellos of others meanwhile, so that four that start together find each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlc.comm.effects import Answer, Dial, Effect
+from dlc.comm.ids import Voter
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message, Record, Welcome
+
+BACK_OFF_FIRST_S = 0.25
+BACK_OFF_MAX_S = 4.0
+
+
+@dataclass
+class Try:
+    """One listed address."""
+
+    next_at: float
+    back_off_s: float = BACK_OFF_FIRST_S
+    tries: int = 0
+    answer: Welcome | None = None
+
+
+class Lobby:
+    def __init__(self, record: Record, run: str, spec: bytes, spec_hash: bytes, listed: tuple[str, ...]) -> None:
+        self.record, self.run, self.spec, self.spec_hash = record, run, spec, spec_hash
+        self.tries = {address: Try(0.0) for address in listed}
+        self.found: Welcome | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.found is not None or not self.unheard()
+
+    def unheard(self) -> tuple[str, ...]:
+        """Listed addresses that have not answered yet."""
+        return tuple(a for a, t in self.tries.items() if t.answer is None)
+
+    def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
+        if isinstance(message, Hello):
+            welcome = Welcome(PROTOCOL_VERSION, self.run, self.spec, self.record, (), message.address, "")
+            return [Answer(welcome)]
+        if isinstance(message, Welcome) and message.address in self.tries:
+            self.tries[message.address].answer = message
+            mine = message.record is not None and message.record.voter == self.record.voter
+            if message.spec and not mine and self.found is None:
+                self.found = message
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for address, t in self.tries.items():
+            if t.answer is None and now >= t.next_at:
+                t.tries += 1
+                t.next_at = now + t.back_off_s
+                t.back_off_s = min(2 * t.back_off_s, BACK_OFF_MAX_S)
+                hello = Hello(PROTOCOL_VERSION, self.run, self.spec_hash, self.record, address)
+                effects.append(Dial(address, hello))
+        return effects
+
+    def next_deadline(self) -> float | None:
+        waiting = [t.next_at for t in self.tries.values() if t.answer is None]
+        return min(waiting) if waiting else None

@@ -1,0 +1,155 @@
+"""The applied log of one peer: its state, the recent past in wire form, and the channels' own states.
+
+`Log.commit` is the only way a head moves by one entry, whether the entry came by COMMIT, by catching up, or by replay;
+`Log.install` is the only way it jumps (a snapshot). Both keep promise P2: equal head, equal digest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from dlc.comm.codecs import get_codec
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, counted_parts
+from dlc.comm.grid import Grid
+from dlc.comm.messages import Result
+from dlc.comm.state import State
+
+HISTORY_ROUNDS_MAX = 8
+"""Entries kept with their results, for peers that missed a few."""
+HISTORY_BYTES_MAX = 1 << 30
+"""Bytes of results kept for them; the newest entry is always kept."""
+CHAIN_MAX = 1 << 16
+"""Hashes of old entries kept to find a common ancestor (2 MiB)."""
+
+
+class Sink(Protocol):
+    """Takes the means of one committed round of a channel without state."""
+
+    def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None: ...
+
+
+@dataclass
+class Past:
+    """One applied entry with everything needed to apply it again elsewhere."""
+
+    entry: Entry
+    hashes: tuple[bytes, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(len(r.payload) for r in self.results)
+
+
+@dataclass
+class Attached:
+    """A channel state of this process."""
+
+    state: State
+    lease_len: int
+    grid: Grid
+    synced: bool = False
+    """Equal to the swarm's state at this head."""
+    digest: bytes = b""
+
+
+@dataclass
+class Log:
+    state: LogState = field(default_factory=LogState)
+    active: bool = False
+    """This process founded the run, or got its head from an active peer. Never ends within a process."""
+    past: deque[Past] = field(default_factory=deque)
+    chain: deque[bytes] = field(default_factory=lambda: deque([EMPTY], maxlen=CHAIN_MAX))
+    attached: dict[str, Attached] = field(default_factory=dict)
+
+    @property
+    def head(self) -> bytes:
+        return self.state.head
+
+    @property
+    def synced(self) -> bool:
+        """Every attached channel that the run has opened is in step here."""
+        return all(a.synced or not self.is_open(name) for name, a in self.attached.items())
+
+    def is_open(self, channel: str) -> bool:
+        known = self.state.channel(channel)
+        return known is not None and known.opened
+
+    def attach(self, channel: str, state: State, grid: Grid, lease_len: int) -> Attached:
+        self.attached[channel] = Attached(state, lease_len, grid, False, state.digest())
+        return self.attached[channel]
+
+    def digest(self, channel: str) -> bytes:
+        """Digest of the channel's state here; empty where this process holds none, or none that is in step."""
+        attached = self.attached.get(channel)
+        return attached.digest if attached and attached.synced else b""
+
+    def servable(self, channel: str) -> bytes:
+        """Digest of a state that others may fetch here: one in step, or the first state of a channel not open yet."""
+        attached = self.attached.get(channel)
+        if attached is None or (self.is_open(channel) and not attached.synced):
+            return b""
+        return attached.digest
+
+    def commit(self, entry: Entry, hashes: tuple[bytes, ...], results: tuple[Result, ...], sink: Sink | None) -> None:
+        """Apply the next entry. `results` are all chunk results of its manifest, in chunk order."""
+        counted = counted_of(entry, results)
+        self.state = self.state.apply(entry, counted)
+        self.chain.append(self.state.head)
+        attached = self.attached.get(entry.channel)
+        if entry.kind == OPEN and attached:
+            attached.synced = attached.digest == entry.digest
+        if entry.kind == ROUND and attached and attached.synced:
+            attached.state.step(entry.t, means(entry, results))
+            attached.digest = attached.state.digest()
+        elif entry.kind == ROUND and sink is not None:
+            sink.step(entry.t, means(entry, results))
+        self.past.append(Past(entry, hashes, results))
+        self._trim()
+
+    def install(self, state: LogState, chain: Sequence[bytes]) -> None:
+        """Jump to a snapshot; the caller has restored the channel states that belong to it."""
+        self.state = state
+        self.past.clear()
+        self.chain.clear()
+        self.chain.extend(chain)
+
+    def after(self, head: bytes) -> list[Past] | None:
+        """The kept entries that follow `head`, or None where the history does not reach back to it."""
+        if head == self.head:
+            return []
+        for index, past in enumerate(self.past):
+            if past.entry.parent == head:
+                return list(self.past)[index:]
+        return None
+
+    def _trim(self) -> None:
+        total = sum(p.payload_bytes for p in self.past)
+        while len(self.past) > 1 and (len(self.past) > HISTORY_ROUNDS_MAX or total > HISTORY_BYTES_MAX):
+            total -= self.past.popleft().payload_bytes
+
+
+def grid_of(entry: Entry) -> Grid:
+    return Grid(entry.numel, entry.chunk_elems, entry.codec)
+
+
+def counted_of(entry: Entry, results: Sequence[Result]) -> tuple[Part, ...]:
+    if entry.kind != ROUND:
+        return ()
+    grid = grid_of(entry)
+    spans = (grid.span(r.header.chunk) for r in results)
+    sizes = (stop - start for start, stop in spans)
+    return counted_parts(entry.roster, zip(sizes, (r.header.included for r in results), strict=True))
+
+
+def means(entry: Entry, results: Sequence[Result]) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed."""
+    grid, codec = grid_of(entry), get_codec(entry.codec)
+    for result in results:
+        start, stop = grid.span(result.header.chunk)
+        yield start, stop, codec.decode(result.payload, stop - start) if result.header.included else None

@@ -1,0 +1,91 @@
+"""Forced ballots: when a group may go on, or found a run, without a quorum (docs/protocol.md, "Forced ballots").
+
+A ballot that names its deciders F is decided by *all* of F. `permits` is the condition that each member of F checks
+before it promises and again before it votes; `proposal` is the group that I would propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dlc.comm.context import Context
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import Record
+
+
+def key_of(record: Record) -> tuple[float, int, bytes]:
+    """Position of a peer's history in the total order."""
+    return (record.tokens, record.depth, record.head)
+
+
+def can_vote(record: Record) -> bool:
+    return record.role != "observer"
+
+
+def alive_records(ctx: Context) -> list[Record]:
+    """Records of all peers with a two-way proof, me excluded, observers excluded."""
+    members = ctx.members
+    return [r for r in members.records() if r.voter != ctx.me and can_vote(r) and members.alive(r.voter)]
+
+
+def greater_alive(ctx: Context, log: Log) -> list[Record]:
+    """Alive peers whose history is greater than mine, the greatest first."""
+    ahead = [r for r in alive_records(ctx) if key_of(r) > log.state.key]
+    return sorted(ahead, key=key_of, reverse=True)
+
+
+def permits(
+    ctx: Context,
+    log: Log,
+    deciders: Sequence[Voter],
+    listed: Sequence[str],
+    answers: Mapping[str, PeerId],
+    founder: bool,
+) -> bool:
+    """I permit this forced ballot at this moment: rules (a) to (e)."""
+    members, state = ctx.members, log.state
+    group = set(deciders)
+    if ctx.stale or ctx.me not in group:  # (a)
+        return False
+    alive = alive_records(ctx)
+    if any(key_of(r) > state.key for r in alive):  # (b) follow the greater history instead
+        return False
+    if any(r.head == state.head and r.voter not in group for r in alive):  # (b) nobody who stands here is left out
+        return False
+    if state.quorum([v for v in state.electorate if members.alive(v)]):  # (c)
+        return False
+    for voter in state.electorate:  # (d)
+        evicted = members.gone(voter) or (
+            not members.alive(voter) and members.unseen_s(voter) >= members.t_evict_s
+        )
+        if voter not in group and not evicted:
+            return False
+    return _legitimate(ctx, log, group, listed, answers, founder)  # (e)
+
+
+def _legitimate(
+    ctx: Context,
+    log: Log,
+    group: set[Voter],
+    listed: Sequence[str],
+    answers: Mapping[str, PeerId],
+    founder: bool,
+) -> bool:
+    """(e) The group holds an active peer, or every listed address, or I was started as founder."""
+    if log.active or founder:
+        return True
+    records = {r.voter: r for r in ctx.members.records()}
+    if any(voter in records and records[voter].active for voter in group):
+        return True
+    peers = {voter.peer for voter in group}
+    return bool(listed) and all(answers.get(address) in peers for address in listed)
+
+
+def proposal(ctx: Context, log: Log) -> tuple[Voter, ...]:
+    """The forced ballot that I would propose: everyone alive at my head; empty unless I have the smallest id."""
+    members, head = ctx.members, log.head
+    group = sorted([r.voter for r in alive_records(ctx) if r.head == head] + [ctx.me])
+    if group[0] != ctx.me or not can_vote(members.own):
+        return ()
+    return tuple(group)

@@ -1,0 +1,246 @@
+"""The table of records: the newest signed record of every known peer, mine, and proofs that a voter is gone.
+
+Records are ordered by (inc, seq); the greater replaces the smaller, whatever way it came. A greater inc means that the
+peer was restarted: it gets a fresh `Member`, since nothing that was proved of the old process holds for the new one.
+A record with `left` moves its peer to the tombstones, so that an old record, which is still on its way somewhere, does
+not bring it back. Nobody else is ever forgotten, save when the table is full.
+
+A record is looked at (well formed, signature) only if it would change the table: most gossip is old news.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.messages import Record
+
+RECORDS_MAX = 4096
+"""Peers in the table, well above any swarm this protocol is for; over it, those never proved go first, oldest first."""
+TOMBSTONES_MAX = 1024
+"""Peers that left, remembered for as long as stale records of them may still be on their way."""
+ADDRESSES_MAX = 16
+"""Addresses in one record, both lanes together."""
+ADDRESS_CHARS_MAX = 280
+"""A host name has at most 253 characters; the port and brackets come on top."""
+STATUS_BYTES_MAX = 1024
+"""Largest status map, for people only; these three bound a record, and with it a message of gossip, in bytes."""
+KEY_BYTES_MAX = 128
+"""Longest public key, signature, head, peer id or role."""
+NUMBER_MAX = 1 << 62
+"""Counters stay in what the wire can carry, with room to add one."""
+NEVER = -math.inf
+
+
+class Standing(enum.IntEnum):
+    """SWIM's view of a voter. The first three are the numbers of Rumour.state."""
+
+    ALIVE = 0
+    SUSPECT = 1
+    DEAD = 2
+    NEW = 3
+    """Heard of, not yet proved."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """What I know of one voter other than me. Times are running times of this process (`*_run`)."""
+
+    record: Record
+    voter: Voter
+    first_run: float
+    """When it was first heard of."""
+    standing: Standing = Standing.NEW
+    told: tuple[int, int] = (0, 0)
+    """(refutation, state) of the greatest rumour about it."""
+    proof_run: float = NEVER
+    """When the newest ping that it answered, directly or by way of another, was *sent*."""
+    direct_run: float = NEVER
+    """The same for direct answers alone."""
+    relay: PeerId | None = None
+    """By whom an indirect ping succeeded last."""
+    rtt_s: float = -1.0
+    """Smoothed round trip; negative: not measured."""
+    rtt_var_s: float = 0.0
+    suspect_run: float = 0.0
+    doubt_run: float = NEVER
+    """When strong evidence against it came; only pings sent later speak for it."""
+    verdict_run: float = math.inf
+    """When that doubt ends in death, unless it answers."""
+    probe_nonce: int = 0
+    """The ping that is being waited for; 0: none."""
+    probe_run: float = 0.0
+    direct_until_run: float = 0.0
+    """When others are asked; inf once they were."""
+    probe_until_run: float = 0.0
+    """When the probe counts as missed."""
+    probe_scored: bool = False
+    """The probe is one of the round-robin, whose success improves local health."""
+    due_run: float = math.inf
+    """When to ping it next."""
+    timer_run: float = math.inf
+    """Time of its one valid entry in the timer heap."""
+    watched: bool = False
+    """Member of the electorate."""
+    acked_seq: int = -1
+    """It has my own record up to this seq."""
+    owed_table: bool = False
+    """The next message to it carries my table."""
+    generation: int = -1
+    """It answered a ping of this generation (see `begin_refresh`)."""
+
+
+class Merged(enum.Enum):
+    """What a record did to the table."""
+
+    OLD = enum.auto()
+    """Nothing new."""
+    REFUSED = enum.auto()
+    """Malformed, wrongly signed, or no room."""
+    ADDED = enum.auto()
+    UPDATED = enum.auto()
+    REBORN = enum.auto()
+    """A greater inc: the older voter is gone."""
+    LEFT = enum.auto()
+    GHOST = enum.auto()
+    """An old record of a peer that left: whoever sent it has not heard of the leave."""
+    REPLACED_ME = enum.auto()
+    """A greater inc of my own peer id."""
+
+
+class RecordTable:
+    def __init__(self, own: Record, sign: Callable[[Record], Record], verify: Callable[[Record], bool]) -> None:
+        self.me = own.voter
+        self.members: dict[PeerId, Member] = {}
+        self.tombstones: dict[PeerId, Record] = {}
+        self.replaced_by: Voter | None = None
+        self._own = own
+        self._signed = False
+        self._sign = sign
+        self._verify = verify
+        self._listed: list[Record] | None = None
+        self._order: list[PeerId] | None = None
+
+    # ------------------------------------------------------------------ mine
+
+    @property
+    def own(self) -> Record:
+        """My record, signed at the first read after a change."""
+        if not self._signed:
+            self._own = self._sign(self._own)
+            self._signed = True
+        return self._own
+
+    @property
+    def own_seq(self) -> int:
+        return self._own.seq
+
+    def update_own(self, changes: dict[str, Any]) -> bool:
+        """True if a field changed; only then seq goes up."""
+        if all(getattr(self._own, name) == value for name, value in changes.items()):
+            return False
+        self._own = replace(self._own, **changes, seq=self._own.seq + 1, signature=b"")
+        self._signed = False
+        self._listed = None
+        return True
+
+    # ------------------------------------------------------------------ all
+
+    def records(self) -> list[Record]:
+        """The newest of each peer that has not left, mine first."""
+        if self._listed is None:
+            mine = [] if self._own.left else [self.own]
+            self._listed = mine + [member.record for member in self.members.values()]
+        return list(self._listed)
+
+    def order(self) -> list[PeerId]:
+        """Known peers as a list that can be indexed; not to be changed."""
+        if self._order is None:
+            self._order = list(self.members)
+        return self._order
+
+    def gone(self, voter: Voter) -> bool:
+        if voter.peer == self.me.peer:
+            replaced = self.replaced_by is not None and self.replaced_by.inc > voter.inc
+            return voter.inc < self.me.inc or replaced or (voter == self.me and self._own.left)
+        member = self.members.get(voter.peer)
+        if member is not None and member.voter.inc > voter.inc:
+            return True
+        stone = self.tombstones.get(voter.peer)
+        return stone is not None and stone.voter.inc >= voter.inc
+
+    def merge(self, record: Record, running_s: float) -> tuple[Merged, Member | None]:
+        """Take a record in; the member given back is the one that it replaced or removed, if any."""
+        voter = record.voter
+        if voter.peer == self.me.peer:
+            return self._merge_own(record), None
+        stone = self.tombstones.get(voter.peer)
+        if stone is not None and stone.voter.inc >= voter.inc:
+            return (Merged.OLD if record.left else Merged.GHOST), None
+        old = self.members.get(voter.peer)
+        if old is not None and (voter.inc, record.seq) <= (old.voter.inc, old.record.seq):
+            return Merged.OLD, None
+        if not well_formed(record) or not self._verify(record):
+            return Merged.REFUSED, None
+        if record.left:
+            self._bury(record)
+            return Merged.LEFT, old
+        if old is not None and old.voter == voter:
+            old.record = record
+            self._listed = None
+            return Merged.UPDATED, None
+        if old is None and not self._make_room():
+            return Merged.REFUSED, None
+        self.tombstones.pop(voter.peer, None)
+        self.members[voter.peer] = Member(record, voter, running_s)
+        self._changed()
+        return (Merged.ADDED if old is None else Merged.REBORN), old
+
+    def _merge_own(self, record: Record) -> Merged:
+        newest = self.replaced_by or self.me
+        if record.voter.inc <= newest.inc or not well_formed(record) or not self._verify(record):
+            return Merged.OLD
+        self.replaced_by = record.voter
+        return Merged.REPLACED_ME
+
+    def _bury(self, record: Record) -> None:
+        self.members.pop(record.voter.peer, None)
+        self.tombstones.pop(record.voter.peer, None)
+        self.tombstones[record.voter.peer] = record
+        if len(self.tombstones) > TOMBSTONES_MAX:
+            del self.tombstones[next(iter(self.tombstones))]
+        self._changed()
+
+    def _make_room(self) -> bool:
+        if len(self.members) < RECORDS_MAX:
+            return True
+        unproved = (m for m in self.members.values() if m.proof_run == NEVER and not m.watched)
+        oldest = min(unproved, key=lambda member: member.first_run, default=None)
+        if oldest is None:
+            return False
+        del self.members[oldest.voter.peer]
+        oldest.timer_run = math.inf
+        return True
+
+    def _changed(self) -> None:
+        self._listed = None
+        self._order = None
+
+
+def well_formed(record: Record) -> bool:
+    """Sizes and numbers are in bounds: what no correct peer exceeds is neither kept nor passed on."""
+    addresses = record.control + record.bulk
+    texts = (record.voter.peer, record.role, record.public_key, record.signature, record.head)
+    return (
+        len(addresses) <= ADDRESSES_MAX
+        and all(len(address) <= ADDRESS_CHARS_MAX for address in addresses)
+        and len(record.status) <= STATUS_BYTES_MAX
+        and all(len(text) <= KEY_BYTES_MAX for text in texts)
+        and all(0 <= number < NUMBER_MAX for number in (record.seq, record.depth))
+        and 0 <= record.voter.inc < 4 * NUMBER_MAX
+        and all(math.isfinite(number) for number in (record.tokens, record.speed, record.eta_s))
+    )

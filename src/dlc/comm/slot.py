@@ -1,0 +1,296 @@
+"""The slot: how this peer takes part in deciding the next entry (docs/protocol.md, "The slot: member").
+
+A slot is named by its parent head. This class is the acceptor of single-decree Paxos and the member of a plan:
+
+  promised   the highest ballot I answered; lower ones are refused
+  plan       the plan of the highest ballot seen; its data plane runs in `Exchange`
+  accepted   (ballot, decree): I hold every byte of it and said so (HELD = my vote)
+
+It promises: never a promise or vote while stale, or outside the electorate (or the deciders of a forced ballot that I
+permit at that moment); a vote only with every byte of the manifest in hand (I2); all of it in memory only, because a
+restarted process is another voter. The state is dropped when the head moves, and a head never comes back (I6).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from dlc.comm.context import Context
+from dlc.comm.entries import OPEN, ROUND, Part, manifest_hash
+from dlc.comm.exchange import Exchange, result_hash
+from dlc.comm.grid import Grid
+from dlc.comm.ids import LOWEST, Ballot, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import (
+    Coord,
+    Decree,
+    Fetch,
+    Held,
+    HeldChunk,
+    Nack,
+    Plan,
+    Prepare,
+    Progress,
+    Promise,
+    Ready,
+    Result,
+)
+from dlc.comm.permit import permits
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.errors import DlcError
+
+
+class Slot:
+    def __init__(self, ctx: Context, log: Log, exchange: Exchange, listed: tuple[str, ...]) -> None:
+        self.ctx, self.log, self.exchange = ctx, log, exchange
+        self.listed = listed
+        """Addresses of `--peers`: a founding group must contain them all."""
+        self.founder = False
+        self.answers: dict[str, str] = {}
+        """Which peer answered at a listed address."""
+        self.wishes: dict[str, Ready] = {}
+        """Channels that I want opened."""
+        self.promised = LOWEST
+        self.seen = LOWEST
+        """Highest ballot heard of; my own next one is above it."""
+        self.accepted: tuple[Ballot, Decree] | None = None
+        self.accepted_results: tuple[Result, ...] = ()
+        self.plan: Plan | None = None
+        self.coordinator_heard = 0.0
+        self.started = 0.0
+        self.blocked_on_digest = False
+        """The plan's digest is not mine: I must be repaired before I vote."""
+        self._last_ready = -1.0
+        self._last_fetch = 0.0
+
+    # ---------------------------------------------------------------- life of a slot
+
+    def enter(self) -> None:
+        """The head moved: a new slot begins, with ballot (0, rank 0) promised to without a PREPARE."""
+        rank0 = self.log.state.rank0
+        self.promised = Ballot(0, rank0) if rank0 else LOWEST
+        self.seen = self.promised
+        self.accepted, self.accepted_results, self.plan = None, (), None
+        self.started = self.coordinator_heard = self.ctx.now
+        self.blocked_on_digest = False
+        self._last_ready = -1.0
+        self.exchange.reset()
+
+    @property
+    def votes_here(self) -> bool:
+        return self.ctx.me in self.log.state.electorate
+
+    def may_decide(self, deciders: tuple[Voter, ...]) -> bool:
+        """I may promise and vote in a ballot with these deciders, now."""
+        if self.ctx.stale:
+            return False
+        if deciders:
+            return permits(self.ctx, self.log, deciders, self.listed, self.answers, self.founder)
+        return self.votes_here
+
+    # ---------------------------------------------------------------- messages
+
+    def receive_prepare(self, sender: Voter, m: Prepare) -> None:
+        if m.ballot.voter != sender:
+            return
+        self.seen = max(self.seen, m.ballot)
+        if m.ballot < self.promised:
+            self.ctx.send(sender, Nack(self.log.head, self.promised))
+        elif self.may_decide(m.deciders):
+            self.promised = m.ballot
+            self.coordinator_heard = self.ctx.now
+            self.ctx.send(sender, self._promise(m.ballot))
+
+    def _promise(self, ballot: Ballot) -> Promise:
+        held, rosters = self._held_chunks()
+        return Promise(
+            head=self.log.head,
+            ballot=ballot,
+            accepted_ballot=self.accepted[0] if self.accepted else None,
+            accepted=self.accepted[1] if self.accepted else None,
+            plan=self.plan,
+            held=held,
+            rosters=rosters,
+            ready=tuple(self._readies()),
+        )
+
+    def _held_chunks(self) -> tuple[tuple[HeldChunk, ...], tuple[tuple[Part, ...], ...]]:
+        rosters: dict[tuple[Part, ...], int] = {}
+        held = []
+        for chunk, result in sorted(self.exchange.held.items()):
+            index = rosters.setdefault(result.header.included, len(rosters))
+            held.append(HeldChunk(chunk, result.header.ballot, self.exchange.hashes[chunk], index))
+        return tuple(held), tuple(rosters)
+
+    def receive_coord(self, sender: Voter, m: Coord) -> None:
+        if m.ballot.voter != sender or m.ballot < self.promised:
+            if m.ballot < self.promised:
+                self.ctx.send(sender, Nack(self.log.head, self.promised))
+            return
+        self.seen = max(self.seen, m.ballot)
+        self.coordinator_heard = self.ctx.now
+        if self.plan is not None and self.plan.ballot == m.ballot:
+            self._answer_progress(sender)
+
+    def _answer_progress(self, coordinator: Voter) -> None:
+        exchange, plan = self.exchange, self.plan
+        assert plan is not None
+        self.ctx.send(coordinator, Progress(self.log.head, plan.ballot, len(exchange.held), exchange.closed))
+        if self.accepted is not None and self.accepted[0] == plan.ballot:
+            self._send_vote()
+
+    def receive_nack(self, sender: Voter, m: Nack) -> None:
+        self.seen = max(self.seen, m.promised)
+
+    def receive_plan(self, sender: Voter, m: Plan) -> None:
+        if m.ballot.voter != sender or m.ballot < self.promised or not self._plausible(m):
+            return
+        self.coordinator_heard = self.ctx.now
+        if self.plan is not None and self.plan.ballot == m.ballot:
+            self._answer_progress(sender)
+            return
+        if m.deciders and not self.may_decide(m.deciders):
+            return
+        self.promised = m.ballot
+        self.seen = max(self.seen, m.ballot)
+        self.plan = m
+        recipients = set(self.log.state.electorate) | set(m.deciders)
+        self.exchange.begin(m, sorted(recipients), self._kept(m))
+        mine = self.log.digest(m.entry.channel)
+        self.blocked_on_digest = bool(mine and m.digest and mine != m.digest)
+        self.ctx.send(sender, Progress(self.log.head, m.ballot, len(self.exchange.held), self.exchange.closed))
+        self.advance()
+
+    def _kept(self, plan: Plan) -> dict[int, Result]:
+        """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""
+        in_hand = {result_hash(r): r for r in (*self.accepted_results, *self.exchange.held.values())}
+        return {f.chunk: in_hand[f.hash] for f in plan.fixed if f.hash in in_hand}
+
+    def _plausible(self, m: Plan) -> bool:
+        """A plan that no correct coordinator sends is ignored."""
+        entry, state = m.entry, self.log.state
+        if entry.parent != self.log.head or entry.depth != state.depth + 1:
+            return False
+        if entry.kind != ROUND:
+            return not m.assignment and not m.fixed
+        try:
+            grid = Grid(entry.numel, entry.chunk_elems, entry.codec)
+        except (ValueError, DlcError):
+            return False
+        fixed = {f.chunk for f in m.fixed}
+        return (
+            len(m.assignment) == grid.n_chunks
+            and all(-1 <= o < len(m.owners) for o in m.assignment)
+            and all((o < 0) == (c in fixed) for c, o in enumerate(m.assignment))
+            and len({p.voter for p in entry.roster}) == len(entry.roster)
+            and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
+        )
+
+    def receive_fetch(self, sender: Voter, m: Fetch) -> None:
+        """Serve results of the current plan or of what I accepted; older entries' results are served by sync."""
+        wanted = set(m.hashes)
+        accepted = {result_hash(r): r for r in self.accepted_results} if wanted else {}
+        for chunk in m.chunks:
+            result = self.exchange.held.get(chunk)
+            if result is not None and (not wanted or self.exchange.hashes[chunk] in wanted):
+                self.exchange.serve(sender.peer, result)
+        for digest in wanted & accepted.keys():
+            self.exchange.serve(sender.peer, accepted[digest])
+
+    # ---------------------------------------------------------------- the vote
+
+    def advance(self) -> None:
+        """Vote as soon as all bytes of the plan are held and nothing forbids it."""
+        plan = self.plan
+        if plan is None or plan.ballot != self.promised or not self.exchange.complete:
+            return
+        if self.accepted is not None and self.accepted[0] == plan.ballot:
+            return
+        if self.blocked_on_digest or not self._state_allows(plan) or not self.may_decide(plan.deciders):
+            return
+        hashes = self.exchange.manifest()
+        manifest = manifest_hash(hashes) if plan.entry.kind == ROUND else b""
+        self.accepted = (plan.ballot, Decree(dataclasses.replace(plan.entry, manifest=manifest), hashes))
+        self.accepted_results = self.exchange.results()
+        self._send_vote()
+
+    def _state_allows(self, plan: Plan) -> bool:
+        """An opening is voted for only by those who hold the first state, so that a quorum has it."""
+        if plan.entry.kind != OPEN:
+            return True
+        attached = self.log.attached.get(plan.entry.channel)
+        return attached is not None and attached.digest == plan.entry.digest
+
+    def _send_vote(self) -> None:
+        assert self.accepted is not None
+        ballot, decree = self.accepted
+        # A vote is repeated until the head moves, but only while it may be given.
+        deciders = self.plan.deciders if self.plan is not None and self.plan.ballot == ballot else ()
+        if self.may_decide(deciders):
+            self.ctx.send(ballot.voter, Held(self.log.head, ballot, decree.entry.manifest))
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self) -> None:
+        now, members = self.ctx.now, self.ctx.members
+        beat_s = members.timeouts.beat_s
+        if now - self._last_ready >= beat_s:
+            self._last_ready = now
+            self._repeat()
+        if self.plan is not None and not self.exchange.complete:
+            self._fetch_missing()
+        self.advance()
+
+    def next_deadline(self) -> float:
+        return self._last_ready + self.ctx.members.timeouts.beat_s
+
+    def _repeat(self) -> None:
+        if self.plan is None:
+            if self.promised != LOWEST:
+                for ready in self._readies():
+                    self.ctx.send(self.promised.voter, ready)
+        elif self.accepted is not None and self.accepted[0] == self.plan.ballot:
+            self._send_vote()
+
+    def announce(self) -> None:
+        """Something became ready: tell the coordinator at once."""
+        self._last_ready = self.ctx.now
+        self._repeat()
+
+    def _readies(self) -> Iterable[Ready]:
+        """What I offer or wish in this slot, under the present head and base."""
+        state = self.log.state
+        if not self.votes_here and state.electorate:
+            return
+        for channel, wish in self.wishes.items():
+            known = state.channel(channel)
+            if known is None or not known.opened:
+                first = self.log.attached[channel].digest
+                yield dataclasses.replace(wish, head=state.head, base=state.base(channel), digest=first)
+        for channel, mine in self.exchange.offered.items():
+            if mine.ready.base == state.base(channel):
+                yield dataclasses.replace(mine.ready, head=state.head, digest=self.log.digest(channel))
+
+    def _fetch_missing(self) -> None:
+        """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
+        now, members, plan = self.ctx.now, self.ctx.members, self.plan
+        assert plan is not None
+        stall_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0) / 2
+        if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
+            return
+        self._last_fetch = now
+        turn = int(now / stall_s)
+        holders = {f.chunk: f for f in plan.fixed}
+        asked: dict[Voter, list[int]] = {}
+        for chunk in self.exchange.missing():
+            if chunk in holders:
+                choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
+            else:
+                choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
+            target = choices[turn % len(choices)]
+            if target != self.ctx.me:
+                asked.setdefault(target, []).append(chunk)
+        for target, chunks in asked.items():
+            known = tuple(holders[c].hash for c in chunks if c in holders)
+            self.ctx.send(target, Fetch(self.log.head, plan.ballot, tuple(chunks), known))

@@ -1,0 +1,34 @@
+"""What the rounds need of a channel's replicated state; `dlc.train` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class State(Protocol):
+    """Outer state of one channel: a deterministic state machine driven by the means of committed rounds.
+
+    Called from the driver thread only; an implementation that is also read by others guards itself.
+    """
+
+    @property
+    def numel(self) -> int:
+        """Elements of the vector that the rounds average."""
+
+    def step(self, t: int, means: Iterable[tuple[int, int, Tensor | None]]) -> None:
+        """Apply round t: fp32 mean of elements [start, stop) each, or None where nobody contributed."""
+
+    def digest(self) -> bytes:
+        """BLAKE3-256 of the whole state, equal on every peer that stands at the same round."""
+
+    def image_bytes(self) -> int:
+        """Size of an exported image in bytes."""
+
+    def export(self) -> memoryview:
+        """A frozen copy of the whole state in portable byte order."""
+
+    def restore(self, image: memoryview) -> None:
+        """Replace the whole state by an image, or raise CheckpointError and change nothing."""

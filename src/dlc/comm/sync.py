@@ -1,0 +1,417 @@
+"""Catching up: the one rule for whoever is behind, forked or new (docs/protocol.md, "Behind, forked, new").
+
+Whoever learns of an alive peer with a greater history asks it what follows its own head:
+
+  IDLE --greater history alive--> ASKED --Steps--> REPLAY (fetch results by hash, apply entry by entry) --> IDLE
+                                        --Offer--> IMAGES (fetch pieces, verify, switch at once)        --> ASKED
+  any --the donor dies or falls silent--> IDLE (another is taken; my own state was not touched)
+
+The donor side never stops anything: it serves kept results, and images exported once per digest, dropped when nobody
+asked for `IMAGE_KEEP_S`. Pieces are asked of every alive peer that stands at the offered head, because equal heads have
+equal images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from dlc.comm.context import Context
+from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
+from dlc.comm.events import ChannelSynced, HistoryLost
+from dlc.comm.exchange import Exchange, result_hash
+from dlc.comm.ids import LOWEST, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import (
+    Fetch,
+    ImageOffer,
+    NoOffer,
+    NoPiece,
+    Offer,
+    Piece,
+    PieceReq,
+    Result,
+    Step,
+    Steps,
+    SyncReq,
+)
+from dlc.comm.permit import alive_records, greater_alive, key_of
+from dlc.errors import CheckpointError
+
+PIECE_BYTES = 1 << 20
+PIECES_IN_FLIGHT = 8
+"""Per donor: bounds what a newcomer asks for at once."""
+IMAGE_KEEP_S = 60.0
+ASK_AGAIN_S = 1.0
+IMAGE_BYTES_MAX = 1 << 38
+CHAIN_SENT_MAX = 4096
+"""Newest entry hashes sent with an offer: 128 KiB, enough to find any recent fork."""
+
+
+@dataclass
+class Download:
+    """Images of one offer on their way."""
+
+    offer: Offer
+    buffers: dict[str, bytearray]
+    missing: dict[tuple[str, int], bytes]
+    """(channel, piece) -> expected hash."""
+    asked: dict[tuple[str, int], tuple[Voter, float]] = field(default_factory=dict)
+    refused: set[Voter] = field(default_factory=set)
+
+
+@dataclass
+class Image:
+    """An exported image that others may fetch."""
+
+    data: memoryview
+    last_asked: float
+
+
+class Sync:
+    def __init__(
+        self,
+        ctx: Context,
+        log: Log,
+        exchange: Exchange,
+        apply: Callable[[Entry, tuple[bytes, ...], tuple[Result, ...]], None],
+        switched: Callable[[], None],
+    ) -> None:
+        self.ctx, self.log, self.exchange = ctx, log, exchange
+        self.apply, self.switched = apply, switched
+        """Apply the next entry; told after a snapshot was installed."""
+        self.donor: Voter | None = None
+        self.first_states: dict[str, bytes] = {}
+        """Channels about to be opened with another first state than mine: the digest to fetch."""
+        self._steps: list[Step] = []
+        self._results: dict[bytes, Result] = {}
+        self._download: Download | None = None
+        self._images: dict[tuple[str, bytes], Image] = {}
+        self._asked_at = -1e9
+        self._heard_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._steps) or self._download is not None
+
+    # ---------------------------------------------------------------- asking
+
+    def tick(self) -> None:
+        now = self.ctx.now
+        for key in [k for k, image in self._images.items() if now - image.last_asked > IMAGE_KEEP_S]:
+            del self._images[key]
+        if self.donor is not None and not self._donor_fit():
+            self._abandon()
+        if self.busy and now - self._asked_at >= ASK_AGAIN_S:
+            self._ask_pieces()
+            self._ask_results()
+            return
+        if not self.busy and now - self._asked_at >= ASK_AGAIN_S:
+            self.start()
+
+    def _donor_fit(self) -> bool:
+        assert self.donor is not None
+        patience = max(4 * ASK_AGAIN_S, 2 * self.ctx.members.t_dead_s)
+        return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < patience
+
+    def next_deadline(self) -> float | None:
+        return self._asked_at + ASK_AGAIN_S if self.busy or self.wanted() else None
+
+    def wanted(self) -> bool:
+        return bool(self._unsynced()) or bool(greater_alive(self.ctx, self.log))
+
+    def _unsynced(self) -> list[str]:
+        """Channels whose state must come as an image although the log may be up to date."""
+        attached = self.log.attached
+        self.first_states = {
+            c: d for c, d in self.first_states.items() if not self.log.is_open(c) and attached[c].digest != d
+        }
+        return [c for c, a in attached.items() if c in self.first_states or (not a.synced and self.log.is_open(c))]
+
+    def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
+        """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
+        self.first_states[channel] = digest
+        self.start(hint=donor)
+
+    def start(self, hint: Voter | None = None) -> None:
+        """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
+        if self.busy or not (self.wanted() or hint):
+            return
+        ahead = [r.voter for r in greater_alive(self.ctx, self.log)]
+        image = bool(self._unsynced())
+        if not ahead and image:
+            at_my_head = [r for r in alive_records(self.ctx) if key_of(r) == self.log.state.key and r.synced]
+            ahead = [r.voter for r in at_my_head]
+        if hint is not None and hint != self.ctx.me:
+            ahead.insert(0, hint)
+        if not ahead:
+            return
+        # Turn by turn among the best few, so that one silent donor is not asked for ever.
+        best = ahead[: max(1, min(3, len(ahead)))]
+        self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
+        self._asked_at = self._heard_at = self.ctx.now
+        state = self.log.state
+        self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY))
+
+    def _abandon(self) -> None:
+        self.donor, self._steps, self._results, self._download = None, [], {}, None
+
+    # ---------------------------------------------------------------- replay
+
+    def receive_steps(self, sender: Voter, m: Steps) -> None:
+        if sender != self.donor or m.after != self.log.head or self._download is not None or not m.steps:
+            return
+        self._heard_at = self.ctx.now
+        self._steps = list(m.steps)
+        self._results = {}
+        self._ask_results()
+        self._replay()
+
+    def _ask_results(self) -> None:
+        if not self._steps or self.donor is None:
+            return
+        self._asked_at = self.ctx.now
+        held = set(self.exchange.hashes.values())
+        lacking = [h for h in self._steps[0].hashes if h not in self._results and h not in held]
+        if lacking:
+            self.ctx.send(self.donor, Fetch(self._steps[0].entry.parent, LOWEST, (), tuple(lacking)))
+
+    def receive_result(self, result: Result) -> bool:
+        """Take a result that the replay waits for."""
+        if not self._steps:
+            return False
+        digest = result_hash(result)
+        if digest not in self._steps[0].hashes:
+            return False
+        self._heard_at = self.ctx.now
+        self._results[digest] = result
+        self._replay()
+        return True
+
+    def _replay(self) -> None:
+        """Apply as many steps as are complete."""
+        while self._steps:
+            step = self._steps[0]
+            if step.entry.parent != self.log.head or not _consistent(step):
+                self._abandon()
+                return
+            in_hand = {self.exchange.hashes[c]: r for c, r in self.exchange.held.items()} | self._results
+            if any(h not in in_hand for h in step.hashes):
+                self._ask_results() if not self._results else None
+                return
+            results = tuple(in_hand[h] for h in step.hashes)
+            self._steps.pop(0)
+            rest, self._results = self._steps, {}
+            self.apply(step.entry, step.hashes, results)
+            self._steps = rest
+        self.donor = None
+        self._asked_at = -1e9
+
+    # ---------------------------------------------------------------- images
+
+    def receive_offer(self, sender: Voter, m: Offer) -> None:
+        if sender != self.donor or self.busy:
+            return
+        fork = not self._is_ancestor(m)
+        if m.state.key < self.log.state.key or (m.state.key == self.log.state.key and not self._unsynced()):
+            self.donor = None
+            return
+        if fork and m.state.key <= self.log.state.key:
+            self.donor = None
+            return
+        wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
+        if any(not _plausible(i) for i in wanted):
+            self._abandon()
+            return
+        self._heard_at = self.ctx.now
+        buffers = {i.channel: bytearray(i.image_bytes) for i in wanted}
+        missing = {(i.channel, p): h for i in wanted for p, h in enumerate(i.piece_hashes)}
+        self._download = Download(m, buffers, missing)
+        self._ask_pieces()
+        self._finish_if_complete()
+
+    def _is_ancestor(self, m: Offer) -> bool:
+        return self.log.head == EMPTY or self.log.head in m.chain
+
+    def _needs(self, image: ImageOffer) -> bool:
+        attached = self.log.attached[image.channel]
+        return attached.digest != image.digest
+
+    def _ask_pieces(self) -> None:
+        """Keep a few pieces in flight with every peer that holds this image."""
+        down = self._download
+        if down is None or self.donor is None:
+            return
+        now = self.ctx.now
+        self._asked_at = now
+        head = down.offer.state.head
+        donors = [r.voter for r in alive_records(self.ctx) if r.head == head and r.voter not in down.refused]
+        if self.donor not in donors and self.donor not in down.refused:
+            donors.append(self.donor)
+        if not donors:
+            self._abandon()
+            return
+        patience = max(4 * ASK_AGAIN_S, 2 * self.ctx.members.t_dead_s)
+        load = dict.fromkeys(donors, 0)
+        for key, (voter, at) in list(down.asked.items()):
+            if voter not in load or now - at > patience:
+                del down.asked[key]
+            else:
+                load[voter] += 1
+        wanted: dict[Voter, dict[str, list[int]]] = {}
+        for key in down.missing:
+            if key in down.asked:
+                continue
+            voter = min(donors, key=lambda v: (load[v], v))
+            if load[voter] >= PIECES_IN_FLIGHT:
+                break
+            load[voter] += 1
+            down.asked[key] = (voter, now)
+            wanted.setdefault(voter, {}).setdefault(key[0], []).append(key[1])
+        digests = {i.channel: i.digest for i in down.offer.images}
+        for voter, by_channel in wanted.items():
+            for channel, pieces in by_channel.items():
+                self.ctx.send(voter, PieceReq(channel, digests[channel], tuple(pieces)))
+
+    def receive_piece(self, sender: Voter, m: Piece) -> None:
+        down = self._download
+        if down is None:
+            return
+        key = (m.channel, m.piece)
+        expected = down.missing.get(key)
+        if expected is None or blake3(m.payload).digest() != expected:
+            return
+        start = m.piece * PIECE_BYTES
+        down.buffers[m.channel][start : start + len(m.payload)] = m.payload
+        del down.missing[key]
+        down.asked.pop(key, None)
+        self._heard_at = self.ctx.now
+        if not down.missing or len(down.asked) <= PIECES_IN_FLIGHT // 2:
+            self._ask_pieces()
+        self._finish_if_complete()
+
+    def receive_no_piece(self, sender: Voter, m: NoPiece) -> None:
+        down = self._download
+        if down is None:
+            return
+        down.refused.add(sender)
+        down.asked = {k: v for k, v in down.asked.items() if v[0] != sender}
+        if sender == self.donor:
+            self._abandon()
+        else:
+            self._ask_pieces()
+
+    def _finish_if_complete(self) -> None:
+        """All pieces verified: switch to the offered state at once, or change nothing."""
+        down = self._download
+        if down is None or down.missing:
+            return
+        offer = down.offer
+        self._download = None
+        self.donor = None
+        self._asked_at = -1e9
+        if offer.state.key < self.log.state.key:
+            return
+        for image in offer.images:
+            attached = self.log.attached.get(image.channel)
+            if attached is None:
+                continue
+            if attached.digest != image.digest:
+                try:
+                    attached.state.restore(memoryview(down.buffers[image.channel]).toreadonly())
+                except CheckpointError:
+                    return
+                attached.digest = attached.state.digest()
+            attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
+        self._report_loss(offer)
+        if offer.state.head != self.log.head:
+            self.log.install(offer.state, offer.chain)
+            self.switched()
+        for image in offer.images:
+            if image.channel in self.log.attached and self.log.attached[image.channel].synced:
+                self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))
+
+    def _opened(self, offer: Offer, channel: str) -> bool:
+        known = offer.state.channel(channel)
+        return known is not None and known.opened
+
+    def _report_loss(self, offer: Offer) -> None:
+        old = self.log.state
+        if self.log.active and not self._is_ancestor(offer):
+            common = next((i for i, h in enumerate(reversed(self.log.chain)) if h in set(offer.chain)), old.depth)
+            self.ctx.notify(HistoryLost(common, old.tokens))
+
+    # ---------------------------------------------------------------- the donor
+
+    def receive_request(self, sender: Voter, m: SyncReq) -> None:
+        past = None if m.snapshot else self.log.after(m.head)
+        if past:
+            steps = tuple(Step(p.entry, p.hashes) for p in past)
+            self.ctx.send(sender, Steps(m.head, steps))
+            return
+        if self.log.head == EMPTY or not self.log.synced or (past is not None and not m.snapshot):
+            self.ctx.send(sender, NoOffer(self.log.head))
+            return
+        images = tuple(self._offer_image(c) for c in self.log.attached if self.log.servable(c))
+        chain = tuple(self.log.chain)[-CHAIN_SENT_MAX:]
+        self.ctx.send(sender, Offer(self.log.state, chain, images))
+
+    def receive_no_offer(self, sender: Voter, m: NoOffer) -> None:
+        if sender == self.donor and not self.busy:
+            self.donor = None
+
+    def _offer_image(self, channel: str) -> ImageOffer:
+        digest = self.log.servable(channel)
+        data = self._image(channel, digest)
+        assert data is not None
+        hashes = tuple(blake3(data[i : i + PIECE_BYTES]).digest() for i in range(0, len(data), PIECE_BYTES))
+        return ImageOffer(channel, digest, len(data), PIECE_BYTES, hashes)
+
+    def _image(self, channel: str, digest: bytes) -> memoryview | None:
+        """The exported image with this digest, kept from before or exported now."""
+        kept = self._images.get((channel, digest))
+        if kept is None:
+            if not digest or self.log.servable(channel) != digest:
+                return None
+            kept = Image(self.log.attached[channel].state.export(), self.ctx.now)
+            self._images[(channel, digest)] = kept
+        kept.last_asked = self.ctx.now
+        return kept.data
+
+    def receive_piece_request(self, sender: Voter, m: PieceReq) -> None:
+        data = self._image(m.channel, m.digest)
+        if data is None:
+            self.ctx.send(sender, NoPiece(m.channel, m.digest))
+            return
+        for piece in m.pieces:
+            start = piece * PIECE_BYTES
+            if 0 <= start < len(data):
+                payload = bytes(data[start : start + PIECE_BYTES])
+                self.exchange.serve(sender.peer, Piece(m.channel, m.digest, piece, payload))
+
+    def receive_fetch(self, sender: Voter, m: Fetch) -> None:
+        """Serve results of entries that I have applied."""
+        wanted = set(m.hashes)
+        for past in self.log.past:
+            if past.entry.parent != m.head:
+                continue
+            for digest, result in zip(past.hashes, past.results, strict=True):
+                if digest in wanted:
+                    self.exchange.serve(sender.peer, result)
+
+
+def _consistent(step: Step) -> bool:
+    if step.entry.kind != ROUND:
+        return not step.hashes
+    return manifest_hash(step.hashes) == step.entry.manifest
+
+
+def _plausible(image: ImageOffer) -> bool:
+    pieces = -(-image.image_bytes // PIECE_BYTES) if image.image_bytes > 0 else -1
+    return (
+        image.piece_bytes == PIECE_BYTES
+        and 0 < image.image_bytes <= IMAGE_BYTES_MAX
+        and len(image.piece_hashes) == pieces
+    )

@@ -1,0 +1,347 @@
+"""All sockets of a peer, in one object that one thread owns.
+
+    others' DEALERs ──> control ROUTER ──┐                        ┌── control DEALERs ──> others' ROUTERs
+    others' DEALERs ──> bulk ROUTER ─────┤        poll()          ├── bulk DEALERs ─────> others' ROUTERs
+    libzmq's I/O thread ──> ZAP socket ──┤  (receive, serve ZAP,  ├── monitors (links up, down, refused)
+    other threads ──> wake() ────────────┘   open links again)    └── resolver's answers
+
+Two lanes never share a queue, so a heartbeat does not wait behind a chunk: `poll` takes all control messages first
+and looks at the control ROUTER again before every bulk message. Nothing here blocks but `poll` (for at most the time
+it is given) and `close`. Links are made on demand, each watches itself (`links`), and are kept until `forget`.
+
+Messages travel on a connection that somebody opened: `send_*` uses ours, `reply` uses theirs. Order is kept within one
+lane and one connection; nothing is delivered twice; what is inside a connection that breaks is lost, and the caller's
+protocol repeats itself. Frames received may be memoryviews of libzmq's own memory: they stay valid as long as they are
+referenced, and hold that memory as long.
+
+Without a run key a transport listens on loopback only, unless `insecure` says that this is meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import socket
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import zmq
+
+from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, look_up, parse_address
+from dlc.comm.lanes import (
+    BULK_FRAME_BYTES_MAX,
+    CONTROL_FRAME_BYTES_MAX,
+    Event,
+    Frames,
+    Incoming,
+    Lane,
+    LinkEvent,
+    Route,
+    Writable,
+)
+from dlc.comm.links import Link, set_lane_options
+from dlc.comm.security import LinkSecurity, ZapHandler
+from dlc.errors import UsageError
+
+CONTROL_MESSAGES_MAX = 256
+"""Control messages returned by one `poll`: a burst of everybody's heartbeats; more wait for the next call."""
+BULK_MESSAGES_MAX = 4
+"""Bulk messages returned by one `poll`: what the caller may work on before control is looked at again."""
+FRAMES_MAX = 16
+"""Frames of one message; one with more comes from no peer of ours and is dropped."""
+VIEW_BYTES_MIN = 4096
+"""Frames shorter than this are copied to bytes: cheaper than a view, and they do not hold libzmq's buffers."""
+LINKS_MAX = 4096
+"""Links to others, both lanes: addresses come from records that other peers sign, so there must be an end."""
+IDENT_BYTES_MAX = 200
+"""A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
+CLOSE_POLL_S = 0.05
+_WAKE_BYTES_MAX = 4096
+
+
+class Transport:
+    """Sockets of one peer. All methods but `wake` belong to one thread at a time.
+
+    listen: `host:port`; port 0 takes a free one. bulk_port: port of the bulk lane, on the same host, 0 likewise.
+    ident: bytes that no other process uses (peer id and incarnation). Raises UsageError if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        listen: str = "127.0.0.1:0",
+        *,
+        security: LinkSecurity | None,
+        insecure: bool = False,
+        ident: bytes,
+        bulk_port: int = 0,
+        io_threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 1 <= len(ident) <= IDENT_BYTES_MAX:
+            raise ValueError(f"ident must have 1 to {IDENT_BYTES_MAX} bytes")
+        host, port = parse_address(listen)
+        self.host = _listen_host(host, listen)
+        if security is None and not insecure and not is_loopback(self.host):
+            raise UsageError(
+                f"listening on {listen} needs a run key, or any stranger could join; "
+                "give a key file (`dlc key > run.key`), or say --insecure on a network that you trust"
+            )
+        self.dropped = 0
+        """Messages dropped because they had too many frames, or none."""
+        self._ident = ident
+        self._security = security
+        self._clock = clock
+        self._serial = itertools.count()
+        self._links: dict[tuple[Lane, str], Link] = {}
+        self._events: list[LinkEvent] = []
+        self._closed = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._resolver = Resolver(self.wake)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, 3 * LINKS_MAX)
+        self._zap = ZapHandler(self._context, security) if security is not None else None
+        self._control: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._bulk: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        try:
+            self.control_port = self._bind(self._control, "control", port)
+            self.bulk_port = self._bind(self._bulk, "bulk", bulk_port)
+        except UsageError:
+            self.close(0.0)
+            raise
+
+    @property
+    def refused_clients(self) -> int:
+        """Connections that ZAP turned away."""
+        return self._zap.refused if self._zap is not None else 0
+
+    def send_control(self, address: str, frames: Frames) -> bool:
+        """Send on our control link to `address`, now or when it comes up; False if too much is waiting already."""
+        _check(frames, CONTROL_FRAME_BYTES_MAX)
+        link = self._link("control", address)
+        return link is not None and link.send_or_keep(frames)
+
+    def send_bulk(self, address: str, frames: Frames) -> bool:
+        """Send on our bulk link to `address` if it is up and has room; else False, and `poll` can wait for room."""
+        _check(frames, BULK_FRAME_BYTES_MAX)
+        link = self._link("bulk", address)
+        return link is not None and link.send(frames)
+
+    def reply(self, route: Route, frames: Frames) -> bool:
+        """Send on the connection that a message came in on; False if it is gone or full."""
+        control = route.lane == "control"
+        _check(frames, CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX)
+        try:
+            (self._control if control else self._bulk).send_multipart([route.routing_id, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def forget(self, address: str) -> None:
+        """Close our links to `address`; what waits for it is dropped. Using the address again makes new links."""
+        for lane in ("control", "bulk"):
+            link = self._links.pop((lane, address), None)
+            if link is not None:
+                link.close()
+
+    def poll(self, timeout_s: float, want_write: Collection[str] = ()) -> list[Event]:
+        """Wait until something happens or `timeout_s` has passed, and return it, control before bulk.
+
+        want_write: addresses whose bulk link has something to send; each that has room gives one `Writable`.
+        The list may be empty before the time is over (after `wake`, or after work of the transport's own).
+        """
+        for address in want_write:
+            self._link("bulk", address, report=False)
+        now = self._clock()
+        self._advance(now)
+        wait_s = 0.0 if self._events else self._wait_s(timeout_s, now)
+        ready = self._wait(wait_s, want_write)
+        now = self._clock()
+        self._serve(ready, now)
+        events: list[Event] = []
+        self._take_control(ready, events)
+        self._take_bulk(ready, events)
+        events[:0] = self._events
+        self._events = []
+        for address in want_write:
+            link = self._links.get(("bulk", address))
+            if link is not None and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLOUT:
+                events.append(Writable(address))
+        return events
+
+    def wake(self) -> None:
+        """Make `poll` return. The one method that other threads may call; harmless after `close`."""
+        try:
+            self._wake_in.send(b"w")
+        except OSError:  # already awake (the buffer is full), or closed
+            pass
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Deliver control messages that were sent before, as far as others take them within `linger_s`; then let go.
+
+        Links that have failed and not come up since are not waited for. May be called twice.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        deadline = self._clock() + linger_s
+        while self._clock() < deadline and any(link.pending and not link.tried for link in self._links.values()):
+            self._advance(self._clock())
+            self._serve(self._wait(CLOSE_POLL_S, ()), self._clock())
+        left_s = max(deadline - self._clock(), 0.0)
+        for (lane, _), link in self._links.items():
+            link.close(left_s if lane == "control" else 0.0)
+        self._links.clear()
+        self._control.close(round(left_s * 1000))
+        self._bulk.close(0)
+        if self._zap is not None:
+            self._zap.close()
+        self._resolver.close()
+        self._context.term()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _bind(self, sock: zmq.Socket[bytes], lane: Lane, port: int) -> int:
+        set_lane_options(sock, lane)
+        sock.router_mandatory = 1
+        sock.router_handover = 1
+        sock.ipv6 = ":" in self.host
+        if self._security is not None:
+            self._security.apply_server(sock)
+        address = join_address(self.host, port)
+        try:
+            sock.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"port {port} on {self.host} is taken; choose another, or 0 for a free one (the {lane} lane)"
+                ) from None
+            raise UsageError(f"cannot listen on {address} (the {lane} lane): {error.strerror}") from None
+        endpoint: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    def _link(self, lane: Lane, address: str, report: bool = True) -> Link | None:
+        link = self._links.get((lane, address))
+        if link is None:
+            routing_id = lane[:1].encode() + self._ident + next(self._serial).to_bytes(8, "big")
+            try:
+                if len(self._links) >= LINKS_MAX:
+                    raise UsageError(f"{LINKS_MAX} links are open already")
+                link = Link(
+                    self._context,
+                    address,
+                    lane,
+                    routing_id=routing_id,
+                    security=self._security,
+                    resolver=self._resolver,
+                )
+            except UsageError as error:  # addresses come from other peers' records: no reason to stop
+                if report:
+                    self._events.append(LinkEvent(address, "refused", str(error)))
+                return None
+            self._links[lane, address] = link
+            self._note(link, link.advance(self._clock()))
+        return link
+
+    def _note(self, link: Link, events: list[LinkEvent]) -> None:
+        if link.lane == "control":
+            self._events += events
+
+    def _advance(self, now: float) -> None:
+        for link in self._links.values():
+            self._note(link, link.advance(now))
+
+    def _wait_s(self, timeout_s: float, now: float) -> float:
+        deadlines = [deadline for link in self._links.values() if (deadline := link.deadline()) is not None]
+        return max(min([timeout_s, *(deadline - now for deadline in deadlines)]), 0.0)
+
+    def _wait(self, timeout_s: float, want_write: Collection[str]) -> dict[Any, int]:
+        wanted = set(want_write)
+        watched: list[tuple[Any, int]] = [
+            (self._control, zmq.POLLIN),
+            (self._bulk, zmq.POLLIN),
+            (self._wake_out, zmq.POLLIN),
+        ]
+        if self._zap is not None:
+            watched.append((self._zap.socket, zmq.POLLIN))
+        for (lane, address), link in self._links.items():
+            if link.socket is not None:
+                write = link.pending if lane == "control" else address in wanted
+                watched.append((link.socket, zmq.POLLIN | (zmq.POLLOUT if write else 0)))
+                watched.append((link.monitor, zmq.POLLIN))
+        return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
+
+    def _serve(self, ready: dict[Any, int], now: float) -> None:
+        """Work of the transport's own: wake, ZAP, look-ups, monitors, waiting control messages."""
+        if self._wake_out in ready or self._wake_out.fileno() in ready:
+            self._wake_out.recv(_WAKE_BYTES_MAX)
+        if self._zap is not None and self._zap.socket in ready:
+            self._zap.serve()
+        for host, hosts, problem in self._resolver.answers():
+            for link in self._links.values():
+                if link.host == host:
+                    self._note(link, link.resolved(hosts, problem, now))
+        for link in self._links.values():
+            if link.monitor is not None and link.monitor in ready:
+                self._note(link, link.read_monitor(now))
+            if link.pending:
+                link.flush()
+
+    def _take_control(self, ready: dict[Any, int], events: list[Event]) -> None:
+        room = self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
+        for (lane, address), link in self._links.items():
+            if lane == "control" and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLIN:
+                room = self._take(link.socket, "control", address, room, events)
+
+    def _take_bulk(self, ready: dict[Any, int], events: list[Event]) -> None:
+        sources: list[tuple[zmq.Socket[bytes], str | None]] = [(self._bulk, None)] if self._bulk in ready else []
+        for (lane, to), link in self._links.items():
+            if lane == "bulk" and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLIN:
+                sources.append((link.socket, to))
+        room = BULK_MESSAGES_MAX
+        for sock, address in sources:
+            while room and self._take(sock, "bulk", address, 1, events) == 0:
+                room -= 1
+                self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
+
+    def _take(self, sock: zmq.Socket[bytes], lane: Lane, address: str | None, room: int, events: list[Event]) -> int:
+        """Receive up to `room` messages; what is left of it."""
+        while room:
+            try:
+                parts = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            room -= 1
+            route = Route(lane, parts.pop(0).bytes) if address is None else None
+            if not 1 <= len(parts) <= FRAMES_MAX:
+                self.dropped += 1
+                continue
+            observed = str(parts[0].get("Peer-Address")).removeprefix("::ffff:")
+            frames = [part.bytes if len(part) < VIEW_BYTES_MIN else part.buffer for part in parts]
+            events.append(Incoming(lane, frames, route, address, observed))
+        return room
+
+
+def _listen_host(host: str, listen: str) -> str:
+    """The numeric host to bind to."""
+    if host == "*":
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    if is_numeric(host):
+        return host
+    try:
+        return look_up(host)[0]
+    except (OSError, UnicodeError, IndexError) as error:
+        raise UsageError(f"cannot listen on {listen}: the name {host} cannot be looked up ({error})") from None
+
+
+def _check(frames: Frames, frame_bytes_max: int) -> None:
+    """A message over the limits would cost the link: that is a fault of the caller."""
+    if not 1 <= len(frames) <= FRAMES_MAX or any(memoryview(frame).nbytes > frame_bytes_max for frame in frames):
+        raise ValueError(f"a message has 1 to {FRAMES_MAX} frames of up to {frame_bytes_max} bytes")

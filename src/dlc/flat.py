@@ -1,0 +1,119 @@
+"""One flat fp32 vector in place of a list of tensors.
+
+The rounds average a single CPU vector of float32; a model holds many tensors of mixed shapes, dtypes and devices. This
+module is the only place that maps one to the other: tensors in the order they are given, each row-major, without
+padding. Tied weights stand once, frozen parameters not at all.
+
+float32 holds every bf16 and fp16 value exactly, so gather is exact; scatter rounds to the dtype of the parameter.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from dlc.errors import UsageError
+
+FLAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What float32 holds exactly; float64 would be rounded in silence, so it is refused."""
+
+
+def flatten_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Copy tensors (fp32, bf16, fp16; any shape, strides, device) into one fp32 CPU vector, `out` where given."""
+    numel = sum(t.numel() for t in tensors)
+    flat = torch.empty(numel, dtype=torch.float32) if out is None else _check_flat(out, numel)
+    start = 0
+    with torch.no_grad():
+        for t in tensors:
+            _check_dtype(t)
+            flat[start : start + t.numel()].view(t.shape).copy_(t)
+            start += t.numel()
+    return flat
+
+
+def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a fp32 CPU vector back into the tensors it came from, in place, rounding to each one's dtype."""
+    _check_flat(flat, sum(t.numel() for t in tensors))
+    for t in tensors:
+        _check_dtype(t)
+    start = 0
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(flat[start : start + t.numel()].view(t.shape))
+            start += t.numel()
+
+
+class FlatView:
+    """The trainable parameters of a model as one fp32 CPU vector.
+
+    Holds the parameters themselves, so it stays right when `model.to(...)` moves them; tying or freezing weights
+    afterwards is not seen. A `Parameter` that needs no gradient is left out; a plain tensor always counts.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter | Tensor], names: Iterable[str] | None = None) -> None:
+        given = list(params)
+        labels = [""] * len(given) if names is None else list(names)
+        if len(labels) != len(given):
+            raise UsageError(f"{len(given)} parameters, but {len(labels)} names")
+        self.tensors: list[Tensor] = []
+        self._names: list[str] = []
+        seen: set[tuple[object, ...]] = set()
+        for tensor, label in zip(given, labels, strict=True):
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue
+            key = _identity(tensor)
+            if key not in seen:
+                seen.add(key)
+                _check_dtype(tensor)
+                self.tensors.append(tensor)
+                self._names.append(label)
+        self.numel = sum(t.numel() for t in self.tensors)
+        if not self.numel:
+            raise UsageError("no trainable parameter: at least one must have requires_grad=True")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> FlatView:
+        """The view of all trainable parameters of a model, with their names in the digest."""
+        named = list(model.named_parameters())
+        return cls([p for _, p in named], [n for n, _ in named])
+
+    def gather(self, out: Tensor) -> Tensor:
+        """Copy the parameters into `out` (fp32, CPU, contiguous, `numel` elements) and return it."""
+        return flatten_tensors(self.tensors, out)
+
+    def scatter(self, flat: Tensor) -> None:
+        """Copy `flat` (fp32, CPU, `numel` elements) into the parameters."""
+        unflatten_into(flat, self.tensors)
+
+    def shapes_digest(self) -> bytes:
+        """BLAKE3-256 of names, shapes and dtypes: equal exactly where two peers may average their vectors."""
+        hasher = blake3()
+        for name, t in zip(self._names, self.tensors, strict=True):
+            for part in (name, str(t.dtype), ",".join(map(str, t.shape))):
+                raw = part.encode()
+                hasher.update(struct.pack("<I", len(raw)) + raw)
+        return hasher.digest()
+
+
+def _identity(t: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same memory read the same way: tied weights."""
+    if not t.numel() or t.device.type == "meta":
+        return (id(t),)
+    return (t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride())
+
+
+def _check_dtype(t: Tensor) -> None:
+    if t.dtype not in FLAT_DTYPES:
+        raise UsageError(f"a tensor of {t.dtype} cannot be averaged; use float32, bfloat16 or float16")
+
+
+def _check_flat(flat: Tensor, numel: int) -> Tensor:
+    if flat.dtype != torch.float32 or flat.device.type != "cpu" or flat.dim() != 1 or not flat.is_contiguous():
+        raise UsageError(f"the flat vector must be contiguous 1-D float32 on the CPU, not {flat.dtype} {flat.device}")
+    if flat.numel() != numel:
+        raise UsageError(f"the flat vector has {flat.numel()} elements, but the tensors hold {numel}")
+    return flat

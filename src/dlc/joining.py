@@ -1,0 +1,201 @@
+"""The first minute of a peer: who I am, whom I ask, and what I learn before I take part."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlc.comm.addresses import join_address, parse_address
+from dlc.comm.driver import Driver, clock
+from dlc.comm.entries import EMPTY
+from dlc.comm.framing import run_tag
+from dlc.comm.identity import peer_id, verify
+from dlc.comm.ids import Voter
+from dlc.comm.lanes import LinkEvent
+from dlc.comm.lobby import Lobby
+from dlc.comm.messages import Record, Welcome
+from dlc.comm.wire import pack
+from dlc.errors import SpecMismatch, UnreachableError, UsageError, WrongKeyError
+from dlc.runspec import RunSpec
+from dlc.statedir import PeerState
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 5.0
+"""How often a joiner says whom it still waits for."""
+PEERS_MAX = 256
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Who this process is, and where it listens."""
+
+    state: PeerState
+    voter: Voter
+    host: str
+    control_port: int
+    bulk_port: int
+    advertise: str | None
+    role: str
+
+    def record(self, observed_host: str = "") -> Record:
+        """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess."""
+        host, port = self.host, self.control_port
+        if self.advertise:
+            host, port = parse_address(self.advertise if ":" in self.advertise else f"{self.advertise}:{port}")
+        elif ipaddress.ip_address(host).is_unspecified:
+            host = observed_host or outbound_host(host)
+        return Record(
+            voter=self.voter,
+            public_key=self.state.identity.public_key,
+            control=(join_address(host, port),),
+            bulk=(join_address(host, self.bulk_port),),
+            role=self.role,
+            head=EMPTY,
+            tokens=0.0,
+            depth=0,
+            active=False,
+            synced=False,
+            speed=0.0,
+            eta_s=-1.0,
+            seq=0,
+            left=False,
+        )
+
+    def sign(self, record: Record) -> Record:
+        return dataclasses.replace(record, signature=self.state.identity.sign(_signed_part(record)))
+
+    @staticmethod
+    def verify(record: Record) -> bool:
+        return peer_id(record.public_key) == record.voter.peer and verify(
+            record.public_key, _signed_part(record), record.signature
+        )
+
+
+def _signed_part(record: Record) -> bytes:
+    return pack(dataclasses.replace(record, signature=b""))
+
+
+@dataclass(frozen=True)
+class Reception:
+    """What the lobby learned."""
+
+    spec: RunSpec
+    answers: dict[str, Welcome]
+    records: tuple[Record, ...]
+    observed_host: str
+
+
+def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
+    """`HOST:PORT,HOST:PORT` or a sequence of addresses, checked; duplicates are dropped."""
+    many = peers.split(",") if isinstance(peers, str) else list(peers)
+    listed = tuple(dict.fromkeys(p.strip() for p in many if p.strip()))
+    if len(listed) > PEERS_MAX:
+        raise UsageError(f"{len(listed)} peers listed; {PEERS_MAX} are enough, all others are found through them")
+    for address in listed:
+        if parse_address(address)[1] == 0:
+            raise UsageError(f"{address!r} has port 0: give the port that the peer printed when it started")
+    return listed
+
+
+def introduce(
+    driver: Driver,
+    lobby: Lobby,
+    listed: tuple[str, ...],
+    spec: RunSpec | None,
+    run: str | None,
+    has_key: bool,
+    timeout_s: float | None,
+) -> Reception:
+    """Drive the lobby until the RunSpec is known. Raises UnreachableError, WrongKeyError, SpecMismatch."""
+    failures: dict[str, LinkEvent] = {}
+    changed = threading.Event()
+
+    def on_link(event: LinkEvent) -> None:
+        if event.kind in ("refused", "handshake_failed", "auth_failed"):
+            failures[event.address] = event
+        changed.set()
+
+    driver.on_link = on_link
+    driver.install(lobby, run_tag("", b""), None)
+    driver.start()
+    deadline = None if timeout_s is None else clock() + timeout_s
+    say_at = clock() + SAY_EVERY_S
+    while not lobby.done:
+        unheard = lobby.unheard()
+        barred = [a for a in unheard if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
+        if barred and len(barred) == len(listed):
+            raise WrongKeyError(_wrong_key(barred, has_key))
+        if not driver.running:
+            raise UnreachableError(f"the network thread stopped: {driver.error}")
+        if deadline is not None and clock() >= deadline:
+            raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
+        if clock() >= say_at:
+            say_at = clock() + SAY_EVERY_S
+            log.warning("still trying %s", _tried(unheard, failures))
+        changed.wait(0.05)
+        changed.clear()
+    driver.on_link = lambda event: None
+    answers = {a: t.answer for a, t in lobby.tries.items() if t.answer is not None}
+    return Reception(_agreed(lobby, spec, run), answers, _records(answers), _observed(answers))
+
+
+def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:
+    found = lobby.found
+    theirs = RunSpec.from_bytes(found.spec) if found is not None else None
+    if theirs is not None and run is not None and theirs.run != run:
+        raise SpecMismatch(f"the peers belong to the run {theirs.run!r}, not to {run!r}")
+    if theirs is not None and spec is not None and theirs.hash != spec.hash:
+        fields = "\n  ".join(spec.differences(theirs))
+        raise SpecMismatch(
+            f"the swarm runs another RunSpec; leave out --config to take the swarm's, or mend these fields:\n  {fields}"
+        )
+    if theirs is not None:
+        return theirs
+    if spec is not None:
+        return spec
+    return RunSpec() if run is None else RunSpec(run=run)
+
+
+def _records(answers: dict[str, Welcome]) -> tuple[Record, ...]:
+    own = [w.record for w in answers.values() if w.record is not None]
+    return tuple(own) + tuple(r for w in answers.values() for r in w.records)
+
+
+def _observed(answers: dict[str, Welcome]) -> str:
+    return next((w.observed_host for w in answers.values() if w.observed_host), "")
+
+
+def _wrong_key(barred: list[str], has_key: bool) -> str:
+    where = ", ".join(barred)
+    if has_key:
+        return f"{where} answered, but refused our run key: use the key file of that run (or none if it has none)"
+    return f"{where} answered, but wants a run key: add --key-file with the key file of that run"
+
+
+def _unreachable(unheard: tuple[str, ...], failures: dict[str, LinkEvent], timeout_s: float) -> str:
+    return (
+        f"no answer within {timeout_s:g} s from {_tried(unheard, failures)}; "
+        "check the address, that the peer runs, and that its port is open"
+    )
+
+
+def _tried(unheard: tuple[str, ...], failures: dict[str, LinkEvent]) -> str:
+    return ", ".join(f"{a} ({failures[a].detail or failures[a].kind})" if a in failures else a for a in unheard)
+
+
+def outbound_host(host: str) -> str:
+    """The address of the interface that the default route uses; nothing is sent."""
+    v6 = ":" in host
+    target = ("2001:db8::1", 9) if v6 else ("192.0.2.1", 9)
+    with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "::1" if v6 else "127.0.0.1"

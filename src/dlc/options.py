@@ -1,0 +1,140 @@
+"""Frozen dataclasses as option tables: types checked, unknown names answered with the nearest known one.
+
+A *table* is a frozen dataclass whose fields are `str`, `int`, `float`, `bool`, `tuple[float, float]`, a mapping of
+plain values, or another table. `check_types` is called by its `__post_init__`; `from_plain` builds it from what TOML
+or msgpack gave; `to_plain` is the inverse. Nothing here knows what the options mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from dlc.errors import ConfigError
+
+INT_MAX = (1 << 63) - 1
+"""Greatest integer of both TOML and msgpack."""
+DEPTH_MAX = 8
+"""Deepest nesting inside a mapping of plain values; model configs need two or three."""
+
+T = TypeVar("T")
+
+
+def check_types(table: Any, prefix: str) -> None:
+    """Check each field of a frozen table against its annotation, integers becoming floats where a float is asked.
+
+    Mappings are copied and made read-only. `prefix` is what errors put before a field's name, such as "inner.".
+    """
+    for name, kind in field_kinds(type(table)).items():
+        object.__setattr__(table, name, _checked(getattr(table, name), kind, prefix + name))
+
+
+def to_plain(value: Any) -> Any:
+    """Tables and mappings as new dicts, tuples as lists; the values of a TOML file."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(kind: type[T], plain: Any, path: str = "", names: tuple[str, ...] = ()) -> T:
+    """Build the table `kind`; options left out keep their defaults, unknown ones raise ConfigError.
+
+    `path` is where the table stands ("inner."), `names` all dotted names of the root table, for suggestions.
+    """
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"{path[:-1] or 'the top level'} must be a table, got {plain!r}")
+    kinds = field_kinds(kind)
+    names = names or tuple(dotted_names(kind))
+    values = {}
+    for name, value in plain.items():
+        if name not in kinds:
+            raise ConfigError(unknown(f"{path}{name}", names))
+        inner = kinds[name]
+        is_table = dataclasses.is_dataclass(inner)
+        values[name] = from_plain(inner, value, f"{path}{name}.", names) if is_table else value
+    return kind(**values)
+
+
+def unknown(name: str, names: tuple[str, ...]) -> str:
+    """The sentence for an option that does not exist, with the nearest that does."""
+    last = str(name).rpartition(".")[2]
+    moved = [known for known in names if known.rpartition(".")[2] == last]
+    similar = difflib.get_close_matches(name, names, n=1) or [
+        known for known in names if difflib.get_close_matches(last, [known.rpartition(".")[2]])
+    ]
+    hint = moved or similar[:1]
+    return f"unknown option {name!r}" + (f"; did you mean {' or '.join(map(repr, hint))}?" if hint else "")
+
+
+def dotted_names(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Every option of a table, those of inner tables as "inner.lr"."""
+    for name, inner in field_kinds(kind).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(inner):
+            yield from dotted_names(inner, f"{prefix}{name}.")
+
+
+def flatten(plain: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in plain.items():
+        flat.update(flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def field_kinds(kind: Any) -> dict[str, Any]:
+    """Field names of a table with their resolved annotations, in order."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _demand(value, isinstance(value, typing.cast(type, kind)), name, "a table")
+    if typing.get_origin(kind) is tuple:
+        length = len(typing.get_args(kind))
+        _demand(value, isinstance(value, list | tuple) and len(value) == length, name, f"a list of {length} numbers")
+        return tuple(_checked(item, float, name) for item in value)
+    if kind is bool:
+        return _demand(value, type(value) is bool, name, "true or false")
+    if kind is str:
+        return _demand(value, type(value) is str, name, "a string")
+    if kind is int:
+        return _demand(value, type(value) is int and 0 <= value <= INT_MAX, name, "a whole number of at least 0")
+    if kind is float:
+        _demand(value, type(value) in (int, float) and math.isfinite(value), name, "a finite number")
+        return float(value) + 0.0  # adding zero turns -0.0, which has other bytes, into 0.0
+    return MappingProxyType(_plain_mapping(value, name, DEPTH_MAX))
+
+
+def _plain_mapping(value: Any, name: str, depth: int) -> dict[str, Any]:
+    is_mapping = isinstance(value, Mapping) and all(type(key) is str for key in value)
+    _demand(value, is_mapping, name, "a table with string keys")
+    return {key: _plain_value(item, f"{name}.{key}", depth - 1) for key, item in value.items()}
+
+
+def _plain_value(value: Any, name: str, depth: int) -> Any:
+    if depth < 0:
+        raise ConfigError(f"{name} is nested more than {DEPTH_MAX} deep")
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, name, depth)
+    if isinstance(value, list | tuple):
+        return [_plain_value(item, name, depth - 1) for item in value]
+    is_plain = type(value) in (str, bool) or (type(value) is int and abs(value) <= INT_MAX)
+    is_plain = is_plain or (type(value) is float and math.isfinite(value))
+    return _demand(value, is_plain, name, "a string, number, true, false, list or table (leave out what is None)")
+
+
+def _demand(value: Any, holds: bool, name: str, what: str) -> Any:
+    if not holds:
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
+    return value

@@ -1,0 +1,496 @@
+"""`Peer`: one member of a swarm, as a library object. Everything else in dlc is built on it.
+
+A peer owns one driver thread, which owns the sockets and the protocol machines; the methods here hand work to that
+thread and wait. Joining has two steps: the lobby finds out what the run is (the RunSpec comes from the swarm), then a
+node takes part in it. All methods are thread-safe. A forked child must not use its parent's peer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dlc.comm.driver import Driver, clock
+from dlc.comm.effects import Effect
+from dlc.comm.entries import LogState
+from dlc.comm.events import ContributionDropped, RoundDone, SelfReplaced, Waiting
+from dlc.comm.framing import run_tag
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
+from dlc.comm.ledger import Lease
+from dlc.comm.lobby import Lobby
+from dlc.comm.node import Node, NodeConfig
+from dlc.comm.security import LinkSecurity, load_run_key
+from dlc.comm.state import State
+from dlc.comm.transport import Transport
+from dlc.comm.wire import pack, unpack
+from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.flat import flatten_tensors, unflatten_into
+from dlc.joining import Introduction, Reception, addresses_of, introduce
+from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+from dlc.statedir import Ephemeral, PeerState, StateDir
+from dlc.survey import Member, member_of, status
+
+__all__ = ["Checkpoint", "Member", "Peer", "Pending", "Position", "Resume", "status"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LIBRARY_CHUNK_ELEMS = 1 << 18
+"""Chunk of a library all-reduce: 1 MiB of fp32."""
+PATIENCE_SHARE = 0.5
+"""A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a channel stands in the log, at one moment."""
+
+    t: int
+    """Rounds applied."""
+    tokens: float
+    """Committed by all peers together."""
+    head: bytes
+    lease: Lease | None
+    """What this peer may train; None without leases or without a seat."""
+    digest: bytes
+    """BLAKE3 of the channel's state."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A consistent snapshot of one channel and of the log it belongs to."""
+
+    log: bytes
+    t: int
+    tokens: float
+    digest: bytes
+    image: memoryview
+
+
+class Resume(NamedTuple):
+    """What `Peer.join` needs of a saved checkpoint."""
+
+    log: bytes
+
+
+class Pending:
+    """A contribution on its way: done when a round of its channel was committed, with or without it."""
+
+    def __init__(self, channel: str) -> None:
+        self.channel = channel
+        self.report: RoundReport | None = None
+        self.counted = False
+        self.error: DlcError | None = None
+        self._event = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> RoundReport | None:
+        """The round's report; None if the contribution was dropped because this peer's state was replaced.
+
+        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left.
+        """
+        if not self._event.wait(timeout_s):
+            raise RoundTimeout(f"no round of {self.channel!r} was committed within {timeout_s:g} s")
+        if self.error is not None:
+            raise self.error
+        return self.report
+
+    def _finish(self, report: RoundReport | None, counted: bool, error: DlcError | None = None) -> None:
+        self.report, self.counted, self.error = report, counted, error
+        self._event.set()
+
+
+class _Means:
+    """Collects the means of one library round into a flat vector."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None:
+        for start, stop, mean in means:
+            if mean is not None:
+                self.out[start:stop].copy_(mean)
+
+
+class Peer:
+    """See `Peer.join`. Use as a context manager, or call `leave`."""
+
+    def __init__(self, driver: Driver, intro: Introduction, on_event: Callable[[object], None] | None) -> None:
+        self._driver, self._intro = driver, intro
+        self._on_event = on_event
+        self._node: Node | None = None
+        self._pending: dict[str, Pending] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._pid = os.getpid()
+        self.spec = RunSpec()
+        driver.on_event = self._event
+        driver.on_stop = self._stopped
+
+    # ---------------------------------------------------------------- joining
+
+    @classmethod
+    def join(
+        cls,
+        peers: Sequence[str] | str = (),
+        *,
+        run: str | None = None,
+        key: str | bytes | Path | None = None,
+        spec: RunSpec | None = None,
+        listen: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        state_dir: PeerState | Path | str | None = None,
+        found: bool = False,
+        insecure: bool = False,
+        role: str = "trainer",
+        hold: bool = False,
+        join_timeout_s: float | None = None,
+        resume: Resume | None = None,
+        on_event: Callable[[object], None] | None = None,
+    ) -> Peer:
+        """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
+
+        key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
+        identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
+        take a seat with `open`; otherwise return as a voter. Raises JoinError (unreachable, wrong key, other RunSpec)
+        and UsageError (port taken, no key beyond loopback).
+        """
+        listed = addresses_of(peers)
+        security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
+        state = StateDir(state_dir) if isinstance(state_dir, str | Path) else state_dir or Ephemeral()
+        voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
+        ident = f"{voter.peer}.{voter.inc}".encode()
+        transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=_bulk_port(listen))
+        intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
+        driver = Driver(transport, voter, lambda event: None)
+        peer = cls(driver, intro, on_event)
+        own = spec.to_bytes() if spec is not None else b""
+        lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
+        try:
+            reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
+            peer._take_part(reception, listed, found or not listed, resume)
+            if not hold:
+                peer._seat(join_timeout_s)
+        except BaseException:
+            peer._shut(0.0)
+            raise
+        return peer
+
+    def _take_part(self, reception: Reception, listed: tuple[str, ...], founder: bool, resume: Resume | None) -> None:
+        """Leave the lobby: from here on a Node is driven."""
+        intro, spec = self._intro, reception.spec
+        self.spec = spec
+        record = intro.record(reception.observed_host)
+        resumed = unpack(resume.log, LogState) if resume is not None else None
+        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder)
+
+        def start(now: float) -> None:
+            self._node = Node(
+                record,
+                config,
+                sign=intro.sign,
+                verify=intro.verify,
+                rng=random.Random(secrets.randbits(64)),
+                now=now,
+                resumed=resumed,
+            )
+            for address, welcome in reception.answers.items():
+                if welcome.record is not None:
+                    self._node.slot.answers[address] = welcome.record.voter.peer
+            self._driver.install(self._node, run_tag(spec.run, spec.hash), self._node)
+            self._perform(self._node.tick(now))
+            for met in reception.records:
+                self._perform(self._node.members.learn(met, now))
+
+        self._driver.ask(start)
+
+    def _seat(self, timeout_s: float | None) -> None:
+        """Wait until this peer is a voter whose channels are in step."""
+
+        def seated() -> bool:
+            return self._ask(lambda node, now: self.voter in node.log.state.electorate and node.log.synced)
+
+        self._wait(seated, timeout_s, "this peer has no seat in the swarm yet")
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def voter(self) -> Voter:
+        return self._intro.voter
+
+    @property
+    def id(self) -> str:
+        return self._intro.voter.peer
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT that others dial."""
+        return self._ask(lambda node, now: node.members.own.control[0])
+
+    @property
+    def run(self) -> str:
+        return self.spec.run
+
+    @property
+    def state_path(self) -> Path | None:
+        return self._intro.state.path
+
+    def members(self) -> list[Member]:
+        """Everyone known, this peer included, as seen from here."""
+        return self._ask(
+            lambda node, now: [
+                member_of(r, node.members.alive(r.voter), r.voter == node.me) for r in node.members.records()
+            ]
+        )
+
+    def describe(
+        self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
+    ) -> None:
+        """Tell others my speed (tokens/s), the seconds until my next contribution, and a small status for people."""
+        changes: dict[str, Any] = {}
+        if speed is not None:
+            changes["speed"] = float(speed)
+        if eta_s is not None:
+            changes["eta_s"] = float(eta_s)
+        if status is not None:
+            changes["status"] = json.dumps(status).encode()
+        self._act(lambda node, now: node.describe(now, **changes))
+
+    # ---------------------------------------------------------------- channels with state
+
+    def open(
+        self,
+        channel: str,
+        state: State,
+        *,
+        codec: str,
+        chunk_elems: int,
+        lease_len: int = 0,
+        timeout_s: float | None = None,
+    ) -> Position:
+        """Attach a replicated state: opens the channel, or replaces `state` by the swarm's.
+
+        Returns when the state is in step and this peer is a voter. Raises RoundTimeout after `timeout_s`.
+        """
+        grid = Grid(state.numel, chunk_elems, codec)
+        self._act(lambda node, now: node.attach(channel, state, grid, lease_len, now))
+
+        def ready() -> bool:
+            return self._ask(
+                lambda node, now: (
+                    self.voter in node.log.state.electorate and node.log.is_open(channel) and node.log.synced
+                )
+            )
+
+        self._wait(ready, timeout_s, f"channel {channel!r} is not in step yet")
+        return self.position(channel)
+
+    def position(self, channel: str) -> Position:
+        return self._ask(lambda node, now: _position(node, channel))
+
+    def pull(self, channel: str, out: Tensor) -> Position:
+        """Copy the channel's outer parameters (fp32) into `out`, together with the position they belong to."""
+
+        def read(node: Node, now: float) -> Position:
+            state: Any = node.log.attached[channel].state
+            state.read(out)
+            return _position(node, channel)
+
+        return self._ask(read)
+
+    def contribute(self, channel: str, vector: Tensor, *, weight: float, upto: int = 0) -> Pending:
+        """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done."""
+        grid = self._ask(lambda node, now: node.log.attached[channel].grid)
+        return self._offer(channel, vector, grid, weight, upto, 0.0, None)
+
+    def checkpoint(self, channel: str) -> Checkpoint:
+        """A consistent copy of the channel's state and the log's, taken between two rounds."""
+
+        def take(node: Node, now: float) -> Checkpoint:
+            attached = node.log.attached[channel]
+            log_state = node.log.state
+            return Checkpoint(
+                pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, attached.state.export()
+            )
+
+        return self._ask(take)
+
+    # ---------------------------------------------------------------- library all-reduce
+
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        name: str = "default",
+        codec: str = "fp16",
+        timeout_s: float = 60.0,
+    ) -> RoundReport:
+        """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
+
+        All peers call it with the same shapes and the same `name`. Peers that are not ready within half of `timeout_s`
+        are left out and named in the report. Raises RoundTimeout (the tensors are unchanged), SwarmClosed, UsageError.
+        """
+        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not many or not sum(t.numel() for t in many):
+            raise UsageError("all_reduce needs at least one element")
+        if not weight >= 0 or weight == float("inf"):
+            raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
+        vector = flatten_tensors(many)
+        out = vector.clone()
+        grid = Grid(vector.numel(), min(LIBRARY_CHUNK_ELEMS, vector.numel()), codec)
+        patience_s = PATIENCE_SHARE * timeout_s
+        pending = self._offer(name, vector, grid, weight, 0, patience_s, _Means(out))
+        try:
+            report = pending.wait(timeout_s)
+        except RoundTimeout:
+            if self._ask(lambda node, now: node.withdraw(name)):
+                self._pending.pop(name, None)
+            raise
+        if report is None:
+            raise SwarmClosed("this peer's view of the run was replaced during the round; call again")
+        unflatten_into(out, many)
+        return report
+
+    def _offer(
+        self,
+        channel: str,
+        vector: Tensor,
+        grid: Grid,
+        weight: float,
+        upto: int,
+        patience_s: float,
+        sink: _Means | None,
+    ) -> Pending:
+        if vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
+            raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
+        pending = Pending(channel)
+
+        def act(node: Node, now: float) -> list[Effect]:
+            effects = node.contribute(
+                channel, vector, grid, weight=weight, upto=upto, patience_s=patience_s, sink=sink, now=now
+            )
+            self._pending[channel] = pending
+            return effects
+
+        self._act(act)
+        return pending
+
+    # ---------------------------------------------------------------- leaving
+
+    def leave(self, timeout_s: float = 5.0) -> None:
+        """Announce the leave, deliver what is queued, and end the driver thread. Idempotent."""
+        if self._closed:
+            return
+        if self._driver.running and self._node is not None:
+            try:
+                self._save_address_book()
+                self._act(lambda node, now: node.leave(now))
+            except SwarmClosed:
+                log.debug("the driver had ended before the leave")
+        self._shut(timeout_s)
+
+    close = leave
+
+    def _shut(self, timeout_s: float) -> None:
+        self._closed = True
+        self._driver.stop(max(timeout_s, 0.1))
+        self._stopped()
+        self._intro.state.close()
+
+    def _stopped(self) -> None:
+        """The driver has ended: nobody may wait for it any more."""
+        why = f"the peer stopped on an error: {self._driver.error}" if self._driver.error else "the peer has left"
+        while self._pending:
+            self._pending.popitem()[1]._finish(None, False, SwarmClosed(why))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _save_address_book(self) -> None:
+        known = self._ask(lambda node, now: [r for r in node.members.records() if r.voter != node.me])
+        book = {r.voter.peer: {"addresses": list(r.control), "left": r.left} for r in known}
+        self._intro.state.save_address_book(book)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
+
+    # ---------------------------------------------------------------- inside
+
+    def _ask(self, fn: Callable[[Node, float], T]) -> T:
+        """Run `fn(node, now)` on the driver thread."""
+        if os.getpid() != self._pid:
+            raise UsageError("a forked process must not use its parent's peer; join in the child instead")
+
+        def run(now: float) -> T:
+            if self._node is None:
+                raise SwarmClosed("the peer is not part of a run")
+            return fn(self._node, now)
+
+        return self._driver.ask(run)
+
+    def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
+        self._ask(lambda node, now: self._perform(fn(node, now)))
+
+    def _perform(self, effects: list[Effect]) -> None:
+        self._driver.perform(effects)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        """Wait until `condition` holds; it is looked at again after every event."""
+        deadline = None if timeout_s is None else clock() + timeout_s
+        while not condition():
+            if self._driver.error is not None or self._closed:
+                raise SwarmClosed(f"the peer stopped: {self._driver.error or 'left'}")
+            left = 0.25 if deadline is None else min(0.25, deadline - clock())
+            if left <= 0:
+                raise RoundTimeout(f"{what} after {timeout_s:g} s")
+            with self._changed:
+                self._changed.wait(left)
+
+    def _event(self, event: object) -> None:
+        """On the driver thread."""
+        if isinstance(event, RoundDone):
+            pending = self._pending.pop(event.report.channel, None)
+            if pending is not None:
+                pending._finish(event.report, event.counted)
+        elif isinstance(event, ContributionDropped):
+            pending = self._pending.pop(event.channel, None)
+            if pending is not None:
+                pending._finish(None, False)
+        elif isinstance(event, SelfReplaced):
+            log.error("another process uses this peer's identity (%s): this one stops taking part", event.voter)
+        elif isinstance(event, Waiting):
+            log.warning("waiting: %s (%s)", event.reason, ", ".join(p[:21] for p in event.peers))
+        if self._on_event is not None:
+            self._on_event(event)
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _position(node: Node, channel: str) -> Position:
+    state = node.log.state
+    return Position(state.round_of(channel), state.tokens, state.head, node.lease(), node.log.digest(channel))
+
+
+def _bulk_port(listen: str) -> int:
+    """The port after the control port, so that a firewall needs two neighbours; a free one where that is free."""
+    port = listen.rpartition(":")[2]
+    return int(port) + 1 if port.isdigit() and 0 < int(port) < 65535 else 0

@@ -1,0 +1,118 @@
+"""RoundReport: what a round tells its caller. Every round returns one, whatever happened in it.
+
+Its facts about contributions are read from the committed entry, so they are the same on all peers; bytes, seconds
+and paths are this peer's own. A peer that was included in part stands in both lists: with the fraction of elements
+that include it among the contributors, with the rest among the missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Reason = Literal["late", "dead", "refused: not finite", "not ready", "left"]
+"""Why elements lack a peer. "late": it passed a deadline; "dead": it was not alive when its chunks were closed;
+"refused: not finite": it sent NaN or Inf; "not ready": the plan was made without it; "left": it announced its leave."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A peer whose contribution is part of the mean."""
+
+    peer: str
+    """Peer id."""
+    weight: float
+    """Its weight in the mean; tokens, in training."""
+    fraction: float
+    """Part of the elements that include it, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        _check_fraction(self.fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A peer that some elements of the mean lack."""
+
+    peer: str
+    """Peer id."""
+    reason: Reason
+    """Why."""
+    fraction: float
+    """Part of the elements that lack it, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        _check_fraction(self.fraction)
+        if self.reason not in get_args(Reason):
+            raise ValueError(f"{self.reason!r} is no reason; known: {get_args(Reason)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundReport:
+    """What happened in one round, as a value that `json.dumps(report.to_dict())` accepts."""
+
+    channel: str
+    """What was averaged: "train", or the name of a library all-reduce."""
+    t: int
+    """Number of the round within its channel, the first is 1."""
+    head: str
+    """Hash of the committed log entry, hex."""
+    contributors: tuple[Share, ...]
+    """Who is part of the mean, in roster order."""
+    missing: tuple[Missing, ...]
+    """Who is not, in part or wholly, and why; empty if all that were known are in."""
+    weight: float
+    """Sum of the contributors' weights."""
+    bytes_sent: int
+    """Bulk bytes that this peer sent for this round."""
+    bytes_received: int
+    """Bulk bytes that this peer received for this round."""
+    seconds: float
+    """From this peer's own ready to the commit."""
+    waiting_s: float
+    """Part of `seconds` before the plan: waiting for other peers."""
+    reduce_s: float
+    """Part of `seconds` from the plan to the last byte of the result."""
+    ballots: int
+    """Ballots that it took; 1 means that no owner or coordinator failed."""
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """Peer id to the way its messages took: "direct", or "relayed via <peer id>"."""
+
+    @property
+    def complete(self) -> bool:
+        """Every known peer is in every element of the mean."""
+        return not self.missing and all(share.fraction == 1.0 for share in self.contributors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, keys in the order of the fields."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["contributors"] = [dataclasses.asdict(share) for share in self.contributors]
+        plain["missing"] = [dataclasses.asdict(missing) for missing in self.missing]
+        plain["paths"] = dict(self.paths)
+        return plain
+
+    def summary(self) -> str:
+        """One line for a log."""
+        known = {share.peer for share in self.contributors} | {missing.peer for missing in self.missing}
+        parts = [
+            f"{self.channel} round {self.t}: {len(self.contributors)} of {len(known)} peers, weight {self.weight:g}",
+            f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f}, reduce {self.reduce_s:.2f})",
+            f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
+        ]
+        if self.ballots > 1:
+            parts.append(f"{self.ballots} ballots")
+        if self.missing:
+            parts.append("missing " + ", ".join(_missing_text(missing) for missing in self.missing))
+        relayed = [f"{peer[:8]} {path}" for peer, path in self.paths.items() if path != "direct"]
+        return "; ".join([*parts, *relayed])
+
+
+def _missing_text(missing: Missing) -> str:
+    part = "" if missing.fraction == 1.0 else f", {missing.fraction:.1%} of the elements"
+    return f"{missing.peer[:8]} ({missing.reason}{part})"
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")

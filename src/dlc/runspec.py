@@ -1,0 +1,324 @@
+"""RunSpec: everything on which all peers of a run have to agree.
+
+It is written once, in a RUN.toml or as the defaults below, by whoever founds the run, and is held by the swarm: a
+joiner needs an address and the key, and receives the rest. Its `hash` stands in every handshake, so it is computed
+from canonical bytes: msgpack with sorted keys, every number in the type of its field.
+
+What may differ between peers (addresses, device, folders, the micro-batch that a GPU can hold) is no part of it; it
+belongs to the command line. Types and relations are checked when a table is made, so a RunSpec that exists is valid.
+The defaults are the embedded run: a Llama of 0.84 million parameters on the source files of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import blake3
+import msgpack
+
+from dlc import options
+from dlc.errors import ConfigError, ProtocolError
+
+SPEC_BYTES_MAX = 256 << 10
+"""Longest canonical form: it travels as one string of a handshake message."""
+CHUNK_ELEMS_MAX = 1 << 22
+"""Largest chunk, 16 MiB of fp32: an owner holds one per contributor at once."""
+BYTE_VALUES = 256
+"""Vocabulary of the byte-level tokenizer."""
+
+STRATEGIES = ("diloco",)
+CODECS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("auto", "fp32", "bf16")
+OPTIMIZERS = ("adamw",)
+MODEL_KINDS = ("config", "path")
+
+EMBEDDED_LLAMA: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "llama",
+        "vocab_size": BYTE_VALUES,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Which network is trained."""
+
+    kind: str = "config"
+    """"config": random weights from `config`. "path": weights and config from the folder `path`."""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """Fields of a `transformers` config, `model_type` among them; replaces the default as a whole. Only for
+    kind "config", where an empty table means the embedded Llama. Read-only; `dict(config)` is a copy."""
+    path: str = ""
+    """Folder of a `transformers` model, on each peer the same path. Only for kind "path"."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "model.")
+        _one_of("model.kind", self.kind, MODEL_KINDS)
+        if self.kind == "path":
+            _check(self.path != "", 'model.kind is "path", but model.path is empty: name the folder of the model')
+            _check(not self.config, 'model.config is given, but model.kind is "path": remove one of them')
+            return
+        _check(self.path == "", 'model.path is given, but model.kind is "config": add kind = "path"')
+        if not self.config:
+            object.__setattr__(self, "config", EMBEDDED_LLAMA)
+        _check("model_type" in self.config, 'model.config lacks model_type, for example "llama"')
+        vocab_size = self.config.get("vocab_size", BYTE_VALUES)
+        _check(
+            type(vocab_size) is int and vocab_size >= BYTE_VALUES,
+            f"model.config.vocab_size is {vocab_size!r}, but the byte-level tokenizer needs at least {BYTE_VALUES}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSpec:
+    """What it is trained on. A *block* is one sequence; blocks are numbered, and peers lease ranges of them."""
+
+    source: str = "stdlib"
+    """"stdlib": the source files of Python's standard library on that machine. Otherwise a text, jsonl or parquet
+    file, or a folder of them, on each peer the same path."""
+    seq_len: int = 128
+    """Length of a block in tokens; at most the model's `max_position_embeddings`."""
+    lease_blocks: int = 0
+    """Length of one lease in blocks; at least what a peer uses in one round. 0: two rounds of blocks
+    (`RunSpec.blocks_per_lease`)."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "data.")
+        _check(self.source != "", 'data.source is empty: give "stdlib", a file or a folder')
+        _check(self.seq_len >= 1, "data.seq_len must be at least 1 token")
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerSpec:
+    """The optimizer that each peer runs on its own for `sync_every` steps."""
+
+    optimizer: str = "adamw"
+    """Name of the optimizer: "adamw"."""
+    lr: float = 2e-3
+    """Greatest learning rate, reached at the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and the second moment per step, each in [0, 1)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    warmup_steps: int = 20
+    """Inner steps of linear warm-up, counted over the whole run (the swarm's global step, not the peer's own).
+    At most `total_steps` where that is set."""
+    total_steps: int = 0
+    """Global inner step at which the cosine reaches `min_lr_ratio`. 0: derived as rounds * sync_every, and
+    without `rounds` the rate stays constant after the warm-up (`RunSpec.horizon_steps`)."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end of the cosine, as a fraction of `lr`, in [0, 1]."""
+    clip_norm: float = 1.0
+    """Greatest global norm of a gradient. 0: no clipping."""
+    batch_size: int = 8
+    """Sequences per micro-batch."""
+    accumulate: int = 1
+    """Micro-batches per inner step; a step uses batch_size * accumulate sequences."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "inner.")
+        _one_of("inner.optimizer", self.optimizer, OPTIMIZERS)
+        _check(self.lr > 0, f"inner.lr must be above 0, got {self.lr}")
+        _check(all(0 <= beta < 1 for beta in self.betas), f"inner.betas must lie in [0, 1), got {list(self.betas)}")
+        _check(self.weight_decay >= 0, f"inner.weight_decay must not be negative, got {self.weight_decay}")
+        _check(0 <= self.min_lr_ratio <= 1, f"inner.min_lr_ratio must lie in [0, 1], got {self.min_lr_ratio}")
+        _check(self.clip_norm >= 0, f"inner.clip_norm must not be negative, got {self.clip_norm}; 0 means no clipping")
+        _check(self.batch_size >= 1, "inner.batch_size must be at least 1 sequence")
+        _check(self.accumulate >= 1, "inner.accumulate must be at least 1 micro-batch")
+        _check(
+            self.total_steps == 0 or self.warmup_steps <= self.total_steps,
+            f"inner.warmup_steps ({self.warmup_steps}) must not exceed inner.total_steps ({self.total_steps})",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterSpec:
+    """The step that all peers take together after each round: Nesterov SGD on the mean pseudo-gradient."""
+
+    lr: float = 0.7
+    """Outer learning rate. 1 with momentum 0 is plain averaging of parameters."""
+    momentum: float = 0.9
+    """Nesterov momentum, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "outer.")
+        _check(self.lr > 0, f"outer.lr must be above 0, got {self.lr}")
+        _check(0 <= self.momentum < 1, f"outer.momentum must lie in [0, 1), got {self.momentum}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """The whole contract of a run. `RunSpec()` is the embedded small run."""
+
+    run: str = "dlc"
+    """Name of the run: 1 to 64 letters, digits, dots, dashes or underscores. Runs of other names never mix."""
+    strategy: str = "diloco"
+    """What is exchanged, and with whom: "diloco"."""
+    sync_every: int = 20
+    """Inner steps between two rounds (H), on every peer."""
+    codec: str = "fp16"
+    """Wire form of contributions and means: "fp32", "fp16" or "bf16"."""
+    chunk_elems: int = 262_144
+    """Elements per chunk of the all-reduce, at most `CHUNK_ELEMS_MAX`: the grid is the same for all owners."""
+    rounds: int = 0
+    """The run ends with this many training rounds. 0: no such limit. With `tokens` too, the first reached ends it."""
+    tokens: int = 0
+    """The run ends with the round that reaches this many tokens, all peers together. 0: no such limit. With neither
+    limit the run is endless."""
+    seed: int = 0
+    """Seeds the initial weights of the founder, and the order of the data."""
+    precision: str = "auto"
+    """Arithmetic of the inner steps. "auto": bf16 autocast on CUDA, fp32 on the CPU. The outer state is always fp32."""
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    """Which network is trained."""
+    data: DataSpec = dataclasses.field(default_factory=DataSpec)
+    """What it is trained on."""
+    inner: InnerSpec = dataclasses.field(default_factory=InnerSpec)
+    """The optimizer of each peer."""
+    outer: OuterSpec = dataclasses.field(default_factory=OuterSpec)
+    """The step all peers take together."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "")
+        name_fits = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run)
+        _check(name_fits is not None, f"run must be 1 to 64 letters, digits, '.', '-' or '_', got {self.run!r}")
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("codec", self.codec, CODECS)
+        _one_of("precision", self.precision, PRECISIONS)
+        _check(self.sync_every >= 1, "sync_every must be at least 1 inner step")
+        _check(
+            1 <= self.chunk_elems <= CHUNK_ELEMS_MAX,
+            f"chunk_elems must lie in [1, {CHUNK_ELEMS_MAX}], got {self.chunk_elems}",
+        )
+        positions = self.model.config.get("max_position_embeddings", self.data.seq_len)
+        _check(
+            type(positions) is int and self.data.seq_len <= positions,
+            f"data.seq_len ({self.data.seq_len}) exceeds model.config.max_position_embeddings ({positions!r})",
+        )
+        _check(
+            self.data.lease_blocks == 0 or self.data.lease_blocks >= self.blocks_per_round,
+            f"data.lease_blocks ({self.data.lease_blocks}) is less than one round uses: sync_every * "
+            f"inner.batch_size * inner.accumulate = {self.blocks_per_round} blocks; 0 derives it",
+        )
+        size = len(self.to_bytes())
+        _check(size <= SPEC_BYTES_MAX, f"the RunSpec takes {size} bytes, over the limit of {SPEC_BYTES_MAX}")
+
+    @property
+    def blocks_per_round(self) -> int:
+        """Blocks that one peer uses in one round."""
+        return self.sync_every * self.inner.batch_size * self.inner.accumulate
+
+    @property
+    def blocks_per_lease(self) -> int:
+        """Length of one lease: `data.lease_blocks`, or two rounds of blocks where that is 0."""
+        return self.data.lease_blocks or 2 * self.blocks_per_round
+
+    @property
+    def tokens_per_round(self) -> int:
+        """Tokens that one peer uses in one round: its full weight."""
+        return self.blocks_per_round * self.data.seq_len
+
+    @property
+    def horizon_steps(self) -> int:
+        """Global inner step at which the cosine ends; 0: the rate is constant after the warm-up."""
+        return self.inner.total_steps or self.rounds * self.sync_every
+
+    @cached_property
+    def hash(self) -> bytes:
+        """BLAKE3 of the canonical bytes, 32 bytes: equal on all peers of a run."""
+        return blake3.blake3(self.to_bytes()).digest()
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes: msgpack, keys sorted at every level."""
+        packed: bytes = msgpack.packb(_sorted(self.to_dict()))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RunSpec:
+        """The inverse of `to_bytes`, for bytes that came from another peer.
+
+        ProtocolError: not canonical msgpack. ConfigError: options that this version of dlc does not know or accept.
+        """
+        if len(data) > SPEC_BYTES_MAX:
+            raise ProtocolError(f"RunSpec of {len(data)} bytes is over the limit of {SPEC_BYTES_MAX}")
+        try:
+            plain = msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+        except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+            raise ProtocolError(f"not a RunSpec: {error}") from None
+        spec = cls.from_dict(plain)
+        if spec.to_bytes() != data:
+            raise ProtocolError("RunSpec is not in the canonical form of this version of dlc")
+        return spec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts of plain values, every option named; a fresh copy."""
+        plain: dict[str, Any] = options.to_plain(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> RunSpec:
+        """The inverse of `to_dict`; what is left out keeps its default. ConfigError names the option at fault."""
+        return options.from_plain(cls, plain)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> RunSpec:
+        """Read a RUN.toml; ConfigError names the file and the option or line at fault."""
+        try:
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_toml(self) -> str:
+        """Text of a RUN.toml that gives this RunSpec, every option written out."""
+        import tomli_w  # here, since only who writes a RUN.toml needs it
+
+        return tomli_w.dumps(self.to_dict())
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """One line per differing option, such as "inner.lr: 0.001 here, 0.002 there"; empty if equal."""
+        here, there = options.flatten(self.to_dict()), options.flatten(other.to_dict())
+        names = [*here, *(name for name in there if name not in here)]
+        return [
+            f"{name}: {_shown(here, name)} here, {_shown(there, name)} there"
+            for name in names
+            if _shown(here, name) != _shown(there, name)
+        ]
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    near = difflib.get_close_matches(value, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    _check(value in allowed, f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def _sorted(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {key: _sorted(plain[key]) for key in sorted(plain)}
+    return [_sorted(item) for item in plain] if isinstance(plain, list) else plain
+
+
+def _shown(flat: dict[str, Any], name: str) -> str:
+    return repr(flat[name]) if name in flat else "(absent)"

@@ -1,0 +1,117 @@
+"""A virtual clock and a seeded network: what lies between two machines, and nothing of the machines themselves.
+
+    Clock    a heap of (time, tie, act): events happen in the order of their time, ties in the order of scheduling, so
+             that a seed replays exactly.
+    Network  carries one message from host to host: latency of its own per direction, jitter that reorders, loss,
+             duplicates, cuts per direction, partitions.
+
+Control messages and bulk use the same paths. Bandwidth concerns bulk alone, and is the sender's uplink (world.py pulls
+the next bulk message when the last one has left), so a control message is never behind bulk.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+BULK_LOSS_SHARE = 0.1
+"""Bulk runs over a reliable stream: it is lost only when a connection breaks."""
+
+
+class Clock:
+    """Virtual time in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._tie = 0
+
+    def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
+        self._tie += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._tie, act, args))
+
+    def step(self) -> bool:
+        """Let the next event happen; False where there is none."""
+        if not self._heap:
+            return False
+        self.now, _, act, args = heapq.heappop(self._heap)
+        self.events += 1
+        act(*args)
+        return True
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How the network behaves for a whole schedule."""
+
+    latency_min_s: float = 0.005
+    latency_max_s: float = 0.1
+    """One way; drawn once per direction of each link."""
+    jitter: float = 0.3
+    """Mean of the exponential part of the delay, as a share of the latency: what reorders."""
+    loss: float = 0.0
+    duplicates: float = 0.0
+    spike: float = 0.002
+    """Share of messages that are held up for up to `spike_max_s`."""
+    spike_max_s: float = 0.8
+
+
+@dataclass
+class Network:
+    clock: Clock
+    rng: random.Random
+    weather: Weather
+    cuts: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Directions in which nothing passes, with the number of faults that hold each one cut."""
+    delivered: int = 0
+    lost: int = 0
+    _latency: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def carry(self, source: str, target: str, deliver: Callable[..., None], *args: Any, bulk: bool = False) -> None:
+        """Call `deliver(*args)` after this message's delay; perhaps twice, perhaps never."""
+        weather, rng = self.weather, self.rng
+        if source == target:
+            self.clock.at(self.clock.now, deliver, *args)
+            return
+        loss = weather.loss * BULK_LOSS_SHARE if bulk else weather.loss
+        if (source, target) in self.cuts or (loss and rng.random() < loss):
+            self.lost += 1
+            return
+        self.delivered += 1
+        self.clock.at(self.clock.now + self._delay(source, target), deliver, *args)
+        if weather.duplicates and rng.random() < weather.duplicates:
+            self.clock.at(self.clock.now + 3 * self._delay(source, target), deliver, *args)
+
+    def _delay(self, source: str, target: str) -> float:
+        weather, rng = self.weather, self.rng
+        link = (source, target)
+        latency_s = self._latency.get(link)
+        if latency_s is None:
+            latency_s = self._latency[link] = rng.uniform(weather.latency_min_s, weather.latency_max_s)
+        delay_s = latency_s * (1 + weather.jitter * rng.expovariate(1.0))
+        if rng.random() < weather.spike:
+            delay_s += rng.uniform(0, weather.spike_max_s)
+        return delay_s
+
+    # ---------------------------------------------------------------- cuts
+
+    def cut(self, source: str, target: str) -> None:
+        self.cuts[(source, target)] = self.cuts.get((source, target), 0) + 1
+
+    def mend(self, source: str, target: str) -> None:
+        left = self.cuts.get((source, target), 0) - 1
+        if left > 0:
+            self.cuts[(source, target)] = left
+        else:
+            self.cuts.pop((source, target), None)
+
+    def two_way(self, a: str, b: str) -> bool:
+        return (a, b) not in self.cuts and (b, a) not in self.cuts
+
+    def joined(self, a: str, b: str, relays: Iterable[str]) -> bool:
+        """A two-way path exists: direct, or by one of these relays."""
+        return self.two_way(a, b) or any(self.two_way(a, r) and self.two_way(r, b) for r in relays if r not in (a, b))

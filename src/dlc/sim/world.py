@@ -1,0 +1,479 @@
+"""A swarm on a virtual clock: hosts, processes, faults. The machine that is driven is `dlc.comm.node.Node` itself.
+
+    Host      a place with an address "sim:<name>"; at most one process runs there, and it may be restarted
+    Process   one Node with its trainer; running, frozen (its input waits for it), or ended
+    World     carries out the effects of every node, lets faults happen on schedule, and calls the checker after
+              every event
+
+What the real driver does is done here in its simplest form: effects become messages, bulk is pulled whenever the
+host's uplink is idle, a node is ticked by its own deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlc.comm import messages as msg
+from dlc.comm.effects import Answer, Dial, Effect, Send
+from dlc.comm.entries import LogState
+from dlc.comm.events import SelfReplaced
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
+from dlc.comm.node import Node, NodeConfig
+from dlc.comm.wire import pack, unpack
+from dlc.sim.invariants import Checker, Violation
+from dlc.sim.network import Clock, Network
+from dlc.sim.schedule import Fault, Scenario, Start
+from dlc.sim.toy import CHANNEL, LEASE_LEN, ToyState, Trainer
+from dlc.sim.transcript import Transcript
+
+BULK_HEADER_BYTES = 200
+WIRE_CHECK_EVERY = 97
+"""Every so many messages one goes through its wire form and back."""
+REFUSED_AFTER_S = 0.05
+"""From the death of a process to its peers' seeing their connections refused, where the machine lives on."""
+CHECKPOINT_EVERY_S = 5.0
+
+
+@dataclass
+class Checkpoint:
+    """What a host's disk holds; written now and then, never needed for safety."""
+
+    state: LogState
+    image: bytes
+
+
+@dataclass
+class Host:
+    name: str
+    boots: int = 0
+    process: Process | None = None
+    disk: Checkpoint | None = None
+
+    @property
+    def address(self) -> str:
+        return f"sim:{self.name}"
+
+
+@dataclass(eq=False)
+class Process:
+    host: Host
+    node: Node
+    rng: random.Random
+    trainer: Trainer = field(init=False)
+    running: bool = True
+    frozen: bool = False
+    left: bool = False
+    inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
+    """What came while it was frozen."""
+    unsent: list[Effect] = field(default_factory=list)
+    """The rest of a batch in whose middle it was frozen: sent on waking."""
+    tick_at: float = float("inf")
+    uplink_busy: bool = False
+    last_bulk_to: str = ""
+
+    @property
+    def voter(self) -> Voter:
+        return self.node.me
+
+    @property
+    def awake(self) -> bool:
+        return self.running and not self.frozen
+
+
+@dataclass
+class Trap:
+    """An armed targeted fault."""
+
+    fault: Fault
+    left: int = 0
+    """Results still let through; bulk is pulled one by one."""
+
+
+class World:
+    def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
+        self.scenario, self.transcript = scenario, transcript
+        self.rng = random.Random(f"world {scenario.seed}")
+        self.clock = Clock()
+        self.network = Network(self.clock, random.Random(f"network {scenario.seed}"), scenario.weather)
+        self.hosts: dict[str, Host] = {}
+        self.grid = Grid(scenario.n_chunks * scenario.chunk_elems - 1, scenario.chunk_elems, scenario.codec)
+        self.checker = Checker(self)
+        self.traps: list[Trap] = []
+        self.struck: Counter[str] = Counter()
+        """Faults that really happened."""
+        self.quiet = False
+        """Faults are over."""
+        self._sent = 0
+        for number, start in enumerate(scenario.starts):
+            self.clock.at(start.at_s, self._start_first, number, start)
+        for fault in scenario.faults:
+            self.clock.at(fault.at_s, self.strike, fault)
+
+    # ---------------------------------------------------------------- running
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    def running(self) -> list[Process]:
+        return [h.process for h in self.hosts.values() if h.process is not None and h.process.running]
+
+    def run_until(self, when: float) -> None:
+        clock = self.clock
+        clock.at(when, lambda: None)
+        while clock.now < when and clock.step():
+            pass
+
+    def settle(self) -> None:
+        """Faults stop: heal the network, disarm the traps, let everybody wake."""
+        self.quiet = True
+        self.traps.clear()
+        self.network.cuts.clear()
+        self.network.weather = dataclasses.replace(self.network.weather, loss=min(0.01, self.network.weather.loss))
+        for process in self.running():
+            self._wake(process)
+        self.checker.paths_changed()
+
+    # ---------------------------------------------------------------- processes
+
+    def _start_first(self, number: int, start: Start) -> None:
+        listed = tuple(f"sim:p{i}" for i in start.listed)
+        self.start(Host(f"p{number}"), listed, founder=not start.listed)
+
+    def start(self, host: Host, listed: tuple[str, ...], founder: bool = False, from_disk: bool = False) -> Process:
+        """Start a process on a host: the first one, or one after a crash (greater inc, another voter)."""
+        host.boots += 1
+        self.hosts[host.name] = host
+        rng = random.Random(f"{self.scenario.seed} {host.name} {host.boots}")
+        voter = Voter(host.name, (host.boots << 32) + rng.getrandbits(32))
+        record = msg.Record(
+            voter=voter, public_key=b"", control=(host.address,), bulk=(host.address,), role="trainer", head=bytes(32),
+            tokens=0.0, depth=0, active=False, synced=True, speed=0.0, eta_s=-1.0, seq=0, left=False,
+        )  # fmt: skip
+        config = NodeConfig("sim", b"spec", b"spec", listed, founder, self.scenario.timeouts)
+        disk = host.disk if from_disk else None
+        node = Node(
+            record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=self.now,
+            resumed=disk.state if disk else None,
+        )  # fmt: skip
+        process = host.process = Process(host, node, rng)
+        process.trainer = Trainer(self, process, self.grid, self.scenario.inner_s * rng.uniform(0.8, 1.3))
+        self.say(process, "starts", f"listed {', '.join(listed) or 'nobody'}{', from disk' if disk else ''}")
+        self.checker.started(process)
+        state = ToyState(self.grid.numel, 0 if self.scenario.equal_states else int(host.name[1:]))
+        if disk is not None:
+            state.restore(memoryview(disk.image))
+            node.resume_channel(CHANNEL, state, self.grid, LEASE_LEN)
+            self.act(process, node.tick)
+        else:
+            self.act(process, lambda now: node.attach(CHANNEL, state, self.grid, LEASE_LEN, now))
+        process.trainer.begin()
+        self.later(process, CHECKPOINT_EVERY_S * rng.random(), self._checkpoint, process)
+        self.checker.paths_changed()
+        return process
+
+    def _checkpoint(self, process: Process) -> None:
+        log = process.node.log
+        attached = log.attached[CHANNEL]
+        if attached.synced and log.is_open(CHANNEL):
+            process.host.disk = Checkpoint(log.state, bytes(attached.state.export()))
+        self.later(process, CHECKPOINT_EVERY_S, self._checkpoint, process)
+
+    def end(self, process: Process) -> None:
+        process.running = False
+        process.inbox.clear()
+        process.unsent = []
+        if process.host.process is process:
+            process.host.process = None
+        self.checker.paths_changed()
+
+    # ---------------------------------------------------------------- one event of a process
+
+    def later(self, process: Process, delay_s: float, act: Callable[..., None], *args: Any) -> None:
+        self.clock.at(self.now + delay_s, self._call, process, act, args)
+
+    def _call(self, process: Process, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if process.frozen:
+            process.inbox.append((act, args))
+        elif process.running:
+            act(*args)
+
+    def act(self, process: Process, command: Callable[[float], list[Effect]], answer_to: Host | None = None) -> None:
+        """Let the node do one thing, check it, carry out what it wants."""
+        effects = command(self.now)
+        self.checker.after_event(process)
+        self._perform(process, effects, answer_to)
+        if process.awake:
+            if process.node.pending_bulk():
+                self._pull(process)
+            self._arm(process)
+
+    def _arm(self, process: Process) -> None:
+        at = process.node.next_deadline()
+        if at < process.tick_at - 1e-9:
+            process.tick_at = max(at, self.now)
+            self.clock.at(process.tick_at, self._call, process, self._tick, (process, process.tick_at))
+
+    def _tick(self, process: Process, armed_for: float) -> None:
+        if armed_for == process.tick_at:
+            process.tick_at = float("inf")
+            self.act(process, process.node.tick)
+
+    def _receive(self, host: Host, sender: Voter, source: Host, message: msg.Message) -> None:
+        """A message reaches a host: whoever runs there now gets it."""
+        process = host.process
+        if process is None:
+            return
+        if process.frozen:
+            process.inbox.append((self._receive, (host, sender, source, message)))
+            return
+        if self.transcript is not None:
+            self.transcript.received(self.now, process.voter, sender, message)
+        self.act(process, lambda now: process.node.receive(sender, message, now), source)
+
+    # ---------------------------------------------------------------- effects
+
+    def _perform(self, process: Process, effects: list[Effect], answer_to: Host | None) -> None:
+        if self.traps and effects:
+            effects = self._spring(process, effects)
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(process, self.hosts.get(effect.to), effect.message)
+            elif isinstance(effect, Dial):
+                self._send(process, self.hosts.get(effect.address.removeprefix("sim:")), effect.message)
+            elif isinstance(effect, Answer):
+                if answer_to is not None:
+                    self._send(process, answer_to, effect.message)
+            elif process.running:
+                self._notify(process, effect.event)
+
+    def _send(self, process: Process, target: Host | None, message: msg.Message) -> None:
+        self._sent += 1
+        if self._sent % WIRE_CHECK_EVERY == 0:
+            self._check_wire(message)
+        if target is not None:
+            source = process.host
+            self.network.carry(
+                source.name, target.name, self._receive, target, process.voter, source, message
+            )
+
+    def _check_wire(self, message: msg.Message) -> None:
+        again = unpack(pack(message), type(message))
+        if again != message:
+            raise Violation("wire", f"{message} comes back as {again}")
+
+    def _notify(self, process: Process, event: object) -> None:
+        self.say(process, "is told", event)
+        self.checker.told(process, event)
+        process.trainer.told(event)
+        if isinstance(event, SelfReplaced):
+            self.end(process)
+
+    def say(self, process: Process, verb: str, what: object = "") -> None:
+        if self.transcript is not None:
+            self.transcript.said(self.now, process.voter, verb, what)
+
+    # ---------------------------------------------------------------- bulk
+
+    def _pull(self, process: Process) -> None:
+        """The uplink is idle: take the next bulk message, peer by peer in turn."""
+        if process.uplink_busy or not process.awake:
+            return
+        peers = sorted(process.node.pending_bulk())
+        turn = [p for p in peers if p > process.last_bulk_to] + [p for p in peers if p <= process.last_bulk_to]
+        for peer in turn:
+            message = process.node.next_bulk(peer)
+            if message is None:
+                continue
+            if isinstance(message, msg.Result) and self._spring_result(process):
+                return
+            self.checker.bulk_sent(process, message)
+            process.last_bulk_to, process.uplink_busy = peer, True
+            size = len(message.payload) + BULK_HEADER_BYTES  # type: ignore[attr-defined]
+            self.clock.at(self.now + size / self.scenario.uplink_Bps, self._left_uplink, process, peer, message)
+            return
+
+    def _left_uplink(self, process: Process, peer: str, message: msg.Bulk) -> None:
+        process.uplink_busy = False
+        if not process.running:
+            return
+        target = self.hosts.get(peer)
+        if target is not None:
+            source = process.host
+            self.network.carry(
+                source.name, target.name, self._receive, target, process.voter, source, message, bulk=True
+            )
+        if process.awake and process.node.pending_bulk():
+            self._pull(process)
+
+    # ---------------------------------------------------------------- faults
+
+    def strike(self, fault: Fault) -> None:
+        if self.quiet:
+            return
+        if fault.target:
+            self.traps.append(Trap(fault, left=int(fault.part * 4)))
+            return
+        awake = [p for p in self.running() if p.awake]
+        victim = awake[fault.who % len(awake)] if awake else None
+        if fault.kind == "join":
+            self._join(fault)
+        elif fault.kind == "restart":
+            self._crash_and_restart(victim)
+        elif fault.kind == "cut":
+            self._cut(fault)
+        elif fault.kind == "partition":
+            self._partition(fault)
+        elif victim is None or not self._expendable(victim):
+            return
+        elif fault.kind == "crash":
+            self.crash(victim)
+        elif fault.kind == "freeze":
+            self.freeze(victim, fault.for_s)
+        elif fault.kind == "leave":
+            self.leave(victim)
+
+    def _expendable(self, process: Process) -> bool:
+        """The run outlives its loss: another process that is active is there."""
+        return any(p is not process and p.node.log.active and not p.left for p in self.running())
+
+    def crash(self, process: Process) -> None:
+        self.struck["crash"] += 1
+        self.say(process, "CRASHES")
+        self.end(process)
+        if self.rng.random() < 0.5:  # the process dies, its machine lives on and refuses connections
+            for other in self.running():
+                if self.network.two_way(other.host.name, process.host.name):
+                    self.later(other, REFUSED_AFTER_S, self._refused, other, process)
+
+    def _refused(self, process: Process, dead: Process) -> None:
+        if dead.host.process is None:
+            self.act(process, lambda now: process.node.refused(dead.host.name, now))
+
+    def freeze(self, process: Process, for_s: float) -> None:
+        self.struck["freeze"] += 1
+        self.say(process, "FREEZES", f"for {for_s:.1f} s")
+        process.frozen = True
+        self.checker.paths_changed()
+        self.clock.at(self.now + for_s, self._wake, process)
+
+    def _wake(self, process: Process) -> None:
+        if not process.frozen or not process.running:
+            return
+        self.say(process, "WAKES")
+        process.frozen = False
+        unsent, process.unsent = process.unsent, []
+        self._perform(process, unsent, None)
+        inbox, process.inbox = process.inbox, deque()
+        while inbox and process.awake:
+            act, args = inbox.popleft()
+            act(*args)
+        process.inbox.extendleft(reversed(inbox))
+        self.checker.paths_changed()
+        if process.awake:
+            self._arm(process)
+            self._pull(process)
+
+    def leave(self, process: Process) -> None:
+        self.struck["leave"] += 1
+        self.say(process, "LEAVES")
+        process.left = True
+        self.act(process, process.node.leave)
+        if process.running:
+            self.end(process)
+
+    def _join(self, fault: Fault) -> None:
+        peers = [p for p in self.running() if p.node.log.active and not p.left]
+        if not peers:
+            return
+        self.struck["join"] += 1
+        known = {peers[fault.who % len(peers)].host.address, peers[fault.other % len(peers)].host.address}
+        self.start(Host(f"p{len(self.hosts)}"), tuple(sorted(known)))
+
+    def _crash_and_restart(self, victim: Process | None) -> None:
+        if victim is None or not self._expendable(victim):
+            return
+        self.crash(victim)
+        self.clock.at(self.now + self.rng.choice((0.2, 3.0, 20.0)), self._restart, victim.host)
+
+    def _restart(self, host: Host) -> None:
+        if self.quiet or host.process is not None:
+            return
+        self.struck["restart"] += 1
+        book = tuple(sorted(h.address for h in self.hosts.values() if h is not host))
+        self.start(host, book, from_disk=host.disk is not None and self.rng.random() < 0.5)
+
+    def _cut(self, fault: Fault) -> None:
+        names = sorted(self.hosts)
+        a, b = names[fault.who % len(names)], names[fault.other % len(names)]
+        if a != b:
+            self._hold_cut([(a, b)], fault)
+
+    def _partition(self, fault: Fault) -> None:
+        names = sorted(self.hosts)
+        side = {name for i, name in enumerate(names) if fault.who >> i % 16 & 1}
+        pairs = [(a, b) for a in side for b in names if b not in side]
+        self._hold_cut([*pairs, *((b, a) for a, b in pairs)], fault)
+
+    def _hold_cut(self, pairs: list[tuple[str, str]], fault: Fault) -> None:
+        self.struck[fault.kind] += 1
+        if self.transcript is not None:
+            self.transcript.happened(self.now, f"{fault.kind} of {pairs} for {fault.for_s:.1f} s")
+        for a, b in pairs:
+            self.network.cut(a, b)
+        self.checker.paths_changed()
+        self.clock.at(self.now + fault.for_s, self._mend, pairs)
+
+    def _mend(self, pairs: list[tuple[str, str]]) -> None:
+        if self.transcript is not None:
+            self.transcript.happened(self.now, f"{pairs} mended")
+        for a, b in pairs:
+            self.network.mend(a, b)
+        self.checker.paths_changed()
+
+    # ---------------------------------------------------------------- targeted faults
+
+    def _spring(self, process: Process, effects: list[Effect]) -> list[Effect]:
+        """If a trap waits for this batch, let a part of it out, and give back what is still to be sent (nothing)."""
+        for trap in self.traps:
+            fault = trap.fault
+            hits = [i for i, e in enumerate(effects) if isinstance(e, Send) and type(e.message).__name__ == fault.target]
+            if not hits or not self._expendable(process):
+                continue
+            self.traps.remove(trap)
+            stop = [*hits, len(effects)][int(fault.part * (len(hits) + 1))]
+            self.say(process, "is struck", f"after {stop} of {len(effects)} effects ({fault.target})")
+            self._perform_all(process, effects[:stop])
+            if fault.kind == "crash":
+                self.crash(process)
+            else:
+                process.unsent = effects[stop:]
+                self.freeze(process, fault.for_s)
+            return []
+        return effects
+
+    def _perform_all(self, process: Process, effects: list[Effect]) -> None:
+        traps, self.traps = self.traps, []
+        self._perform(process, effects, None)
+        self.traps = traps
+
+    def _spring_result(self, process: Process) -> bool:
+        """The same for results, which leave one by one; the result in hand is lost with the process's memory."""
+        for trap in self.traps:
+            if trap.fault.target == "Result" and self._expendable(process):
+                trap.left -= 1
+                if trap.left >= 0:
+                    return False
+                self.traps.remove(trap)
+                if trap.fault.kind == "crash":
+                    self.crash(process)
+                else:
+                    self.freeze(process, trap.fault.for_s)
+                return True
+        return False

@@ -1,0 +1,260 @@
+"""What one peer keeps on disk between its starts, and the lock that makes it the only one.
+
+    <dir>/lock           held (flock, msvcrt) as long as the process uses the directory
+    <dir>/identity.key   private Ed25519 key, readable by its owner only
+    <dir>/boot           number of starts so far; on disk *before* the incarnation made of it is used
+    <dir>/peers.json     address book
+
+Every file is written beside its place, synced, and moved there, so a crash or a full disk leaves the old one. Losing
+the directory is safe: the peer comes back under a new id. Two processes with one identity would not be, hence the
+lock. A damaged key or counter stops the start with a message, because going on would break "an incarnation is never
+used twice"; a damaged address book is only worth a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from dlc.comm.identity import PRIVATE_KEY_BYTES, Identity
+from dlc.errors import StateDirBusy, UsageError
+
+log = logging.getLogger(__name__)
+
+PEERS_PER_HOST_MAX = 1024
+"""Directories that `free_state_dir` looks at: far more peers than one host runs."""
+BOOTS_MAX = 1 << 31
+"""The counter is the upper half of a signed 64-bit incarnation."""
+ADDRESS_BOOK_BYTES_MAX = 64 << 20
+"""An address book above this is not ours."""
+
+
+class PeerState(Protocol):
+    """What the peer needs of its state, on disk or not."""
+
+    @property
+    def path(self) -> Path | None: ...
+    @property
+    def identity(self) -> Identity: ...
+    def next_incarnation(self, random32: int) -> int: ...
+    def load_address_book(self) -> dict[str, Any]: ...
+    def save_address_book(self, book: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class StateDir:
+    """The state directory `path`, made if it is missing, and locked until `close`.
+
+    Raises StateDirBusy if another process (or another StateDir of this one) uses it, UsageError if it cannot be used.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock: IO[bytes] | None = (self._path / "lock").open("ab")
+        except OSError as error:
+            raise UsageError(f"the state directory {path} cannot be used: {error.strerror}; choose another") from None
+        if not _try_lock(self._lock):
+            self._lock.close()
+            raise StateDirBusy(
+                f"another process uses the state directory {path}; stop it, or give this peer a directory of its own"
+            )
+        try:
+            self._identity = self._load_identity()
+        except OSError as error:
+            self.close()
+            raise UsageError(f"the state directory {path} cannot be used: {error}; choose another") from None
+        except UsageError:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    @property
+    def identity(self) -> Identity:
+        """This peer's key pair; made on first use of the directory."""
+        return self._identity
+
+    def next_incarnation(self, random32: int) -> int:
+        """Count a start and return `counter << 32 | random32`, greater than all before; it is on disk on return."""
+        _check_random(random32)
+        path = self._path / "boot"
+        try:
+            text = path.read_text("ascii")
+        except FileNotFoundError:
+            text = "0"
+        except (OSError, UnicodeDecodeError) as error:
+            text = f"({error})"
+        if not re.fullmatch(r"[0-9]{1,10}\n?", text) or int(text) + 1 >= BOOTS_MAX:
+            raise _damaged(path, "a number of starts")
+        counter = int(text) + 1
+        try:
+            _write_atomically(path, f"{counter}\n".encode())
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        return counter << 32 | random32
+
+    def load_address_book(self) -> dict[str, Any]:
+        """What was saved last; empty if nothing was, or if it cannot be read (then the log says so)."""
+        path = self._path / "peers.json"
+        try:
+            with path.open("rb") as file:
+                book = json.loads(file.read(ADDRESS_BOOK_BYTES_MAX))
+            if not isinstance(book, dict):
+                raise ValueError("not an object")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning("the address book %s cannot be read and is left out: %s", path, error)
+            return {}
+        return book
+
+    def save_address_book(self, book: dict[str, Any]) -> None:
+        """Replace the address book; raises OSError (the old one stays) if the disk is full."""
+        _write_atomically(self._path / "peers.json", json.dumps(book, indent=1, sort_keys=True).encode())
+
+    def close(self) -> None:
+        """Let another process use the directory. May be called twice."""
+        if self._lock is not None:
+            _unlock(self._lock)
+            self._lock.close()
+            self._lock = None
+
+    def _load_identity(self) -> Identity:
+        path = self._path / "identity.key"
+        try:
+            private = path.read_bytes()
+        except FileNotFoundError:
+            identity = Identity.generate()
+            _write_atomically(path, identity.private_bytes())
+            return identity
+        if len(private) != PRIVATE_KEY_BYTES:
+            raise _damaged(path, "a private key")
+        return Identity.from_private_bytes(private)
+
+
+class Ephemeral:
+    """State of a peer that keeps nothing: a new identity each time, hence a new peer each time."""
+
+    def __init__(self) -> None:
+        self._identity = Identity.generate()
+        self._boots = 0
+        self._book: dict[str, Any] = {}
+
+    @property
+    def path(self) -> None:
+        """There is no directory."""
+        return None
+
+    @property
+    def identity(self) -> Identity:
+        """This peer's key pair."""
+        return self._identity
+
+    def next_incarnation(self, random32: int) -> int:
+        """As `StateDir.next_incarnation`, within this object."""
+        _check_random(random32)
+        self._boots += 1
+        return self._boots << 32 | random32
+
+    def load_address_book(self) -> dict[str, Any]:
+        """What was saved last."""
+        return dict(self._book)
+
+    def save_address_book(self, book: dict[str, Any]) -> None:
+        """Remember until the end of the process."""
+        self._book = dict(book)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def free_state_dir(base: Path | str, run: str) -> StateDir:
+    """The first of `<base>/<run>/peer-0`, `peer-1`, ... that no process uses, so peers of one host have one each."""
+    folder = Path(base) / _file_name(run)
+    for number in range(PEERS_PER_HOST_MAX):
+        try:
+            return StateDir(folder / f"peer-{number}")
+        except StateDirBusy:
+            continue
+    raise StateDirBusy(f"all {PEERS_PER_HOST_MAX} state directories in {folder} are in use; name another directory")
+
+
+def _file_name(run: str) -> str:
+    """A folder name for any run name: what could be a path is written as %XX; different names stay different."""
+    quoted = re.sub(r"[^A-Za-z0-9_-]", lambda match: "".join(f"%{b:02X}" for b in match[0].encode()), run)
+    return quoted or "%"
+
+
+def _check_random(random32: int) -> None:
+    if not 0 <= random32 < 1 << 32:
+        raise ValueError("random32 must be 32 bits")
+
+
+def _damaged(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path} does not hold {what}; move the directory {path.parent} away to start as a new peer")
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """All of `data` or what was there before, whatever fails; on disk on return; readable by the owner only."""
+    beside = path.with_name(path.name + ".new")
+    beside.unlink(missing_ok=True)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; a folder cannot be opened on Windows, where the rename itself is logged."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _try_lock(file: IO[bytes]) -> bool:
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+    def _unlock(file: IO[bytes]) -> None:
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _try_lock(file: IO[bytes]) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _unlock(file: IO[bytes]) -> None:
+        fcntl.flock(file, fcntl.LOCK_UN)

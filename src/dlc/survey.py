@@ -1,0 +1,120 @@
+"""Looking at a swarm from outside: `dlc status`, without joining it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlc.comm.driver import clock
+from dlc.comm.framing import decode, encode
+from dlc.comm.ids import Voter
+from dlc.comm.lanes import Incoming, LinkEvent
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Record, Welcome
+from dlc.comm.security import LinkSecurity, load_run_key
+from dlc.comm.transport import Transport
+from dlc.errors import ProtocolError, UnreachableError, WrongKeyError
+
+ASK_AGAIN_S = 0.5
+STATUS_BYTES_MAX = 4096
+"""A longer status is not shown."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One peer as another sees it."""
+
+    id: str
+    address: str
+    role: str
+    alive: bool
+    left: bool
+    head: str
+    """Hash of the last entry it applied, hex."""
+    tokens: float
+    depth: int
+    speed: float
+    """tokens/s; 0 = unknown."""
+    status: dict[str, Any]
+    me: bool
+
+
+def member_of(record: Record, alive: bool, me: bool) -> Member:
+    return Member(
+        id=record.voter.peer,
+        address=record.control[0] if record.control else "",
+        role=record.role,
+        alive=alive,
+        left=record.left,
+        head=record.head.hex(),
+        tokens=record.tokens,
+        depth=record.depth,
+        speed=record.speed,
+        status=_status(record.status),
+        me=me,
+    )
+
+
+def _status(raw: bytes) -> dict[str, Any]:
+    """What a peer says for people to read; anything that is no small JSON object is shown as nothing."""
+    try:
+        value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def status(
+    peers: Sequence[str], *, key: str | bytes | Path | None = None, run: str | None = None, timeout_s: float = 5.0
+) -> list[Member]:
+    """Ask `peers`, then everyone they know, who is there. `alive` means: answered us within `timeout_s`.
+
+    Raises UnreachableError if nobody answered, WrongKeyError if somebody did but refused the key.
+    """
+    security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
+    transport = Transport("127.0.0.1:0", security=security, ident=b"status" + secrets.token_bytes(8))
+    me = Voter("", secrets.randbits(32))
+    asked: dict[str, float] = {}
+    answered: dict[str, Record] = {}
+    known: dict[str, Record] = {}
+    barred: set[str] = set()
+    todo = set(peers)
+    deadline = clock() + timeout_s
+    try:
+        while clock() < deadline and todo - answered.keys():
+            for address in todo - answered.keys():
+                if clock() - asked.get(address, -1e9) >= ASK_AGAIN_S:
+                    asked[address] = clock()
+                    hello = Hello(PROTOCOL_VERSION, run or "", b"", None, address)
+                    transport.send_control(address, encode(me, bytes(8), hello))
+            for event in transport.poll(0.1):
+                if isinstance(event, LinkEvent) and event.kind in ("handshake_failed", "auth_failed"):
+                    barred.add(event.address)
+                if isinstance(event, Incoming):
+                    _take(event, answered, known)
+            todo |= {r.control[0] for r in known.values() if r.control and not r.left}
+    finally:
+        transport.close(0.0)
+    if not answered and barred:
+        raise WrongKeyError(f"{', '.join(sorted(barred))} answered, but refused our run key: check --key-file")
+    if not answered:
+        raise UnreachableError(f"no answer within {timeout_s:g} s from {', '.join(peers)}")
+    alive = {r.voter for r in answered.values()}
+    return [member_of(r, r.voter in alive, False) for _, r in sorted(known.items())]
+
+
+def _take(event: Incoming, answered: dict[str, Record], known: dict[str, Record]) -> None:
+    try:
+        _, message = decode(event.frames, bytes(8))
+    except ProtocolError:
+        return
+    if not isinstance(message, Welcome) or message.record is None:
+        return
+    answered[message.address] = message.record
+    for record in (message.record, *message.records):
+        old = known.get(record.voter.peer)
+        if old is None or (old.voter.inc, old.seq) < (record.voter.inc, record.seq):
+            known[record.voter.peer] = record

@@ -1,0 +1,164 @@
+"""Checkpoints: one safetensors file each, whole or not there at all.
+
+Write: a temporary file beside the target, fsync, rename over the target, fsync of the folder. Whatever fails (disk
+full, a kill) leaves the old file as it was. Read: the header carries the caller's meta data as JSON and a BLAKE3 of
+tensors and meta data, so a file that is cut short or altered raises CheckpointError instead of training on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dlc.errors import CheckpointError, UsageError
+
+FORMAT = 1
+_META_KEY, _FORMAT_KEY, _HASH_KEY = "dlc_meta", "dlc_format", "dlc_blake3"
+
+
+def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """Write a checkpoint in place of `path`. `meta` is JSON; tensors of any device, dtype and strides.
+
+    CheckpointError: it could not be written, and the file that was there before still is.
+    """
+    target = Path(path)
+    temporary = _beside(target)
+    try:
+        text = json.dumps(meta, sort_keys=True)
+    except (TypeError, ValueError) as e:
+        raise UsageError(f"the meta data of {target} is not JSON: {e}") from e
+    plain = _plain(tensors)
+    header = {_META_KEY: text, _FORMAT_KEY: str(FORMAT), _HASH_KEY: _content_hash(plain, text)}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_file(plain, temporary, header)
+        _fsync(temporary)
+        os.replace(temporary, target)
+        _fsync(target.parent)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"the checkpoint {target} could not be written ({e}); what was there is kept") from e
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (on the CPU) and meta data of a checkpoint; CheckpointError where it is missing or damaged."""
+    target = Path(path)
+    try:
+        with safe_open(target, framework="pt", device="cpu") as f:
+            header = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"the checkpoint {target} cannot be read ({e}); use an older one") from e
+    if header.get(_FORMAT_KEY) != str(FORMAT):
+        raise CheckpointError(f"{target} is no dlc checkpoint of format {FORMAT}")
+    text = header.get(_META_KEY, "")
+    if _content_hash(tensors, text) != header.get(_HASH_KEY):
+        raise CheckpointError(f"the checkpoint {target} is damaged: its content does not match its hash")
+    meta: dict[str, Any] = json.loads(text)
+    return tensors, meta
+
+
+def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
+    """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
+    return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
+
+
+def keep_last(folder: str | Path, k: int, pattern: str = "*.safetensors") -> list[Path]:
+    """Delete all checkpoints of a folder but the last k >= 1 by name; returns what was deleted.
+
+    Temporary files that a killed process left go too, so nobody else may be saving into the folder meanwhile.
+    """
+    if k < 1:
+        raise UsageError(f"at least one checkpoint must be kept, not {k}")
+    old = list_checkpoints(folder, pattern)[:-k]
+    left_over = [path for path in Path(folder).glob(".*.tmp-*") if path.is_file()]
+    for path in [*old, *left_over]:
+        path.unlink(missing_ok=True)
+    return old
+
+
+def save_model_folder(model: nn.Module, path: str | Path) -> None:
+    """Write a transformers model as a folder that `from_pretrained` loads, in place of what is at `path`.
+
+    The new folder is written and synced under another name first. Between the two renames that exchange a folder there
+    is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`.
+    """
+    target = Path(path)
+    save = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with save_checkpoint")
+    temporary, old = _beside(target), target.with_name(f".{target.name}.old-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save(temporary)
+        for file in temporary.iterdir():
+            _fsync(file)
+        _exchange(temporary, target, old)
+        _fsync(target.parent)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    if not target.exists():
+        new.rename(target)
+        return
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(target: Path) -> Path:
+    """A temporary name in the same folder: a rename is atomic only within one file system."""
+    return target.with_name(f".{target.name}.tmp-{os.getpid()}")
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """CPU, contiguous, no two of one memory: what safetensors takes."""
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        t = tensor.detach().cpu().contiguous()
+        shared = t.untyped_storage().data_ptr()
+        plain[name] = t.clone() if shared in seen or t.untyped_storage().nbytes() != t.nbytes else t
+        seen.add(shared)
+    return plain
+
+
+def _content_hash(tensors: dict[str, Tensor], meta: str) -> str:
+    hasher = blake3(meta.encode(), max_threads=blake3.AUTO)
+    for name in sorted(tensors):
+        t = tensors[name]
+        label = f"{name}\0{t.dtype}\0{tuple(t.shape)}".encode()
+        hasher.update(struct.pack("<QQ", len(label), t.nbytes) + label)
+        if t.numel():
+            hasher.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    """Force a file or folder to the disk; a folder cannot be opened on Windows, and need not be."""
+    if path.is_dir() and os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,129 @@
+"""What a peer tells of its training: `metrics.jsonl`, and TensorBoard files beside it.
+
+One JSON object a line, each written at once and whole, so that a live table or a plot can follow the file:
+
+    {"time_s": 1712.5, "step": 300, "loss": 2.31, "tokens_per_s": 51000.0}
+    {"time_s": 1713.0, "report": {...}}
+
+Values that are not finite stand as null (JSON has no NaN). Metrics never stop a training: a full disk or a missing
+TensorBoard is logged once, and the next line is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends to `folder`/metrics.jsonl, and to TensorBoard files in the same folder unless `tensorboard` is False."""
+
+    def __init__(self, folder: str | Path, *, tensorboard: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self._clock = clock
+        self._fd: int | None = None
+        self._line_torn = False
+        self._told: set[str] = set()
+        self._board = _open_board(Path(folder)) if tensorboard else None
+
+    def scalar(self, step: int, **values: float) -> None:
+        """Named values of one global step."""
+        self._write({"time_s": self._clock(), "step": step, **values})
+        if self._board is not None:
+            try:
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step)
+            except Exception as e:  # its writer thread hands on whatever it died of
+                self._tell("tensorboard", f"no more TensorBoard files: {e}")
+                self._board = None
+
+    def report(self, report: Mapping[str, Any]) -> None:
+        """One round's report; bytes stand as hex, other unknown things as their text."""
+        self._write({"time_s": self._clock(), "report": dict(report)})
+
+    def close(self) -> None:
+        """Write out what is held back; later calls open the file again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        board, self._board = self._board, None
+        if board is not None:
+            try:
+                board.close()
+            except Exception as e:
+                self._tell("tensorboard", f"TensorBoard files are not complete: {e}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            line = (json.dumps(_jsonable(record), allow_nan=False) + "\n").encode()
+            if self._fd is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if self._line_torn:
+                line = b"\n" + line
+            self._line_torn = True
+            self._line_torn = os.write(self._fd, line) != len(line)
+            if self._line_torn:
+                self._tell("disk", f"{self.path} is not complete: the disk is full")
+        except OSError as e:
+            self._tell("disk", f"{self.path} is not complete: {e}")
+
+    def _tell(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s; training goes on", message)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a line torn by a full disk or a kill is left out."""
+    records: list[dict[str, Any]] = []
+    for line in Path(path).read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _open_board(folder: Path) -> Any:
+    """TensorBoard's writer, or None; it takes a second to import, so only here."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(folder))
+    except ImportError:
+        log.info("TensorBoard is not installed; metrics go to %s only", FILE_NAME)
+    except Exception as e:
+        log.warning("no TensorBoard files: %s", e)
+    return None
+
+
+def _jsonable(value: Any) -> Any:
+    """The same value in what JSON knows."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).hex()
+    if is_dataclass(value) and not isinstance(value, type):
+        return _jsonable(asdict(value))
+    item = getattr(value, "item", None)  # a 0-dim tensor or a numpy number
+    return _jsonable(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)

@@ -1,0 +1,146 @@
+"""What training needs of a peer, as protocols: `dlc.Peer` has it, and so has the stand-in that the tests use.
+
+Only `contribute` and `pull` move vectors; everything else is small and may be called between two inner steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dlc.comm.ledger import Lease
+from dlc.comm.state import State
+from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+
+
+class Position(Protocol):
+    """Where the swarm's state of one channel stands on this peer. A frozen value."""
+
+    @property
+    def t(self) -> int:
+        """Rounds applied."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens committed by all peers together."""
+
+    @property
+    def lease(self) -> Lease | None:
+        """The blocks that this peer may train; None while it has no vote."""
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of the state after round `t`."""
+
+
+class Pending(Protocol):
+    """A contribution that was offered to the next round."""
+
+    @property
+    def done(self) -> bool:
+        """A round was committed since."""
+
+    @property
+    def counted(self) -> bool:
+        """Once done: the contribution is part of that round."""
+
+    def wait(self, timeout_s: float | None = None) -> RoundReport:
+        """Block until done; RoundTimeout leaves the contribution offered, so that one may wait again."""
+
+
+class Frozen(Protocol):
+    """A consistent copy of a channel for a checkpoint."""
+
+    @property
+    def log(self) -> bytes:
+        """What `Resume` needs of the log."""
+
+    @property
+    def t(self) -> int:
+        """Rounds applied."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens committed by all peers together."""
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of the state."""
+
+    @property
+    def image(self) -> memoryview:
+        """`State.export()`."""
+
+
+class MemberView(Protocol):
+    """What this peer knows of one member, itself included."""
+
+    @property
+    def id(self) -> str:
+        """Peer id."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers."""
+
+    @property
+    def me(self) -> bool:
+        """Whether it is this peer."""
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """What it last said with `describe`. It came from another host: check before use."""
+
+
+class TrainPeer(Protocol):
+    """The part of `dlc.Peer` that a `DiLoCo` uses."""
+
+    @property
+    def id(self) -> str:
+        """Peer id."""
+
+    def open(
+        self,
+        channel: str,
+        state: State,
+        *,
+        codec: str,
+        chunk_elems: int,
+        lease_len: int = 0,
+        timeout_s: float | None = None,
+    ) -> Position:
+        """Attach a replicated state; block until it equals the swarm's and this peer has a vote."""
+
+    def pull(self, channel: str, out: Tensor) -> Position:
+        """Copy theta into `out`, together with the position it belongs to."""
+
+    def position(self, channel: str) -> Position:
+        """Where the channel stands now. Cheap."""
+
+    def contribute(self, channel: str, vector: Tensor, *, weight: float, upto: int = 0) -> Pending:
+        """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done."""
+
+
+class TrainerPeer(TrainPeer, Protocol):
+    """The part of `dlc.Peer` that a `Trainer` uses."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The swarm's RunSpec."""
+
+    def members(self) -> Sequence[MemberView]:
+        """Everybody known."""
+
+    def describe(
+        self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
+    ) -> None:
+        """What others see of this peer."""
+
+    def checkpoint(self, channel: str) -> Frozen:
+        """A consistent copy of log and state."""
+
+    def leave(self, timeout_s: float = 5.0) -> None:
+        """Announce the leave and end."""

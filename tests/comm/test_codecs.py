@@ -1,0 +1,219 @@
+"""Wire formats: exact sizes, stated rounding, clamping of finite values, reading frames where they lie."""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlc.comm.codecs import CODECS, CastCodec, Codec, get_codec
+from dlc.errors import ConfigError, ProtocolError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+each_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+any_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = st.lists(any_fp32, min_size=1, max_size=40)
+
+
+def vector(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def test_the_names_of_the_codecs() -> None:
+    assert set(CODECS) == set(DTYPES)
+    for name in DTYPES:
+        assert get_codec(name).name == name
+        assert get_codec(name) is get_codec(name)
+
+
+def test_an_unknown_codec_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match="'fp8'.*fp32, fp16, bf16"):
+        get_codec("fp8")
+
+
+def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    with pytest.raises(ConfigError, match="little-endian"):
+        get_codec("fp32")
+
+
+@each_codec
+@pytest.mark.parametrize("numel", [1, 2, 7, 997])
+def test_size_is_what_wire_bytes_says(codec: Codec, numel: int) -> None:
+    width = {"fp32": 4, "fp16": 2, "bf16": 2}[codec.name]
+    payload = codec.encode(torch.randn(numel))
+    assert type(payload) is bytes
+    assert len(payload) == codec.wire_bytes(numel) == width * numel
+
+
+@each_codec
+def test_no_payload_has_less_than_one_element(codec: Codec) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        codec.wire_bytes(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        codec.encode(torch.empty(0))
+
+
+def test_bytes_on_the_wire_are_little_endian() -> None:
+    x = vector([1.0, -2.5, 0.15625])
+    assert get_codec("fp32").encode(x) == struct.pack("<3f", 1.0, -2.5, 0.15625)
+    assert get_codec("fp16").encode(x) == struct.pack("<3e", 1.0, -2.5, 0.15625)
+    assert get_codec("bf16").encode(x) == b"".join(struct.pack("<f", v)[2:] for v in (1.0, -2.5, 0.15625))
+
+
+@each_codec
+@given(values=vectors)
+def test_finite_stays_finite_and_as_near_as_the_type_allows(codec: Codec, values: list[float]) -> None:
+    x = vector(values)
+    info = torch.finfo(DTYPES[codec.name])
+    payload = codec.encode(x)
+    y = codec.decode(payload, x.numel())
+    assert y.dtype is torch.float32
+    assert codec.finite(payload, x.numel())
+    target = x.double().clamp(-info.max, info.max)
+    bound = target.abs() * info.eps / 2 + info.smallest_normal * info.eps / 2
+    assert bool(((y.double() - target).abs() <= bound).all())
+    assert torch.equal(torch.signbit(y), torch.signbit(x)), "also of zero"
+
+
+def test_fp32_keeps_every_bit() -> None:
+    bits = torch.tensor([0, 1, -1 << 31, 0x7F7FFFFF, 0x3F800001], dtype=torch.int32)
+    codec = get_codec("fp32")
+    assert torch.equal(codec.decode(codec.encode(bits.view(torch.float32)), 5).view(torch.int32), bits)
+
+
+@each_codec
+@given(values=vectors)
+def test_encoding_what_was_decoded_changes_nothing(codec: Codec, values: list[float]) -> None:
+    payload = codec.encode(vector(values))
+    assert codec.encode(codec.decode(payload, len(values))) == payload
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_overflow_is_clamped(name: str) -> None:
+    codec, limit = get_codec(name), torch.finfo(DTYPES[name]).max
+    largest = torch.finfo(torch.float32).max
+    x = vector([largest, -largest, limit, -limit, 1.0])
+    assert codec.decode(codec.encode(x), 5).tolist() == [limit, -limit, limit, -limit, 1.0]
+
+
+def test_values_about_to_overflow_fp16() -> None:
+    x = vector([65504.0, 65519.0, 65520.0, 1e5, -65520.0, 65503.0])
+    codec = get_codec("fp16")
+    assert codec.decode(codec.encode(x), 6).tolist() == [65504.0, 65504.0, 65504.0, 65504.0, -65504.0, 65504.0]
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("numel", [1, 3, 1031])
+def test_non_finite_stays_non_finite_wherever_it_stands(codec: Codec, bad: float, numel: int) -> None:
+    for position in {0, numel // 2, numel - 1}:
+        x = torch.full((numel,), 1e6)  # beyond fp16: the clamped path, too
+        x[position] = bad
+        payload = codec.encode(x)
+        assert not codec.finite(payload, numel)
+        y = codec.decode(payload, numel)
+        assert math.isnan(y[position]) if math.isnan(bad) else y[position] == bad
+        assert bool(torch.isfinite(y).sum() == numel - 1), "its neighbours are clamped as ever"
+
+
+@each_codec
+def test_scratch_does_not_change_the_bytes(codec: Codec) -> None:
+    x = torch.randn(513) * 1e5
+    before = x.clone()
+    assert codec.encode(x, torch.full((600,), math.nan)) == codec.encode(x)
+    assert torch.equal(x, before)
+
+
+@each_codec
+@pytest.mark.parametrize("difference", [-1, 1, 4])
+def test_a_payload_of_another_length_is_their_error(codec: Codec, difference: int) -> None:
+    payload = bytes(codec.wire_bytes(5) + difference)
+    acc = torch.ones(5)
+    with pytest.raises(ProtocolError, match=f"5 elements of {codec.name}"):
+        codec.decode(payload, 5)
+    with pytest.raises(ProtocolError):
+        codec.finite(payload, 5)
+    with pytest.raises(ProtocolError):
+        codec.accumulate(acc, payload, 1.0, torch.empty(5))
+    assert acc.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2], torch.zeros(4, device="meta")],
+    ids=["fp64", "matrix", "stride", "device"],
+)
+def test_other_tensors_are_our_error(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="contiguous fp32"):
+        get_codec("fp16").encode(x)
+
+
+def test_a_tensor_with_gradient_is_encoded() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for codec in CODECS.values():
+        assert codec.decode(codec.encode(x), 3).tolist() == [1.0, 1.0, 1.0]
+
+
+@each_codec
+def test_every_kind_of_buffer_is_read_without_a_warning_and_never_written(codec: Codec) -> None:
+    x = torch.randn(101)
+    payload = codec.encode(x)
+    odd = bytearray(b"\0" + payload)  # a frame need not be aligned
+    buffers = [payload, bytearray(payload), memoryview(payload), memoryview(bytearray(payload)), memoryview(odd)[1:]]
+    expected = codec.decode(payload, 101)
+    torch.set_warn_always(True)  # else torch warns once per process, and the test would depend on its neighbours
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for buffer in buffers:
+                acc, scratch = torch.zeros(101), torch.empty(101)
+                codec.accumulate(acc, buffer, 1.0, scratch)
+                assert torch.equal(acc, expected)
+                assert codec.finite(buffer, 101)
+                codec.decode(buffer, 101).fill_(7.0)  # memory of its own
+                assert bytes(buffer) == payload
+    finally:
+        torch.set_warn_always(False)
+
+
+class Watched(bytearray):
+    """A buffer whose end can be watched."""
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_view_keeps_its_payload_alive(readonly: bool) -> None:
+    codec = CastCodec("fp16", torch.float16)
+    frame = Watched(codec.encode(torch.ones(8)))
+    ref = weakref.ref(frame)
+    buffer = memoryview(frame).toreadonly() if readonly else memoryview(frame)
+    view = codec._view(buffer, 8)
+    del frame, buffer
+    gc.collect()
+    assert ref() is not None
+    assert view.tolist() == [1.0] * 8
+    del view
+    gc.collect()
+    assert ref() is None
+
+
+@each_codec
+@given(values=vectors, start=any_fp32, weight=st.floats(0, 1, width=32))
+def test_accumulate_rounds_product_and_sum_separately(
+    codec: Codec, values: list[float], start: float, weight: float
+) -> None:
+    payload = codec.encode(vector(values))
+    acc, scratch = torch.full((len(values),), start), torch.full((len(values) + 3,), math.nan)
+    x = codec.decode(payload, len(values)).numpy()
+    with np.errstate(over="ignore"):
+        expected = np.float32(start) + np.float32(weight) * x  # numpy has no fused multiply-add
+    codec.accumulate(acc, payload, weight, scratch)
+    assert acc.numpy().tobytes() == expected.astype("<f4").tobytes()

@@ -1,0 +1,138 @@
+"""Chunks cover the vector exactly; every chunk has one owner; contributors begin with different owners."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlc.comm.codecs import CODECS, get_codec
+from dlc.comm.grid import CHUNK_ELEMS_MAX, N_CHUNKS_MAX, Grid, assign_owners, send_order
+from dlc.errors import ConfigError
+
+owner_weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=16).filter(any)
+
+
+@given(
+    numel=st.integers(1, 5000),
+    chunk_elems=st.integers(1, 600),
+    name=st.sampled_from(list(CODECS)),
+)
+def test_spans_cover_every_element_once(numel: int, chunk_elems: int, name: str) -> None:
+    grid = Grid(numel, chunk_elems, name)
+    spans = [grid.span(c) for c in range(grid.n_chunks)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == numel
+    assert all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop - start == chunk_elems for start, stop in spans[:-1])
+    assert 1 <= spans[-1][1] - spans[-1][0] <= chunk_elems
+    assert [grid.elems(c) for c in range(grid.n_chunks)] == [stop - start for start, stop in spans]
+    assert sum(grid.wire_bytes(c) for c in range(grid.n_chunks)) == grid.total_wire_bytes
+    assert grid.total_wire_bytes == get_codec(name).wire_bytes(numel)
+
+
+@pytest.mark.parametrize(
+    ("numel", "chunk_elems", "n_chunks"), [(1, 1, 1), (1, 4096, 1), (8, 4, 2), (9, 4, 3), (997, 31, 33)]
+)
+def test_number_of_chunks(numel: int, chunk_elems: int, n_chunks: int) -> None:
+    assert Grid(numel, chunk_elems, "fp16").n_chunks == n_chunks
+
+
+@pytest.mark.parametrize("chunk", [-1, 3])
+def test_there_is_no_such_chunk(chunk: int) -> None:
+    grid = Grid(9, 4, "fp32")
+    for method in (grid.span, grid.elems, grid.wire_bytes):
+        with pytest.raises(IndexError, match="of 3"):
+            method(chunk)
+
+
+@pytest.mark.parametrize(
+    ("numel", "chunk_elems", "codec", "message"),
+    [
+        (0, 4, "fp32", "at least 1 element"),
+        (-1, 4, "fp32", "at least 1 element"),
+        (4, 0, "fp32", "chunk_elems"),
+        (4, -4, "fp32", "chunk_elems"),
+        (4, CHUNK_ELEMS_MAX + 1, "fp32", "chunk_elems"),
+        (N_CHUNKS_MAX * 4 + 1, 4, "fp32", "raise chunk_elems to 5"),
+        (4, 4, "fp7", "unknown codec"),
+    ],
+)
+def test_bad_grids_are_refused(numel: int, chunk_elems: int, codec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Grid(numel, chunk_elems, codec)
+
+
+def test_the_largest_grid_is_allowed() -> None:
+    assert Grid(N_CHUNKS_MAX * CHUNK_ELEMS_MAX, CHUNK_ELEMS_MAX, "bf16").n_chunks == N_CHUNKS_MAX
+
+
+@given(n_chunks=st.integers(0, 400), weights=owner_weights)
+def test_every_chunk_has_one_owner_in_proportion(n_chunks: int, weights: list[float]) -> None:
+    owners = assign_owners(n_chunks, weights)
+    assert len(owners) == n_chunks
+    assert owners == sorted(owners), "contiguous spans, in the order of the owners"
+    counts = Counter(owners)
+    total = math.fsum(weights)
+    for owner, weight in enumerate(weights):
+        assert abs(counts[owner] - n_chunks * weight / total) < 1 + 1e-9
+        assert weight > 0 or counts[owner] == 0
+    assert owners == assign_owners(n_chunks, list(weights))
+
+
+@pytest.mark.parametrize(
+    ("n_chunks", "weights", "counts"),
+    [
+        (10, [1, 1, 1, 1], [3, 3, 2, 2]),
+        (10, [1, 3, 0, 1], [2, 6, 0, 2]),
+        (1, [1, 1, 1], [1, 0, 0]),
+        (1, [1, 5, 1], [0, 1, 0]),
+        (3, [1] * 16, [1, 1, 1] + [0] * 13),
+        (7, [0, 0, 2.5], [0, 0, 7]),
+        (4, [1e9, 1.0], [4, 0]),
+        (5, [0.1, 0.1], [3, 2]),
+    ],
+)
+def test_known_assignments(n_chunks: int, weights: list[float], counts: list[int]) -> None:
+    owners = assign_owners(n_chunks, weights)
+    assert [owners.count(i) for i in range(len(weights))] == counts
+
+
+@pytest.mark.parametrize("weights", [[], [0.0], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
+def test_weights_that_cannot_work(weights: list[float]) -> None:
+    with pytest.raises(ValueError):
+        assign_owners(4, weights)
+
+
+def test_a_negative_number_of_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="n_chunks"):
+        assign_owners(-1, [1.0])
+
+
+@given(n_chunks=st.integers(0, 200), weights=owner_weights, me=st.integers(-1, 20), fixed=st.sets(st.integers(0, 199)))
+def test_every_chunk_is_sent_once(n_chunks: int, weights: list[float], me: int, fixed: set[int]) -> None:
+    owners = [-1 if c in fixed else owner for c, owner in enumerate(assign_owners(n_chunks, weights))]
+    order = send_order(owners, me)
+    assert sorted(order) == [c for c, owner in enumerate(owners) if owner >= 0]
+    for owner in set(owners) - {-1}:
+        mine = [c for c in order if owners[c] == owner]
+        assert mine == sorted(mine), "chunks of one owner keep their order"
+
+
+def test_contributors_take_turns_over_the_owners() -> None:
+    owners = assign_owners(12, [1, 1, 1, 1])
+    assert [owners[c] for c in send_order(owners, 0)] == [1, 2, 3, 0] * 3
+    assert [owners[c] for c in send_order(owners, 2)] == [3, 0, 1, 2] * 3
+    firsts = [owners[send_order(owners, me)[0]] for me in range(4)]
+    assert sorted(firsts) == [0, 1, 2, 3], "at every moment each owner hears from another contributor"
+    assert [owners[c] for c in send_order(owners, -1)] == [0, 1, 2, 3] * 3, "one that owns nothing"
+
+
+def test_an_owner_of_more_chunks_comes_up_more_often_and_not_only_at_the_end() -> None:
+    owners = assign_owners(12, [3, 1])
+    turns = [owners[c] for c in send_order(owners, 1)]
+    for quarter in range(0, 12, 4):
+        assert Counter(turns[quarter : quarter + 4]) == {0: 3, 1: 1}

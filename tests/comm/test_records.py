@@ -1,0 +1,132 @@
+"""What membership machines say of themselves and of others: how far it gets, how large it becomes, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dlc.comm import piggyback, records
+from dlc.comm.effects import Send
+from dlc.comm.ids import Voter
+from dlc.comm.messages import Ack, Gossip, Leave, Ping, Rumour
+from dlc.comm.wire import HEADER_BYTES_MAX, pack
+from tests.comm.swim_net import Net, record_of, signed, swarm
+
+
+def test_news_of_a_record_reach_all_within_about_a_probe_period_each() -> None:
+    net = swarm("abcde")
+    net.hosts["a"].machine.update_own(head=b"new", depth=7)
+
+    def seen(name: str) -> bool:
+        record = net.hosts[name].machine.record("a")
+        return record is not None and record.depth == 7
+
+    assert net.run_until(lambda: all(map(seen, "bcde")), 10) <= 1.5
+
+
+def test_news_reach_one_that_cannot_be_reached_directly() -> None:
+    net = swarm("abcd")
+    net.part("a", "d")
+    net.hosts["a"].machine.update_own(depth=7)
+    assert net.run_until(lambda: net.hosts["d"].machine.record("a").depth == 7, 10) < 3.0  # type: ignore[union-attr]
+
+
+def test_a_record_is_signed_once_per_change_that_is_sent() -> None:
+    net = swarm("abcd")
+    host = net.hosts["a"]
+    before = host.signed
+    net.run(20)
+    assert host.signed == before
+    for depth in range(100):
+        host.machine.update_own(depth=depth)
+    host.machine.update_own(depth=99)
+    net.run(20)
+    assert host.signed == before + 1
+    assert host.machine.own.seq == 99  # depth was 0 already
+
+
+def test_in_calm_pings_carry_next_to_nothing() -> None:
+    """News stop being passed on; what stays is the one record that each ping carries."""
+    net = swarm("abcdef")
+    net.run(30)
+    net.tap = []
+    net.run(5)
+    pings = [message for message in net.tap if isinstance(message, Ping)]
+    assert len(pings) > 50
+    assert max(len(ping.gossip.records) for ping in pings) <= 1
+    assert not any(ping.gossip.rumours for ping in pings)
+    told = {record.voter.peer for ping in pings for record in ping.gossip.records}
+    assert told == set("abcdef")  # what was lost as news gets round in time
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"signature": b"forged"},
+        {"tokens": float("nan")},
+        {"status": b"x" * (records.STATUS_BYTES_MAX + 1)},
+        {"control": ("x:1",) * (records.ADDRESSES_MAX + 1)},
+        {"seq": 1 << 63},
+        {"depth": -1},
+    ],
+)
+def test_a_record_that_no_correct_peer_makes_is_dropped(bad: dict[str, object]) -> None:
+    host = Net().start("a")
+    record = signed(record_of("b"), **bad)
+    host.machine.learn(replace(record, **bad), 1001.0)
+    assert host.machine.record("b") is None
+    host.machine.learn(signed(record_of("b")), 1001.0)
+    assert host.machine.record("b") is not None
+
+
+def test_a_record_with_a_greater_seq_and_a_wrong_signature_does_not_replace_the_right_one() -> None:
+    host = Net().start("a")
+    host.machine.learn(signed(record_of("b")), 1001.0)
+    host.machine.learn(replace(signed(record_of("b")), seq=5, head=b"forged"), 1001.0)
+    host.machine.receive(Voter("x", 1), Leave(replace(signed(record_of("b")), left=True, seq=9)), 1001.0)
+    assert host.machine.record("b") == signed(record_of("b"))
+    assert not host.machine.gone(Voter("b", 1 << 32))
+
+
+def test_the_table_is_bounded_and_those_who_proved_to_live_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = swarm("abc")
+    monkeypatch.setattr(records, "RECORDS_MAX", 10)
+    machine = net.hosts["a"].machine
+    for k in range(50):
+        machine.learn(signed(record_of(f"stranger{k}")), net.now + k * 1e-3)
+    known = {record.voter.peer for record in machine.records()}
+    assert len(known) == 11 and known >= {"a", "b", "c", "stranger49"}
+
+
+def test_a_message_stays_small_in_a_large_swarm() -> None:
+    machine = Net().start("a").machine
+    status, addresses = b"x" * records.STATUS_BYTES_MAX, ("h" * 250 + ":1",) * records.ADDRESSES_MAX
+    for k in range(300):
+        machine.learn(signed(record_of(f"p{k}"), status=status, control=addresses, bulk=()), 1000.0)
+    stranger = signed(record_of("z"))
+    effects = machine.receive(stranger.voter, Ping(1, Gossip((stranger,), ())), 1000.0)
+    (ack,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ack)]
+    assert len(ack.gossip.records) <= piggyback.TABLE_RECORDS_MAX + 2
+    assert len(pack(ack)) < HEADER_BYTES_MAX / 8
+
+
+def test_a_ping_of_a_stranger_is_answered_and_tells_it_the_table() -> None:
+    net = swarm("abc")
+    net.run(30)  # no news under way
+    machine = net.hosts["a"].machine
+    stranger = signed(record_of("z"))
+    (answer, *_) = machine.receive(stranger.voter, Ping(5, Gossip((), ())), net.now)
+    assert isinstance(answer, Send) and answer.to == "z"
+    assert answer.message == Ack(5, Gossip((machine.own,), ()))
+    effects = machine.receive(stranger.voter, Ping(6, Gossip((stranger,), ())), net.now)
+    (ack,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ack)]
+    assert {record.voter.peer for record in ack.gossip.records} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("rumour", [Rumour(Voter("b", 1 << 32), 7, 0), Rumour(Voter("b", 1 << 32), 1, 1 << 63)])
+def test_rumours_out_of_range_are_ignored(rumour: Rumour) -> None:
+    net = swarm("ab")
+    net.hosts["a"].machine.receive(net.hosts["b"].voter, Ping(1, Gossip((), (rumour,))), net.now)
+    net.run(2)
+    assert not net.log

@@ -1,0 +1,465 @@
+"""The transport over real sockets on loopback. Nothing sleeps: `pump` polls until a condition holds, 20 s at most."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+import dlc.comm.addresses as addresses
+import dlc.comm.lanes as lanes
+import dlc.comm.links as links
+import dlc.comm.transport as transport_module
+from dlc.comm.addresses import parse_address
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable
+from dlc.comm.security import LinkSecurity
+from dlc.comm.transport import Transport
+from dlc.errors import UsageError
+
+KEYED = LinkSecurity.derive(bytes(32), "run")
+OTHER = LinkSecurity.derive(bytes(31) + b"\1", "run")
+
+
+class Node:
+    """A transport and all that it has returned."""
+
+    def __init__(self, name: str, listen: str = "127.0.0.1:0", security: LinkSecurity | None = KEYED) -> None:
+        self.transport = Transport(listen, security=security, ident=name.encode())
+        self.events: list[Event] = []
+        self.address = f"127.0.0.1:{self.transport.control_port}"
+        self.bulk_address = f"127.0.0.1:{self.transport.bulk_port}"
+
+    def messages(self, lane: str = "control") -> list[list[bytes]]:
+        return [[bytes(f) for f in e.frames] for e in self.events if isinstance(e, Incoming) and e.lane == lane]
+
+    def link_kinds(self, address: str) -> list[str]:
+        return [e.kind for e in self.events if isinstance(e, LinkEvent) and e.address == address]
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: str, **options: object) -> Node:
+            made = Node(*args, **options)  # type: ignore[arg-type]
+            stack.callback(made.transport.close, 0.0)
+            return made
+
+        yield make
+
+
+def pump(until: Callable[[], object], *nodes: Node, want: dict[Node, list[str]] | None = None) -> None:
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline, [n.events[-5:] for n in nodes]
+        for n in nodes:
+            n.events += n.transport.poll(0.01, (want or {}).get(n, ()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("security", [KEYED, None], ids=["key", "no-key"])
+def test_messages_and_replies_travel_both_ways(node: Callable[..., Node], security: LinkSecurity | None) -> None:
+    a, b = node("a", security=security), node("b", security=security)
+    assert a.transport.send_control(b.address, [b"head", b"", b"x" * 100_000])
+    pump(lambda: b.messages(), a, b)
+    assert b.messages() == [[b"head", b"", b"x" * 100_000]]
+    (got,) = [e for e in b.events if isinstance(e, Incoming)]
+    assert got.route is not None and got.address is None and got.observed_host == "127.0.0.1"
+    assert b.transport.reply(got.route, [b"answer"])
+    pump(lambda: a.messages(), a, b)
+    (answer,) = [e for e in a.events if isinstance(e, Incoming)]
+    assert (answer.frames, answer.route, answer.address) == ([b"answer"], None, b.address)
+    assert a.link_kinds(b.address) == ["connected"]
+
+
+def test_bulk_is_refused_until_the_link_is_up_and_then_bounded(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    chunk = os.urandom(1 << 20)
+    assert not a.transport.send_bulk(b.bulk_address, [b"h", chunk])
+    pump(lambda: Writable(b.bulk_address) in a.events, a, b, want={a: [b.bulk_address]})
+    sent = 0
+    while Writable(b.bulk_address) in a.transport.poll(0.3, [b.bulk_address]):  # b does not poll
+        sent += a.transport.send_bulk(b.bulk_address, [b"%d" % sent, memoryview(chunk)])
+        assert sent < 200, "a receiver that does not read must stop the sender"
+    assert sent >= lanes.BULK_SEND_HWM
+    assert not a.transport.send_bulk(b.bulk_address, [b"more"])
+    pump(lambda: len(b.messages("bulk")) == sent, a, b)
+    assert [m[0] for m in b.messages("bulk")] == [b"%d" % i for i in range(sent)]
+    assert b.messages("bulk")[-1][1] == chunk
+    views = [e.frames[1] for e in b.events if isinstance(e, Incoming)]
+    assert all(isinstance(v, memoryview) for v in views)
+
+
+def test_bulk_can_be_replied_to(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    pump(lambda: a.transport.send_bulk(b.bulk_address, [b"fetch"]), a, b)
+    pump(lambda: b.messages("bulk"), a, b)
+    (got,) = [e for e in b.events if isinstance(e, Incoming)]
+    assert got.route is not None and b.transport.reply(got.route, [b"h", b"y" * (1 << 20)])
+    pump(lambda: a.messages("bulk"), a, b)
+    assert [(e.address, e.route) for e in a.events if isinstance(e, Incoming)] == [(b.bulk_address, None)]
+
+
+def test_control_is_taken_before_bulk_that_came_earlier(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    queued = 0
+    pump(lambda: a.transport.send_bulk(b.bulk_address, [b"chunk", bytes(1 << 20)]), a, b)
+    while a.transport.send_bulk(b.bulk_address, [b"chunk", bytes(1 << 20)]):
+        queued += 1
+    b.events.clear()
+    for i in range(20):
+        assert a.transport.send_control(b.address, [b"%d" % i])
+    # both lanes are full at b before it polls: a's control link comes up while b serves nothing but ZAP
+    pump(lambda: a.link_kinds(b.address) == ["connected"], a, zap_only(b))
+    a.transport.poll(0.0)
+    control, bulk = b.transport._control, b.transport._bulk
+    assert control.poll(5000) and bulk.poll(5000)
+    first = b.transport.poll(5.0)
+    kinds = [e.lane for e in first if isinstance(e, Incoming)]
+    assert kinds[0] == "control" and kinds.count("bulk") <= transport_module.BULK_MESSAGES_MAX
+    b.events += first
+    pump(lambda: len(b.messages()) == 20 and len(b.messages("bulk")) >= queued, a, b)
+    lanes_seen = [e.lane for e in b.events if isinstance(e, Incoming)]
+    last_control = max(i for i, lane in enumerate(lanes_seen) if lane == "control")
+    assert lanes_seen[:last_control].count("bulk") <= 2 * transport_module.BULK_MESSAGES_MAX
+
+
+def zap_only(one: Node) -> Node:
+    """`one`, but its poll only answers ZAP: a peer whose thread is busy as far as messages go."""
+
+    class Busy:
+        def poll(self, timeout_s: float, want_write: object) -> list[Event]:
+            t = one.transport
+            t._serve(t._wait(timeout_s, ()), time.monotonic())
+            return []
+
+    busy = object.__new__(Node)
+    busy.transport = Busy()  # type: ignore[assignment]
+    busy.events = []
+    return busy
+
+
+def test_a_refused_connection_is_reported_and_tried_for_ever(node: Callable[..., Node]) -> None:
+    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    assert a.transport.send_control(nobody, [b"x"])
+    pump(lambda: len(a.link_kinds(nobody)) >= 3, a)
+    assert set(a.link_kinds(nobody)) == {"refused"}
+    a.transport.forget(nobody)
+    seen = len(a.link_kinds(nobody))
+    a.events += a.transport.poll(0.3)
+    assert len(a.link_kinds(nobody)) == seen
+
+
+def test_a_peer_that_starts_later_gets_what_was_sent_before(node: Callable[..., Node]) -> None:
+    a, port = node("a"), free_port()
+    address = f"127.0.0.1:{port}"
+    for i in range(5):
+        assert a.transport.send_control(address, [b"%d" % i])
+    pump(lambda: "refused" in a.link_kinds(address), a)
+    b = node("b", address)
+    pump(lambda: len(b.messages()) == 5, a, b)
+    assert [m[0] for m in b.messages()] == [b"%d" % i for i in range(5)]
+
+
+def test_a_peer_that_restarts_is_reached_again(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.transport.send_control(b.address, [b"1"])
+    pump(lambda: b.messages(), a, b)
+    b.transport.close()
+    pump(lambda: "disconnected" in a.link_kinds(b.address), a)
+    again = node("b2", b.address)
+    a.transport.send_control(b.address, [b"2"])
+    pump(lambda: again.messages(), a, again)
+    assert again.messages() == [[b"2"]]
+    pump(lambda: a.link_kinds(b.address)[-1] == "connected", a, again)
+
+
+def test_a_route_that_has_gone_is_not_sent_to(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.transport.send_control(b.address, [b"1"])
+    pump(lambda: b.messages(), a, b)
+    (got,) = [e for e in b.events if isinstance(e, Incoming)]
+    a.transport.close()
+    assert got.route is not None
+    pump(lambda: not b.transport.reply(got.route, [b"late"]), b)
+
+
+def test_a_full_queue_says_so(node: Callable[..., Node]) -> None:
+    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    accepted = sum(a.transport.send_control(nobody, [b"x"]) for _ in range(links.CONTROL_PENDING_MAX + 10))
+    assert accepted == links.CONTROL_PENDING_MAX
+    large = f"127.0.0.1:{free_port()}"
+    accepted = sum(a.transport.send_control(large, [bytes(1 << 20)]) for _ in range(30))
+    assert accepted == links.CONTROL_PENDING_BYTES_MAX >> 20
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(OTHER, KEYED), (KEYED, None), (None, KEYED)], ids=["wrong key", "they: none", "we: none"]
+)
+def test_another_key_is_told_apart_and_nothing_passes(
+    node: Callable[..., Node], ours: LinkSecurity | None, theirs: LinkSecurity | None
+) -> None:
+    a, b = node("a", security=ours), node("b", security=theirs)
+    a.transport.send_control(b.address, [b"in"])
+    b.transport.send_control(a.address, [b"out"])
+    pump(lambda: len(a.link_kinds(b.address)) >= 2 and len(b.link_kinds(a.address)) >= 2, a, b)
+    assert set(a.link_kinds(b.address)) == set(b.link_kinds(a.address)) == {"auth_failed"}
+    assert not a.messages() and not b.messages()
+
+
+def test_zap_refuses_one_who_knows_only_the_servers_public_key(node: Callable[..., Node]) -> None:
+    half = LinkSecurity(KEYED.server_public, OTHER.server_secret, OTHER.client_public, OTHER.client_secret)
+    a, b = node("a", security=half), node("b")
+    a.transport.send_control(b.address, [b"in"])
+    pump(lambda: a.link_kinds(b.address).count("auth_failed") >= 2, a, b)  # libzmq alone would try once
+    assert b.transport.refused_clients >= 2 and not b.messages()
+    assert set(a.link_kinds(b.address)) == {"auth_failed"}
+
+
+def test_a_stranger_who_keeps_trying_does_not_disturb_members(node: Callable[..., Node]) -> None:
+    stranger, a, b = node("s", security=OTHER), node("a"), node("b")
+    stranger.transport.send_control(b.address, [b"no"])
+    with socket.create_connection(("127.0.0.1", b.transport.control_port)) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(1000))
+        with socket.create_connection(("127.0.0.1", b.transport.bulk_port)):
+            a.transport.send_control(b.address, [b"yes"])
+            pump(lambda: b.messages() and stranger.link_kinds(b.address), stranger, a, b)
+    assert b.messages() == [[b"yes"]]
+
+
+def test_something_that_speaks_another_protocol_is_reported(node: Callable[..., Node]) -> None:
+    a = node("a")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        a.transport.send_control(address, [b"x"])
+        a.transport.poll(0.0)
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+            pump(lambda: a.link_kinds(address), a)
+    assert a.link_kinds(address)[0] in ("handshake_failed", "auth_failed")
+
+
+def test_a_taken_port_is_named(node: Callable[..., Node]) -> None:
+    a = node("a")
+    with pytest.raises(UsageError, match=f"port {a.transport.control_port} on 127.0.0.1 is taken"):
+        Transport(a.address, security=KEYED, ident=b"b")
+    with pytest.raises(UsageError, match="bulk lane"):
+        Transport(security=KEYED, ident=b"b", bulk_port=a.transport.bulk_port)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "*:0", "[::]:0"])
+def test_beyond_loopback_a_key_is_needed(listen: str) -> None:
+    with pytest.raises(UsageError, match="--insecure"):
+        Transport(listen, security=None, ident=b"a")
+
+
+def test_insecure_must_be_said(node: Callable[..., Node]) -> None:
+    Transport("0.0.0.0:0", security=None, insecure=True, ident=b"a").close()
+    Transport("0.0.0.0:0", security=KEYED, ident=b"a").close()
+
+
+def test_listening_on_an_address_of_another_host_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="cannot listen"):
+        Transport("192.0.2.1:0", security=KEYED, ident=b"a")
+    with pytest.raises(UsageError, match="looked up"):
+        Transport("no-such-host.invalid:0", security=KEYED, ident=b"a")
+
+
+def test_localhost_is_looked_up(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b", "localhost:0")
+    host = f"localhost:{b.transport.control_port}"
+    assert a.transport.send_control(host, [b"hello"])
+    pump(lambda: b.messages() and a.link_kinds(host), a, b)
+    assert a.link_kinds(host) == ["connected"]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+def test_ipv6(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b", "[::1]:0")
+    assert b.transport.host == "::1"
+    a.transport.send_control(f"[::1]:{b.transport.control_port}", [b"six"])
+    pump(lambda: a.transport.send_bulk(f"[::1]:{b.transport.bulk_port}", [b"six", bytes(1 << 20)]), a, b)
+    pump(lambda: b.messages() and b.messages("bulk"), a, b)
+    assert {e.observed_host for e in b.events if isinstance(e, Incoming)} == {"::1"}
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+def test_every_address_of_a_name_is_tried(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "look_up", lambda host: ["::1", "127.0.0.1"])
+    a, b = node("a"), node("b")
+    name = f"two.example:{b.transport.control_port}"
+    a.transport.send_control(name, [b"x"])
+    pump(lambda: b.messages(), a, b)
+    pump(lambda: a.link_kinds(name), a, b)
+    assert a.link_kinds(name) == ["connected"] and b.messages() == [[b"x"]]
+
+
+def test_a_name_that_is_not_known_yet_is_asked_for_again(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def look_up(host: str) -> list[str]:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror("unknown")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(addresses, "look_up", look_up)
+    a, b = node("a"), node("b")
+    name = f"later.example:{b.transport.control_port}"
+    a.transport.send_control(name, [b"x"])
+    pump(lambda: b.messages() and len(a.link_kinds(name)) == 3, a, b)
+    assert a.link_kinds(name) == ["refused", "refused", "connected"] and asked == ["later.example"] * 3
+
+
+@pytest.mark.parametrize("bad", ["", "host", ":1", "host:", "host:x", "host:65536", "::1:5", "a b:1", "[::1]", "h/x:1"])
+def test_a_malformed_address_is_refused_without_raising(node: Callable[..., Node], bad: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(bad)
+    a = node("a")
+    assert not a.transport.send_control(bad, [b"x"]) and not a.transport.send_bulk(bad, [b"x"])
+    pump(lambda: a.link_kinds(bad), a, want={a: [bad]})
+    assert set(a.link_kinds(bad)) == {"refused"}
+
+
+def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    for i in range(300):  # more than fits inside libzmq, and the link is not even up
+        assert a.transport.send_control(b.address, [b"%d" % i, bytes(10_000)])
+    closer = threading.Thread(target=a.transport.close, args=(10.0,))
+    closer.start()
+    pump(lambda: not closer.is_alive(), b)
+    pump(lambda: len(b.messages()) == 300, b)
+    assert [m[0] for m in b.messages()] == [b"%d" % i for i in range(300)]
+
+
+def test_close_does_not_wait_for_those_who_are_not_there(node: Callable[..., Node]) -> None:
+    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    a.transport.send_control(nobody, [b"x"])
+    pump(lambda: a.link_kinds(nobody), a)
+    began = time.monotonic()
+    a.transport.close(15.0)
+    assert time.monotonic() - began < 10
+
+
+def test_close_leaves_no_thread_and_no_port(node: Callable[..., Node]) -> None:
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("counts threads in /proc")
+    before = len(os.listdir("/proc/self/task"))
+    a, b = node("a"), node("b")
+    a.transport.send_control(b.address, [b"x"])
+    a.transport.send_control("localhost:1", [b"x"])
+    pump(lambda: b.messages(), a, b)
+    for one in (a, b):
+        one.transport.close()
+        one.transport.close()
+        one.transport.wake()
+    assert len(os.listdir("/proc/self/task")) == before
+    node("c", a.address)
+
+
+def test_wake_ends_a_poll_in_another_thread(node: Callable[..., Node]) -> None:
+    a, polling = node("a"), threading.Event()
+
+    def poll() -> None:
+        polling.set()
+        a.transport.poll(60.0)
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    polling.wait()
+    a.transport.wake()
+    thread.join(20)
+    assert not thread.is_alive()
+    for _ in range(100_000):  # nobody reads: must neither block nor raise
+        a.transport.wake()
+
+
+def test_a_message_over_the_limits_costs_the_link_and_nothing_else(node: Callable[..., Node]) -> None:
+    a, b = node("a", security=None), node("b", security=None)
+    for bad in ([], [b""] * (transport_module.FRAMES_MAX + 1), [bytes(lanes.CONTROL_FRAME_BYTES_MAX + 1)]):
+        with pytest.raises(ValueError, match="frames"):
+            a.transport.send_control(b.address, bad)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rude:
+        rude.linger = 0
+        rude.connect(f"tcp://{b.address}")
+        rude.send_multipart([b"f"] * (transport_module.FRAMES_MAX + 1))
+        pump(lambda: b.transport.dropped == 1, a, b)
+        rude.send(bytes(lanes.CONTROL_FRAME_BYTES_MAX + 1))
+        rude.send_multipart([b"after"])
+        a.transport.send_control(b.address, [b"fine"])
+        pump(lambda: [b"fine"] in b.messages(), a, b)
+        pump(lambda: [b"after"] in b.messages(), a, b)
+    assert sorted(b.messages()) == [[b"after"], [b"fine"]]
+
+
+def test_an_oversized_reply_does_not_end_the_link(node: Callable[..., Node]) -> None:
+    """libzmq gives such a connection up for ever; the link opens another."""
+    a = node("a", security=None)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as rude:
+        rude.linger, rude.router_handover = 0, 1
+        address = f"127.0.0.1:{rude.bind_to_random_port('tcp://127.0.0.1')}"
+        a.transport.send_control(address, [b"1"])
+        pump(lambda: rude.poll(0), a)
+        rude.send_multipart([rude.recv_multipart()[0], bytes(lanes.CONTROL_FRAME_BYTES_MAX + 1)])
+        pump(lambda: a.link_kinds(address) == ["connected", "disconnected", "connected"], a)
+        a.transport.send_control(address, [b"2"])
+        pump(lambda: rude.poll(0), a)
+        assert rude.recv_multipart()[1] == b"2"
+
+
+def test_two_names_of_one_peer_do_not_fight_over_a_route(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    alias = f"localhost:{b.transport.control_port}"
+    for i in range(5):
+        a.transport.send_control(b.address, [b"%d" % i])
+        a.transport.send_control(alias, [b"%d" % i])
+        pump(lambda i=i: len(b.messages()) == 2 * (i + 1), a, b)
+    pump(lambda: a.link_kinds(b.address) and a.link_kinds(alias), a, b)
+    assert a.link_kinds(b.address) == a.link_kinds(alias) == ["connected"]
+
+
+def test_strangers_addresses_cannot_open_links_without_end(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "LINKS_MAX", 3)
+    a = node("a")
+    ports = [free_port() for _ in range(5)]
+    assert [a.transport.send_control(f"127.0.0.1:{p}", [b"x"]) for p in ports] == [True] * 3 + [False] * 2
+    a.transport.forget(f"127.0.0.1:{ports[0]}")
+    assert a.transport.send_control(f"127.0.0.1:{ports[4]}", [b"x"])
+
+
+def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node: Callable[..., Node]) -> None:
+    b = node("b", security=None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as before, context.socket(zmq.DEALER) as after:
+        for i, sock in enumerate((before, after)):
+            sock.linger, sock.routing_id = 0, b"same"
+            sock.connect(f"tcp://{b.address}")
+            sock.send(b"%d" % i)
+            pump(lambda i=i: len(b.messages()) == i + 1, b)
+        route = [e.route for e in b.events if isinstance(e, Incoming)][-1]
+        assert route is not None and b.transport.reply(route, [b"to the later"])
+        assert after.poll(20_000) and after.recv() == b"to the later"

@@ -1,0 +1,22 @@
+"""One thread per test process, no network, and a reason for every skip."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers or datasets is imported: a test never downloads
+torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device is visible to torch {torch.__version__}")
+    if item.get_closest_marker("netns"):
+        if shutil.which("ip") is None:
+            pytest.skip("network namespaces need iproute2, which is not installed")
+        if os.geteuid() != 0:
+            pytest.skip("network namespaces need root")

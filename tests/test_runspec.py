@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlc import options, runspec
+from dlc.errors import ConfigError, DlcError, ProtocolError
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
+
+TABLES = (ModelSpec, DataSpec, InnerSpec, OuterSpec, RunSpec)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "RUN.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> RunSpec:
+    inner = InnerSpec(
+        lr=draw(st.floats(1e-6, 1)),
+        betas=(draw(st.floats(0, 0.99)), 0.95),
+        batch_size=draw(st.integers(1, 64)),
+        accumulate=draw(st.integers(1, 8)),
+    )
+    config = {"model_type": "gpt2", "n_layer": draw(st.integers(1, 90)), "rope": {"kinds": ["a", 1, True, 0.5]}}
+    return RunSpec(
+        run=draw(st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True)),
+        sync_every=draw(st.integers(1, 1000)),
+        rounds=draw(st.integers(0, options.INT_MAX)),
+        codec=draw(st.sampled_from(runspec.CODECS)),
+        model=draw(st.sampled_from([ModelSpec(), ModelSpec(config=config), ModelSpec("path", path="some/ä folder")])),
+        inner=inner,
+    )
+
+
+@given(specs())
+def test_every_form_gives_the_same_spec_back(spec: RunSpec) -> None:
+    for same in (
+        RunSpec.from_dict(spec.to_dict()),
+        RunSpec.from_bytes(spec.to_bytes()),
+        RunSpec.from_dict(tomllib.loads(spec.to_toml())),
+    ):
+        assert same == spec
+        assert same.hash == spec.hash
+        assert same.differences(spec) == []
+
+
+@given(specs(), specs())
+def test_specs_differ_in_hash_exactly_when_a_difference_is_named(one: RunSpec, other: RunSpec) -> None:
+    assert (one.hash != other.hash) == bool(one.differences(other)) == (one != other)
+
+
+def test_default_is_the_embedded_llama() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = RunSpec()
+    fields = dict(spec.model.config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 836_736
+    assert (spec.data.source, spec.data.seq_len, spec.inner.batch_size) == ("stdlib", 128, 8)
+    assert len(spec.hash) == 32
+
+
+def test_hash_does_not_depend_on_order_or_on_how_numbers_were_written() -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 4}
+    backwards = dict(reversed(config.items()))
+    assert ModelSpec(config=config) == ModelSpec(config=backwards)
+    one = RunSpec(model=ModelSpec(config=config), outer=OuterSpec(lr=1, momentum=-0.0))
+    other = RunSpec(model=ModelSpec(config=backwards), outer=OuterSpec(lr=1.0, momentum=0.0))
+    assert one.hash == other.hash
+
+
+def test_canonical_form_is_msgpack_with_sorted_keys() -> None:
+    assert RunSpec().to_bytes() == msgpack.packb(_sorted(RunSpec().to_dict()))
+    assert list(msgpack.unpackb(RunSpec().to_bytes())) == sorted(f.name for f in dataclasses.fields(RunSpec))
+
+
+def _sorted(value: Any) -> Any:
+    return {key: _sorted(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
+
+
+def test_differences_name_the_options_and_both_values() -> None:
+    ours = RunSpec(sync_every=20)
+    theirs = RunSpec(
+        sync_every=50,
+        inner=InnerSpec(lr=0.5),
+        model=ModelSpec(config={**ours.model.config, "hidden_size": 64, "rope_theta": 1e6}),
+    )
+    assert ours.differences(theirs) == [
+        "sync_every: 20 here, 50 there",
+        "model.config.hidden_size: 128 here, 64 there",
+        "inner.lr: 0.002 here, 0.5 there",
+        "model.config.rope_theta: (absent) here, 1000000.0 there",
+    ]
+
+
+def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
+    spec = RunSpec.from_toml(write(tmp_path, 'run = "mine"\nrounds = 30\n[inner]\nlr = 1\nbetas = [0.8, 0.9]\n'))
+    assert spec == RunSpec(run="mine", rounds=30, inner=InnerSpec(lr=1.0, betas=(0.8, 0.9)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sync_evry = 3", "unknown option 'sync_evry'; did you mean 'sync_every'?"),
+        ("[inner]\nlearning_rate = 3", "unknown option 'inner.learning_rate'"),
+        ("[inner]\nweight_decy = 3", "unknown option 'inner.weight_decy'; did you mean 'inner.weight_decay'?"),
+        ("[iner]\nlr = 3", "unknown option 'iner'; did you mean 'inner'?"),
+        ("lr = 3", "unknown option 'lr'; did you mean 'inner.lr' or 'outer.lr'?"),
+        ("[outer]\nbatch_size = 3", "unknown option 'outer.batch_size'; did you mean 'inner.batch_size'?"),
+        ("inner = 3", "inner must be a table, got 3"),
+        ("[inner]\nlr = 'fast'", "inner.lr must be a finite number, got 'fast'"),
+        ("[inner]\nlr = true", "inner.lr must be a finite number, got True"),
+        ("[inner]\nlr = nan", "inner.lr must be a finite number, got nan"),
+        ("[inner]\nlr = 0", "inner.lr must be above 0"),
+        ("[inner]\nbetas = [0.9]", "inner.betas must be a list of 2 numbers"),
+        ("[inner]\nbetas = [0.9, 1.0]", "inner.betas must lie in"),
+        ("[inner]\nmin_lr_ratio = 1.5", "inner.min_lr_ratio must lie in"),
+        ("[inner]\nclip_norm = -1.0", "inner.clip_norm must not be negative"),
+        ("[inner]\nweight_decay = -1.0", "inner.weight_decay must not be negative"),
+        ("[inner]\nbatch_size = 0", "inner.batch_size must be at least 1"),
+        ("[inner]\naccumulate = 0", "inner.accumulate must be at least 1"),
+        ("[inner]\noptimizer = 'adam'", "inner.optimizer must be one of adamw, got 'adam'; did you mean 'adamw'?"),
+        ("[inner]\nwarmup_steps = 9\ntotal_steps = 8", "inner.warmup_steps (9) must not exceed inner.total_steps (8)"),
+        ("[outer]\nlr = 0", "outer.lr must be above 0"),
+        ("[outer]\nmomentum = 1.0", "outer.momentum must lie in"),
+        ("run = 'two words'", "run must be 1 to 64 letters"),
+        ("sync_every = 0", "sync_every must be at least 1"),
+        ("sync_every = 2.5", "sync_every must be a whole number"),
+        ("rounds = -1", "rounds must be a whole number of at least 0"),
+        ("chunk_elems = 0", "chunk_elems must lie in"),
+        ("chunk_elems = 9999999", "chunk_elems must lie in"),
+        ("codec = 'fp61'", "codec must be one of fp32, fp16, bf16, got 'fp61'; did you mean 'fp16'?"),
+        ("strategy = 'dilocoo'", "strategy must be one of diloco"),
+        ("precision = 'half'", "precision must be one of"),
+        ("[data]\nsource = ''", "data.source is empty"),
+        ("[data]\nseq_len = 0", "data.seq_len must be at least 1"),
+        ("[data]\nseq_len = 512", "data.seq_len (512) exceeds model.config.max_position_embeddings (256)"),
+        (
+            "[data]\nlease_blocks = 159",
+            "less than one round uses: sync_every * inner.batch_size * inner.accumulate = 160",
+        ),
+        ("[model]\nkind = 'url'", "model.kind must be one of"),
+        ("[model]\nkind = 'path'", "model.path is empty"),
+        ("[model]\npath = 'x'", 'add kind = "path"'),
+        ("[model]\nkind = 'path'\npath = 'x'\n[model.config]\na = 1", "model.config is given, but"),
+        ("[model.config]\nhidden_size = 3", "model.config lacks model_type"),
+        ("[model.config]\nmodel_type = 'gpt2'\nvocab_size = 255", "model.config.vocab_size is 255"),
+        ("[model.config]\nmodel_type = 'gpt2'\nx = 2024-01-01", "model.config.x must be a string, number"),
+        ("[model.config]\nmodel_type = 'gpt2'\nx = inf", "model.config.x must be a string, number"),
+        ("[model.config]\nmodel_type = 'gpt2'\nx = [[[[[[[[[1]]]]]]]]]", "nested more than 8 deep"),
+        ("[model.config]\nmodel_type = 'gpt2'\nx = '" + "y" * 300_000 + "'", "over the limit of 262144"),
+        ("rounds = 3\nsync_every = = 4", "line 2"),
+    ],
+)
+def test_bad_toml_is_refused_with_the_file_and_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        RunSpec.from_toml(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
+        RunSpec.from_toml(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b'run = "\xe4"')
+    with pytest.raises(ConfigError, match=r"latin\.toml: .*utf-8"):
+        RunSpec.from_toml(tmp_path / "latin.toml")
+
+
+def test_derived_sizes() -> None:
+    spec = RunSpec(sync_every=5, rounds=4, inner=InnerSpec(batch_size=3, accumulate=2), data=DataSpec(seq_len=10))
+    assert (spec.blocks_per_round, spec.blocks_per_lease, spec.tokens_per_round) == (30, 60, 300)
+    assert spec.horizon_steps == 20
+    assert dataclasses.replace(spec, rounds=0).horizon_steps == 0
+    assert dataclasses.replace(spec, inner=InnerSpec(total_steps=77)).horizon_steps == 77
+    assert dataclasses.replace(spec, data=DataSpec(lease_blocks=31)).blocks_per_lease == 31
+
+
+def test_a_spec_cannot_be_changed_under_its_hash() -> None:
+    config: dict[str, Any] = {"model_type": "gpt2", "nested": {"a": 1}}
+    spec = RunSpec(model=ModelSpec(config=config))
+    before = spec.hash
+    config["nested"]["a"] = 2
+    spec.to_dict()["model"]["config"]["nested"]["a"] = 3
+    assert RunSpec.from_dict(spec.to_dict()).hash == before
+    with pytest.raises(TypeError):
+        spec.model.config["model_type"] = "llama"  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.sync_every = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        RunSpec().to_bytes()[:-1],
+        RunSpec().to_bytes() + b"\0",
+        msgpack.packb({"sync_every": 20}),
+        msgpack.packb(dict(reversed(RunSpec().to_dict().items()))),
+        msgpack.packb({3: 4}),
+        b"\x91" * 3000,
+        b"\0" * (runspec.SPEC_BYTES_MAX + 1),
+    ],
+)
+def test_bytes_that_are_no_canonical_spec_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        RunSpec.from_bytes(data)
+
+
+def test_an_option_of_another_version_is_named() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'warp'"):
+        RunSpec.from_bytes(msgpack.packb({**RunSpec().to_dict(), "warp": 9}))
+
+
+@given(st.binary(max_size=60), st.integers(0, 400))
+def test_no_bytes_raise_anything_else(noise: bytes, at: int) -> None:
+    good = RunSpec().to_bytes()
+    for data in (noise, good[:at] + noise + good[at + len(noise) :]):
+        try:
+            spec = RunSpec.from_bytes(data)
+        except DlcError:
+            continue
+        assert spec.to_bytes() == data
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_option_says_what_it_is_for(table: type) -> None:
+    (body,) = ast.parse(inspect.getsource(table)).body
+    assert isinstance(body, ast.ClassDef)
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign):
+            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), ast.unparse(statement)

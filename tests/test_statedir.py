@@ -1,0 +1,155 @@
+"""State directory: one user at a time, nothing half-written, an incarnation never used twice."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dlc.statedir as statedir
+from dlc.errors import StateDirBusy, UsageError
+from dlc.statedir import Ephemeral, PeerState, StateDir, free_state_dir
+
+HOLD = """
+import sys
+from dlc.statedir import StateDir
+state = StateDir(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_restarted_peer_keeps_its_id_and_gets_a_greater_incarnation(tmp_path: Path) -> None:
+    incarnations, peers = [], set()
+    for start in range(3):
+        state = StateDir(tmp_path / "deep" / "peer")
+        peers.add(state.identity.peer)
+        incarnations.append(state.next_incarnation(0xFFFFFFFF - start))
+        state.close()
+    assert len(peers) == 1
+    assert incarnations == [1 << 32 | 0xFFFFFFFF, 2 << 32 | 0xFFFFFFFE, 3 << 32 | 0xFFFFFFFD]
+
+
+def test_another_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(StateDirBusy, match=str(tmp_path)):
+            StateDir(tmp_path)
+        other.kill()
+        other.wait()
+        StateDir(tmp_path).close()
+
+
+def test_the_same_process_is_refused_too_and_close_releases(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    with pytest.raises(StateDirBusy, match="directory of its own"):
+        StateDir(tmp_path)
+    state.close()
+    state.close()
+    StateDir(tmp_path).close()
+
+
+def test_peers_of_one_host_get_a_directory_each(tmp_path: Path) -> None:
+    first, second = free_state_dir(tmp_path, "run"), free_state_dir(tmp_path, "run")
+    assert (first.path, second.path) == (tmp_path / "run" / "peer-0", tmp_path / "run" / "peer-1")
+    assert first.identity.peer != second.identity.peer
+    first.close()
+    again = free_state_dir(tmp_path, "run")
+    assert again.path == first.path and again.identity.peer == first.identity.peer
+    again.close()
+    second.close()
+
+
+@pytest.mark.parametrize("run", ["../../out", "..", ".", "", "a/b", "C:\\x", "ø"])
+def test_no_run_name_leads_out_of_the_base(tmp_path: Path, run: str) -> None:
+    base = tmp_path / "base"
+    state = free_state_dir(base, run)
+    assert state.path.resolve().parent.parent == base.resolve()
+    state.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+def test_only_the_owner_can_read(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "peer")
+    state.save_address_book({})
+    assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((state.path / "identity.key").stat().st_mode) == 0o600
+    state.close()
+
+
+def test_an_address_book_survives_and_a_broken_one_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = StateDir(tmp_path)
+    assert state.load_address_book() == {}
+    state.save_address_book({"peer": ["127.0.0.1:1"]})
+    state.close()
+    state = StateDir(tmp_path)
+    assert state.load_address_book() == {"peer": ["127.0.0.1:1"]}
+    (tmp_path / "peers.json").write_text("{")
+    assert state.load_address_book() == {} and "address book" in caplog.text
+    state.close()
+
+
+def test_a_full_disk_leaves_the_old_address_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = StateDir(tmp_path)
+    state.save_address_book({"old": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(statedir.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        state.save_address_book({"new": 1})
+    with pytest.raises(UsageError, match="No space"):
+        state.next_incarnation(0)
+    monkeypatch.undo()
+    assert state.load_address_book() == {"old": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["identity.key", "lock", "peers.json"]
+    state.close()
+
+
+def test_the_counter_is_synced_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = StateDir(tmp_path)
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(statedir.os, "fsync", lambda fd: (steps.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(statedir.os, "replace", lambda a, b: (steps.append("replace"), replace(a, b))[1])
+    state.next_incarnation(1)
+    assert steps[:2] == ["fsync", "replace"] and (os.name != "posix" or steps[2:] == ["fsync"])
+    state.close()
+
+
+@pytest.mark.parametrize(("name", "content"), [("identity.key", b"short"), ("boot", b"many"), ("boot", b"")])
+def test_damage_is_named_and_the_lock_let_go(tmp_path: Path, name: str, content: bytes) -> None:
+    StateDir(tmp_path).close()
+    (tmp_path / name).write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="new peer"):
+            state = StateDir(tmp_path)
+            try:
+                state.next_incarnation(0)
+            finally:
+                state.close()
+
+
+def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="choose another"):
+        StateDir(tmp_path / "file")
+
+
+def test_ephemeral_state_offers_the_same(tmp_path: Path) -> None:
+    state: PeerState = Ephemeral()
+    assert state.next_incarnation(7) == 1 << 32 | 7 and state.next_incarnation(0) == 2 << 32
+    state.save_address_book({"a": 1})
+    assert state.load_address_book() == {"a": 1} and state.path is None
+    state.close()
+    on_disk: PeerState = StateDir(tmp_path)
+    on_disk.close()

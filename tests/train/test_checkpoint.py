@@ -1,0 +1,124 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlc.errors import CheckpointError, UsageError
+from dlc.train.checkpoint import keep_last, list_checkpoints, load_checkpoint, save_checkpoint
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0).view(4, 6)
+    return {
+        "theta": base,
+        "same": base,  # shared memory
+        "part": base.t()[1:3],
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "step": torch.tensor(7),
+        "none": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+    }
+
+
+META = {"round": 12, "run": "ünï", "nested": {"a": [1, 2.5, None]}}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.safetensors"
+    save_checkpoint(path, tensors(), META)
+    loaded, meta = load_checkpoint(path)
+    assert meta == META and loaded.keys() == tensors().keys()
+    for name, t in tensors().items():
+        assert loaded[name].dtype == t.dtype and torch.equal(loaded[name], t)
+    assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
+
+
+def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(path, tensors(), META)
+    raw = path.read_bytes()
+    damaged = tmp_path / "b.safetensors"
+    for size in [*range(0, len(raw), 97), len(raw) - 1]:
+        damaged.write_bytes(raw[:size])
+        with pytest.raises(CheckpointError):
+            load_checkpoint(damaged)
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for at in range(start, len(raw), 5):
+        damaged.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises(CheckpointError):
+            load_checkpoint(damaged)
+    damaged.write_bytes(raw.replace(b'round\\": 12', b'round\\": 13'))
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(damaged)
+
+
+def test_missing_and_foreign_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with pytest.raises(CheckpointError, match="nowhere"):
+        load_checkpoint(tmp_path / "nowhere")
+    save_file({"a": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(CheckpointError, match="no dlc checkpoint"):
+        load_checkpoint(tmp_path / "foreign.safetensors")
+    with pytest.raises(UsageError, match="JSON"):
+        save_checkpoint(tmp_path / "x", {}, {"a": object()})
+
+
+FULL_DISK = """
+import resource, signal, sys, torch
+from dlc.errors import CheckpointError
+from dlc.train.checkpoint import save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_checkpoint(sys.argv[1], {"a": torch.ones(100_000)}, {"round": 2})
+except CheckpointError as e:
+    assert sys.argv[1] in str(e), e
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file size limit on Windows")
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    """A limit on file sizes stands in for the full disk: the write fails half-way in both."""
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(path, {"a": torch.zeros(10)}, {"round": 1})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], env=environment, timeout=60, check=False)
+    assert done.returncode == 7
+    assert load_checkpoint(path)[1] == {"round": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(path, {"a": torch.zeros(10)}, {"round": 1})
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append("fsync"), real(fd))[1])
+
+    def fail(*_: object) -> None:
+        assert synced, "the file must be on the disk before it takes the name"
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CheckpointError, match="Read-only"):
+        save_checkpoint(path, {"a": torch.ones(10)}, {"round": 2})
+    assert load_checkpoint(path)[1] == {"round": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    for k in (3, 1, 10, 2):
+        save_checkpoint(tmp_path / f"c-{k:04}.safetensors", {"a": torch.zeros(1)}, {})
+    (tmp_path / "other.txt").touch()
+    (tmp_path / ".c-0004.safetensors.tmp-123").touch()  # of a process that was killed
+    assert [p.name for p in keep_last(tmp_path, 2)] == ["c-0001.safetensors", "c-0002.safetensors"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["c-0003.safetensors", "c-0010.safetensors"]
+    assert (tmp_path / "other.txt").exists() and keep_last(tmp_path, 5) == []
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(UsageError):
+        keep_last(tmp_path, 0)

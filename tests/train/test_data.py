@@ -1,0 +1,164 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlc.errors import DataError
+from dlc.train.data import BlockSource, is_validation, permute
+from dlc.train.sources import read_documents
+
+
+def words(n: int, tag: str = "w") -> str:
+    return " ".join(f"{tag}{i}" for i in range(n))
+
+
+@given(n=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
+def test_permutation_is_a_bijection(n: int, key: int) -> None:
+    assert sorted(permute(i, n, key) for i in range(n)) == list(range(n))
+
+
+def test_permutation_is_cheap_and_stays_below_n_for_large_n() -> None:
+    n = 10**12 + 39
+    assert len({permute(i, n, 5) for i in range(1000)}) == 1000
+    assert all(0 <= permute(n - 1 - i, n, 5) < n for i in range(1000))
+    spread = [permute(i, 4096, 5) for i in range(64)]  # neighbours do not stay neighbours
+    assert sum(abs(a - b) < 64 for a, b in zip(spread, spread[1:], strict=False)) < 10
+
+
+def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(words(400))
+    source = BlockSource(file, seq_len=16, seed=3)
+    n = source.n_blocks
+    epochs = [[source.block(e * n + i) for i in range(n)] for e in range(3)]
+    text = [sorted(bytes(b.tolist()) for b in epoch) for epoch in epochs]
+    stream = file.read_bytes() + b"\0"
+    assert text[0] == text[1] == text[2] == sorted(stream[i * 16 : i * 16 + 16] for i in range(n))
+    assert not torch.equal(torch.stack(epochs[0]), torch.stack(epochs[1]))
+    again, other = BlockSource(file, 16, seed=3), BlockSource(file, 16, seed=4)
+    assert torch.equal(torch.stack(epochs[0]), again.batch(range(n)))
+    assert not torch.equal(again.batch(range(n)), other.batch(range(n)))
+    batch = source.batch([0, n, 5 * n + 1])
+    assert batch.dtype == torch.int64 and batch.shape == (3, 16) and source.tokens_per_block == 16
+    assert torch.equal(batch[1], source.block(n))
+    with pytest.raises(DataError):
+        source.block(-1)
+
+
+def test_one_file_is_split_by_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(range(1, 251)) * 8)  # 2000 bytes and one separator
+    source = BlockSource(file, seq_len=20)
+    assert (source.n_blocks, source.n_validation_blocks) == (95, 5)
+    held = torch.cat(source.validation_batches(2, 100))
+    assert bytes(held.reshape(-1).tolist()) == file.read_bytes()[95 * 20 :]
+
+
+def test_a_folder_is_split_by_file_for_ever(tmp_path: Path) -> None:
+    names = [f"part{i // 10}/f{i}.txt" for i in range(200)]
+    for i, name in enumerate(names):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes([i + 1]) * 40)
+    held = {i + 1 for i, name in enumerate(names) if is_validation(name)}
+    assert 1 <= len(held) <= 25
+    source = BlockSource(tmp_path, seq_len=8)
+    train = set(source.batch(range(source.n_blocks)).unique().tolist())
+    validation = set(torch.cat(source.validation_batches(4, 10**6)).unique().tolist())
+    assert validation - {0} == held and train - {0} == set(range(1, 201)) - held
+    (tmp_path / "zzz_new.txt").write_bytes(b"\xff" * 40)  # a new file moves no old one to the other side
+    again = BlockSource(tmp_path, seq_len=8)
+    assert set(torch.cat(again.validation_batches(4, 10**6)).unique().tolist()) - {0, 255} == held
+
+
+def test_fingerprint_tells_data_apart_and_not_seeds(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(words(100))
+    a, b = BlockSource(file, 16, seed=1).fingerprint(), BlockSource(file, 16, seed=2).fingerprint()
+    file.write_text(words(100).replace("w7", "w8"))
+    assert a == b != BlockSource(file, 16, seed=1).fingerprint()
+
+
+def test_validation_batches_are_evenly_spaced_and_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(words(3000))
+    source = BlockSource(file, seq_len=8)
+    batches = source.validation_batches(4, 10)
+    assert [len(b) for b in batches] == [4, 4, 2] and all(b.dtype == torch.int64 for b in batches)
+    everything = torch.cat(source.validation_batches(64, 10**9))
+    assert len(everything) == source.n_validation_blocks
+    n = source.n_validation_blocks
+    assert torch.equal(torch.cat(batches), everything[[j * n // 10 for j in range(10)]])
+    assert source.validation_batches(4, 0) == []
+
+
+def test_stdlib_is_there_without_tests() -> None:
+    source = BlockSource("stdlib", seq_len=128, seed=0)
+    assert source.n_blocks > 10_000 and source.n_validation_blocks > 200
+    assert torch.equal(source.block(7), BlockSource("stdlib", 128).block(7))
+    names = [name for name, _ in read_documents("stdlib")]
+    assert "json/decoder.py" in names and names == sorted(names)
+    assert not any({"site-packages", "test", "tests"} & set(name.split("/")[:-1]) for name in names)
+
+
+def test_jsonl_and_parquet(tmp_path: Path) -> None:
+    texts = [words(50, "a"), "Grüße", words(50, "b")]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n\n".join(json.dumps({"text": t, "id": 1}) for t in texts) + "\n")
+    expected = "\0".join(texts).encode()
+    assert read_documents(lines) == [("a.jsonl", expected)]
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = tmp_path / "b.parquet"
+    pq.write_table(pyarrow.table({"text": texts}), table)
+    assert read_documents(table) == [("b.parquet", expected)]
+    assert [n for n, _ in read_documents(tmp_path)] == ["a.jsonl", "b.parquet"]
+    pq.write_table(pyarrow.table({"body": texts}), table)
+    with pytest.raises(DataError, match='no column "text"'):
+        read_documents(table)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"), [("{", "line 2"), ('{"body": "x"}', "line 2"), ('{"text": 3}', "int"), ("[1]", "line 2")]
+)
+def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=says):
+        read_documents(file)
+
+
+def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
+    empty, short, folder = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "folder"
+    empty.touch()
+    short.write_text("too short for two blocks")
+    folder.mkdir()
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet at all")
+    for source, says in [
+        (empty, "no text"),
+        (short, "smaller seq_len"),
+        (folder, "suffix"),
+        (tmp_path / "missing", "no data source"),
+        (tmp_path / "broken.parquet", "parquet"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            BlockSource(source, seq_len=16)
+    with pytest.raises(DataError, match="seq_len"):
+        BlockSource("stdlib", seq_len=1)
+
+
+def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 100)
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match="Permission denied"):
+        read_documents(file)

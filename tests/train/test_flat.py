@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch import nn
+
+from dlc.errors import UsageError
+from dlc.flat import FlatView, flatten_tensors, unflatten_into
+
+
+def mixed() -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(3, 5, generator=g),
+        torch.randn((), generator=g),
+        torch.randn(7, generator=g).bfloat16(),
+        torch.empty(0, 4),
+        torch.randn(4, 6, generator=g).half().t(),  # not contiguous
+    ]
+
+
+def test_flatten_and_back_keeps_every_bit() -> None:
+    tensors = mixed()
+    flat = flatten_tensors(tensors)
+    assert flat.dtype == torch.float32 and flat.shape == (15 + 1 + 7 + 24,)
+    assert torch.equal(flat[-24:], tensors[-1].float().reshape(-1))
+    targets = [torch.zeros_like(t) for t in tensors]
+    unflatten_into(flat, targets)
+    for target, tensor in zip(targets, tensors, strict=True):
+        assert torch.equal(target, tensor)
+
+
+def test_scatter_rounds_to_the_dtype() -> None:
+    p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    FlatView([p]).scatter(torch.tensor([1.001]))
+    assert p.item() == torch.tensor(1.001).bfloat16().item() != pytest.approx(1.001, abs=1e-6)
+    assert p.requires_grad
+
+
+def test_tied_weights_count_once_and_frozen_ones_not() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    assert FlatView(model.parameters()).numel == 40 + 16
+    assert FlatView([*model[0].parameters(), *model[2].parameters()]).numel == 40
+    twin = nn.Parameter(model[0].weight.data)  # another Parameter over the same memory
+    assert FlatView([model[0].weight, twin]).numel == 40
+
+
+def test_gather_into_the_given_vector_and_scatter() -> None:
+    model = nn.Linear(3, 2)
+    view = FlatView.of(model)
+    out = torch.empty(view.numel)
+    assert view.gather(out) is out
+    assert torch.equal(out, torch.cat([model.weight.detach().reshape(-1), model.bias.detach()]))
+    view.scatter(torch.arange(8.0))
+    assert model.bias.tolist() == [6.0, 7.0]
+
+
+@pytest.mark.parametrize("bad", [torch.empty(9), torch.empty(8).double(), torch.empty(2, 4), torch.empty(16)[::2]])
+def test_wrong_vectors_are_refused(bad: torch.Tensor) -> None:
+    view = FlatView.of(nn.Linear(3, 2))
+    for use in (view.gather, view.scatter):
+        with pytest.raises(UsageError):
+            use(bad)
+
+
+def test_what_float32_cannot_hold_is_refused() -> None:
+    with pytest.raises(UsageError, match="float64"):
+        FlatView([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    with pytest.raises(UsageError, match="no trainable"):
+        FlatView([])
+
+
+def test_shapes_digest_tells_other_peers_apart() -> None:
+    def digest(names: list[str] | None, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bytes:
+        return FlatView([nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes], names).shapes_digest()
+
+    base = digest(["a", "b"], (2, 3), (4,))
+    assert base == digest(["a", "b"], (2, 3), (4,)) and len(base) == 32
+    others = [
+        digest(["a", "c"], (2, 3), (4,)),
+        digest(["a", "b"], (3, 2), (4,)),
+        digest(["a", "b"], (2, 3), (4,), dtype=torch.bfloat16),
+        digest(["ab", ""], (2, 3), (4,)),
+        digest(None, (2, 3), (4,)),
+    ]
+    assert len({base, *others}) == 6
+    with pytest.raises(UsageError):
+        digest(["a"], (2,), (3,))
+
+
+@pytest.mark.gpu
+def test_cuda_parameters() -> None:
+    tensors = [t.cuda() for t in mixed()]
+    flat = flatten_tensors(tensors)
+    assert flat.device.type == "cpu" and torch.equal(flat, flatten_tensors(mixed()))
+    unflatten_into(flat * 2, tensors)
+    assert torch.equal(flatten_tensors(tensors), flat * 2)

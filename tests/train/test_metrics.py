@@ -1,0 +1,103 @@
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlc.train.metrics import MetricsWriter, read_metrics
+
+
+def writer(folder: Path, tensorboard: bool = False) -> MetricsWriter:
+    return MetricsWriter(folder, tensorboard=tensorboard, clock=lambda: 5.0)
+
+
+def test_lines_are_there_at_once_and_appended(tmp_path: Path) -> None:
+    w = writer(tmp_path / "new")
+    w.scalar(3, loss=2.5, tokens=7)
+    assert read_metrics(w.path) == [{"time_s": 5.0, "step": 3, "loss": 2.5, "tokens": 7}]
+    w.close()
+    w.close()
+    again = writer(tmp_path / "new")
+    again.scalar(4, loss=float("nan"), norm=torch.tensor(1.5))  # type: ignore[arg-type]
+    again.close()
+    assert read_metrics(w.path)[1:] == [{"time_s": 5.0, "step": 4, "loss": None, "norm": 1.5}]
+
+
+def test_reports_of_any_content(tmp_path: Path) -> None:
+    @dataclass
+    class Part:
+        name: bytes
+        size: int
+
+    w = writer(tmp_path)
+    w.report({"t": 1, "missing": ("a", "b"), "parts": [Part(b"\x01\xff", 3)], "path": tmp_path, 4: float("inf")})
+    w.close()
+    assert read_metrics(w.path)[0]["report"] == {
+        "t": 1,
+        "missing": ["a", "b"],
+        "parts": [{"name": "01ff", "size": 3}],
+        "path": str(tmp_path),
+        "4": None,
+    }
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    w = writer(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for k in range(5):
+            w.scalar(k, loss=1.0)
+    w.close()
+    assert len(caplog.records) == 1 and "No space left" in caplog.text
+
+
+def test_a_torn_line_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = writer(tmp_path)
+    w.scalar(1, loss=1.0)
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:9]))
+    w.scalar(2, loss=2.0)
+    monkeypatch.undo()
+    w.scalar(3, loss=3.0)
+    w.close()
+    assert [r["step"] for r in read_metrics(w.path)] == [1, 3]
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    w = writer(tmp_path, tensorboard=True)
+    w.scalar(1, loss=2.0)
+    w.scalar(2, loss=1.5)
+    w.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.5)]
+    assert len(read_metrics(w.path)) == 2
+
+
+def test_without_tensorboard_there_are_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.INFO):
+        w = writer(tmp_path, tensorboard=True)
+        w.scalar(1, loss=2.0)
+        w.scalar(2, loss=2.0)
+        w.close()
+    assert caplog.text.count("not installed") == 1 and len(read_metrics(w.path)) == 2
+
+
+def test_a_tensorboard_that_fails_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    w = writer(tmp_path)
+    w._board = Broken()
+    for k in range(3):
+        w.scalar(k, loss=1.0)
+    w.close()
+    assert caplog.text.count("no more TensorBoard") == 1 and len(read_metrics(w.path)) == 3

@@ -1,0 +1,114 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlc.errors import ConfigError, UsageError
+from dlc.train.checkpoint import save_model_folder
+from dlc.flat import FlatView
+from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
+from dlc.train.model import build_model
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    view = FlatView.of(model)
+    return view.gather(torch.empty(view.numel))
+
+
+def test_equal_seeds_equal_bits_and_the_random_state_is_left_alone() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    before, py = torch.get_rng_state(), random.getstate()
+    a, b, c = build_model(LLAMA, 1), build_model(LLAMA, 1), build_model(LLAMA, 2)
+    assert torch.equal(flat(a), flat(b)) and not torch.equal(flat(a), flat(c))
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == py
+    assert FlatView.of(a).shapes_digest() == FlatView.of(c).shapes_digest()
+    assert a.training and a.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    assert {p.dtype for p in a.parameters()} == {torch.float32}
+
+
+def test_tied_embeddings_stand_once() -> None:
+    tied, untied = (build_model({**LLAMA, "tie_word_embeddings": t}, 0) for t in (True, False))
+    assert FlatView.of(untied).numel - FlatView.of(tied).numel == 64 * 32
+
+
+def test_it_trains_and_its_own_loss_is_ours() -> None:
+    model = build_model(LLAMA, 0)
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert float(causal_loss(model, ids)) == pytest.approx(evaluate(model, [ids]), rel=1e-5)
+    loop = InnerLoop(model, build_optimizer("adamw", model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1))
+    losses = [loop.train_step([ids], k).loss for k in range(20)]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_saved_folder_is_the_same_model(tmp_path: Path) -> None:
+    model = build_model(LLAMA, 3)
+    save_model_folder(model, tmp_path / "m")
+    assert torch.equal(flat(build_model(tmp_path / "m", 0)), flat(model))
+    other = build_model(LLAMA, 4)
+    save_model_folder(other, tmp_path / "m")  # in place of the old one
+    assert torch.equal(flat(build_model(str(tmp_path / "m"), 0)), flat(other))
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_folder_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(LLAMA, 3)
+    save_model_folder(model, tmp_path / "m")
+
+    def full(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(UsageError, match="No space left"):
+        save_model_folder(model, tmp_path / "m")
+    assert torch.equal(flat(build_model(tmp_path / "m", 0)), flat(model))
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    with pytest.raises(UsageError, match="Linear"):
+        save_model_folder(torch.nn.Linear(1, 1), tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"hidden_size": 8}, "model_type"),
+        ({"model_type": "lama"}, "did you mean"),
+        ({**LLAMA, "hiden_size": 8}, "did you mean 'hidden_size'"),
+        ({**LLAMA, "hidden_size": 33}, "llama"),
+        ({**LLAMA, "hidden_size": "x"}, "llama"),
+        ({"model_type": "vit"}, "no causal"),
+    ],
+)
+def test_wrong_specs_are_named(spec: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_model(spec, 0)
+
+
+def test_wrong_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no model folder"):
+        build_model(tmp_path / "missing", 0)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        build_model(tmp_path, 0)
+    save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        build_model(tmp_path / "m", 0)
+    weights.unlink()
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        build_model(tmp_path / "m", 0)
