@@ -1,3 +1,43 @@
-"""Decentralised low-communication training."""
+"""Decentralised low-communication training.
+
+    dlc.Peer          join a run, average tensors with the other peers
+    dlc.DiLoCo        an inner optimizer that meets the other peers every `sync_every` steps
+    dlc.RunSpec       what all peers of a run agree on
+    dlc.RoundReport   what a round tells its caller
+
+Each name is loaded on first use, so that `import dlc` is instant and does not need torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dlc.peer import Peer
+    from dlc.report import RoundReport
+    from dlc.runspec import RunSpec
+    from dlc.train.diloco import DiLoCo
 
 __version__ = "0.1.0"
+__all__ = ["DiLoCo", "Peer", "RoundReport", "RunSpec", "__version__"]
+
+_HOMES = {
+    "DiLoCo": "dlc.train.diloco",
+    "Peer": "dlc.peer",
+    "RoundReport": "dlc.report",
+    "RunSpec": "dlc.runspec",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dlc' has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

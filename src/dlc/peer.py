@@ -93,6 +93,8 @@ class Pending:
         self.channel = channel
         self.report: RoundReport | None = None
         self.counted = False
+        self.misfit = ""
+        """What the round averaged, where that was not what this contribution has."""
         self.error: DlcError | None = None
         self._event = threading.Event()
 
@@ -117,7 +119,7 @@ class Pending:
 
 
 class _Means:
-    """Collects the means of one library round into a flat vector."""
+    """Writes the means of one library round over the contribution itself: nothing is sent of it after the commit."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
@@ -353,10 +355,9 @@ class Peer:
         if not weight >= 0 or weight == float("inf"):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
         vector = flatten_tensors(many)
-        out = vector.clone()
         grid = Grid(vector.numel(), min(LIBRARY_CHUNK_ELEMS, vector.numel()), codec)
         patience_s = PATIENCE_SHARE * timeout_s
-        pending = self._offer(name, vector, grid, weight, 0, patience_s, _Means(out))
+        pending = self._offer(name, vector, grid, weight, 0, patience_s, _Means(vector))
         try:
             report = pending.wait(timeout_s)
         except RoundTimeout:
@@ -365,7 +366,12 @@ class Peer:
             raise
         if report is None:
             raise SwarmClosed("this peer's view of the run was replaced during the round; call again")
-        unflatten_into(out, many)
+        if pending.misfit:
+            raise UsageError(
+                f"the round averaged {pending.misfit}, but this call has {vector.numel()} elements in {codec}: "
+                "all peers must pass the same shapes and codec (the tensors are unchanged)"
+            )
+        unflatten_into(vector, many)
         return report
 
     def _offer(
@@ -470,6 +476,7 @@ class Peer:
         if isinstance(event, RoundDone):
             pending = self._pending.pop(event.report.channel, None)
             if pending is not None:
+                pending.misfit = "" if event.fits else event.grid
                 pending._finish(event.report, event.counted)
         elif isinstance(event, ContributionDropped):
             pending = self._pending.pop(event.channel, None)

@@ -94,8 +94,8 @@ class Net:
         """(time, at whom, what, about whom)"""
         self.sent: dict[str, int] = {}
         """How many messages of each class."""
-        self.tap: list[object] | None = None
-        """If set, every message that is sent."""
+        self.tap: list[tuple[str, str, object]] | None = None
+        """If set, every message that is sent, with its sender and receiver."""
         self._rng = random.Random(seed)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = 0
@@ -191,12 +191,13 @@ class Net:
                     voter: Voter = event.voter  # type: ignore[attr-defined]
                     self.log.append((self.now, host.name, type(event).__name__, voter.peer))
                 case Send(to, message):
-                    self._send(host, self.hosts.get(to), message)
+                    self._send(host, to, message)
                 case Dial(address, message):
                     assert isinstance(message, Hello)
-                    self._send(host, self.hosts.get(address.split(":")[0]), replace(message, address=address))
+                    self._send(host, address.split(":")[0], replace(message, address=address))
                 case Answer(message):
-                    self._send(host, origin, message)
+                    assert origin is not None
+                    self._send(host, origin.name, message, origin)
         due = host.machine.next_deadline()
         if due is not None and due != host.due:
             host.due = due
@@ -207,13 +208,14 @@ class Net:
             host.due = None
             self._tick(host)
 
-    def _send(self, host: Host, to: Host | None, message: object) -> None:
+    def _send(self, host: Host, name: str, message: object, to: Host | None = None) -> None:
+        to = to or self.hosts.get(name)
         kind = type(message)
         self.sent[kind.__name__] = self.sent.get(kind.__name__, 0) + 1
-        if self.tap is not None:
-            self.tap.append(message)
         lost = self._rng.random() < self.loss
         delay_s = self._rng.uniform(*self.latency_s)
+        if self.tap is not None:
+            self.tap.append((host.name, name, message))
         if to is None or lost or (host.name, to.name) in self.cut:
             return
         sender, data = host.voter, pack(message)

@@ -74,6 +74,15 @@ def test_a_crash_is_detected_by_all_within_t_dead_and_nobody_else_is_accused(see
     assert all(host.machine.health == 1 for host in net.hosts.values())  # the dead one does not make others slow
 
 
+def test_one_that_misses_a_probe_is_asked_again_and_again() -> None:
+    net = swarm("abcdefgh")
+    net.crash("c")
+    net.tap = []
+    net.run(net.timeouts.t_dead_s(8, 1))
+    pings = [to for at, to, message in net.tap if at == "a" and to == "c" and isinstance(message, Ping)]
+    assert len(pings) >= 12
+
+
 def test_a_crash_of_one_of_two_is_detected_as_fast() -> None:
     net = swarm("ab")
     net.crash("b")
@@ -253,6 +262,21 @@ def test_a_peer_that_is_scheduled_late_doubts_itself() -> None:
     machine.tick(net.now + 0.9)
     assert machine.health == 2 and machine.t_dead_s == pytest.approx(2 * before_s)
     net.run(10)
+    assert machine.health == 1
+
+
+def test_nobody_drops_out_when_local_health_recovers() -> None:
+    """T_dead shrinks to an eighth within seconds, so the pings before must not have been rarer."""
+    names = "abcdefghijklmnopqrstuvwx"  # so many that the turn of each comes less often than T_dead
+    net = swarm(names)
+    machine = net.hosts["a"].machine
+    for refutation in range(7):
+        suspicion = Gossip((), (Rumour(machine.me, 1, refutation),))
+        machine.receive(net.hosts["b"].voter, Ping(1, suspicion), net.now)
+    assert machine.health == 8
+    for _ in range(200):
+        net.run(0.1)
+        assert net.alive("a") == names[1:]
     assert machine.health == 1
 
 

@@ -52,7 +52,7 @@ def test_in_calm_pings_carry_next_to_nothing() -> None:
     net.run(30)
     net.tap = []
     net.run(5)
-    pings = [message for message in net.tap if isinstance(message, Ping)]
+    pings = [message for _, _, message in net.tap if isinstance(message, Ping)]
     assert len(pings) > 50
     assert max(len(ping.gossip.records) for ping in pings) <= 1
     assert not any(ping.gossip.rumours for ping in pings)

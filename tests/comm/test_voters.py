@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlc.comm.effects import Notify, Send
+from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import SelfReplaced
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Ack, Gossip, Ping
@@ -77,7 +77,8 @@ def test_a_replaced_process_is_told() -> None:
     net.run(5)
     ping = Ping(1, Gossip((old.machine.own,), ()))
     (answer,) = net.hosts["a"].machine.receive(old.voter, ping, net.now)
-    events = old.machine.receive(net.hosts["a"].voter, answer.message, net.now)  # type: ignore[union-attr]
+    assert isinstance(answer, Answer)  # not Send: that would go to the new process
+    events = old.machine.receive(net.hosts["a"].voter, answer.message, net.now)
     assert Notify(SelfReplaced(Voter("c", 2 << 32))) in events
     assert old.machine.gone(old.voter) and not old.machine.alive(old.voter)
 

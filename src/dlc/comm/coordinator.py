@@ -236,8 +236,10 @@ class Coordinator:
                 self.drop()
             return
         if not state.quorum(self.promises):
-            if waited > members.t_coord_s:
-                self._next_ballot() if ctx.now >= self._not_before else None
+            if waited > members.t_coord_s and not state.quorum([v for v in state.electorate if members.alive(v)]):
+                self.drop()  # only a forced ballot can go on, and that begins in IDLE
+            elif waited > members.t_coord_s and ctx.now >= self._not_before:
+                self._next_ballot()
             return
         everyone = all(v in self.promises for v in state.electorate if members.alive(v))
         if everyone or waited >= members.t_prep_s:

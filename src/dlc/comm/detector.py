@@ -153,8 +153,8 @@ class Detector:
         self._arm(member)
 
     def _pace_s(self, member: Member) -> float:
-        """Until this member is pinged again outside its turn. Local health must not stretch it: when that recovers, T_dead
-        shrinks at once, and proofs have to be young enough."""
+        """Until this member is pinged again outside its turn. Not stretched by local health: when that recovers, T_dead
+        shrinks at once, and proofs must be young enough."""
         in_turn_only = member.standing is Standing.DEAD or self._time.n > HEARTBEATS_MAX
         return math.inf if in_turn_only and not member.watched else self._time.pace_s
 

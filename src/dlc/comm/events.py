@@ -42,6 +42,10 @@ class RoundDone:
     report: RoundReport
     counted: bool
     """Our own contribution counted: it is in more than half of the elements."""
+    grid: str
+    """What was averaged, for people: elements and codec."""
+    fits: bool
+    """Our own contribution had that grid (True where we had none)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from dlc.comm.context import Context
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.log import Sink, grid_of
+from dlc.comm.log import Log, Sink, grid_of
 from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, Plan, Ready, Result
 from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.wire import pack
@@ -55,8 +55,8 @@ class Offered:
 
 
 class Exchange:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
+    def __init__(self, ctx: Context, log: Log) -> None:
+        self.ctx, self.log = ctx, log
         self.offered: dict[str, Offered] = {}
         self.held: dict[int, Result] = {}
         """Candidate results of the current plan, by chunk."""
@@ -80,7 +80,7 @@ class Exchange:
         self._last_close = 0.0
         self._recipients: tuple[Voter, ...] = ()
         self._fixed: dict[int, bytes] = {}
-        self._bases: dict[str, bytes] = {}
+        self._sent_again: set[int] = set()
 
     # ---------------------------------------------------------------- the plan
 
@@ -121,7 +121,7 @@ class Exchange:
 
     def _queue_contributions(self, plan: Plan) -> None:
         me, entry = self.ctx.me, plan.entry
-        self._to_send, self._in_flight = {}, {}
+        self._to_send, self._in_flight, self._sent_again = {}, {}, set()
         mine = self.offered.get(entry.channel)
         part = next((p for p in entry.roster if p.voter == me), None)
         if mine is None or part is None or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
@@ -133,16 +133,12 @@ class Exchange:
                 self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
 
     def _base(self, plan: Plan) -> bytes:
-        return self._bases.get(plan.entry.channel, b"")
-
-    def set_bases(self, bases: dict[str, bytes]) -> None:
-        """The head moved: contributions of bases that are past are dropped, my own with them."""
-        self._bases = bases
-        for key in [k for k in self._parts if bases.get(k[0]) != k[1]]:
-            del self._parts[key]
+        return self.log.state.base(plan.entry.channel)
 
     def reset(self) -> None:
-        """The slot is over: candidates and plan are dropped (contributions live as long as their base)."""
+        """The slot is over: candidates and plan are dropped; contributions live as long as their base."""
+        for key in [k for k in self._parts if self.log.state.base(k[0]) != k[1]]:
+            del self._parts[key]
         self.plan, self.grid = None, None
         self.held, self.hashes, self._owned, self._fixed = {}, {}, {}, {}
         self._to_send, self._in_flight = {}, {}
@@ -150,7 +146,7 @@ class Exchange:
     # ---------------------------------------------------------------- receiving
 
     def receive_contrib(self, sender: Voter, contrib: Contrib) -> None:
-        if self._bases.get(contrib.channel) != contrib.base:
+        if self.log.state.base(contrib.channel) != contrib.base:
             self.dropped += 1
             return
         self._count_received(contrib.channel, len(contrib.payload))
@@ -295,6 +291,14 @@ class Exchange:
 
     def window_chunks(self, grid: Grid) -> int:
         return max(WINDOW_CHUNKS_MIN, WINDOW_BYTES // max(1, grid.wire_bytes(0)))
+
+    def send_again(self, chunk: int) -> None:
+        """Nothing moves and this chunk's result is missing: my part may have been lost with a connection. Once only."""
+        for owner, in_flight in self._in_flight.items():
+            if chunk in in_flight and chunk not in self._sent_again:
+                self._sent_again.add(chunk)
+                in_flight.discard(chunk)
+                self._to_send[owner].append(chunk)
 
     def serve(self, to: PeerId, message: Bulk) -> None:
         """Queue a bulk message that `to` asked for."""

@@ -108,7 +108,7 @@ class Node:
         self.log = Log()
         if resumed is not None:
             self.log.install(resumed, (resumed.head,))
-        self.exchange = Exchange(self.ctx)
+        self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
         self.coordinator = Coordinator(
@@ -522,7 +522,8 @@ class Node:
         if self.sync.donor is not None:
             donor = self.members.record(self.sync.donor.peer)
             self.log.active = self.log.active or (donor is not None and donor.active)
-        self.log.commit(entry, hashes, results, mine.sink if mine else None)
+        fits = mine is None or mine.ready.grid == msg.GridSpec(entry.numel, entry.chunk_elems, entry.codec)
+        self.log.commit(entry, hashes, results, mine.sink if mine and fits else None)
         if entry.kind == ROUND:
             counted = any(p.voter == self.me for p in counted_of(entry, results))
             absent = self._absent(entry, before)
@@ -530,7 +531,7 @@ class Node:
             report = account(entry, results, absent, mine, ballots, reduce_s, self.ctx.now, paths)
             self.exchange.offered.pop(entry.channel, None)
             self.coordinator.agenda.applied(entry.channel)
-            self.ctx.notify(RoundDone(report, counted))
+            self.ctx.notify(RoundDone(report, counted, f"{entry.numel} elements in {entry.codec}", fits))
         if entry.kind == OPEN:
             self.slot.wishes.pop(entry.channel, None)
             self.ctx.notify(ChannelOpened(entry.channel))
@@ -565,14 +566,10 @@ class Node:
     def _moved(self, electorate: Sequence[Voter]) -> None:
         state = self.log.state
         self._record_due = True
-        self.exchange.set_bases({c: state.base(c) for c in self._channels()})
         self._slot_opened()
         if tuple(electorate) != state.electorate:
             self.ctx.notify(ElectorateChanged(state.electorate))
         self.slot.announce()
-
-    def _channels(self) -> set[str]:
-        return {c.name for c in self.log.state.channels} | set(self.exchange.offered) | set(self.log.attached)
 
     def _slot_opened(self) -> None:
         self.members.watch(v for v in self.log.state.electorate if v != self.me)

@@ -227,7 +227,7 @@ class Slot:
         ballot, decree = self.accepted
         # A vote is repeated until the head moves, but only while it may be given.
         deciders = self.plan.deciders if self.plan is not None and self.plan.ballot == ballot else ()
-        if self.may_decide(deciders):
+        if ballot == self.promised and self.may_decide(deciders):
             self.ctx.send(ballot.voter, Held(self.log.head, ballot, decree.entry.manifest))
 
     # ---------------------------------------------------------------- time
@@ -287,6 +287,7 @@ class Slot:
             if chunk in holders:
                 choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
             else:
+                self.exchange.send_again(chunk)
                 choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
             target = choices[turn % len(choices)]
             if target != self.ctx.me:

@@ -137,7 +137,7 @@ class Sync:
 
     def start(self, hint: Voter | None = None) -> None:
         """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
-        if self.busy or not (self.wanted() or hint):
+        if self.busy or self._awaiting() or not (self.wanted() or hint):
             return
         ahead = [r.voter for r in greater_alive(self.ctx, self.log)]
         image = bool(self._unsynced())
@@ -155,13 +155,17 @@ class Sync:
         state = self.log.state
         self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY))
 
+    def _awaiting(self) -> bool:
+        """A donor was asked just now: its answer is on the way."""
+        return self.donor is not None and self.ctx.now - self._asked_at < ASK_AGAIN_S
+
     def _abandon(self) -> None:
         self.donor, self._steps, self._results, self._download = None, [], {}, None
 
     # ---------------------------------------------------------------- replay
 
     def receive_steps(self, sender: Voter, m: Steps) -> None:
-        if sender != self.donor or m.after != self.log.head or self._download is not None or not m.steps:
+        if sender != self.donor or m.after != self.log.head or self.busy or not m.steps:
             return
         self._heard_at = self.ctx.now
         self._steps = list(m.steps)

@@ -9,6 +9,7 @@ maps with unordered keys), so equal values give equal bytes and can be hashed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -111,6 +112,8 @@ def _decode_scalar(kind: Any) -> _Decoder:
             return float(raw)
         if type(raw) is not kind:
             raise ProtocolError(f"expected {kind.__name__}, got {type(raw).__name__}")
+        if kind is float and not math.isfinite(raw):
+            raise ProtocolError("a number that is not finite")
         return raw
 
     return decode

@@ -39,7 +39,7 @@ class Children:
         self.close()
 
     def start(self, name: str, command: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> IO[bytes]:
-        """Run `command`, with `variables` added to its environment; its stdout is returned, its stderr goes to `log`."""
+        """Run `command` with `variables` added to its environment; returns its stdout, its stderr goes to `log`."""
         with log.open("wb") as errors:
             child = subprocess.Popen(
                 [*_env(variables or {}), *command],

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from dlc.report import Missing, RoundReport, Share
 
@@ -110,20 +112,22 @@ class Board:
 
 def table(board: Board, title: str = "", caption: str = "") -> Table:
     """The board as a rich table."""
-    grid = Table(title=title, caption=caption, title_justify="left", caption_justify="left", expand=False)
-    for head, justify in (
-        ("peer", "left"), ("state", "left"), ("round", "right"), ("step", "right"), ("tokens/s", "right"),
-        ("loss", "right"), ("sent", "right"), ("recv", "right"), ("last round", "left"),
-    ):  # fmt: skip
-        grid.add_column(head, justify=justify, no_wrap=head != "last round")  # type: ignore[arg-type]
+    grid = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for head in ("peer", "state", "round", "step", "tokens/s", "loss", "MB out/in", "last round"):
+        left = head in ("peer", "state", "last round")
+        grid.add_column(head, justify="left" if left else "right", no_wrap=head != "last round")
     for row in board.rows.values():
-        colour = STYLES.get(row.state, "")
-        state = f"[{colour}]{row.state}[/]" if colour else row.state
         grid.add_row(
-            row.name, state, str(row.t), f"{row.inner}/{row.of}" if row.of else "", _thousands(row.tokens_per_s),
-            _loss(row.loss), megabytes(row.bytes_sent), megabytes(row.bytes_received), row.report,
+            row.name,
+            Text(row.state, STYLES.get(row.state, "")),
+            str(row.t),
+            f"{row.inner}/{row.of}" if row.of else "",
+            _thousands(row.tokens_per_s),
+            _loss(row.loss),
+            f"{row.bytes_sent / 1e6:.1f}/{row.bytes_received / 1e6:.1f}",
+            row.report,
             style="dim" if row.ended and row.state != "done" else "",
-        )  # fmt: skip
+        )
     return grid
 
 

@@ -38,6 +38,10 @@ WIRE_CHECK_EVERY = 97
 REFUSED_AFTER_S = 0.05
 """From the death of a process to its peers' seeing their connections refused, where the machine lives on."""
 CHECKPOINT_EVERY_S = 5.0
+EVENTS_MAX = 1_000_000
+"""A schedule with more is a message storm."""
+TIMER_STEP_S = 1e-3
+"""Resolution of timers, as of a real poll; a deadline that is due by rounding alone does not spin."""
 
 
 @dataclass
@@ -128,7 +132,8 @@ class World:
         clock = self.clock
         clock.at(when, lambda: None)
         while clock.now < when and clock.step():
-            pass
+            if clock.events > EVENTS_MAX:
+                raise Violation("storm", f"more than {EVENTS_MAX} events")
 
     def settle(self) -> None:
         """Faults stop: heal the network, disarm the traps, let everybody wake."""
@@ -216,8 +221,8 @@ class World:
 
     def _arm(self, process: Process) -> None:
         at = process.node.next_deadline()
-        if at < process.tick_at - 1e-9:
-            process.tick_at = max(at, self.now)
+        if at < process.tick_at:
+            process.tick_at = max(at, self.now + TIMER_STEP_S)
             self.clock.at(process.tick_at, self._call, process, self._tick, (process, process.tick_at))
 
     def _tick(self, process: Process, armed_for: float) -> None:

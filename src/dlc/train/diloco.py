@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from dlc.errors import UsageError
+from dlc.flat import FlatView
 from dlc.report import RoundReport
-from dlc.train.flat import FlatView
 from dlc.train.outer_loop import NotFinite, OuterLoop, Work
 from dlc.train.swarm import TrainPeer
 
@@ -90,7 +90,7 @@ class DiLoCo:
         None also stands for a contribution that an owner refused. NotFinite (a DlcError): the parameters held NaN or
         Inf; they are the swarm's again when this is raised, so a caller may go on. SwarmClosed: the peer has left.
         """
-        self.inner.step(closure)  # type: ignore[arg-type]  # torch overloads it on None
+        self.inner.step(closure)
         self._steps += 1
         if self._steps < self.sync_every:
             if self._outer.moved():

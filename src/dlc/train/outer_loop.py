@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from dlc.errors import DlcError, RoundTimeout
+from dlc.flat import FlatView
 from dlc.report import RoundReport
-from dlc.train.flat import FlatView
 from dlc.train.outer import OuterState, pseudo_gradient
 from dlc.train.swarm import Pending, Position, TrainPeer
 
@@ -35,9 +35,6 @@ POLL_S = 0.2
 """Between two looks whether a round passed without us: short against a round, long against the cost of looking."""
 WAIT_SLICE_S = 0.1
 """How long a stop can go unnoticed while waiting for a round."""
-LEASE_GONE_LOOKS = 10
-"""Looks at the lease in a row before an offered d is given up: just after a commit that counted it, the lease has
-already moved past its blocks while the contribution is not marked done yet."""
 
 
 class NotFinite(DlcError):
@@ -142,8 +139,9 @@ class OuterLoop:
     ) -> RoundReport | None:
         """Offer d until a round counts it; returns that round's report, with the model at the new theta.
 
-        None: d was dropped (its lease is gone, an owner refused it, or `give_up` said so); the model is at theta then
-        too. `on_round` hears of every round that ended meanwhile, and whether d was counted in it.
+        None: d was dropped (its lease is gone, an owner refused it, this peer's state was replaced, or `give_up` said
+        so, after which nothing more may be offered); the model is at theta then too. `on_round` hears of every round
+        that ended meanwhile, and whether d was counted in it.
         NotFinite: d holds NaN or Inf.
         """
         self._measure()
@@ -152,14 +150,14 @@ class OuterLoop:
             raise NotFinite("the inner steps ended in values that are not finite; the swarm's model was loaded again")
         while self._stands(self._peer.position(self._channel), work):
             pending = self._peer.contribute(self._channel, self._delta, weight=weight, upto=work.upto)
-            report = self._wait(pending, work, give_up)
-            if report is None:
-                self._delta = torch.empty_like(self._delta)  # the peer may still hold the other one
+            if not _finished(pending, give_up):
+                self._delta = torch.empty_like(self._delta)  # the peer may still send from the other one
                 break
-            self._position = self._peer.pull(self._channel, self._base)
-            counted = pending.counted
-            if counted:
-                self.adopt()
+            report, counted = pending.report, pending.counted
+            # Not the model yet: if d is offered again, base only tells `give_up` where the swarm stands.
+            self._position = self.adopt() if counted else self._peer.pull(self._channel, self._base)
+            if report is None:
+                break
             on_round(report, counted)
             if counted:
                 return report
@@ -167,18 +165,6 @@ class OuterLoop:
                 break
         self.adopt()
         return None
-
-    def _wait(self, pending: Pending, work: Work, give_up: Callable[[], bool]) -> RoundReport | None:
-        gone = 0
-        while True:
-            try:
-                return pending.wait(WAIT_SLICE_S)
-            except RoundTimeout:
-                if pending.done:
-                    continue
-            gone = 0 if self._stands(self._peer.position(self._channel), work) else gone + 1
-            if gone >= LEASE_GONE_LOOKS or give_up():
-                return None
 
     def _measure(self) -> None:
         """delta <- start - local."""
@@ -191,7 +177,20 @@ class OuterLoop:
         return lease is not None and tuple(lease.take(len(work.blocks))[0]) == work.blocks
 
     def _differs(self, newest: Position) -> bool:
+        if not newest.digest:
+            return False  # being fetched again: nothing to go on from yet
         return newest.t != self.position.t or newest.digest != self.position.digest
+
+
+def _finished(pending: Pending, give_up: Callable[[], bool]) -> bool:
+    """Wait for a contribution. False: `give_up` said so first."""
+    while True:
+        try:
+            pending.wait(WAIT_SLICE_S)
+            return True
+        except RoundTimeout:
+            if give_up():
+                return False
 
 
 def _refused(report: RoundReport, peer: str) -> bool:

@@ -84,7 +84,7 @@ def _read(path: Path) -> Saved:
     tensors, meta = load_checkpoint(path)
     try:
         spec = RunSpec.from_dict(tomllib.loads(meta["spec"]))
-        log_bytes, image = tensors["log"].numpy().tobytes(), memoryview(tensors["image"].numpy()).cast("B")
+        log_bytes, image = tensors["log"].numpy().tobytes(), tensors["image"].numpy().data.cast("B")
         inner = {name.removeprefix(_INNER): t for name, t in tensors.items() if name.startswith(_INNER)}
         return Saved(path, spec, int(meta["t"]), log_bytes, image, inner)
     except (KeyError, TypeError, ValueError) as error:

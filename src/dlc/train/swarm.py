@@ -37,17 +37,17 @@ class Position(Protocol):
 
 
 class Pending(Protocol):
-    """A contribution that was offered to the next round."""
-
-    @property
-    def done(self) -> bool:
-        """A round was committed since."""
+    """A contribution that was offered to the next round; `report` and `counted` are set before `wait` returns."""
 
     @property
     def counted(self) -> bool:
-        """Once done: the contribution is part of that round."""
+        """Once waited for: the contribution is part of that round."""
 
-    def wait(self, timeout_s: float | None = None) -> RoundReport:
+    @property
+    def report(self) -> RoundReport | None:
+        """Once waited for: of that round; None if the contribution was dropped: this peer's state was replaced."""
+
+    def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         """Block until done; RoundTimeout leaves the contribution offered, so that one may wait again."""
 
 
@@ -85,6 +85,14 @@ class MemberView(Protocol):
     @property
     def alive(self) -> bool:
         """Whether it answers."""
+
+    @property
+    def left(self) -> bool:
+        """Whether it announced its leave."""
+
+    @property
+    def depth(self) -> int:
+        """Entries of the log that it has applied."""
 
     @property
     def me(self) -> bool:

@@ -1,0 +1,66 @@
+"""The command `dlc`. Only here is the environment read; each command imports what it needs when it runs.
+
+Exit codes: 0 done, 1 `dlc demo` found a promise broken, 2 usage, 3 could not join, 4 the run failed, 130 interrupted.
+Errors are one line on stderr; `--log-level debug` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from dlc.cli.options import parser
+from dlc.errors import DlcError, JoinError, UsageError
+
+OK, USAGE, NOT_JOINED, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser(demo_wanted="demo" in words[:1]).parse_args(words)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("dlc").setLevel(args.log_level.upper())
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print(f"dlc {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if args.log_level == "debug":
+            logging.getLogger("dlc").exception("dlc %s failed", args.command)
+        text = str(error) if isinstance(error, DlcError) else _unexpected(error)
+        print(f"dlc {args.command}: {text}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
+
+
+def _run(args: argparse.Namespace) -> int:
+    match args.command:
+        case "key":
+            from dlc.comm.security import generate_run_key
+
+            sys.stdout.write(generate_run_key())
+            sys.stdout.flush()
+            return OK
+        case "join":
+            from dlc.cli.join import join
+
+            return join(args)
+        case "status":
+            from dlc.cli.status import show_status
+
+            return show_status(args)
+        case _:
+            from dlc.demo import main as demo
+
+            return demo(args)
+
+
+def _unexpected(error: Exception) -> str:
+    return f"unexpected {type(error).__name__}: {error} (--log-level debug shows where)"

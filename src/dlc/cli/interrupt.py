@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM: the first asks for a clean end, the second ends the process at once with status 130.
+
+Before there is anything to save, the first one already raises KeyboardInterrupt, since joining can wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """While entered, the signals are ours. Enter it on the main thread."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        """Set by the first signal."""
+        self.can_save = False
+        """Set by the owner once a stop leads to a saved checkpoint."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self.stop.is_set():
+            os._exit(130)
+        self.stop.set()
+        if not self.can_save:
+            raise KeyboardInterrupt
+        os.write(sys.stderr.fileno(), b"\nleaving the run and saving; once more to stop at once\n")

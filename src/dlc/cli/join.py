@@ -1,0 +1,208 @@
+"""`dlc join`: find the swarm, or found one, and train until the run ends.
+
+    options ──> RunSpec, key, state directory ──> Peer.join(hold) ──> Trainer.run ──> events ──> sinks
+
+A peer that starts again in its state directory goes on from its newest checkpoint; checkpoints of other runs there are
+left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import logging
+import os
+import queue
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlc.cli.document import documented
+from dlc.cli.interrupt import Interrupts
+from dlc.cli.places import KeptOpen, home, key_file
+from dlc.comm.addresses import is_loopback, is_numeric, parse_address
+from dlc.errors import SpecMismatch, UsageError
+from dlc.joining import addresses_of
+from dlc.runspec import RunSpec
+from dlc.statedir import StateDir, free_state_dir
+
+if TYPE_CHECKING:
+    from dlc.cli.sinks import Event, Sink
+    from dlc.peer import Peer
+    from dlc.train.saver import Saved
+
+log = logging.getLogger(__name__)
+
+LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
+
+
+def join(args: argparse.Namespace) -> int:
+    """The whole command; returns its exit status."""
+    spec = _given_spec(args)
+    if args.print_config:
+        print(documented(spec or RunSpec()), end="")
+        return 0
+    args.peers, args.key_file = addresses_of(args.peers or ()), key_file(args.key_file)
+    if spec is None and not args.peers:
+        spec = RunSpec()
+    args.listen = args.listen or default_listen(args.peers, args.key_file is not None, args.insecure)
+    with Interrupts() as interrupts:
+        state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
+        try:
+            _take_part(args, spec, state, interrupts)
+        finally:
+            state.close()
+    return 0
+
+
+def _take_part(args: argparse.Namespace, spec: RunSpec | None, state: StateDir, interrupts: Interrupts) -> None:
+    from dlc.train import saver  # torch and what hangs on it, only now that the options are known to be right
+    from dlc.train.setup import pick_device
+
+    args.device = str(pick_device(args.device))
+    if args.fresh and (aside := saver.set_aside(state.path)) is not None:
+        log.info("the checkpoints that were here are set aside in %s", aside)
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    peer, saved = _join_swarm(args, spec, state, saver.newest(state.path, spec), events)
+    with peer:
+        _train(args, peer, state.path, saved, events, interrupts)
+
+
+def _join_swarm(
+    args: argparse.Namespace,
+    spec: RunSpec | None,
+    state: StateDir,
+    saved: Saved | None,
+    events: queue.SimpleQueue[object],
+) -> tuple[Peer, Saved | None]:
+    """The peer, and the checkpoint it goes on from, if it belongs to the swarm's run."""
+    from dlc.peer import Peer, Resume
+
+    def attempt(spec: RunSpec | None, saved: Saved | None) -> Peer:
+        return Peer.join(
+            args.peers,
+            key=args.key_file,
+            spec=spec,
+            listen=args.listen,
+            advertise=args.advertise,
+            state_dir=KeptOpen(state),
+            found=args.found,
+            insecure=args.insecure,
+            hold=True,
+            join_timeout_s=args.join_timeout,
+            resume=None if saved is None else Resume(saved.log),
+            on_event=events.put,
+        )
+
+    if spec is not None or saved is None:
+        return attempt(spec, saved), saved
+    try:
+        return attempt(saved.spec, saved), saved
+    except SpecMismatch:
+        log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
+        return attempt(None, None), None
+
+
+def _train(
+    args: argparse.Namespace,
+    peer: Peer,
+    folder: Path,
+    saved: Saved | None,
+    events: queue.SimpleQueue[object],
+    interrupts: Interrupts,
+) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from dlc.cli.sinks import JsonLines, LiveTable, LogLines, Metrics
+    from dlc.train.trainer import CHANNEL, Trainer
+
+    disable_progress_bar()  # of saving a model; it would tear the live table
+    json_lines = JsonLines(muted=not args.json)
+    live = not args.json and sys.stderr.isatty()
+    sinks: list[Sink] = [json_lines, LogLines(steps=not live), Metrics(folder / "metrics")]
+
+    def take(event: Event) -> None:
+        interrupts.can_save = interrupts.can_save or event["event"] == "synced"
+        for sink in sinks:
+            sink.take(event)
+
+    try:
+        _tell_start(args, peer, folder, saved, take)
+        if args.fault is not None:
+            from dlc.cli.fault import kill_in_round
+
+            kill_in_round(peer, CHANNEL, args.fault, lambda: json_lines.take({"event": "phase", "phase": "reducing"}))
+        trainer = Trainer(
+            peer,
+            folder,
+            device=args.device,
+            on_event=take,
+            peer_events=events,
+            resume=saved,
+            eval_every=args.eval_every,
+            checkpoint_every=args.checkpoint_every,
+        )
+        if live:
+            sinks.append(LiveTable(peer.members))
+        trainer.run(interrupts.stop)
+    finally:
+        for sink in reversed(sinks):
+            sink.close()
+
+
+def _tell_start(
+    args: argparse.Namespace, peer: Peer, folder: Path, saved: Saved | None, take: Callable[[Event], None]
+) -> None:
+    line = join_line(peer.address, args.key_file, args.insecure)
+    take(
+        {
+            "event": "started",
+            "peer": peer.id,
+            "address": peer.address,
+            "state_dir": str(folder),
+            "pid": os.getpid(),
+            "run": peer.run,
+            "device": args.device,
+            "join": line,
+        }
+    )
+    log.info("peer %s at %s, run %r, on %s; state in %s", peer.id[:8], peer.address, peer.run, args.device, folder)
+    log.info("others join with:  %s", line)
+    if saved is not None:
+        log.info("going on from round %d, checkpoint %s", saved.t, saved.path)
+
+
+def _given_spec(args: argparse.Namespace) -> RunSpec | None:
+    """The RunSpec that the options name; None if they name none."""
+    if args.config is None and args.rounds is None:
+        return None
+    spec = RunSpec() if args.config is None else RunSpec.from_toml(args.config)
+    return spec if args.rounds is None else dataclasses.replace(spec, rounds=args.rounds)
+
+
+def default_listen(peers: tuple[str, ...], has_key: bool, insecure: bool) -> str:
+    """All interfaces where strangers are kept out, or where that was waived; else, and for local peers, loopback."""
+    hosts = [parse_address(address)[0] for address in peers]
+    if hosts and all(host == "localhost" or (is_numeric(host) and is_loopback(host)) for host in hosts):
+        return LOOPBACK
+    if has_key or insecure:
+        v6 = any(is_numeric(host) and ipaddress.ip_address(host).version == 6 for host in hosts)
+        return ALL_V6 if v6 else ALL_V4
+    if hosts:
+        raise UsageError(
+            "the peers are beyond this machine: add --key-file with the run key (or --insecure, on every peer)"
+        )
+    return LOOPBACK
+
+
+def join_line(address: str, key: Path | None, insecure: bool) -> str:
+    """What others type to join through this peer."""
+    words = ["dlc", "join", "--peers", address]
+    if key is not None:
+        words += ["--key-file", str(key)]
+    elif insecure:
+        words.append("--insecure")
+    return shlex.join(words)

@@ -1,0 +1,137 @@
+"""The options of every command, with help and examples. Nothing heavy is imported here: `dlc --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from dlc import __version__
+
+LEVELS = ("debug", "info", "warning", "error")
+
+JOIN_EXAMPLES = """\
+examples:
+  dlc join                                         found the embedded run on this machine; prints what others type
+  dlc key > run.key                                a run key, to be copied to every host of a run
+  dlc join --key-file run.key --config RUN.toml    found a run of your own that other hosts can join
+  dlc join --key-file run.key --peers 192.0.2.7:4600
+  dlc join --print-config > RUN.toml               every option of a run, with its meaning
+
+Ctrl-C leaves the run and saves a checkpoint; the same command goes on from it. A second Ctrl-C stops at once.
+Environment: DLC_HOME (state of all peers, default ~/.local/state/dlc), DLC_KEY_FILE (default of --key-file).
+Exit codes: 0 the run ended, or left and saved; 2 usage; 3 could not join; 4 the run failed; 130 stopped at once.
+"""
+KEY_EXAMPLES = """\
+example:
+  dlc key > run.key && chmod 600 run.key    then copy it to every host of the run
+"""
+STATUS_EXAMPLES = """\
+examples:
+  dlc status --peers 127.0.0.1:4600
+  dlc status --peers 192.0.2.7:4600 --key-file run.key --json
+"""
+DEMO_EXAMPLES = """\
+example:
+  dlc demo --n-peers 4 --rounds 16
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviations: a misspelt option must not become another one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
+def parser(demo_wanted: bool) -> Parser:
+    """The whole command line. `demo_wanted`: also the options of `dlc demo`, which come from its own module."""
+    top = Parser(
+        prog="dlc",
+        description="Train one model on machines that are far apart and that come and go.",
+        epilog="`dlc COMMAND --help` tells more, with examples. Start with: dlc demo",
+    )
+    top.add_argument("--version", action="version", version=f"dlc {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_join(_command(commands, "join", "join a run, or found one, and train", JOIN_EXAMPLES))
+    _command(commands, "key", "print a fresh run key: whoever has it can join", KEY_EXAMPLES)
+    _add_status(_command(commands, "status", "list the peers of a run, without joining it", STATUS_EXAMPLES))
+    demo = _command(commands, "demo", "peers on this machine train a model; one is killed, one joins", DEMO_EXAMPLES)
+    if demo_wanted:
+        from dlc.demo import add_arguments
+
+        add_arguments(demo)
+    return top
+
+
+def _command(commands: Any, name: str, what: str, examples: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--log-level", choices=LEVELS, default="info", help="what goes to stderr (default info)")
+    return command
+
+
+def _add_join(join: argparse.ArgumentParser) -> None:
+    swarm = join.add_argument_group("the swarm")
+    swarm.add_argument("--peers", metavar="HOST:PORT,...", help="any of its peers; left out: a run is founded")
+    swarm.add_argument("--key-file", metavar="FILE", help="the run key; needed beyond this machine")
+    swarm.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
+    swarm.add_argument(
+        "--listen", metavar="HOST:PORT", help="default: a free port, on all interfaces if a key is given"
+    )
+    swarm.add_argument("--advertise", metavar="HOST[:PORT]", help="address that others dial; default: found out")
+    swarm.add_argument("--found", action="store_true", help="found the run even if not all of --peers answer")
+    swarm.add_argument("--join-timeout", type=_seconds, metavar="S", help="give up after S seconds; default: never")
+    run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")
+    run.add_argument("--config", type=Path, metavar="RUN.toml", help="options of the run; see --print-config")
+    run.add_argument("--rounds", type=_count, metavar="R", help="end with this many rounds; overrides --config")
+    run.add_argument("--print-config", action="store_true", help="print all options of the run, and exit")
+    here = join.add_argument_group("this peer")
+    here.add_argument("--state-dir", type=Path, metavar="DIR", help="identity, checkpoints, model; default: a free one")
+    here.add_argument("--fresh", action="store_true", help="set the checkpoints in the state directory aside")
+    here.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
+    here.add_argument(
+        "--eval-every", type=_count, default=0, metavar="K", help="validate every K rounds; default: at start and end"
+    )
+    here.add_argument(
+        "--checkpoint-every", type=_count, default=10, metavar="K", help="in rounds (default 10; 0: at the end only)"
+    )
+    here.add_argument("--json", action="store_true", help="events as JSON lines on stdout")
+    here.add_argument("--fault", metavar="kill-in-round=T", type=_fault, help=argparse.SUPPRESS)
+
+
+def _add_status(status: argparse.ArgumentParser) -> None:
+    status.add_argument("--peers", metavar="HOST:PORT,...", required=True, help="any peers of the run")
+    status.add_argument("--key-file", metavar="FILE", help="the run key, where the run has one")
+    status.add_argument("--run", metavar="NAME", help="only peers of this run")
+    status.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help="to wait for answers (default 5)")
+    status.add_argument("--json", action="store_true", help="a JSON list on stdout")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _fault(text: str) -> int:
+    name, _, t = text.partition("=")
+    if name != "kill-in-round" or not t.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no fault")
+    if sys.platform == "win32":
+        raise argparse.ArgumentTypeError("faults need SIGKILL")
+    return int(t)

@@ -1,0 +1,53 @@
+"""What the environment says: where state lies, and which key file is meant by default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dlc.comm.identity import Identity
+from dlc.statedir import StateDir
+
+
+def home() -> Path:
+    """The folder with the state of all peers of this user."""
+    return Path(os.environ.get("DLC_HOME") or Path.home() / ".local" / "state" / "dlc")
+
+
+def key_file(given: str | None) -> Path | None:
+    """The key file: the one given, else that of DLC_KEY_FILE, else none."""
+    named = given or os.environ.get("DLC_KEY_FILE")
+    return Path(named).expanduser() if named else None
+
+
+class KeptOpen:
+    """A state directory lent to a peer: closing it is for the lender, who still writes there after the leave."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._state.path
+
+    @property
+    def identity(self) -> Identity:
+        """This peer's key pair."""
+        return self._state.identity
+
+    def next_incarnation(self, random32: int) -> int:
+        """As `StateDir.next_incarnation`."""
+        return self._state.next_incarnation(random32)
+
+    def load_address_book(self) -> dict[str, Any]:
+        """As `StateDir.load_address_book`."""
+        return self._state.load_address_book()
+
+    def save_address_book(self, book: dict[str, Any]) -> None:
+        """As `StateDir.save_address_book`."""
+        self._state.save_address_book(book)
+
+    def close(self) -> None:
+        """Left to the lender."""

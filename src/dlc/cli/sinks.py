@@ -1,0 +1,161 @@
+"""Where the events of `dlc join` go: JSON lines, a live table, log lines, metrics files. All take all events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.text import Text
+
+from dlc.cli.status import member_table
+from dlc.monitor.table import megabytes, read_report
+from dlc.survey import Member
+from dlc.train.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
+
+LOG_STEP_EVERY_S = 10.0
+"""Between two log lines about inner steps; rounds and validations always get theirs."""
+REDRAW_EVERY_S = 0.5
+Event = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes events until it is closed."""
+
+    def take(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line per event on stdout, whole and at once. Thread-safe."""
+
+    def __init__(self, muted: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._open = not muted
+
+    def take(self, event: Event) -> None:
+        if not self._open:
+            return
+        line = json.dumps(event, allow_nan=False, default=str) + "\n"
+        with self._lock:
+            try:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            except BrokenPipeError:  # nobody reads any more; the training is worth more than its output
+                self._open = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self) -> None:
+        """stdout stays open."""
+
+
+class LogLines:
+    """What a person wants to find in a log."""
+
+    def __init__(self, steps: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock = steps, clock
+        self._said_at = clock()
+
+    def take(self, event: Event) -> None:
+        text = sentence(event)
+        if event["event"] == "step":
+            if not self._steps or self._clock() - self._said_at < LOG_STEP_EVERY_S:
+                return
+            self._said_at = self._clock()
+        if text:
+            log.info("%s", text)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveTable:
+    """The members of the swarm, redrawn in place, below the log."""
+
+    def __init__(self, members: Callable[[], list[Member]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._members, self._clock = members, clock
+        self._drawn_at = -REDRAW_EVERY_S
+        self._last_round = self._validation = ""
+        console = Console(stderr=True)
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+        self._root = logging.getLogger()
+        self._handlers = self._root.handlers
+        self._root.handlers = [RichHandler(console=console, show_path=False, markup=False)]
+
+    def take(self, event: Event) -> None:
+        if event["event"] == "round":
+            self._last_round = sentence(event)
+        if event["event"] == "validation":
+            self._validation = sentence(event)
+        if event["event"] != "end" and self._clock() - self._drawn_at >= REDRAW_EVERY_S:
+            self._drawn_at = self._clock()
+            below = [Text(line) for line in (self._last_round, self._validation) if line]
+            self._live.update(Group(member_table(self._members()), *below), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        self._root.handlers = self._handlers
+
+
+class Metrics:
+    """metrics.jsonl and TensorBoard files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = MetricsWriter(folder)
+
+    def take(self, event: Event) -> None:
+        match event["event"]:
+            case "step":
+                names = ("loss", "tokens_per_s", "lr")
+                self._writer.scalar(event["step"], **{name: float(event[name]) for name in names})
+            case "round":
+                self._writer.report({name: value for name, value in event.items() if name != "event"})
+            case "validation" if event["loss"] is not None:
+                self._writer.scalar(event["t"], validation_loss=event["loss"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def sentence(event: Event) -> str:
+    """An event as one line for people; empty for those that need none."""
+    match event["event"]:
+        case "synced":
+            return f"in step with the swarm at round {event['t']}"
+        case "step":
+            return (
+                f"round {event['t'] + 1}, step {event['inner']}/{event['of']}: loss {event['loss']:.4f}, "
+                f"{event['tokens_per_s']:.0f} tokens/s"
+            )
+        case "round":
+            own = f"loss {event['loss']:.4f}" if event["loss"] is not None else "not counted here"
+            return f"{read_report(event).summary()}; {own}; digest {event['digest'][:12]}"
+        case "validation":
+            loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f} nats per token"
+            return f"validation after round {event['t']}: {loss}"
+        case "member":
+            return f"peer {event['peer'][:8]} is {event['change']}"
+        case "history_lost":
+            return f"another part of the swarm had the longer history: {event['rounds']} rounds of ours are set aside"
+        case "digest_mismatch":
+            return f"our state of round {event['t']} differed from the swarm's and is fetched again"
+        case "end":
+            moved = f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}"
+            why = "left the run" if event["reason"] == "interrupted" else f"the run is over ({event['reason']})"
+            return (
+                f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}; "
+                f"model {event['model']}; checkpoint {event['checkpoint']}"
+            )
+    return ""

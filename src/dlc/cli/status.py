@@ -1,0 +1,44 @@
+"""`dlc status`: who is in a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from dlc.cli.places import key_file
+from dlc.joining import addresses_of
+from dlc.survey import Member, status
+
+
+def show_status(args: argparse.Namespace) -> int:
+    """Print the members as a table, or as a JSON list."""
+    members = status(addresses_of(args.peers), key=key_file(args.key_file), run=args.run, timeout_s=args.timeout)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(member) for member in members]), flush=True)
+    else:
+        Console().print(member_table(members))
+    return 0
+
+
+def member_table(members: list[Member]) -> Table:
+    """One row per peer."""
+    grid = Table()
+    for head in ("peer", "address", "state", "round", "step", "tokens/s", "loss", "head"):
+        grid.add_column(head, justify="right" if head in ("round", "step", "tokens/s", "loss") else "left")
+    for member in members:
+        said = member.status
+        state = "left" if member.left else str(said.get("phase", member.role)) if member.alive else "no answer"
+        name = member.id[:8] + (" (this)" if member.me else "")
+        step = f"{said['inner']}/{said['of']}" if {"inner", "of"} <= said.keys() else ""
+        cells = (name, member.address, state, said.get("t", ""), step, round(member.speed) or "", said.get("loss", ""))
+        grid.add_row(*(_plain(cell) for cell in cells), member.head[:8])
+    return grid
+
+
+def _plain(cell: object) -> str:
+    """Text of another host: short, and nothing that rich would take for markup."""
+    return str("" if cell is None else cell)[:40].replace("[", "(")

@@ -1,0 +1,113 @@
+"""What a trainer tells: events to its own process, and its status to the other peers.
+
+Events are plain dicts with an "event" key, ready for JSON; `dlc join --json` documents them. The peer's own events
+(membership, rounds) arrive on the driver's thread through a queue and leave here on the trainer's thread, so whoever
+listens hears one thing at a time and in order.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlc.comm import events
+from dlc.errors import SwarmClosed
+from dlc.train.swarm import TrainerPeer
+
+DESCRIBE_EVERY_S = 0.5
+"""A status travels by gossip to everybody: twice a second is plenty for people."""
+RATE_WEIGHT = 0.2
+"""Of the newest step in the running mean of the step time."""
+
+Event = dict[str, Any]
+MEMBER_CHANGES: dict[type, str] = {
+    events.MemberUp: "up",
+    events.MemberSuspect: "suspect",
+    events.MemberDown: "down",
+    events.MemberLeft: "left",
+}
+
+
+class Teller:
+    """Speed, phase and position of one trainer, told to both sides. Used from the trainer's thread."""
+
+    def __init__(
+        self,
+        peer: TrainerPeer,
+        on_event: Callable[[Event], None],
+        peer_events: queue.SimpleQueue[object] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peer, self._on_event, self._queue, self._clock = peer, on_event, peer_events, clock
+        self._status: dict[str, Any] = {"phase": "syncing"}
+        self._told_at = -math.inf
+        self._step_s = 0.0
+        self._synced_t = -1
+        self.tokens_per_s = 0.0
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Tell our own process; values that are not finite become null, since JSON has none."""
+        self._on_event({"event": name, **{key: _finite(value) for key, value in fields.items()}})
+
+    def synced(self, t: int) -> None:
+        """The swarm's state of round t is here; told once, whoever notices it first."""
+        if t != self._synced_t:
+            self._synced_t = t
+            self.event("synced", t=t)
+
+    def phase(self, name: str) -> None:
+        """Both sides hear at once of a new phase."""
+        if self._status.get("phase") != name:
+            self._status["phase"] = name
+            self.event("phase", phase=name)
+            self._describe(eta_s=0.0 if name in ("waiting", "leaving") else None)
+
+    def round_begins(self, t: int, inner: int, of: int) -> None:
+        """Inner steps start, at `inner` of `of`."""
+        self._status.update(t=t, inner=inner, of=of)
+        self.phase("training")
+        self._describe(eta_s=self._step_s * (of - inner) if self._step_s else None)
+
+    def step(self, t: int, inner: int, of: int, loss: float, tokens: int, seconds: float) -> None:
+        """An inner step was done."""
+        seconds = max(seconds, 1e-9)
+        weight = RATE_WEIGHT if self._step_s else 1.0
+        self._step_s += weight * (seconds - self._step_s)
+        self.tokens_per_s += weight * (tokens / seconds - self.tokens_per_s)
+        self._status.update(
+            t=t, inner=inner, of=of, loss=_finite(round(loss, 4)), tokens_per_s=round(self.tokens_per_s)
+        )
+        if self._clock() - self._told_at >= DESCRIBE_EVERY_S:
+            self._describe(eta_s=self._step_s * (of - inner))
+
+    def _describe(self, eta_s: float | None) -> None:
+        self._told_at = self._clock()
+        self._peer.describe(speed=self.tokens_per_s, eta_s=eta_s, status=dict(self._status))
+
+    def peer_events(self) -> list[events.RoundDone]:
+        """Pass on what the peer said meanwhile, but for finished rounds, which are returned."""
+        rounds: list[events.RoundDone] = []
+        while self._queue is not None and not self._queue.empty():
+            match self._queue.get():
+                case events.RoundDone() as done:
+                    rounds.append(done)
+                case events.ChannelSynced(_, t):
+                    self.synced(t)
+                case events.DigestMismatch(_, t):
+                    self.event("digest_mismatch", t=t)
+                case events.HistoryLost(lost, tokens):
+                    self.event("history_lost", rounds=lost, tokens=tokens)
+                case events.Waiting(reason, peers):
+                    self.event("waiting", reason=reason, peers=list(peers))
+                case events.SelfReplaced():
+                    raise SwarmClosed("another process uses this peer's identity and is newer: this one has to stop")
+                case events.MemberUp() | events.MemberSuspect() | events.MemberDown() | events.MemberLeft() as news:
+                    self.event("member", change=MEMBER_CHANGES[type(news)], peer=news.voter.peer)
+        return rounds
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

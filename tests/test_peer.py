@@ -1,0 +1,231 @@
+"""Real peers over real sockets on loopback: joining, all-reduce, leaving, and the mistakes that people make."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dlc.comm.security import generate_run_key
+from dlc.errors import SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
+from dlc.peer import Peer, status
+from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+from tests.helpers import wait_until
+
+JOIN_S = 30.0
+
+
+@contextmanager
+def swarm(n: int, **options: object) -> Iterator[list[Peer]]:
+    """n peers of one run; those after the first join it together through the first."""
+    peers: list[Peer] = []
+    try:
+        peers.append(Peer.join(**options))  # type: ignore[arg-type]
+        address = peers[0].address
+        with ThreadPoolExecutor(max(1, n)) as pool:
+            joins = [pool.submit(Peer.join, [address], join_timeout_s=JOIN_S, **options) for _ in range(n - 1)]
+            peers += [join.result() for join in joins]
+        yield peers
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> list[RoundReport]:
+    """Every peer acts in a thread of its own, as separate processes would."""
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(act, peers, range(len(peers))))
+
+
+def free_addresses(n: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    return addresses
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_weighted_mean_equals_float64_for_every_codec_and_awkward_shapes(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    with swarm(n) as peers:
+        for codec, tolerance in (("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
+            shapes = [(1,), (3, 7), (0,), (2, 1, 5), (513,)]
+            given = [[torch.randn(s, generator=generator) for s in shapes] for _ in peers]
+            weights = [float(i + 1) for i in range(n)]
+            expected = [
+                sum(w * g[k].double() for w, g in zip(weights, given, strict=True)) / sum(weights)
+                for k in range(len(shapes))
+            ]
+
+            def act(peer: Peer, i: int, codec: str = codec, given: list[list[torch.Tensor]] = given) -> RoundReport:
+                return peer.all_reduce(given[i], weight=float(i + 1), name=codec, codec=codec, timeout_s=20)
+
+            reports = together(peers, act)
+            for i, report in enumerate(reports):
+                assert report.complete and len(report.contributors) == n
+                assert report.weight == sum(weights)
+                for mean, exact in zip(given[i], expected, strict=True):
+                    torch.testing.assert_close(mean.double(), torch.as_tensor(exact), rtol=tolerance, atol=tolerance)
+            for other in given[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(given[0], other, strict=True)), "bits differ"
+
+
+def test_mixed_dtypes_keep_their_own(n: int = 2) -> None:
+    with swarm(n) as peers:
+        given = [[torch.full((4,), float(i), dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)] for i in (0, 2)]
+        together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=20))
+        for tensors in given:
+            assert [t.dtype for t in tensors] == [torch.float32, torch.bfloat16, torch.float16]
+            assert all(torch.equal(t.float(), torch.ones(4)) for t in tensors)
+
+
+def test_several_rounds_over_many_chunks_with_a_key() -> None:
+    with swarm(3, key=generate_run_key()) as peers:
+        for k in range(3):
+            vectors = [torch.arange(1_000_003, dtype=torch.float32) * (i + k) for i in range(3)]
+            expected = vectors[0].double().add(vectors[1].double()).add(vectors[2].double()) / 3
+            reports = together(peers, lambda p, i, v=vectors: p.all_reduce(v[i], codec="fp32", timeout_s=30))
+            assert [r.t for r in reports] == [k + 1] * 3
+            assert all(torch.equal(v, vectors[0]) for v in vectors)
+            torch.testing.assert_close(vectors[0].double(), expected, rtol=1e-6, atol=1e-3)
+
+
+def test_sender_of_nan_is_refused_and_named() -> None:
+    with swarm(3) as peers:
+        vectors = [torch.full((10,), 1.0), torch.full((10,), 3.0), torch.full((10,), float("nan"))]
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        for report, vector in zip(reports, vectors, strict=True):
+            assert [(m.peer, m.reason) for m in report.missing] == [(peers[2].id, "refused: not finite")]
+            assert torch.equal(vector, torch.full((10,), 2.0))
+
+
+def test_peer_with_another_shape_is_left_out_and_named() -> None:
+    with swarm(3) as peers:
+        vectors = [torch.full((10,), 1.0), torch.full((10,), 3.0), torch.full((11,), 9.0)]
+        with ThreadPoolExecutor(3) as pool:
+            futures = [pool.submit(p.all_reduce, v, timeout_s=8) for p, v in zip(peers, vectors, strict=True)]
+            reports = [f.result() for f in futures[:2]]
+            for report in reports:
+                assert {s.peer for s in report.contributors} == {peers[0].id, peers[1].id}
+                assert [(m.peer, m.reason) for m in report.missing] == [(peers[2].id, "not ready")]
+            with pytest.raises(UsageError, match="11 elements"):
+                futures[2].result()
+        assert torch.equal(vectors[0], torch.full((10,), 2.0))
+        assert torch.equal(vectors[2], torch.full((11,), 9.0)), "an unusable mean must not touch the tensor"
+
+
+def test_peer_with_another_codec_gets_an_error_and_not_its_own_values() -> None:
+    with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
+        codecs = ("fp16", "fp16", "fp32")
+        futures = [pool.submit(p.all_reduce, torch.ones(4), codec=c, timeout_s=8) for p, c in zip(peers, codecs, strict=True)]
+        assert all(len(f.result().contributors) == 2 for f in futures[:2])
+        with pytest.raises(UsageError, match="fp16"):
+            futures[2].result()
+
+
+def test_absent_peer_is_named_after_its_patience() -> None:
+    with swarm(2) as peers:
+        vector = torch.ones(5)
+        report = peers[0].all_reduce(vector, timeout_s=4)
+        assert [s.peer for s in report.contributors] == [peers[0].id]
+        assert [(m.peer, m.reason) for m in report.missing] == [(peers[1].id, "not ready")]
+
+
+def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:
+    addresses = free_addresses(4)
+    with ThreadPoolExecutor(4) as pool:
+        peers = list(pool.map(lambda a: Peer.join(addresses, listen=a, join_timeout_s=JOIN_S), addresses))
+    try:
+        views = [{m.id for m in p.members()} for p in peers]
+        assert views == [{p.id for p in peers}] * 4
+        vectors = [torch.full((7,), float(i)) for i in range(4)]
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        assert all(len(r.contributors) == 4 for r in reports)
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def test_no_bootstrap_peer_has_to_stay_alive() -> None:
+    with swarm(3) as peers:
+        peers[0].leave()
+        with Peer.join([peers[1].address], join_timeout_s=JOIN_S) as newcomer:
+            rest = [peers[1], peers[2], newcomer]
+            vectors = [torch.full((3,), float(i)) for i in range(3)]
+            reports = together(rest, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+            assert all({s.peer for s in r.contributors} == {p.id for p in rest} for r in reports)
+
+
+def test_ipv6_and_host_names() -> None:
+    try:
+        first = Peer.join(listen="[::1]:0")
+    except UsageError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    with first, Peer.join([first.address], listen="[::1]:0", join_timeout_s=JOIN_S) as second:
+        assert first.address.startswith("[::1]:")
+        wait_until(lambda: len(second.members()) == 2, 10)
+    with Peer.join() as first, Peer.join([f"localhost:{first.address.split(':')[1]}"], join_timeout_s=JOIN_S) as second:
+        wait_until(lambda: len(second.members()) == 2, 10)
+
+
+def test_unreachable_address_says_what_was_tried() -> None:
+    (address,) = free_addresses(1)
+    with pytest.raises(UnreachableError, match=address):
+        Peer.join([address], join_timeout_s=1)
+
+
+def test_wrong_key_and_missing_key_are_told_apart_from_silence() -> None:
+    with Peer.join(key=generate_run_key()) as peer:
+        with pytest.raises(WrongKeyError, match="refused our run key"):
+            Peer.join([peer.address], key=generate_run_key(), join_timeout_s=10)
+        with pytest.raises(WrongKeyError, match="wants a run key"):
+            Peer.join([peer.address], join_timeout_s=10)
+
+
+def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
+    with Peer.join(spec=RunSpec(sync_every=10)) as peer:
+        with pytest.raises(SpecMismatch, match="sync_every"):
+            Peer.join([peer.address], spec=RunSpec(sync_every=20), join_timeout_s=10)
+        with Peer.join([peer.address], join_timeout_s=JOIN_S) as newcomer:
+            assert newcomer.spec == RunSpec(sync_every=10), "a joiner without a RunSpec takes the swarm's"
+
+
+def test_taken_port_and_open_listening_without_key() -> None:
+    with Peer.join() as peer:
+        with pytest.raises(UsageError, match="taken"):
+            Peer.join(listen=peer.address)
+    with pytest.raises(UsageError, match="run key"):
+        Peer.join(listen="0.0.0.0:0")
+
+
+def test_status_sees_everyone_without_joining() -> None:
+    with swarm(2) as peers:
+        peers[0].describe(status={"t": 3})
+        wait_until(lambda: any(m.status == {"t": 3} for m in status([peers[1].address], timeout_s=2)), 10)
+        seen = status([peers[1].address], timeout_s=3)
+        assert {m.id for m in seen} == {p.id for p in peers} and all(m.alive for m in seen)
+        assert len(peers[0].members()) == 2, "who asks for the status is no member"
+
+
+def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
+    before = threading.active_count()
+    with swarm(2) as peers:
+        address = peers[0].address
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(peers[0].all_reduce, torch.ones(3), timeout_s=30)
+            wait_until(lambda: peers[0]._ask(lambda node, now: bool(node.exchange.offered)), 5)
+            peers[0].leave()
+            with pytest.raises(SwarmClosed):
+                waiting.result(10)
+        with pytest.raises(SwarmClosed):
+            peers[0].members()
+        with Peer.join(listen=address):
+            pass
+    wait_until(lambda: threading.active_count() <= before, 10, "threads of peers that left")

@@ -1,0 +1,133 @@
+"""A peer without a network: rounds of which it is the only contributor, and others' rounds when a test says so."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlc.comm.events import RoundDone
+from dlc.comm.ids import Voter
+from dlc.comm.ledger import Ledger, Lease
+from dlc.report import Missing, RoundReport, Share
+from dlc.runspec import RunSpec
+from dlc.train.outer import OuterState
+
+ME, OTHER = Voter("me", 1), Voter("other", 1)
+
+
+@dataclass(frozen=True)
+class FakePosition:
+    t: int
+    tokens: float
+    lease: Lease | None
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class FakeMember:
+    id: str = "other"
+    alive: bool = True
+    left: bool = False
+    depth: int = 0
+    me: bool = False
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class FakePending:
+    report: RoundReport | None
+    counted: bool
+
+    def wait(self, timeout_s: float | None = None) -> RoundReport | None:
+        return self.report
+
+
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    log: bytes
+    t: int
+    tokens: float
+    digest: bytes
+    image: memoryview
+
+
+class FakePeer:
+    """`misses`: for each of the next contributions that is not counted, the reason."""
+
+    def __init__(self, spec: RunSpec | None = None, start_t: int = 0) -> None:
+        self.id = ME.peer
+        self.spec = spec or RunSpec()
+        self.tokens = 0.0
+        self.vectors: list[Tensor] = []
+        self.weights: list[float] = []
+        self.uptos: list[int] = []
+        self.misses: list[str] = []
+        self.others: list[FakeMember] = []
+        self.said: list[dict[str, Any]] = []
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.left = False
+        self.on_contribute: Callable[[], None] = lambda: None
+
+    def open(self, channel: str, state: OuterState, *, lease_len: int = 0, **grid: Any) -> FakePosition:
+        self.state, self.ledger = state, Ledger(lease_len).seated([ME])
+        return self.position(channel)
+
+    def position(self, channel: str) -> FakePosition:
+        return FakePosition(self.state.t, self.tokens, self.ledger.lease(ME), self.state.digest())
+
+    def pull(self, channel: str, out: Tensor) -> FakePosition:
+        self.state.read(out)
+        return self.position(channel)
+
+    def contribute(self, channel: str, vector: Tensor, *, weight: float, upto: int = 0) -> FakePending:
+        assert self.ledger.valid(ME, upto) and not self.left
+        self.on_contribute()
+        self.vectors.append(vector.clone())
+        self.weights.append(weight)
+        self.uptos.append(upto)
+        if self.misses:
+            return FakePending(self.pass_round(reason=self.misses.pop(0)), False)
+        self.state.step(self.state.t + 1, [(0, self.state.numel, vector)])
+        self.ledger = self.ledger.committed([(ME, upto)]).seated([ME])
+        self.tokens += weight
+        report = self.report((Share(ME.peer, weight, 1.0),), ())
+        self.events.put(RoundDone(report, True))
+        return FakePending(report, True)
+
+    def pass_round(self, update: Tensor | None = None, reason: str = "late") -> RoundReport:
+        """A round without us."""
+        self.state.step(self.state.t + 1, [(0, self.state.numel, update)])
+        missing = (Missing(ME.peer, reason, 1.0),)  # type: ignore[arg-type]
+        report = self.report((Share(OTHER.peer, 1.0, 1.0),), missing)
+        self.events.put(RoundDone(report, False))
+        return report
+
+    def lose_lease(self) -> None:
+        """We are put out of the electorate and back: our blocks are another's now."""
+        self.ledger = self.ledger.seated([OTHER]).seated([ME, OTHER])
+
+    def report(self, contributors: tuple[Share, ...], missing: tuple[Missing, ...]) -> RoundReport:
+        return RoundReport("train", self.state.t, "00", contributors, missing, 1.0, 10, 20, 0.1, 0.0, 0.1, 1)
+
+    def members(self) -> list[FakeMember]:
+        return [FakeMember(ME.peer, me=True), *self.others]
+
+    def describe(self, **changes: Any) -> None:
+        assert not self.left
+        self.said.append(changes)
+
+    def checkpoint(self, channel: str) -> FakeCheckpoint:
+        return FakeCheckpoint(b"the log", self.state.t, self.tokens, self.state.digest(), self.state.export())
+
+    def leave(self, timeout_s: float = 5.0) -> None:
+        self.left = True
+
+    def theta(self) -> Tensor:
+        out = torch.empty(self.state.numel)
+        self.state.read(out)
+        return out

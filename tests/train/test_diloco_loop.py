@@ -1,0 +1,165 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlc.train.outer_loop
+from dlc.errors import DlcError, UsageError
+from dlc.flat import FlatView
+from dlc.train.diloco import DiLoCo
+from tests.train.fake_peer import FakePeer
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+def build(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+    model(inputs.to(next(model.parameters()).dtype)).square().sum().backward()
+
+
+def params(model: nn.Module) -> Tensor:
+    view = FlatView.of(model)
+    return view.gather(torch.empty(view.numel))
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def test_each_exchange_is_one_nesterov_step_of_torch_on_the_pseudo_gradient() -> None:
+    peer, model, twin = FakePeer(), build(), build()
+    opt = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=0.01), peer, sync_every=3, codec="fp32")
+    inner = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    theta = nn.Parameter(params(twin))
+    outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
+    reports = []
+    for step in range(12):
+        backward(model, step)
+        reports.append(opt.step())
+        opt.zero_grad()
+        backward(twin, step)
+        inner.step()
+        inner.zero_grad()
+        if step % 3 == 2:
+            theta.grad = theta.detach() - params(twin)
+            outer.step()
+            FlatView.of(twin).scatter(theta.detach())
+    assert [report.t if report else None for report in reports] == [None, None, 1, None, None, 2, None, None, 3] + [
+        None,
+        None,
+        4,
+    ]
+    assert opt.t == 4 and opt.last_report is reports[-1] and peer.weights == [3.0] * 4
+    torch.testing.assert_close(params(model), params(twin), rtol=1e-5, atol=1e-6)
+    assert torch.equal(params(model), peer.theta())
+
+
+def test_a_round_that_passes_without_us_moves_the_base_and_keeps_our_progress() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=3, outer_lr=1.0, outer_momentum=0.0)
+    start = params(model)
+    backward(model, 0)
+    opt.step()
+    progress = start - params(model)
+    update = torch.full((peer.state.numel,), 0.5)
+    peer.pass_round(update)
+    for group in opt.param_groups:
+        group["lr"] = 0.0  # so that only the rebase moves anything
+    assert opt.step() is None and opt.t == 1
+    torch.testing.assert_close(params(model), start - update - progress)
+    assert opt.step() is not None and opt.t == 2
+    torch.testing.assert_close(peer.vectors[0], progress, rtol=0, atol=1e-6)
+    torch.testing.assert_close(params(model), start - update - progress)
+
+
+def test_a_contribution_that_missed_its_round_is_offered_again_unchanged() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+    start = params(model)
+    peer.misses = ["late", "dead"]
+    backward(model, 0)
+    report = opt.step()
+    assert report is not None and report.t == 3 == opt.t
+    assert len(peer.vectors) == 3 and all(torch.equal(vector, peer.vectors[0]) for vector in peer.vectors)
+    assert torch.equal(params(model), start - peer.vectors[0])
+
+
+def test_a_refused_contribution_is_dropped() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1)
+    start = params(model)
+    peer.misses = ["refused: not finite"]
+    backward(model, 0)
+    assert opt.step() is None and len(peer.vectors) == 1
+    assert torch.equal(params(model), start)
+
+
+def test_values_that_are_not_finite_are_never_offered() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model, lr=float("inf")), peer, sync_every=1)
+    start = params(model)
+    backward(model, 0)
+    with pytest.raises(DlcError, match="not finite"):
+        opt.step()
+    assert not peer.vectors and torch.equal(params(model), start)
+
+
+def test_the_rounding_of_bf16_parameters_is_not_contributed() -> None:
+    peer, model = FakePeer(), build().bfloat16()
+    opt = DiLoCo(model, sgd(model, lr=0.0), peer, sync_every=2)
+    backward(model, 0)
+    opt.step()
+    peer.pass_round(torch.full((peer.state.numel,), 1e-3))  # theta is no bf16 number from here on
+    opt.step()
+    opt.step()
+    opt.step()
+    assert len(peer.vectors) == 2 and all(not vector.any() for vector in peer.vectors)
+    assert torch.equal(params(model), peer.theta().bfloat16().float())
+    assert not torch.equal(params(model), peer.theta())
+
+
+def test_a_newcomer_starts_from_the_swarms_parameters() -> None:
+    peer, first, late = FakePeer(), build(0), build(1)
+    DiLoCo(first, sgd(first), peer)
+    peer.pass_round(torch.ones(peer.state.numel))
+    swarm = peer.state
+
+    class Joined(FakePeer):
+        def open(self, channel, state, **grid):  # type: ignore[no-untyped-def]
+            state.restore(swarm.export())
+            return super().open(channel, state, **grid)
+
+    opt = DiLoCo(late, sgd(late), Joined())
+    assert opt.t == 1 and torch.equal(params(late), peer.theta())
+
+
+def test_state_dict_brings_inner_state_and_counter_back() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, torch.optim.AdamW(model.parameters()), peer, sync_every=3)
+    for step in range(2):
+        backward(model, step)
+        opt.step()
+    state = opt.state_dict()
+    other_model = build()
+    other = DiLoCo(other_model, torch.optim.AdamW(other_model.parameters()), FakePeer(), sync_every=3)
+    other.load_state_dict(state)
+    assert other.inner_step == 2
+    moments = [s["exp_avg"] for s in other.inner.state_dict()["state"].values()]
+    assert moments and all(m.any() for m in moments)
+    backward(other_model, 2)
+    assert other.step() is not None
+
+
+@pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"weight": 0.0}, {"weight": float("nan")}])
+def test_wrong_values_are_refused(wrong: dict[str, float]) -> None:
+    model = build()
+    with pytest.raises(UsageError):
+        DiLoCo(model, sgd(model), FakePeer(), **wrong)  # type: ignore[arg-type]
