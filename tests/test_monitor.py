@@ -201,6 +201,8 @@ class TestBoard:
         first = lines(board)[0]
         for shown in ("a ", "training", "round   3", "4/20", "7.5k", "3.250", "2.0 MB", "3.0 MB"):
             assert shown in first
+        board.end("a", 0)
+        assert [line.split()[0] for line in lines(board)] == ["b"]
 
     def test_a_report_survives_json_and_names_peers(self) -> None:
         lost = (Missing("cccccccccccc", "dead", 1.0), Missing("bbbbbbbbbbbb", "late", 0.25))
@@ -252,7 +254,7 @@ class TestCurves:
         assert found.alone_validation == Curve([], [])
 
     def test_smoothing_keeps_the_length(self) -> None:
-        assert smooth(Curve([0, 1, 2], [3.0, 1.0, 2.0]), 2) == Curve([0, 1, 2], [3.0, 2.0, 1.5])
+        assert smooth(Curve([0, 1, 2], [3.0, 1.0, 2.0]), 3) == Curve([0, 1, 2], [2.0, 2.0, 1.5])
 
     def test_the_picture_is_a_png(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")

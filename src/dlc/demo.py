@@ -37,8 +37,8 @@ from dlc.monitor.table import Board
 from dlc.monitor.verdict import SIGKILL, Expected, Record, Role, exit_text
 from dlc.runspec import RunSpec
 
-ROUNDS, SYNC_EVERY = 12, 30
-"""About 100 s on two cores; the half that follows the kill is long enough for a process to start and join."""
+ROUNDS, SYNC_EVERY = 12, 20
+"""About 90 s on two idle cores; the half that follows the kill is long enough for a process to start and join."""
 PEERS_MIN, PEERS_MAX = 3, 16
 """With two, the survivor of a kill would be no majority and wait a minute; more than 16 are no demo."""
 CHUNK_ELEMS = 8192
@@ -188,7 +188,7 @@ class Demo:
 
     def _start(self, name: str, role: Role, options: list[str]) -> None:
         listen = [] if "--listen" in options else ["--listen", "127.0.0.1:0"]
-        command = [sys.executable, "-m", "dlc", "join", "--json", *listen, *options]
+        command = [sys.executable, "-P", "-m", "dlc", "join", "--json", *listen, *options]
         command += ["--key-file", str(self._key), "--state-dir", str(self._folder / name)]
         command += ["--eval-every", str(max(1, self.spec.rounds // VALIDATIONS)), "--checkpoint-every", "0"]
         stdout = self._children.start(name, command, self._out / "logs" / f"{name}.log", ONE_THREAD)

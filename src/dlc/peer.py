@@ -178,6 +178,8 @@ class Peer:
         state = StateDir(state_dir) if isinstance(state_dir, str | Path) else state_dir or Ephemeral()
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
         ident = f"{voter.peer}.{voter.inc}".encode()
+        if resume is not None and not listed and not found:
+            listed = _known_addresses(state)
         transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=_bulk_port(listen))
         intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
         driver = Driver(transport, voter, lambda event: None)
@@ -331,6 +333,7 @@ class Peer:
                 pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, attached.state.export()
             )
 
+        self._save_address_book()
         return self._ask(take)
 
     # ---------------------------------------------------------------- library all-reduce
@@ -495,6 +498,12 @@ class Peer:
 def _position(node: Node, channel: str) -> Position:
     state = node.log.state
     return Position(state.round_of(channel), state.tokens, state.head, node.lease(), node.log.digest(channel))
+
+
+def _known_addresses(state: PeerState) -> tuple[str, ...]:
+    """A peer that goes on from a checkpoint without --peers looks for those that it knew and that had not left."""
+    book = state.load_address_book()
+    return tuple(known["addresses"][0] for known in book.values() if known["addresses"] and not known["left"])
 
 
 def _bulk_port(listen: str) -> int:

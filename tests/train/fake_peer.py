@@ -96,7 +96,7 @@ class FakePeer:
         self.ledger = self.ledger.committed([(ME, upto)]).seated([ME])
         self.tokens += weight
         report = self.report((Share(ME.peer, weight, 1.0),), ())
-        self.events.put(RoundDone(report, True))
+        self.events.put(RoundDone(report, True, grid="", fits=True))
         return FakePending(report, True)
 
     def pass_round(self, update: Tensor | None = None, reason: str = "late") -> RoundReport:
@@ -104,7 +104,7 @@ class FakePeer:
         self.state.step(self.state.t + 1, [(0, self.state.numel, update)])
         missing = (Missing(ME.peer, reason, 1.0),)  # type: ignore[arg-type]
         report = self.report((Share(OTHER.peer, 1.0, 1.0),), missing)
-        self.events.put(RoundDone(report, False))
+        self.events.put(RoundDone(report, False, grid="", fits=True))
         return report
 
     def lose_lease(self) -> None:

@@ -11,6 +11,7 @@ of a manifest computes the same next `LogState`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -170,7 +171,8 @@ class LogState:
         )
 
 
-def rank(seed: bytes, electorate: Sequence[Voter]) -> tuple[Voter, ...]:
+@functools.lru_cache(maxsize=256)
+def rank(seed: bytes, electorate: tuple[Voter, ...]) -> tuple[Voter, ...]:
     return tuple(sorted(electorate, key=lambda voter: blake3(seed + pack(voter)).digest()))
 
 

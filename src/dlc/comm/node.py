@@ -106,8 +106,10 @@ class Node:
         self.ctx = Context(self.me, self.members)
         self.ctx.now = now
         self.log = Log()
+        self._resumed_head = b""
         if resumed is not None:
             self.log.install(resumed, (resumed.head,))
+            self._resumed_head = resumed.head
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
@@ -155,6 +157,8 @@ class Node:
 
         def act() -> None:
             attached = self.log.attach(channel, state, grid, lease_len)
+            # Restored from the same checkpoint as the log that this node was started with.
+            attached.synced = self.log.is_open(channel) and self.log.head == self._resumed_head
             if not self.log.is_open(channel):
                 spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
                 self.slot.wishes[channel] = msg.Ready(
@@ -166,10 +170,6 @@ class Node:
             self.sync.start()
 
         return self._event(now, act)
-
-    def resume_channel(self, channel: str, state: State, grid: Grid, lease_len: int) -> None:
-        """Attach a state restored from the same checkpoint as the log that this node was started with."""
-        self.log.attach(channel, state, grid, lease_len).synced = True
 
     def contribute(
         self,
@@ -461,13 +461,14 @@ class Node:
     def _say_waiting(self) -> None:
         """Tell the application, once per change, that nothing can go on and for whom we wait."""
         state = self.log.state
-        missing = tuple(v.peer for v in state.electorate if not self.members.alive(v))
+        absent = [v for v in state.electorate if not self.members.alive(v)]
+        missing = tuple(v.peer for v in absent if not self.members.gone(v))
         waiting = None
         if state.head == EMPTY:
             unheard = tuple(a for a in self.config.listed if a not in self.slot.answers)
             if unheard:
                 waiting = Waiting("founding needs every listed address", unheard)
-        elif not state.quorum([v for v in state.electorate if v.peer not in missing]):
+        elif missing and not state.quorum([v for v in state.electorate if v not in absent]):
             waiting = Waiting(f"no quorum; going on without them after {self.members.t_evict_s:.0f} s", missing)
         if waiting is not None and waiting != self._last_waiting:
             self.ctx.notify(waiting)

@@ -31,7 +31,9 @@ def alive_records(ctx: Context) -> list[Record]:
 
 def greater_alive(ctx: Context, log: Log) -> list[Record]:
     """Alive peers whose history is greater than mine, the greatest first."""
-    ahead = [r for r in alive_records(ctx) if key_of(r) > log.state.key]
+    key = log.state.key
+    members = ctx.members
+    ahead = [r for r in members.records() if key_of(r) > key and can_vote(r) and members.alive(r.voter)]
     return sorted(ahead, key=key_of, reverse=True)
 
 

@@ -10,6 +10,8 @@ from dlc.monitor.verdict import Record, of_role
 
 SMOOTH_SHARE = 0.05
 """Steps that one point of the smoothed curve averages, as a part of all steps."""
+ENLARGED_FROM = 0.3
+"""Where the enlarged part starts, as a part of all steps."""
 SWARM, ALONE, NOTE = "#1f5fbf", "#d9822b", "#777777"
 
 
@@ -40,33 +42,37 @@ def curves(records: Sequence[Record], sync_every: int) -> Curves:
 
 
 def smooth(curve: Curve, window: int) -> Curve:
-    """Mean over the last `window` points, fewer at the start."""
-    losses = [
-        sum(part) / len(part)
-        for i in range(len(curve.losses))
-        if (part := curve.losses[max(0, i + 1 - window) : i + 1])
-    ]
-    return Curve(curve.steps, losses)
+    """Mean over `window` points around each (an odd number), fewer at both ends."""
+    half, losses = window // 2, curve.losses
+    parts = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+    return Curve(curve.steps, [sum(part) / len(part) for part in parts])
 
 
 def save_picture(path: Path, all_curves: Curves, marks: Sequence[tuple[int, str]], title: str) -> str:
-    """Write a PNG; `marks` are (step, text) to be drawn. Returns "" or the reason why there is none."""
+    """Write a PNG: the whole run, and its second part enlarged. `marks` are (step, text) to be drawn.
+
+    Returns "" or the reason why there is none.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return "matplotlib is not installed; for the picture: pip install 'dlc[plots]'"
-    figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw(axes, all_curves.swarm, all_curves.swarm_validation, SWARM, "swarm", "mean over its peers")
-    _draw(axes, all_curves.alone, all_curves.alone_validation, ALONE, "one peer alone", "")
-    _draw_marks(axes, marks)
-    axes.set(title=title, xlabel="inner steps per peer", ylabel="loss, nats per byte")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
+    whole, part = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    for axes in (whole, part):
+        _draw(axes, all_curves.swarm, all_curves.swarm_validation, SWARM, "swarm, mean of its peers")
+        _draw(axes, all_curves.alone, all_curves.alone_validation, ALONE, "one peer alone")
+        axes.set(xlabel="inner steps per peer", ylabel="loss, nats per byte")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    whole.set_xlim(left=0)
+    whole.legend(loc="upper right", fontsize=9, framealpha=1, edgecolor="none")
+    _enlarge(part, all_curves)
+    for axes in (whole, part):
+        _draw_marks(axes, marks)
+    figure.suptitle(title)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -74,24 +80,43 @@ def save_picture(path: Path, all_curves: Curves, marks: Sequence[tuple[int, str]
     return ""
 
 
-def _draw(axes: Any, training: Curve, validation: Curve, colour: str, name: str, note: str) -> None:
-    window = max(1, round(SMOOTH_SHARE * len(training.steps)))
-    axes.plot(*training, color=colour, alpha=0.18, linewidth=0.8)
-    label = f"{name}: training{f', {note}' if note else ''}"
-    axes.plot(*smooth(training, window), color=colour, linewidth=1.4, alpha=0.8, label=label)
-    axes.plot(*validation, color=colour, linewidth=1.2, linestyle=":", marker="o", markersize=5,
-              markeredgecolor="white", label=f"{name}: validation")  # fmt: skip
-    if validation.steps:
-        axes.annotate(f"{validation.losses[-1]:.3f}", (validation.steps[-1], validation.losses[-1]), color=colour,
-                      xytext=(6, 0), textcoords="offset points", va="center", fontsize=9,
-                      annotation_clip=False)  # fmt: skip
+def _draw(axes: Any, training: Curve, validation: Curve, colour: str, name: str) -> None:
+    axes.plot(*training, color=colour, alpha=0.15, linewidth=0.8)
+    axes.plot(*_smoothed(training), color=colour, linewidth=1.4, alpha=0.8, label=f"training: {name}")
+    style = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 5, "markeredgecolor": "white"}
+    axes.plot(*validation, color=colour, label=f"validation: {name.partition(',')[0]}", zorder=3, **style)
+
+
+def _smoothed(training: Curve) -> Curve:
+    return smooth(training, 1 + 2 * round(SMOOTH_SHARE * len(training.steps) / 2))
+
+
+def _enlarge(axes: Any, found: Curves) -> None:
+    """Show the part in which the losses differ by less than the start hides, with the last validation losses."""
+    last = max((curve.steps[-1] for curve in found if curve.steps), default=0)
+    first = ENLARGED_FROM * last
+    drawn = (_smoothed(found.swarm), _smoothed(found.alone), found.swarm_validation, found.alone_validation)
+    losses = [loss for curve in drawn for step, loss in zip(*curve, strict=True) if step >= first]
+    if not losses:
+        return
+    margin = 0.12 * (max(losses) - min(losses)) + 0.01
+    axes.set_xlim(first, last + 0.14 * (last - first))
+    axes.set_ylim(min(losses) - 2 * margin, max(losses) + margin)
+    ends = [(c.losses[-1], c.steps[-1], colour) for c, colour in zip(found[2:], (SWARM, ALONE), strict=True) if c.steps]
+    for i, (loss, step, colour) in enumerate(sorted(ends)):
+        lift = 5 if i else -5  # the lower of two a little down, the upper a little up
+        at = {"xytext": (7, lift), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{loss:.3f}", (step, loss), color=colour, fontsize=10, fontweight="bold", **at)
 
 
 def _draw_marks(axes: Any, marks: Sequence[tuple[int, str]]) -> None:
-    for i, (step, text) in enumerate(marks):
+    together: dict[int, list[str]] = {}
+    for step, text in marks:
+        together.setdefault(step, []).append(text)
+    for step, texts in together.items():
         axes.axvline(step, color=NOTE, linewidth=1, linestyle="--")
-        axes.annotate(text, (step, 0.02 + 0.05 * i), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                      textcoords="offset points", color=NOTE, fontsize=9)  # fmt: skip
+        at = {"xytext": (4, 6), "textcoords": "offset points", "va": "bottom"}
+        axes.annotate("\n".join(texts), (step, 0), xycoords=("data", "axes fraction"), color=NOTE, fontsize=9, **at)
 
 
 def _mean(records: Sequence[Record], kind: str, key: str, scale: int) -> Curve:

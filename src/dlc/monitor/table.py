@@ -132,12 +132,13 @@ def table(board: Board, title: str = "", caption: str = "") -> Table:
 
 
 def lines(board: Board) -> list[str]:
-    """The board as plain text, one line per peer."""
+    """The board as plain text, one line for each peer that has not ended."""
     return [
         f"{row.name:<10} {row.state:<9} round {row.t:>3}  step {row.inner:>3}/{row.of:<3} "
         f"{_thousands(row.tokens_per_s):>6} tokens/s  loss {_loss(row.loss):>6}  "
         f"sent {megabytes(row.bytes_sent):>8}  received {megabytes(row.bytes_received):>8}"
         for row in board.rows.values()
+        if not row.ended
     ]
 
 

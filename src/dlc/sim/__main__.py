@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one line of JSON per schedule, and one for all")
     parser.add_argument("--transcript", action="store_true", help="print the last events of each schedule")
     parser.add_argument("--max-failures", type=int, default=1, metavar="N", help="stop after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no schedule after so long")
     args = parser.parse_args()
     kinds = [k for k in args.faults.split(",") if k and k != "none"]
     unknown = sorted(set(kinds) - set(FAULTS))
@@ -58,7 +59,7 @@ def sweep(args: argparse.Namespace, kinds: list[str]) -> int:
             run(plan, transcript)
             _explain(args, kinds, seed, outcome.violation, transcript)
         failures += bool(outcome.violation)
-        if failures >= args.max_failures:
+        if failures >= args.max_failures or time.monotonic() - began > args.seconds:
             break
     minutes = (time.monotonic() - began) / 60
     summary = {

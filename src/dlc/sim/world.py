@@ -174,10 +174,7 @@ class World:
         state = ToyState(self.grid.numel, 0 if self.scenario.equal_states else int(host.name[1:]))
         if disk is not None:
             state.restore(memoryview(disk.image))
-            node.resume_channel(CHANNEL, state, self.grid, LEASE_LEN)
-            self.act(process, node.tick)
-        else:
-            self.act(process, lambda now: node.attach(CHANNEL, state, self.grid, LEASE_LEN, now))
+        self.act(process, lambda now: node.attach(CHANNEL, state, self.grid, LEASE_LEN, now))
         process.trainer.begin()
         self.later(process, CHECKPOINT_EVERY_S * rng.random(), self._checkpoint, process)
         self.checker.paths_changed()

@@ -1,0 +1,189 @@
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dlc import __version__
+from dlc.cli import main
+from dlc.cli.join import default_listen, join_line
+from dlc.comm.security import load_run_key
+from dlc.errors import UsageError
+from dlc.runspec import InnerSpec, ModelSpec, RunSpec
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DLC_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DLC_KEY_FILE", raising=False)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit status and the one line on stderr."""
+    try:
+        code = main(list(words))
+    except SystemExit as exit:  # argparse
+        code = int(str(exit.code))
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    return code, said.err
+
+
+@pytest.mark.parametrize("command", ["join", "key", "status", "demo"])
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    said = capsys.readouterr().out
+    assert f"  dlc {command}" in said and "--log-level" in said
+    assert (command != "demo") or "--n-peers" in said
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"dlc {__version__}\n"
+
+
+def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = set()
+    for _ in range(2):
+        assert main(["key"]) == 0
+        keys.add(load_run_key(capsys.readouterr().out))
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer"),
+        (["join", "--rounds", "-1"], "negative"),
+        (["join", "--join-timeout", "0"], "above 0"),
+        (["join", "--peers", "somewhere"], "no address"),
+        (["join", "--peers", "127.0.0.1:0"], "port 0"),
+        (["join", "--peers", "192.0.2.1:4600"], "--key-file"),
+        (["join", "--listen", "0.0.0.0:0", "--device", "cpu"], "insecure"),
+        (["join", "--device", "abacus"], "abacus"),
+        (["join", "--config", "nowhere.toml"], "nowhere.toml"),
+        (["join", "--key-file", "nowhere.key", "--device", "cpu"], "dlc key > nowhere.key"),
+        (["status", "--peers", "x"], "no address"),
+        (["status"], "--peers"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    code, text = fails(capsys, *words)
+    assert code == 2 and said in text
+
+
+def test_an_unknown_option_in_the_config_is_answered_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "RUN.toml"
+    config.write_text("[inner]\nbatchsize = 4\n")
+    code, text = fails(capsys, "join", "--config", str(config))
+    assert code == 2 and "did you mean 'inner.batch_size'" in text and str(config) in text
+
+
+def test_a_file_that_holds_no_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.key"
+    wrong.write_text("secret\n")
+    wrong.chmod(0o600)
+    code, text = fails(capsys, "join", "--key-file", str(wrong), "--device", "cpu")
+    assert code == 2 and "does not hold a run key" in text and "secret" not in text
+
+
+def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = fails(capsys, "join", "--peers", "127.0.0.1:1", "--join-timeout", "0.2", "--log-level", "error")
+    assert code == 3 and "127.0.0.1:1" in text
+    code, text = fails(capsys, "status", "--peers", "127.0.0.1:1", "--timeout", "0.2")
+    assert code == 3 and "127.0.0.1:1" in text
+
+
+def test_the_key_file_of_the_environment_is_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLC_KEY_FILE", "of-the-environment.key")
+    code, text = fails(capsys, "join", "--device", "cpu")
+    assert code == 2 and "of-the-environment.key" in text
+
+
+def test_the_traceback_is_there_when_asked_for(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["join", "--config", "nowhere.toml", "--log-level", "debug"]) == 2
+    assert "Traceback" in caplog.text and "nowhere.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RunSpec(),
+        RunSpec(run="a.b", rounds=7, inner=InnerSpec(betas=(0.5, 0.75), lr=1e-5)),
+        RunSpec(model=ModelSpec(kind="path", path='a "quoted" folder')),
+        RunSpec(model=ModelSpec(config={"model_type": "gpt2", "rope": {"kinds": ["a", 1], "more": {"x y": True}}})),
+    ],
+)
+def test_print_config_reads_back_as_the_same_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, spec: RunSpec
+) -> None:
+    config = tmp_path / "RUN.toml"
+    config.write_text(spec.to_toml())
+    assert main(["join", "--config", str(config), "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert RunSpec.from_dict(tomllib.loads(text)) == spec
+    assert not (tmp_path / "home").exists()
+
+
+def test_print_config_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", "--rounds", "9", "--print-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "rounds = 9" in lines
+    options = [i for i, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    config = next(i for i, line in enumerate(lines) if line == "[model.config]")
+    data = next(i for i, line in enumerate(lines) if line == "[data]")
+    unexplained = [lines[i] for i in options if not lines[i - 1].startswith("#") and not config < i < data]
+    assert len(options) > 25 and not unexplained
+
+
+def test_where_a_peer_listens_by_default() -> None:
+    assert default_listen((), has_key=False, insecure=False) == "127.0.0.1:0"
+    assert default_listen((), has_key=True, insecure=False) == "0.0.0.0:0"
+    assert default_listen((), has_key=False, insecure=True) == "0.0.0.0:0"
+    assert default_listen(("127.0.0.1:9", "localhost:9"), has_key=True, insecure=False) == "127.0.0.1:0"
+    assert default_listen(("127.0.0.1:9", "host.example:9"), has_key=True, insecure=False) == "0.0.0.0:0"
+    assert default_listen(("[2001:db8::1]:9",), has_key=True, insecure=False) == "[::]:0"
+    with pytest.raises(UsageError):
+        default_listen(("host.example:9",), has_key=False, insecure=False)
+
+
+def test_the_line_for_others() -> None:
+    assert join_line("h:1", None, False) == "dlc join --peers h:1"
+    assert join_line("h:1", Path("a b.key"), True) == "dlc join --peers h:1 --key-file 'a b.key'"
+    assert join_line("h:1", None, True) == "dlc join --peers h:1 --insecure"
+
+
+def test_importing_dlc_loads_neither_torch_nor_zmq() -> None:
+    program = (
+        "import sys, json, dlc, dlc.cli, dlc.cli.options\n"
+        "dlc.cli.options.parser(False)\n"
+        "heavy = [m for m in ('torch', 'zmq', 'transformers', 'numpy', 'rich') if m in sys.modules]\n"
+        "print(json.dumps([heavy, sorted(dlc.__all__), dlc.RunSpec.__module__, 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    names = ["DiLoCo", "Peer", "RoundReport", "RunSpec", "__version__"]
+    assert json.loads(done.stdout) == [[], names, "dlc.runspec", False]
+
+
+def test_the_public_names_are_what_they_say() -> None:
+    import dlc
+
+    assert (dlc.Peer.__name__, dlc.DiLoCo.__name__, dlc.RoundReport.__name__) == ("Peer", "DiLoCo", "RoundReport")
+    assert set(dlc.__all__) <= set(dir(dlc))
+    with pytest.raises(AttributeError, match="DiLoco"):
+        dlc.DiLoco  # noqa: B018

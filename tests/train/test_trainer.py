@@ -1,0 +1,266 @@
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dlc.train.outer_loop
+from dlc.errors import CheckpointError, DlcError, UsageError
+from dlc.flat import FlatView
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.train import saver
+from dlc.train.inner import InnerLoop, StepResult
+from dlc.train.trainer import DIVERGED_MAX, Summary, Trainer
+from tests.train.fake_peer import FakeMember, FakePeer
+
+H = 4
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+Event = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 100)
+    return RunSpec(
+        rounds=2,
+        sync_every=H,
+        model=ModelSpec(config=LLAMA),
+        data=DataSpec(source=str(text), seq_len=16),
+        inner=InnerSpec(batch_size=2, accumulate=2, warmup_steps=1),
+    )
+
+
+class Run:
+    """A trainer with its events; `on_step` is called after the n-th inner step of the whole run."""
+
+    def __init__(self, peer: FakePeer, folder: Path, **options: Any) -> None:
+        self.peer, self.stop = peer, threading.Event()
+        self.events: list[Event] = []
+        self.on_step: dict[int, Callable[[], object]] = {}
+        self._steps = 0
+        self.trainer = Trainer(
+            peer, folder, on_event=self._take, peer_events=peer.events, device="cpu", eval_blocks=4, **options
+        )
+
+    def _take(self, event: Event) -> None:
+        json.dumps(event, allow_nan=False)
+        self.events.append(event)
+        if event["event"] == "step":
+            self._steps += 1
+            self.on_step.get(self._steps, lambda: None)()
+
+    def go(self) -> Summary:
+        return self.trainer.run(self.stop)
+
+    def all(self, name: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == name]
+
+    def params(self) -> torch.Tensor:
+        view = FlatView.of(self.trainer.model)
+        return view.gather(torch.empty(view.numel))
+
+
+def test_a_whole_run(spec: RunSpec, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = Run(FakePeer(spec), tmp_path / "state")
+    summary = run.go()
+    peer = run.peer
+    assert (summary.reason, summary.t, summary.tokens) == ("rounds", 2, 2 * spec.tokens_per_round)
+    assert summary.digest == peer.state.digest().hex() and peer.left
+    assert [event["step"] for event in run.all("step")] == list(range(2 * H))
+    assert [(event["t"], event["counted"], bool(event["digest"])) for event in run.all("round")] == [
+        (1, True, True),
+        (2, True, True),
+    ]
+    assert run.all("round")[-1]["digest"] == summary.digest
+    before, after = (event["loss"] for event in run.all("validation"))
+    assert after == summary.validation_loss < before
+    assert run.all("end")[0]["bytes_sent"] == 20 and run.all("end")[0]["digest"] == summary.digest
+    assert peer.weights == [spec.tokens_per_round] * 2
+    assert peer.uptos == [spec.blocks_per_round, 2 * spec.blocks_per_round]
+    assert summary.model is not None
+    loaded = FlatView.of(AutoModelForCausalLM.from_pretrained(summary.model))
+    assert torch.equal(loaded.gather(torch.empty(loaded.numel)), peer.theta())
+    names = [event["event"] for event in run.events if event["event"] != "step"]
+    assert names[:3] == ["phase", "synced", "validation"] and names[-1] == "end"
+    status = peer.said[-1]["status"]
+    assert {"t", "inner", "of", "loss", "tokens_per_s", "phase"} <= status.keys()
+
+
+def test_the_run_ends_with_the_round_that_reaches_its_tokens(spec: RunSpec, tmp_path: Path) -> None:
+    limit = dataclasses.replace(spec, rounds=0, tokens=spec.tokens_per_round + 1)
+    summary = Run(FakePeer(limit), tmp_path).go()
+    assert (summary.reason, summary.t) == ("tokens", 2)
+
+
+def test_a_round_that_passes_during_inner_steps_is_reported_and_our_work_still_counts(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {2: run.peer.pass_round}
+    summary = run.go()
+    assert [(event["t"], event["counted"]) for event in run.all("round")] == [(1, False), (2, True)]
+    assert [event["step"] for event in run.all("step")] == [0, 1, H + 2, H + 3]  # the schedule is the swarm's
+    assert summary.t == 2 and run.peer.weights == [spec.tokens_per_round] and run.peer.vectors[0].any()
+
+
+def test_a_late_contribution_is_offered_once_more(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.misses = ["late"]
+    run.go()
+    assert len(run.peer.vectors) == 2 and torch.equal(*run.peer.vectors)
+    assert [event["counted"] for event in run.all("round")] == [False, True]
+    assert run.all("round")[0]["loss"] is None and len(run.all("step")) == H
+
+
+def test_the_last_round_may_pass_without_us(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.misses = ["late", "late", "late"]
+    assert run.go().reason == "rounds"
+    assert len(run.peer.vectors) == 2
+
+
+def test_work_on_blocks_that_another_peer_got_is_dropped(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+
+    def put_out() -> None:
+        run.peer.lose_lease()
+        run.peer.pass_round()
+
+    run.on_step = {2: put_out}
+    run.go()
+    assert len(run.all("step")) == 2 + H and len(run.peer.vectors) == 1
+    assert run.peer.weights == [spec.tokens_per_round]
+    assert run.peer.uptos[0] > 2 * spec.blocks_per_lease  # from the new lease
+
+
+def test_a_lease_lost_without_a_round_is_noticed_before_contributing(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {H: run.peer.lose_lease}
+    run.go()
+    assert len(run.all("step")) == 3 * H and len(run.peer.vectors) == 2
+
+
+def test_stop_leaves_saves_and_contributes_nothing_half_done(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {H + 1: run.stop.set}
+    summary = run.go()
+    assert (summary.reason, summary.t, summary.validation_loss) == ("interrupted", 1, None)
+    assert run.peer.left and len(run.peer.vectors) == 1 and len(run.all("step")) == H + 1
+    assert summary.checkpoint is not None and summary.checkpoint.is_file()
+    assert torch.equal(run.params(), run.peer.theta())
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint(spec: RunSpec, tmp_path: Path) -> None:
+    first = Run(FakePeer(spec), tmp_path)
+    first.on_step = {H + 1: first.stop.set}
+    first.go()
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None and saved.t == 1 and saved.log == b"the log" and saved.spec == spec
+    anything = saver.newest(tmp_path)
+    assert anything is not None and anything.path == saved.path
+    second = Run(FakePeer(spec), tmp_path, resume=saved)
+    second.go()
+    assert [event["step"] for event in second.all("step")] == list(range(H, 2 * H))
+    moments = second.trainer._inner.tensors()
+    assert float(moments["0.step"]) == H + 1 + H  # of the first process, and its own
+
+
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
+    assert saver.newest(tmp_path, dataclasses.replace(spec, seed=1)) is None
+    paths = sorted(saver.folder_of(tmp_path, spec).iterdir())
+    assert [path.name for path in paths] == ["t-00000001.safetensors", "t-00000002.safetensors"]
+    paths[1].write_bytes(paths[1].read_bytes()[:-9])
+    older = saver.newest(tmp_path, spec)
+    assert older is not None and older.t == 1 and "t-00000002" in caplog.text
+    assert saver.set_aside(tmp_path) is not None and saver.newest(tmp_path) is None
+
+
+def test_a_full_disk_is_told_and_training_goes_on(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(saver, "save_checkpoint", full)
+    monkeypatch.setattr("dlc.train.trainer.save_model_folder", full)
+    summary = Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
+    assert (summary.t, summary.checkpoint, summary.model) == (2, None, None)
+    assert caplog.text.count("No space left on device") == 3
+
+
+def test_a_loss_that_is_not_finite_is_not_contributed(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step, bad = InnerLoop.train_step, {2}
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        good = train_step(self, batches, step)
+        calls.append(step)
+        return StepResult(float("nan"), good.tokens, 1.0) if len(calls) in bad else good
+
+    calls: list[int] = []
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(spec), tmp_path / "one")
+    assert run.go().t == 2 and len(run.all("diverged")) == 1 and len(calls) == 2 + 2 * H
+    calls.clear()
+    bad.update(range(1, 100))
+    run = Run(FakePeer(spec), tmp_path / "all")
+    with pytest.raises(DlcError, match=r"inner\.lr"):
+        run.go()
+    assert [event["in_a_row"] for event in run.all("diverged")] == list(range(1, DIVERGED_MAX + 1))
+    assert not run.peer.vectors
+
+
+@pytest.mark.parametrize(
+    ("statuses", "first"),
+    [
+        ([{"t": 0, "inner": 2}], 2),
+        ([{"t": 0, "inner": 1}, {"t": 0, "inner": 3}, {"t": 0, "inner": 3}], 3),
+        ([{"t": 0, "inner": H}], H - 1),  # all wait already: one step, and nobody waits for us
+        ([{"t": 7, "inner": 2}], 0),  # another round
+        ([{}, {"t": 0, "inner": "2"}, {"t": 0, "inner": -1}], 0),  # what other hosts say is checked
+    ],
+)
+def test_a_newcomer_begins_where_the_others_are(
+    spec: RunSpec, tmp_path: Path, statuses: list[dict[str, Any]], first: int
+) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.others = [FakeMember(status=status) for status in statuses]
+    run.go()
+    assert [event["step"] for event in run.all("step")] == list(range(first, 2 * H))
+    assert run.peer.weights == [spec.tokens_per_round * (H - first) / H, spec.tokens_per_round]
+
+
+def test_validation_every_round(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path, eval_every=1)
+    run.go()
+    assert [event["t"] for event in run.all("validation")] == [0, 1, 2]
+
+
+def test_an_unknown_device_is_refused(spec: RunSpec, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="abacus"):
+        Trainer(FakePeer(spec), tmp_path, device="abacus")
