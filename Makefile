@@ -1,8 +1,8 @@
 # One command per intention; `make help` lists them.
 PYTHON ?= python3
-# Where a CPU build of torch is found on Linux, whose default build brings several GB of CUDA libraries.
-# For a GPU: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Another place to take torch from, for example the CPU builds, which are far smaller than PyPI's Linux default:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 # Further arguments of test, test-gpu, sim, demo and bench: make test ARGS="-k runspec"
 ARGS ?=
 
@@ -22,9 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "dlc needs Python 3.11 or newer: make setup PYTHON=python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(shell uname -s),Linux)
-	$(BIN)/python -m pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
 endif
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,plots,tensorboard]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,plots,tensorboard]'
 	touch $@
 
 lint: $(STAMP) ## style and formatting, by ruff

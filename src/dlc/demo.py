@@ -34,7 +34,7 @@ from dlc.monitor.feed import Feed, Item
 from dlc.monitor.outcome import write_outcome
 from dlc.monitor.show import Show
 from dlc.monitor.table import Board
-from dlc.monitor.verdict import SIGKILL, Expected, Record, Role, exit_text
+from dlc.monitor.verdict import SIGKILL, Expected, Record, Role, exit_text, loss_text
 from dlc.runspec import RunSpec
 
 ROUNDS, SYNC_EVERY = 12, 20
@@ -230,8 +230,8 @@ class Demo:
         elif kind == "synced" and record.role == "newcomer":
             self._show.note(f"the newcomer has the model of round {event.get('t')}")
         elif kind == "end":
-            loss = event.get("validation_loss")
-            self._show.note(f"{record.name} done: validation loss {loss}, digest {str(event.get('digest'))[:12]}")
+            loss, digest = loss_text(event.get("validation_loss")), str(event.get("digest"))[:12]
+            self._show.note(f"{record.name} done: validation loss {loss}, digest {digest}")
 
 
 def free_addresses(count: int) -> list[str]:

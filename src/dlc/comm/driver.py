@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
+from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.lanes import Incoming, LinkEvent, Route, Writable
@@ -75,6 +76,7 @@ class Driver:
         self._calls: collections.deque[tuple[Future[Any], Callable[[float], Any]]] = collections.deque()
         self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
         self._addresses: dict[str, PeerId] = {}
+        self._dials: dict[PeerId, str] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
 
@@ -122,6 +124,8 @@ class Driver:
             elif isinstance(effect, Dial):
                 self.transport.send_control(effect.address, self._frames(effect.message))
             elif isinstance(effect, Notify):
+                if isinstance(effect.event, MemberLeft):
+                    self._forget(effect.event.voter.peer)
                 self.on_event(effect.event)
             elif isinstance(effect, Answer) and route is not None:
                 self._answer(route, effect.message, observed_host)
@@ -147,8 +151,17 @@ class Driver:
         if record is None or not record.control:
             return
         address = record.control[0]
-        self._addresses[address] = to
+        if self._dials.get(to) != address:
+            self._forget(to)
+            self._dials[to], self._addresses[address] = address, to
         self.transport.send_control(address, self._frames(message))
+
+    def _forget(self, peer: PeerId) -> None:
+        """Close the links to a peer that left or moved; one that is only silent is dialled for ever."""
+        for address in [a for a, p in self._addresses.items() if p == peer]:
+            del self._addresses[address]
+            self.transport.forget(address)
+        self._dials.pop(peer, None)
 
     def _run(self) -> None:
         try:

@@ -179,12 +179,15 @@ class Slot:
         except (ValueError, DlcError):
             return False
         fixed = {f.chunk for f in m.fixed}
+        known = state.channel(entry.channel)
         return (
             len(m.assignment) == grid.n_chunks
             and all(-1 <= o < len(m.owners) for o in m.assignment)
             and all((o < 0) == (c in fixed) for c, o in enumerate(m.assignment))
             and len({p.voter for p in entry.roster}) == len(entry.roster)
             and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
+            and entry.t == state.round_of(entry.channel) + 1
+            and (known is None or not known.leased or all(state.ledger.valid(p.voter, p.upto) for p in entry.roster))
         )
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:

@@ -162,9 +162,15 @@ def _round_survived(records: Sequence[Record], expected: Expected) -> Check:
 
     held = bool(survivors) and len(reports) == len(survivors) and all(map(shows_it, reports.values()))
     silent = [record.name for record in survivors if record.name not in reports]
-    said = [f"{name}: {report.summary()}" for name, report in reports.items()]
-    detail = " | ".join(said + [f"{name}: no such round" for name in silent])
+    said = [f"{name}: {report.ballots} ballots, {_missing_text(report, records)}" for name, report in reports.items()]
+    detail = "; ".join(said + [f"{name}: no such round" for name in silent])
     return Check("the survivors finished that round and report the failure", held, detail)
+
+
+def _missing_text(report: RoundReport, records: Sequence[Record]) -> str:
+    names = {record.id: record.name for record in records}
+    missing = [f"{names.get(lost.peer, lost.peer[:8])} missing ({lost.reason})" for lost in report.missing]
+    return ", ".join(missing) or "nobody missing"
 
 
 def _newcomer_works(records: Sequence[Record], expected: Expected) -> Check:

@@ -144,8 +144,9 @@ class Checker:
         if log.state.key <= key:
             raise Violation("I6", f"{process.voter} goes from {key} down to {log.state.key}")
         self._seen[process] = (log.head, log.state.key)
-        for past in log.past:
-            if past.entry.hash not in self.states:
+        hashes = [p.entry.parent for p in log.past][1:] + [log.head]
+        for past, entry_hash in zip(log.past, hashes, strict=False):
+            if entry_hash not in self.states:
                 self._new_entry(process, past)
         known = self.states.setdefault(log.head, log.state)
         if known != log.state:
@@ -200,7 +201,7 @@ class Checker:
         if not isinstance(event, RoundDone):
             return
         report = event.report
-        past = next((p for p in process.node.log.past if p.entry.hash.hex() == report.head), None)
+        past = next((p for p in reversed(process.node.log.past) if p.entry.hash.hex() == report.head), None)
         if past is None:
             return
         included = {p.voter.peer for r in past.results for p in r.header.included}

@@ -449,7 +449,7 @@ class World:
             if not hits or not self._expendable(process):
                 continue
             self.traps.remove(trap)
-            stop = [*hits, len(effects)][int(fault.part * (len(hits) + 1))]
+            stop = [*hits, len(effects)][min(len(hits), int(fault.part * (len(hits) + 1)))]
             self.say(process, "is struck", f"after {stop} of {len(effects)} effects ({fault.target})")
             self._perform_all(process, effects[:stop])
             if fault.kind == "crash":

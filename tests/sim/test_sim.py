@@ -1,0 +1,262 @@
+"""The simulator itself: swarms that work, faults that they survive, and mutations that must not go unnoticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from dlc.comm import choose as choose_module
+from dlc.comm import coordinator as coordinator_module
+from dlc.comm import entries as entries_module
+from dlc.sim.invariants import Violation
+from dlc.sim.network import Weather
+from dlc.sim.run import Outcome, run
+from dlc.sim.schedule import FAULTS, Fault, Scenario, Start, scenario
+from dlc.sim.toy import CHANNEL
+from dlc.sim.transcript import Transcript
+from dlc.sim.world import World
+
+torch.set_num_threads(1)
+
+CALM = Weather(latency_max_s=0.05)
+
+
+def swarm(n: int, seed: int = 0, faults: tuple[Fault, ...] = (), weather: Weather = CALM) -> Scenario:
+    """One founder, the others join in the first two seconds."""
+    starts = (Start(0.0, ()), *(Start(0.2 * i, (0,)) for i in range(1, n)))
+    return Scenario(seed, starts, faults, weather, inner_s=1.0)
+
+
+def good(plan: Scenario) -> Outcome:
+    outcome = run(plan)
+    assert not outcome.violation, outcome.violation
+    return outcome
+
+
+def heads(world: World) -> set[bytes]:
+    return {p.node.log.head for p in world.running()}
+
+
+def digests(world: World) -> set[bytes]:
+    return {p.node.log.attached[CHANNEL].digest for p in world.running() if p.node.log.attached[CHANNEL].synced}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_without_faults_everybody_takes_part_in_every_round(n: int) -> None:
+    world = World(swarm(n))
+    world.run_until(15.0)
+    rounds = world.checker.rounds
+    world.run_until(30.0)
+    assert world.checker.rounds >= rounds + 5
+    assert all(len(p.node.log.state.electorate) == n for p in world.running())
+    last = max((p.node.log.past[-1].entry for p in world.running()), key=lambda e: e.depth)
+    assert {part.voter for part in last.roster} == {p.voter for p in world.running()}
+
+
+def test_a_seed_replays_exactly() -> None:
+    plan = scenario(5, 2, 3, FAULTS)
+    assert run(plan) == run(plan)
+
+
+def test_four_that_start_at_once_with_one_list_form_one_group_under_loss() -> None:
+    everyone = (0, 1, 2, 3)
+    weather = dataclasses.replace(CALM, loss=0.1)
+    for seed in range(3):
+        plan = Scenario(seed, tuple(Start(0.0, everyone) for _ in everyone), weather=weather, equal_states=False)
+        world = World(plan)
+        world.run_until(30.0)
+        assert {len(p.node.log.state.electorate) for p in world.running()} == {4}
+        assert not world.checker.history.forks
+        assert world.checker.rounds >= 3
+
+
+def test_nobody_founds_while_a_listed_address_is_silent() -> None:
+    world = World(Scenario(0, (Start(0.0, (0, 1, 2)), Start(0.0, (0, 1, 2)))))
+    world.run_until(60.0)
+    assert heads(world) == {bytes(32)}
+
+
+@pytest.mark.parametrize("kind", ["crash", "freeze"])
+@pytest.mark.parametrize("target", ["Plan", "Result", "Held", "Promise", "Commit"])
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_a_peer_struck_in_the_middle_of_a_batch(kind: str, target: str, part: float) -> None:
+    fault = Fault(10.0, kind, for_s=8.0, target=target, part=part)
+    faults = (fault,) if target != "Promise" else (Fault(9.5, "crash"), fault)
+    good(swarm(4, seed=int(10 * part), faults=faults))
+
+
+def test_a_round_in_flight_survives_the_crash_of_owner_coordinator_or_contributor() -> None:
+    """Whoever dies after the plan, the round that was planned commits: its number is not used twice."""
+    for who in range(3):
+        world = World(swarm(3))
+        world.run_until(10.0)
+        while not any(p.node.slot.plan and p.node.slot.plan.entry.roster for p in world.running()):
+            world.clock.step()
+        t = max(p.node.log.state.round_of(CHANNEL) for p in world.running())
+        world.crash(world.running()[who])
+        world.run_until(world.now + 10.0)
+        assert all(p.node.log.state.round_of(CHANNEL) > t for p in world.running())
+        assert len(digests(world)) == 1 or len(heads(world)) > 1
+
+
+def test_a_newcomer_gets_the_state_and_votes() -> None:
+    world = World(swarm(3, faults=(Fault(10.0, "join"),)))
+    world.run_until(30.0)
+    newcomer = world.hosts["p3"].process
+    assert newcomer is not None and newcomer.node.log.attached[CHANNEL].synced
+    assert newcomer.voter in newcomer.node.log.state.electorate
+    assert newcomer.trainer.rounds >= 3
+
+
+def test_a_leave_needs_no_waiting() -> None:
+    world = World(swarm(2))
+    world.run_until(10.0)
+    world.leave(world.running()[0])
+    rounds = world.checker.rounds
+    world.run_until(18.0)  # less than T_evict
+    assert world.checker.rounds >= rounds + 3
+
+
+def test_survivors_go_on_after_a_lost_majority() -> None:
+    faults = tuple(Fault(10.0, "crash", who=0) for _ in range(3))
+    assert good(swarm(4, faults=faults)).faults["crash"] == 3
+
+
+def test_a_frozen_half_catches_up() -> None:
+    faults = (Fault(10.0, "freeze", who=0, for_s=50.0), Fault(10.1, "freeze", who=0, for_s=50.0))
+    assert not good(swarm(4, faults=faults)).forks
+
+
+def test_both_sides_of_a_partition_train_on_and_heal() -> None:
+    outcome = good(swarm(4, faults=(Fault(10.0, "partition", who=0b0011, for_s=90.0),)))
+    assert outcome.forks == 1
+
+
+def test_some_dozens_of_seeds() -> None:
+    began, seed = time.monotonic(), 0
+    while seed < 40 and (time.monotonic() - began < 25.0 or seed < 12):
+        good(scenario(seed, 2, 5, FAULTS))
+        seed += 1
+
+
+def test_a_transcript_tells_what_happened() -> None:
+    transcript = Transcript()
+    run(swarm(2, faults=(Fault(10.0, "crash"),)), transcript)
+    text = "\n".join(transcript.lines())
+    assert "CRASHES" in text or len(text.splitlines()) >= 400
+
+
+# ------------------------------------------------------------------ mutations
+
+
+def three_without_coordinator(world: World) -> tuple[bytes, list[str]]:
+    """Three voters at one head, ready to decide the next round."""
+    world.run_until(10.0)
+    while len(heads(world)) != 1 or any(p.node.slot.plan for p in world.running()):
+        world.clock.step()
+    head = heads(world).pop()
+    ranked = world.running()[0].node.log.state.ranked
+    return head, [v.peer for v in ranked]
+
+
+def isolate(world: World, a: str, b: str) -> None:
+    world.network.cut(a, b)
+    world.network.cut(b, a)
+
+
+def step_until(world: World, condition, limit_s: float = 120.0) -> None:  # type: ignore[no-untyped-def]
+    end = world.now + limit_s
+    while not condition():
+        assert world.clock.step() and world.now < end, "the transcript does not reach its point"
+
+
+def accepted_value_then_new_coordinator() -> World:
+    """The coordinator A of three commits with B's vote and dies with the entry told to nobody; B and C go on."""
+    world = World(swarm(3))
+    head, (a, b, c) = three_without_coordinator(world)
+    process = {name: world.hosts[name].process for name in (a, b, c)}
+    step_until(world, lambda: all(p is not None and p.node.slot.plan is not None for p in process.values()))
+    isolate(world, a, c)  # C lacks A's chunks, and relays are of no use for bulk
+    isolate(world, b, c)
+    coordinator = process[a]
+    assert coordinator is not None
+    step_until(world, lambda: coordinator.node.log.head != head)
+    world.crash(coordinator)
+    world.network.cuts.clear()
+    world.run_until(world.now + 60.0)
+    return world
+
+
+def test_an_accepted_value_is_decided_again() -> None:
+    world = accepted_value_then_new_coordinator()
+    assert not world.checker.history.forks
+    assert len(world.running()) == 2
+
+
+def test_mutation_ignoring_accepted_values_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = choose_module.choose
+
+    def mutant(promises):  # type: ignore[no-untyped-def]
+        return whole({v: dataclasses.replace(p, accepted=None, accepted_ballot=None, plan=None, held=()) for v, p in promises.items()})
+
+    monkeypatch.setattr(coordinator_module, "choose", mutant)
+    with pytest.raises(Violation, match="I1|S2"):
+        accepted_value_then_new_coordinator()
+
+
+def halves_apart() -> World:
+    """Two voters, cut from each other for less than T_evict: only rank 0 may go on."""
+    world = World(swarm(2))
+    _, (a, b) = three_without_coordinator(world)
+    isolate(world, a, b)
+    world.run_until(world.now + 14.0)
+    world.network.cuts.clear()
+    world.run_until(world.now + 20.0)
+    return world
+
+
+def test_only_the_half_with_the_casting_vote_goes_on() -> None:
+    assert not halves_apart().checker.history.forks
+
+
+def test_mutation_half_as_quorum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mutant(present, electorate, rank0):  # type: ignore[no-untyped-def]
+        return bool(electorate) and 2 * len(set(present) & set(electorate)) >= len(electorate)
+
+    monkeypatch.setattr(entries_module, "is_quorum", mutant)
+    with pytest.raises(Violation, match="I1"):
+        halves_apart()
+
+
+def frozen_majority_wakes() -> World:
+    """A and B of three freeze with votes for a round in hand; C goes on by force; A and B wake."""
+    world = World(swarm(3))
+    _, (a, b, _) = three_without_coordinator(world)
+    for name in (a, b):
+        process = world.hosts[name].process
+        assert process is not None
+        world.freeze(process, 60.0)
+    world.run_until(world.now + 90.0)
+    return world
+
+
+def test_a_frozen_majority_wakes_and_follows() -> None:
+    world = frozen_majority_wakes()
+    assert len(world.running()) == 3
+
+
+def test_mutation_without_freeze_detection_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.comm.node.Node._become_stale", lambda self, now: setattr(self.ctx, "stale", False))
+    with pytest.raises(Violation, match="S2|I1|I6"):
+        for seed in range(10):
+            world = World(dataclasses.replace(swarm(5), seed=seed))
+            _, ranked = three_without_coordinator(world)
+            for name in ranked[:3]:
+                process = world.hosts[name].process
+                assert process is not None
+                world.freeze(process, 60.0)
+            world.run_until(world.now + 58.0)
+            world.run_until(world.now + 30.0)
