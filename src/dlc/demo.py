@@ -190,7 +190,14 @@ class Demo:
         listen = [] if "--listen" in options else ["--listen", "127.0.0.1:0"]
         command = [sys.executable, "-P", "-m", "dlc", "join", "--json", *listen, *options]
         command += ["--key-file", str(self._key), "--state-dir", str(self._folder / name)]
-        command += ["--eval-every", str(max(1, self.spec.rounds // VALIDATIONS)), "--checkpoint-every", "0"]
+        command += [
+            "--device",
+            "cpu",
+            "--eval-every",
+            str(max(1, self.spec.rounds // VALIDATIONS)),
+            "--checkpoint-every",
+            "0",
+        ]
         stdout = self._children.start(name, command, self._out / "logs" / f"{name}.log", ONE_THREAD)
         self._board.add(name)
         self.records.append(Record(name, role))

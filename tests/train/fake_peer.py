@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlc.comm.events import RoundDone
 from dlc.comm.ids import Voter
-from dlc.comm.ledger import Ledger, Lease
+from dlc.comm.ledger import Lease, Ledger
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
 from dlc.train.outer import OuterState

@@ -97,7 +97,7 @@ def _enlarge(axes: Any, found: Curves) -> None:
     first = ENLARGED_FROM * last
     drawn = (_smoothed(found.swarm), _smoothed(found.alone), found.swarm_validation, found.alone_validation)
     losses = [loss for curve in drawn for step, loss in zip(*curve, strict=True) if step >= first]
-    if not losses:
+    if not losses or last == 0:
         return
     margin = 0.12 * (max(losses) - min(losses)) + 0.01
     axes.set_xlim(first, last + 0.14 * (last - first))

@@ -1,0 +1,102 @@
+"""What a new coordinator must keep: written as small transcripts, one per rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dlc.comm.choose import Again, Resume, choose
+from dlc.comm.entries import CONFIG, ROUND, Entry, Part
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.messages import Decree, HeldChunk, Plan, Promise
+
+A, B, C = (Voter(name, 1) for name in "abc")
+PA, PB = Part(A, 1.0, 4), Part(B, 1.0, 8)
+HEAD = b"h" * 32
+ROUND_1 = Entry(ROUND, HEAD, 3, "train", 1, (A, B, C), (A, B, C), (PA, PB), 8, 4, "fp32", b"", b"", 0)
+H0, H1, H2 = b"0" * 32, b"1" * 32, b"2" * 32
+
+
+def plan(counter: int, voter: Voter = A, entry: Entry = ROUND_1) -> Plan:
+    return Plan(HEAD, Ballot(counter, voter), (), entry, b"", (A, B), (0, 1), ())
+
+
+def promise(**fields: object) -> Promise:
+    empty = Promise(HEAD, Ballot(9, C), None, None, None, (), (), ())
+    return dataclasses.replace(empty, **fields)  # type: ignore[arg-type]
+
+
+def test_nothing_known_is_a_free_choice() -> None:
+    assert choose({A: promise(), B: promise()}) is None
+
+
+def test_a_config_plan_that_nobody_accepted_is_forgotten() -> None:
+    config = dataclasses.replace(ROUND_1, kind=CONFIG, roster=())
+    assert choose({A: promise(plan=plan(0, entry=config))}) is None
+
+
+def test_an_accepted_decree_is_proposed_again_verbatim() -> None:
+    decree = Decree(dataclasses.replace(ROUND_1, manifest=b"m" * 32), (H0, H1))
+    choice = choose(
+        {
+            A: promise(accepted_ballot=Ballot(0, A), accepted=decree, plan=plan(0)),
+            B: promise(plan=plan(5)),
+            C: promise(accepted_ballot=Ballot(0, A), accepted=decree),
+        }
+    )
+    assert isinstance(choice, Again) and choice.decree == decree
+    assert [(f.chunk, f.hash, f.holders) for f in choice.fixed] == [(0, H0, (A, C)), (1, H1, (A, C))]
+
+
+def test_of_two_accepted_decrees_the_higher_ballot_wins() -> None:
+    old, new = (Decree(dataclasses.replace(ROUND_1, manifest=m * 32), (H0, H1)) for m in (b"o", b"n"))
+    choice = choose(
+        {
+            A: promise(accepted_ballot=Ballot(1, B), accepted=old),
+            B: promise(accepted_ballot=Ballot(2, A), accepted=new),
+        }
+    )
+    assert isinstance(choice, Again) and choice.decree == new
+
+
+def test_a_round_goes_on_with_the_chunks_that_are_held() -> None:
+    choice = choose(
+        {
+            A: promise(plan=plan(0), held=(HeldChunk(0, Ballot(0, A), H0, 0),), rosters=((PA, PB),)),
+            B: promise(plan=plan(0)),
+        }
+    )
+    assert isinstance(choice, Resume) and choice.plan.entry.roster == (PA, PB)
+    assert [(f.chunk, f.hash, f.holders) for f in choice.fixed] == [(0, H0, (A,))]
+
+
+def test_a_chunk_of_another_roster_is_not_reused() -> None:
+    """Found by simulation: an old plan's chunk averaged somebody whom the newer plan's roster does not name."""
+    newer = plan(4, B, dataclasses.replace(ROUND_1, roster=(PA,)))
+    choice = choose(
+        {
+            A: promise(plan=plan(0), held=(HeldChunk(0, Ballot(0, A), H0, 0),), rosters=((PA, PB),)),
+            B: promise(plan=newer),
+        }
+    )
+    assert isinstance(choice, Resume) and choice.plan == newer and choice.fixed == ()
+
+
+def test_a_contribution_with_another_lease_position_is_another_contribution() -> None:
+    """Found by simulation: the same weight with other samples was averaged, and its samples leased again."""
+    stale = Part(B, PB.weight, PB.upto - 4)
+    choice = choose({A: promise(plan=plan(0), held=(HeldChunk(0, Ballot(0, A), H0, 0),), rosters=((PA, stale),))})
+    assert isinstance(choice, Resume) and choice.fixed == ()
+
+
+def test_a_chunk_without_contributors_is_reduced_again() -> None:
+    choice = choose({A: promise(plan=plan(0), held=(HeldChunk(0, Ballot(0, A), H0, 0),), rosters=((),))})
+    assert isinstance(choice, Resume) and choice.fixed == ()
+
+
+def test_of_two_candidates_the_one_with_more_holders_then_the_higher_ballot() -> None:
+    rosters = ((PA, PB),)
+    old, new = HeldChunk(0, Ballot(0, A), H0, 0), HeldChunk(0, Ballot(3, B), H1, 0)
+    choice = choose({v: promise(plan=plan(3), held=(h,), rosters=rosters) for v, h in ((A, old), (B, new), (C, old))})
+    assert isinstance(choice, Resume) and choice.fixed[0].hash == H0
+    choice = choose({v: promise(plan=plan(3), held=(h,), rosters=rosters) for v, h in ((A, old), (B, new))})
+    assert isinstance(choice, Resume) and choice.fixed[0].hash == H1

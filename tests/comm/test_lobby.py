@@ -1,0 +1,82 @@
+"""The lobby as transcripts: who asks whom, when it is done, and with which RunSpec."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dlc.comm.effects import Answer, Dial
+from dlc.comm.framing import decode, encode, run_tag
+from dlc.comm.ids import Voter
+from dlc.comm.lobby import Lobby
+from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
+from dlc.errors import ProtocolError
+
+import pytest
+
+ME, OTHER = Voter("me", 1), Voter("other", 1)
+RECORD = Record(ME, b"", ("a:1",), ("a:2",), "trainer", bytes(32), 0.0, 0, False, False, 0.0, -1.0, 0, False)
+THEIRS = dataclasses.replace(RECORD, voter=OTHER)
+
+
+def welcome(address: str, spec: bytes = b"", record: Record = THEIRS) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, "dlc", spec, record, (), address, "")
+
+
+def test_nobody_listed_is_done_at_once() -> None:
+    assert Lobby(RECORD, "dlc", b"mine", b"h", ()).done
+
+
+def test_the_first_runspec_that_comes_is_taken_without_waiting_for_the_rest() -> None:
+    lobby = Lobby(RECORD, "dlc", b"", b"", ("x:1", "y:1"))
+    assert [e.address for e in lobby.tick(0.0) if isinstance(e, Dial)] == ["x:1", "y:1"]
+    lobby.receive(OTHER, welcome("x:1", b"spec"), 0.1)
+    assert lobby.done and lobby.found is not None and lobby.found.spec == b"spec"
+
+
+def test_all_answered_and_nobody_knows_is_done_and_one_silent_address_is_waited_for() -> None:
+    lobby = Lobby(RECORD, "dlc", b"", b"", ("x:1", "y:1"))
+    lobby.receive(OTHER, welcome("x:1"), 0.1)
+    assert not lobby.done and lobby.unheard() == ("y:1",)
+    lobby.receive(OTHER, welcome("y:1"), 0.2)
+    assert lobby.done and lobby.found is None
+
+
+def test_my_own_address_in_the_list_answers_but_tells_nothing() -> None:
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("a:1",))
+    lobby.receive(ME, welcome("a:1", b"mine", RECORD), 0.1)
+    assert lobby.done and lobby.found is None
+
+
+def test_dialling_backs_off_and_never_ends() -> None:
+    lobby = Lobby(RECORD, "dlc", b"", b"", ("x:1",))
+    now, times = 0.0, []
+    while now < 60:
+        times += [now] * len(lobby.tick(now))
+        now += 0.05
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert gaps[0] < 0.5 and max(gaps) < 4.5 and gaps[-1] > 3.5
+
+
+def test_a_waiting_peer_answers_hellos() -> None:
+    lobby = Lobby(RECORD, "dlc", b"spec", b"h", ("x:1",))
+    (effect,) = lobby.receive(OTHER, Hello(PROTOCOL_VERSION, "dlc", b"", THEIRS, "a:1"), 0.0)
+    assert isinstance(effect, Answer) and isinstance(effect.message, Welcome)
+    assert effect.message.spec == b"spec" and effect.message.address == "a:1"
+
+
+def test_frames_of_another_run_are_refused_but_hellos_are_heard() -> None:
+    ours, theirs = run_tag("dlc", b"1"), run_tag("dlc", b"2")
+    hello = Hello(PROTOCOL_VERSION, "dlc", b"", None, "")
+    assert decode(encode(OTHER, theirs, hello), ours) == (OTHER, hello)
+    with pytest.raises(ProtocolError, match="another run"):
+        decode(encode(OTHER, theirs, Nack(b"", (1, OTHER))), ours)  # type: ignore[arg-type]
+
+
+def test_payload_travels_as_a_frame_of_its_own_and_only_with_bulk() -> None:
+    tag = run_tag("dlc", b"1")
+    contrib = Contrib("train", b"b", 3, 1.0, 0, b"payload")
+    frames = encode(OTHER, tag, contrib)
+    assert len(frames) == 3 and frames[2] == b"payload"
+    assert decode(frames, tag) == (OTHER, contrib)
+    with pytest.raises(ProtocolError, match="frames"):
+        decode(frames[:2], tag)
