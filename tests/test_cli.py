@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -5,13 +6,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dlc import __version__
 from dlc.cli import main
 from dlc.cli.join import default_listen, join_line
+from dlc.cli.status import member_table
 from dlc.comm.security import load_run_key
 from dlc.errors import UsageError
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
+from dlc.survey import Member
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +191,17 @@ def test_the_public_names_are_what_they_say() -> None:
     assert set(dlc.__all__) <= set(dir(dlc))
     with pytest.raises(AttributeError, match="DiLoco"):
         dlc.DiLoco  # noqa: B018
+
+
+def test_the_table_of_members_fits_a_terminal_and_shows_no_markup_of_others() -> None:
+    status = {"t": 12, "inner": 3, "of": 20, "phase": "[bold]waiting", "loss": 2.5}
+    members = [
+        Member("a" * 32, "192.0.2.17:46000", "trainer", True, False, "ab" * 32, 1e6, 9, 1234.5, status, True),
+        Member("b" * 32, "192.0.2.18:46000", "trainer", False, False, "cd" * 32, 1e6, 9, 0.0, {}, False),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(member_table(members))
+    one, two = (line for line in out.getvalue().splitlines() if line.startswith(("aaaaaaaa", "bbbbbbbb")))
+    for cell in ("aaaaaaaa*", "192.0.2.17:46000", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"):
+        assert cell in one
+    assert "no answer" in two and "cdcdcdcd" in two

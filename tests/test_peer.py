@@ -79,7 +79,10 @@ def test_weighted_mean_equals_float64_for_every_codec_and_awkward_shapes(n: int)
 
 def test_mixed_dtypes_keep_their_own(n: int = 2) -> None:
     with swarm(n) as peers:
-        given = [[torch.full((4,), float(i), dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)] for i in (0, 2)]
+        given = [
+            [torch.full((4,), float(i), dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)]
+            for i in (0, 2)
+        ]
         together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=20))
         for tensors in given:
             assert [t.dtype for t in tensors] == [torch.float32, torch.bfloat16, torch.float16]
@@ -124,7 +127,9 @@ def test_peer_with_another_shape_is_left_out_and_named() -> None:
 def test_peer_with_another_codec_gets_an_error_and_not_its_own_values() -> None:
     with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
         codecs = ("fp16", "fp16", "fp32")
-        futures = [pool.submit(p.all_reduce, torch.ones(4), codec=c, timeout_s=8) for p, c in zip(peers, codecs, strict=True)]
+        futures = [
+            pool.submit(p.all_reduce, torch.ones(4), codec=c, timeout_s=8) for p, c in zip(peers, codecs, strict=True)
+        ]
         assert all(len(f.result().contributors) == 2 for f in futures[:2])
         with pytest.raises(UsageError, match="fp16"):
             futures[2].result()

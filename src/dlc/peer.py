@@ -13,10 +13,9 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +27,15 @@ from dlc.comm.events import ContributionDropped, RoundDone, SelfReplaced, Waitin
 from dlc.comm.framing import run_tag
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.ledger import Lease
 from dlc.comm.lobby import Lobby
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.state import State
 from dlc.comm.transport import Transport
 from dlc.comm.wire import pack, unpack
-from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import flatten_tensors, unflatten_into
+from dlc.handles import Checkpoint, Means, Pending, Position, Resume
 from dlc.joining import Introduction, Reception, addresses_of, introduce
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
@@ -52,82 +51,6 @@ LIBRARY_CHUNK_ELEMS = 1 << 18
 """Chunk of a library all-reduce: 1 MiB of fp32."""
 PATIENCE_SHARE = 0.5
 """A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a channel stands in the log, at one moment."""
-
-    t: int
-    """Rounds applied."""
-    tokens: float
-    """Committed by all peers together."""
-    head: bytes
-    lease: Lease | None
-    """What this peer may train; None without leases or without a seat."""
-    digest: bytes
-    """BLAKE3 of the channel's state."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A consistent snapshot of one channel and of the log it belongs to."""
-
-    log: bytes
-    t: int
-    tokens: float
-    digest: bytes
-    image: memoryview
-
-
-class Resume(NamedTuple):
-    """What `Peer.join` needs of a saved checkpoint."""
-
-    log: bytes
-
-
-class Pending:
-    """A contribution on its way: done when a round of its channel was committed, with or without it."""
-
-    def __init__(self, channel: str) -> None:
-        self.channel = channel
-        self.report: RoundReport | None = None
-        self.counted = False
-        self.misfit = ""
-        """What the round averaged, where that was not what this contribution has."""
-        self.error: DlcError | None = None
-        self._event = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> RoundReport | None:
-        """The round's report; None if the contribution was dropped because this peer's state was replaced.
-
-        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left.
-        """
-        if not self._event.wait(timeout_s):
-            raise RoundTimeout(f"no round of {self.channel!r} was committed within {timeout_s:g} s")
-        if self.error is not None:
-            raise self.error
-        return self.report
-
-    def _finish(self, report: RoundReport | None, counted: bool, error: DlcError | None = None) -> None:
-        self.report, self.counted, self.error = report, counted, error
-        self._event.set()
-
-
-class _Means:
-    """Writes the means of one library round over the contribution itself: nothing is sent of it after the commit."""
-
-    def __init__(self, out: Tensor) -> None:
-        self.out = out
-
-    def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None:
-        for start, stop, mean in means:
-            if mean is not None:
-                self.out[start:stop].copy_(mean)
 
 
 class Peer:
@@ -360,7 +283,7 @@ class Peer:
         vector = flatten_tensors(many)
         grid = Grid(vector.numel(), min(LIBRARY_CHUNK_ELEMS, vector.numel()), codec)
         patience_s = PATIENCE_SHARE * timeout_s
-        pending = self._offer(name, vector, grid, weight, 0, patience_s, _Means(vector))
+        pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
         try:
             report = pending.wait(timeout_s)
         except RoundTimeout:
@@ -385,7 +308,7 @@ class Peer:
         weight: float,
         upto: int,
         patience_s: float,
-        sink: _Means | None,
+        sink: Means | None,
     ) -> Pending:
         if vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
             raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
@@ -427,7 +350,7 @@ class Peer:
         """The driver has ended: nobody may wait for it any more."""
         why = f"the peer stopped on an error: {self._driver.error}" if self._driver.error else "the peer has left"
         while self._pending:
-            self._pending.popitem()[1]._finish(None, False, SwarmClosed(why))
+            self._pending.popitem()[1].finish(None, False, SwarmClosed(why))
         with self._changed:
             self._changed.notify_all()
 
@@ -480,11 +403,11 @@ class Peer:
             pending = self._pending.pop(event.report.channel, None)
             if pending is not None:
                 pending.misfit = "" if event.fits else event.grid
-                pending._finish(event.report, event.counted)
+                pending.finish(event.report, event.counted)
         elif isinstance(event, ContributionDropped):
             pending = self._pending.pop(event.channel, None)
             if pending is not None:
-                pending._finish(None, False)
+                pending.finish(None, False)
         elif isinstance(event, SelfReplaced):
             log.error("another process uses this peer's identity (%s): this one stops taking part", event.voter)
         elif isinstance(event, Waiting):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from dlc.comm.effects import Answer, Dial
 from dlc.comm.framing import decode, encode, run_tag
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import Lobby
 from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
 from dlc.errors import ProtocolError
-
-import pytest
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 RECORD = Record(ME, b"", ("a:1",), ("a:2",), "trainer", bytes(32), 0.0, 0, False, False, 0.0, -1.0, 0, False)

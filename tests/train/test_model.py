@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dlc.errors import ConfigError, UsageError
-from dlc.train.checkpoint import save_model_folder
 from dlc.flat import FlatView
+from dlc.train.checkpoint import save_model_folder
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
 from dlc.train.model import build_model
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -25,14 +26,15 @@ def show_status(args: argparse.Namespace) -> int:
 
 
 def member_table(members: list[Member]) -> Table:
-    """One row per peer."""
-    grid = Table()
+    """One row per peer; fits 80 columns."""
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("peer", "address", "state", "round", "step", "tokens/s", "loss", "head"):
-        grid.add_column(head, justify="right" if head in ("round", "step", "tokens/s", "loss") else "left")
+        right = head in ("round", "step", "tokens/s", "loss")
+        grid.add_column(head, justify="right" if right else "left", no_wrap=head != "address", overflow="fold")
     for member in members:
         said = member.status
         state = "left" if member.left else str(said.get("phase", member.role)) if member.alive else "no answer"
-        name = member.id[:8] + (" (this)" if member.me else "")
+        name = member.id[:8] + ("*" if member.me else "")
         step = f"{said['inner']}/{said['of']}" if {"inner", "of"} <= said.keys() else ""
         cells = (name, member.address, state, said.get("t", ""), step, round(member.speed) or "", said.get("loss", ""))
         grid.add_row(*(_plain(cell) for cell in cells), member.head[:8])

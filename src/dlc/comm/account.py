@@ -33,9 +33,7 @@ def account(
         for excluded in result.header.excluded:
             by_reason = reasons.setdefault(excluded.voter, {})
             by_reason[excluded.reason] = by_reason.get(excluded.reason, 0) + stop - start
-    shares = [
-        Share(p.voter.peer, p.weight, elements[p.voter] / grid.numel) for p in entry.roster if elements[p.voter]
-    ]
+    shares = [Share(p.voter.peer, p.weight, elements[p.voter] / grid.numel) for p in entry.roster if elements[p.voter]]
     missing = [
         Missing(voter.peer, _reason(by_reason), min(1.0, sum(by_reason.values()) / grid.numel))
         for voter, by_reason in sorted(reasons.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dlc.comm.context import Context
-from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, Part
+from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.grid import Grid, assign_owners
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log
@@ -28,6 +28,8 @@ OPEN_PATIENCE_S = 5.0
 """How long an opening waits for the other voters' wishes after the first."""
 ETA_UNKNOWN_S = 30.0
 """Assumed for a voter that has not said when it will be ready."""
+NEWCOMER_LAG_MAX = 4
+"""Entries that a newcomer may be behind when it is given a vote."""
 STRAGGLER_FLOOR_S = 2.0
 STRAGGLER_SHARE = 0.15
 """A voter is waited for this share of the inner phase beyond the median of the predicted times."""
@@ -218,10 +220,13 @@ def next_electorate(
             for v in log.state.electorate
             if not members.gone(v) and (members.alive(v) or members.unseen_s(v) < members.t_remove_s)
         }
+        # One a few entries behind catches up as any voter does; to wait for the very head would starve newcomers
+        # where rounds are shorter than catching up and being heard of take.
+        recent = {log.head, *(p.entry.parent for p in list(log.past)[-NEWCOMER_LAG_MAX:])} - {EMPTY}
         newcomers = {
             r.voter
             for r in records.values()
-            if r.role != "observer" and r.synced and r.head == log.head and members.alive(r.voter)
+            if r.role != "observer" and r.synced and r.head in recent and members.alive(r.voter)
         }
         electorate |= {v for v in newcomers if not members.gone(v)}
     newest: dict[str, Voter] = {}

@@ -284,9 +284,7 @@ class Coordinator:
     def _propose_config(self, electorate: tuple[Voter, ...]) -> None:
         state = self.log.state
         electorate, trainers = next_electorate(self.ctx, self.log, electorate)
-        entry = Entry(
-            CONFIG, state.head, state.depth + 1, "", 0, electorate, trainers, (), 0, 0, "", b"", b"", 0
-        )
+        entry = Entry(CONFIG, state.head, state.depth + 1, "", 0, electorate, trainers, (), 0, 0, "", b"", b"", 0)
         self._propose(entry, (), (), (), b"")
 
     def _propose(
@@ -355,5 +353,3 @@ class Coordinator:
         holders = sorted(self.votes)
         self._drop()
         self.committed(entry, holders)
-
-

@@ -113,9 +113,7 @@ class Node:
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
-        self.coordinator = Coordinator(
-            self.ctx, self.log, self.slot, self.exchange, self._committed, self._diverged
-        )
+        self.coordinator = Coordinator(self.ctx, self.log, self.slot, self.exchange, self._committed, self._diverged)
         self.sync = Sync(self.ctx, self.log, self.exchange, self._apply, self._switched)
         self.leaving = False
         self._last: float | None = None
@@ -190,9 +188,7 @@ class Node:
             raise DlcError(f"the vector has {vector.numel()} elements, the channel {grid.numel}")
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
-        ready = msg.Ready(
-            state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0
-        )
+        ready = msg.Ready(state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0)
 
         def act() -> None:
             self.exchange.offered[channel] = Offered(ready, vector, sink, now)
@@ -262,9 +258,7 @@ class Node:
             return
         members = self.members
         waiting = [
-            v
-            for v in self.log.state.electorate
-            if v != self.me and not members.gone(v) and not members.refreshed(v)
+            v for v in self.log.state.electorate if v != self.me and not members.gone(v) and not members.refreshed(v)
         ]
         if waiting and members.running_s - self._stale_since < members.t_refresh_s:
             return

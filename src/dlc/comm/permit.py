@@ -58,9 +58,7 @@ def permits(
     if state.quorum([v for v in state.electorate if members.alive(v)]):  # (c)
         return False
     for voter in state.electorate:  # (d)
-        evicted = members.gone(voter) or (
-            not members.alive(voter) and members.unseen_s(voter) >= members.t_evict_s
-        )
+        evicted = members.gone(voter) or (not members.alive(voter) and members.unseen_s(voter) >= members.t_evict_s)
         if voter not in group and not evicted:
             return False
     return _legitimate(ctx, log, group, listed, answers, founder)  # (e)

@@ -44,6 +44,8 @@ PIECE_BYTES = 1 << 20
 PIECES_IN_FLIGHT = 8
 """Per donor: bounds what a newcomer asks for at once."""
 IMAGE_KEEP_S = 60.0
+STEPS_IN_FLIGHT = 2
+"""Entries whose results are asked for at once: hides the round trips, bounds the memory."""
 ASK_AGAIN_S = 1.0
 IMAGE_BYTES_MAX = 1 << 38
 CHAIN_SENT_MAX = 4096
@@ -132,8 +134,10 @@ class Sync:
 
     def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
         """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
+        known = self.first_states.get(channel) == digest
         self.first_states[channel] = digest
-        self.start(hint=donor)
+        # The coordinator may lack it too, if it proposes what others accepted: then everybody is asked in turn.
+        self.start(hint=None if known else donor)
 
     def start(self, hint: Voter | None = None) -> None:
         """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
@@ -149,15 +153,15 @@ class Sync:
         if not ahead:
             return
         # Turn by turn among the best few, so that one silent donor is not asked for ever.
-        best = ahead[: max(1, min(3, len(ahead)))]
+        best = ahead if self.first_states else ahead[:3]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         self._asked_at = self._heard_at = self.ctx.now
         state = self.log.state
         self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY))
 
     def _awaiting(self) -> bool:
-        """A donor was asked just now: its answer is on the way."""
-        return self.donor is not None and self.ctx.now - self._asked_at < ASK_AGAIN_S
+        """Somebody was asked just now: the answer is on the way, or it was of no use."""
+        return self.ctx.now - self._asked_at < ASK_AGAIN_S
 
     def _abandon(self) -> None:
         self.donor, self._steps, self._results, self._download = None, [], {}, None
@@ -173,21 +177,22 @@ class Sync:
         self._ask_results()
         self._replay()
 
-    def _ask_results(self) -> None:
+    def _ask_results(self, which: slice = slice(0, STEPS_IN_FLIGHT)) -> None:
         if not self._steps or self.donor is None:
             return
         self._asked_at = self.ctx.now
         held = set(self.exchange.hashes.values())
-        lacking = [h for h in self._steps[0].hashes if h not in self._results and h not in held]
-        if lacking:
-            self.ctx.send(self.donor, Fetch(self._steps[0].entry.parent, LOWEST, (), tuple(lacking)))
+        for step in self._steps[which]:
+            lacking = tuple(h for h in step.hashes if h not in self._results and h not in held)
+            if lacking:
+                self.ctx.send(self.donor, Fetch(step.entry.parent, LOWEST, (), lacking))
 
     def receive_result(self, result: Result) -> bool:
         """Take a result that the replay waits for."""
         if not self._steps:
             return False
         digest = result_hash(result)
-        if digest not in self._steps[0].hashes:
+        if not any(digest in step.hashes for step in self._steps[:STEPS_IN_FLIGHT]):
             return False
         self._heard_at = self.ctx.now
         self._results[digest] = result
@@ -203,13 +208,13 @@ class Sync:
                 return
             in_hand = {self.exchange.hashes[c]: r for c, r in self.exchange.held.items()} | self._results
             if any(h not in in_hand for h in step.hashes):
-                self._ask_results() if not self._results else None
                 return
             results = tuple(in_hand[h] for h in step.hashes)
-            self._steps.pop(0)
-            rest, self._results = self._steps, {}
+            rest = self._steps[1:]
+            self._results = {h: r for h, r in self._results.items() if h not in step.hashes}
             self.apply(step.entry, step.hashes, results)
             self._steps = rest
+            self._ask_results(slice(STEPS_IN_FLIGHT - 1, STEPS_IN_FLIGHT))
         self.donor = None
         self._asked_at = -1e9
 
@@ -223,6 +228,10 @@ class Sync:
             self.donor = None
             return
         if fork and m.state.key <= self.log.state.key:
+            self.donor = None
+            return
+        offered = {i.channel: i.digest for i in m.images}
+        if m.state.key == self.log.state.key and any(offered.get(c) != d for c, d in self.first_states.items()):
             self.donor = None
             return
         wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]

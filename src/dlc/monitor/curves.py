@@ -116,7 +116,9 @@ def _draw_marks(axes: Any, marks: Sequence[tuple[int, str]]) -> None:
     for step, texts in together.items():
         axes.axvline(step, color=NOTE, linewidth=1, linestyle="--")
         at = {"xytext": (4, 6), "textcoords": "offset points", "va": "bottom"}
-        axes.annotate("\n".join(texts), (step, 0), xycoords=("data", "axes fraction"), color=NOTE, fontsize=9, **at)
+        where = ("data", "axes fraction")
+        text = axes.annotate("\n".join(texts), (step, 0), xycoords=where, color=NOTE, fontsize=9, **at)
+        text.set_in_layout(False)  # it may lie outside, where a run ended early
 
 
 def _mean(records: Sequence[Record], kind: str, key: str, scale: int) -> Curve:

@@ -47,5 +47,3 @@ class History:
         while self._depth[ahead] > self._depth[behind]:
             ahead, steps = self._parent[ahead], steps + 1
         return steps if ahead == behind else None
-
-

@@ -261,9 +261,7 @@ class World:
             self._check_wire(message)
         if target is not None:
             source = process.host
-            self.network.carry(
-                source.name, target.name, self._receive, target, process.voter, source, message
-            )
+            self.network.carry(source.name, target.name, self._receive, target, process.voter, source, message)
 
     def _check_wire(self, message: msg.Message) -> None:
         again = unpack(pack(message), type(message))
@@ -445,7 +443,9 @@ class World:
         """If a trap waits for this batch, let a part of it out, and give back what is still to be sent (nothing)."""
         for trap in self.traps:
             fault = trap.fault
-            hits = [i for i, e in enumerate(effects) if isinstance(e, Send) and type(e.message).__name__ == fault.target]
+            hits = [
+                i for i, e in enumerate(effects) if isinstance(e, Send) and type(e.message).__name__ == fault.target
+            ]
             if not hits or not self._expendable(process):
                 continue
             self.traps.remove(trap)
