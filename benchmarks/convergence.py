@@ -109,9 +109,8 @@ def main() -> int:
     if args.json:
         print(json.dumps(result | {"gain": statistics.mean(gains), "gain_standard_error": error}))
     else:
-        print(
-            f"{args.peers} peers are better by {statistics.mean(gains):.4f} +- {error:.4f} nats per byte (standard error)"
-        )
+        gain = statistics.mean(gains)
+        print(f"{args.peers} peers are better by {gain:.4f} +- {error:.4f} nats per byte (standard error)")
     return 0
 
 

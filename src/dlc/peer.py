@@ -101,8 +101,8 @@ class Peer:
         state = StateDir(state_dir) if isinstance(state_dir, str | Path) else state_dir or Ephemeral()
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
         ident = f"{voter.peer}.{voter.inc}".encode()
-        if resume is not None and not listed and not found:
-            listed = _known_addresses(state)
+        # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
+        awaited = _known_addresses(state) if resume is not None and not listed and not found else listed
         transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=_bulk_port(listen))
         intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
         driver = Driver(transport, voter, lambda event: None)
@@ -111,7 +111,7 @@ class Peer:
         lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
-            peer._take_part(reception, listed, found or not listed, resume)
+            peer._take_part(reception, awaited, found or not awaited, resume)
             if not hold:
                 peer._seat(join_timeout_s)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Leases: whatever joins, leaves and commits, every block is consumed, pooled, leased or fresh, and never two of them (I5)."""
+"""Leases: whatever happens, every block is consumed, pooled, leased or fresh, and never two of them (I5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a committed round: a RoundReport read from the manifest's own chunk headers, so true by construction."""
+"""A RoundReport of a committed round, read from the manifest's own chunk headers, so true by construction."""
 
 from __future__ import annotations
 

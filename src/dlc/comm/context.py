@@ -1,7 +1,7 @@
 """What the machines of one peer share while they handle one event.
 
-A `Context` is created once per peer. For each event the node sets `now`, the machines append to `out`, and the node hands
-the effects on. It holds no behaviour of the protocol: only who I am, what time it is, and how to send.
+A `Context` is created once per peer. For each event the node sets `now`, the machines append to `out`, and the node
+hands the effects on. It holds no behaviour of the protocol: only who I am, what time it is, and how to send.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every message that peers exchange, as frozen dataclasses without behaviour.
 
-Names follow docs/protocol.md. Control messages travel on the control lane; those that derive from `Bulk` travel on the bulk
-lane and carry their payload as a raw frame of its own, outside the msgpack header. Slot messages name their slot by
-`head` (hash of its parent entry); data-plane messages carry `base`.
+Names follow docs/protocol.md. Control messages travel on the control lane; those that derive from `Bulk` travel on the
+bulk lane and carry their payload as a raw frame of its own, outside the msgpack header. Slot messages name their slot
+by `head` (hash of its parent entry); data-plane messages carry `base`.
 """
 
 from __future__ import annotations

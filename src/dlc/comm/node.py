@@ -244,7 +244,7 @@ class Node:
             self._become_stale(now)
 
     def _become_stale(self, now: float) -> None:
-        """I may have been frozen: drop coordination, and neither promise nor vote before I know where the others are."""
+        """I may have been frozen: no coordination, promise or vote before I know where the others are."""
         self.ctx.stale = True
         self._stale_since = self.members.running_s
         self.coordinator.drop()
