@@ -201,7 +201,7 @@ def test_the_table_of_members_fits_a_terminal_and_shows_no_markup_of_others() ->
     ]
     out = io.StringIO()
     Console(file=out, width=80).print(member_table(members))
-    one, two = (line for line in out.getvalue().splitlines() if line.startswith(("aaaaaaaa", "bbbbbbbb")))
+    one, two = (line for line in out.getvalue().splitlines() if line.strip().startswith(("aaaaaaaa", "bbbbbbbb")))
     for cell in ("aaaaaaaa*", "192.0.2.17:46000", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"):
         assert cell in one
     assert "no answer" in two and "cdcdcdcd" in two

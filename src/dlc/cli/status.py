@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ def show_status(args: argparse.Namespace) -> int:
 
 def member_table(members: list[Member]) -> Table:
     """One row per peer; fits 80 columns."""
-    grid = Table(box=SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for head in ("peer", "address", "state", "round", "step", "tokens/s", "loss", "head"):
         right = head in ("round", "step", "tokens/s", "loss")
         grid.add_column(head, justify="right" if right else "left", no_wrap=head != "address", overflow="fold")

@@ -106,10 +106,9 @@ class Node:
         self.ctx = Context(self.me, self.members)
         self.ctx.now = now
         self.log = Log()
-        self._resumed_head = b""
+        self._resumed = resumed
         if resumed is not None:
             self.log.install(resumed, (resumed.head,))
-            self._resumed_head = resumed.head
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
@@ -155,8 +154,10 @@ class Node:
 
         def act() -> None:
             attached = self.log.attach(channel, state, grid, lease_len)
-            # Restored from the same checkpoint as the log that this node was started with.
-            attached.synced = self.log.is_open(channel) and self.log.head == self._resumed_head
+            # Restored from the checkpoint that this node was started with, and no round came since.
+            resumed, here = self._resumed, self.log.state
+            same_base = resumed is not None and here.base(channel) == resumed.base(channel)
+            attached.synced = self.log.is_open(channel) and same_base
             if not self.log.is_open(channel):
                 spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
                 self.slot.wishes[channel] = msg.Ready(
@@ -246,9 +247,9 @@ class Node:
     def _become_stale(self, now: float) -> None:
         """I may have been frozen: no coordination, promise or vote before I know where the others are."""
         self.ctx.stale = True
-        self._stale_since = self.members.running_s
         self.coordinator.drop()
         self.ctx.out.extend(self.members.begin_refresh(now))
+        self._stale_since = self.members.running_s  # after the step that the gap itself adds
 
     def _refresh(self) -> None:
         """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or T_refresh passed."""

@@ -45,10 +45,11 @@ def main() -> int:
 
 def sweep(args: argparse.Namespace, kinds: list[str]) -> int:
     first, end = args.seeds
+    low, high = args.peers
     began, done, rounds, events, failures = time.monotonic(), 0, 0, 0, 0
     faults: Counter[str] = Counter()
     for seed in range(first, max(end, first + 1)):
-        plan = scenario(seed, *args.peers, kinds)
+        plan = scenario(seed, low, high, kinds)
         outcome = run(plan)
         done, rounds, events = done + 1, rounds + outcome.rounds, events + outcome.events
         faults.update(outcome.faults)
@@ -75,7 +76,8 @@ def sweep(args: argparse.Namespace, kinds: list[str]) -> int:
 
 def _explain(args: argparse.Namespace, kinds: list[str], seed: int, violation: str, transcript: Transcript) -> None:
     out = sys.stderr if args.json else sys.stdout
-    plan = scenario(seed, *args.peers, kinds)
+    low, high = args.peers
+    plan = scenario(seed, low, high, kinds)
     print(f"seed {seed}: {len(plan.starts)} peers, {plan.n_chunks} chunks, {plan.weather}", file=out)
     for number, start in enumerate(plan.starts):
         print(f"  p{number} starts at {start.at_s:.2f} s, listed {start.listed or 'nobody'}", file=out)
@@ -84,7 +86,6 @@ def _explain(args: argparse.Namespace, kinds: list[str], seed: int, violation: s
     for line in transcript.lines():
         print(line, file=out)
     if violation:
-        low, high = args.peers
         print(f"VIOLATION {violation}", file=out)
         command = ["python", "-m", "dlc.sim", "--peers", f"{low}:{high}", "--seeds", str(seed)]
         print(f"replay: {shlex.join([*command, '--faults', ','.join(kinds) or 'none'])} --transcript", file=out)

@@ -46,7 +46,7 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
         violation = f"a peer raised (at {world.now:.3f} s): {traceback.format_exc()}"
     checker = world.checker
     return Outcome(
-        scenario.seed, violation, checker.rounds, dict(world.struck), checker.history.forks, world.clock.events,
+        scenario.seed, violation, checker.rounds, dict(world.faults.struck), checker.history.forks, world.clock.events,
         world.now, settled_s,
     )  # fmt: skip
 

@@ -5,15 +5,14 @@
     World     carries out the effects of every node, lets faults happen on schedule, and calls the checker after
               every event
 
-What the real driver does is done here in its simplest form: effects become messages, bulk is pulled whenever the
-host's uplink is idle, a node is ticked by its own deadline.
+In place of the driver: effects become messages, bulk is pulled when the uplink is idle, ticks come by deadline.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,10 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.wire import pack, unpack
+from dlc.sim.faults import Faults
 from dlc.sim.invariants import Checker, Violation
 from dlc.sim.network import Clock, Network
-from dlc.sim.schedule import Fault, Scenario, Start
+from dlc.sim.schedule import Scenario, Start
 from dlc.sim.toy import CHANNEL, LEASE_LEN, ToyState, Trainer
 from dlc.sim.transcript import Transcript
 
@@ -46,7 +46,7 @@ TIMER_STEP_S = 1e-3
 
 @dataclass
 class Checkpoint:
-    """What a host's disk holds; written now and then, never needed for safety."""
+    """What a host's disk holds."""
 
     state: LogState
     image: bytes
@@ -90,15 +90,6 @@ class Process:
         return self.running and not self.frozen
 
 
-@dataclass
-class Trap:
-    """An armed targeted fault."""
-
-    fault: Fault
-    left: int = 0
-    """Results still let through; bulk is pulled one by one."""
-
-
 class World:
     def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
         self.scenario, self.transcript = scenario, transcript
@@ -108,18 +99,19 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.grid = Grid(scenario.n_chunks * scenario.chunk_elems - 1, scenario.chunk_elems, scenario.codec)
         self.checker = Checker(self)
-        self.traps: list[Trap] = []
-        self.struck: Counter[str] = Counter()
-        """Faults that really happened."""
+        self.faults = Faults(self)
         self.quiet = False
         """Faults are over."""
         self._sent = 0
         for number, start in enumerate(scenario.starts):
             self.clock.at(start.at_s, self._start_first, number, start)
         for fault in scenario.faults:
-            self.clock.at(fault.at_s, self.strike, fault)
+            self.clock.at(fault.at_s, self.faults.strike, fault)
 
     # ---------------------------------------------------------------- running
+
+    def new_host(self) -> Host:
+        return Host(f"p{len(self.hosts)}")
 
     @property
     def now(self) -> float:
@@ -138,7 +130,7 @@ class World:
     def settle(self) -> None:
         """Faults stop: heal the network, disarm the traps, let everybody wake."""
         self.quiet = True
-        self.traps.clear()
+        self.faults.traps.clear()
         self.network.cuts.clear()
         self.network.weather = dataclasses.replace(self.network.weather, loss=min(0.01, self.network.weather.loss))
         for process in self.running():
@@ -210,7 +202,7 @@ class World:
         """Let the node do one thing, check it, carry out what it wants."""
         effects = command(self.now)
         self.checker.after_event(process)
-        self._perform(process, effects, answer_to)
+        self.perform(process, effects, answer_to)
         if process.awake:
             if process.node.pending_bulk():
                 self._pull(process)
@@ -241,9 +233,9 @@ class World:
 
     # ---------------------------------------------------------------- effects
 
-    def _perform(self, process: Process, effects: list[Effect], answer_to: Host | None) -> None:
-        if self.traps and effects:
-            effects = self._spring(process, effects)
+    def perform(self, process: Process, effects: list[Effect], answer_to: Host | None) -> None:
+        if self.faults.traps and effects:
+            effects = self.faults.spring(process, effects)
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(process, self.hosts.get(effect.to), effect.message)
@@ -291,7 +283,7 @@ class World:
             message = process.node.next_bulk(peer)
             if message is None:
                 continue
-            if isinstance(message, msg.Result) and self._spring_result(process):
+            if isinstance(message, msg.Result) and self.faults.spring_result(process):
                 return
             self.checker.bulk_sent(process, message)
             process.last_bulk_to, process.uplink_busy = peer, True
@@ -314,37 +306,8 @@ class World:
 
     # ---------------------------------------------------------------- faults
 
-    def strike(self, fault: Fault) -> None:
-        if self.quiet:
-            return
-        if fault.target:
-            self.traps.append(Trap(fault, left=int(fault.part * 4)))
-            return
-        awake = [p for p in self.running() if p.awake]
-        victim = awake[fault.who % len(awake)] if awake else None
-        if fault.kind == "join":
-            self._join(fault)
-        elif fault.kind == "restart":
-            self._crash_and_restart(victim)
-        elif fault.kind == "cut":
-            self._cut(fault)
-        elif fault.kind == "partition":
-            self._partition(fault)
-        elif victim is None or not self._expendable(victim):
-            return
-        elif fault.kind == "crash":
-            self.crash(victim)
-        elif fault.kind == "freeze":
-            self.freeze(victim, fault.for_s)
-        elif fault.kind == "leave":
-            self.leave(victim)
-
-    def _expendable(self, process: Process) -> bool:
-        """The run outlives its loss: another process that is active is there."""
-        return any(p is not process and p.node.log.active and not p.left for p in self.running())
-
     def crash(self, process: Process) -> None:
-        self.struck["crash"] += 1
+        self.faults.struck["crash"] += 1
         self.say(process, "CRASHES")
         self.end(process)
         if self.rng.random() < 0.5:  # the process dies, its machine lives on and refuses connections
@@ -357,7 +320,7 @@ class World:
             self.act(process, lambda now: process.node.refused(dead.host.name, now))
 
     def freeze(self, process: Process, for_s: float) -> None:
-        self.struck["freeze"] += 1
+        self.faults.struck["freeze"] += 1
         self.say(process, "FREEZES", f"for {for_s:.1f} s")
         process.frozen = True
         self.checker.paths_changed()
@@ -369,7 +332,7 @@ class World:
         self.say(process, "WAKES")
         process.frozen = False
         unsent, process.unsent = process.unsent, []
-        self._perform(process, unsent, None)
+        self.perform(process, unsent, None)
         inbox, process.inbox = process.inbox, deque()
         while inbox and process.awake:
             act, args = inbox.popleft()
@@ -381,101 +344,9 @@ class World:
             self._pull(process)
 
     def leave(self, process: Process) -> None:
-        self.struck["leave"] += 1
+        self.faults.struck["leave"] += 1
         self.say(process, "LEAVES")
         process.left = True
         self.act(process, process.node.leave)
         if process.running:
             self.end(process)
-
-    def _join(self, fault: Fault) -> None:
-        peers = [p for p in self.running() if p.node.log.active and not p.left]
-        if not peers:
-            return
-        self.struck["join"] += 1
-        known = {peers[fault.who % len(peers)].host.address, peers[fault.other % len(peers)].host.address}
-        self.start(Host(f"p{len(self.hosts)}"), tuple(sorted(known)))
-
-    def _crash_and_restart(self, victim: Process | None) -> None:
-        if victim is None or not self._expendable(victim):
-            return
-        self.crash(victim)
-        self.clock.at(self.now + self.rng.choice((0.2, 3.0, 20.0)), self._restart, victim.host)
-
-    def _restart(self, host: Host) -> None:
-        if self.quiet or host.process is not None:
-            return
-        self.struck["restart"] += 1
-        book = tuple(sorted(h.address for h in self.hosts.values() if h is not host))
-        self.start(host, book, from_disk=host.disk is not None and self.rng.random() < 0.5)
-
-    def _cut(self, fault: Fault) -> None:
-        names = sorted(self.hosts)
-        a, b = names[fault.who % len(names)], names[fault.other % len(names)]
-        if a != b:
-            self._hold_cut([(a, b)], fault)
-
-    def _partition(self, fault: Fault) -> None:
-        names = sorted(self.hosts)
-        side = {name for i, name in enumerate(names) if fault.who >> i % 16 & 1}
-        pairs = [(a, b) for a in side for b in names if b not in side]
-        self._hold_cut([*pairs, *((b, a) for a, b in pairs)], fault)
-
-    def _hold_cut(self, pairs: list[tuple[str, str]], fault: Fault) -> None:
-        self.struck[fault.kind] += 1
-        if self.transcript is not None:
-            self.transcript.happened(self.now, f"{fault.kind} of {pairs} for {fault.for_s:.1f} s")
-        for a, b in pairs:
-            self.network.cut(a, b)
-        self.checker.paths_changed()
-        self.clock.at(self.now + fault.for_s, self._mend, pairs)
-
-    def _mend(self, pairs: list[tuple[str, str]]) -> None:
-        if self.transcript is not None:
-            self.transcript.happened(self.now, f"{pairs} mended")
-        for a, b in pairs:
-            self.network.mend(a, b)
-        self.checker.paths_changed()
-
-    # ---------------------------------------------------------------- targeted faults
-
-    def _spring(self, process: Process, effects: list[Effect]) -> list[Effect]:
-        """If a trap waits for this batch, let a part of it out, and give back what is still to be sent (nothing)."""
-        for trap in self.traps:
-            fault = trap.fault
-            hits = [
-                i for i, e in enumerate(effects) if isinstance(e, Send) and type(e.message).__name__ == fault.target
-            ]
-            if not hits or not self._expendable(process):
-                continue
-            self.traps.remove(trap)
-            stop = [*hits, len(effects)][min(len(hits), int(fault.part * (len(hits) + 1)))]
-            self.say(process, "is struck", f"after {stop} of {len(effects)} effects ({fault.target})")
-            self._perform_all(process, effects[:stop])
-            if fault.kind == "crash":
-                self.crash(process)
-            else:
-                process.unsent = effects[stop:]
-                self.freeze(process, fault.for_s)
-            return []
-        return effects
-
-    def _perform_all(self, process: Process, effects: list[Effect]) -> None:
-        traps, self.traps = self.traps, []
-        self._perform(process, effects, None)
-        self.traps = traps
-
-    def _spring_result(self, process: Process) -> bool:
-        """The same for results, which leave one by one; the result in hand is lost with the process's memory."""
-        for trap in self.traps:
-            if trap.fault.target == "Result" and self._expendable(process):
-                trap.left -= 1
-                if trap.left >= 0:
-                    return False
-                self.traps.remove(trap)
-                if trap.fault.kind == "crash":
-                    self.crash(process)
-                else:
-                    self.freeze(process, trap.fault.for_s)
-                return True
-        return False
