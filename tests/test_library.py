@@ -1,0 +1,80 @@
+"""`dlc.DiLoCo` over real peers: the algorithm's own limits, through sockets, votes and all."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+import dlc
+
+STEPS = 5
+JOIN_S = 30.0
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def batches(n: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(4, 6, generator=generator) for _ in range(STEPS)] for _ in range(n)]
+
+
+def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def train(peer: dlc.Peer, net: nn.Module, inner: torch.optim.Optimizer, data: list[torch.Tensor]) -> list[object]:
+    """One peer: an ordinary loop; outer lr 1 without momentum, so that each round is the plain mean."""
+    opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer_lr=1.0, outer_momentum=0.0, codec="fp32")
+    reports = []
+    for x in data:
+        loss_of(net, x).backward()
+        reports.append(opt.step())
+        opt.zero_grad()
+    return reports
+
+
+def test_three_peers_with_sgd_inside_follow_one_process_with_the_joint_batch() -> None:
+    n, data = 3, batches(3)
+    nets = [model() for _ in range(n)]
+    alone = copy.deepcopy(nets[0])
+    with dlc.Peer.join() as first:
+        with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+            with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as third:
+                peers = (first, second, third)
+                with ThreadPoolExecutor(n) as pool:
+                    futures = [
+                        pool.submit(train, p, net, torch.optim.SGD(net.parameters(), lr=0.1), x)
+                        for p, net, x in zip(peers, nets, data, strict=True)
+                    ]
+                    reports = [f.result(60) for f in futures]
+    assert all(r is not None and len(r.contributors) == n for rs in reports for r in rs)  # type: ignore[attr-defined]
+    assert all(torch.equal(flat(nets[0]), flat(net)) for net in nets)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(alone, torch.cat([x[step] for x in data])).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(nets[0]), flat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_one_peer_with_h_1_outer_lr_1_and_no_momentum_follows_plain_adamw() -> None:
+    (data,) = batches(1)
+    net, alone = model(), model()
+    with dlc.Peer.join() as peer:
+        train(peer, net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for x in data:
+        optimizer.zero_grad()
+        loss_of(alone, x).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(net), flat(alone), rtol=1e-5, atol=1e-6)
