@@ -146,6 +146,22 @@ def test_some_dozens_of_seeds() -> None:
         seed += 1
 
 
+ALL_BUT_PARTITION = tuple(kind for kind in FAULTS if kind != "partition")
+
+
+@pytest.mark.parametrize(
+    ("seed", "low", "high", "kinds"),
+    [
+        (9, 2, 6, ("crash",)),  # a coordinator without quorum prepared for ever and never came to a forced ballot
+        (23, 2, 6, ("loss",)),  # catching up was slower than a lone founder's rounds: newcomers never got a vote
+        (2008, 2, 8, ALL_BUT_PARTITION),  # an opening accepted by others: its first state was asked of the wrong peers
+        (70007, 8, 16, FAULTS),  # the same opening, proposed again without its digest
+    ],
+)
+def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:
+    good(scenario(seed, low, high, kinds))
+
+
 def test_a_transcript_tells_what_happened() -> None:
     transcript = Transcript()
     run(swarm(2, faults=(Fault(10.0, "crash"),)), transcript)

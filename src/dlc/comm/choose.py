@@ -35,12 +35,15 @@ class Resume:
 
 Choice = Again | Resume | None
 
+HOLDERS_MAX = 3
+"""Holders named per fixed chunk: all of a large swarm would make a plan of thousands of chunks too long to send."""
+
 
 def choose(promises: Mapping[Voter, Promise]) -> Choice:
     accepted = _highest_accepted(promises)
     if accepted is not None:
         decree, holders = accepted
-        fixed = tuple(FixedChunk(c, digest, holders) for c, digest in enumerate(decree.hashes))
+        fixed = tuple(FixedChunk(c, digest, _few(holders, c)) for c, digest in enumerate(decree.hashes))
         return Again(decree, fixed)
     plans = [p.plan for p in promises.values() if p.plan is not None and p.plan.entry.kind == ROUND]
     if not plans:
@@ -73,8 +76,16 @@ def _reusable(roster: Iterable[Part], promises: Mapping[Voter, Promise]) -> tupl
     fixed = []
     for chunk, candidates in sorted(holders.items()):
         (_, digest), voters = max(candidates.items(), key=lambda item: (len(item[1]), item[0]))
-        fixed.append(FixedChunk(chunk, digest, tuple(voters)))
+        fixed.append(FixedChunk(chunk, digest, _few(tuple(voters), chunk)))
     return tuple(fixed)
+
+
+def _few(holders: tuple[Voter, ...], chunk: int) -> tuple[Voter, ...]:
+    """Others for each chunk, so that no holder is asked for everything."""
+    if len(holders) <= HOLDERS_MAX:
+        return holders
+    start = chunk % len(holders)
+    return (holders[start:] + holders[:start])[:HOLDERS_MAX]
 
 
 def _stands(held: HeldChunk, promise: Promise, roster: set[Part]) -> bool:

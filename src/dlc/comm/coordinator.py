@@ -152,7 +152,7 @@ class Coordinator:
             self._count()
             if self.phase == RUN:
                 self._watch()
-        if self.phase != IDLE and self.ctx.now - self._last_beat >= self.ctx.members.timeouts.beat_s:
+        if self.phase != IDLE and self.ctx.now >= self._last_beat + self.ctx.members.timeouts.beat_s:
             self._beat()
 
     def next_deadline(self) -> float | None:
@@ -248,7 +248,8 @@ class Coordinator:
     def _propose_chosen(self) -> None:
         choice = choose(self.promises)
         if isinstance(choice, Again):
-            self._propose(choice.decree.entry, (), (-1,) * len(choice.fixed), choice.fixed, b"")
+            entry = choice.decree.entry  # of an opening, the digest tells those who lack the first state to fetch it
+            self._propose(entry, (), (-1,) * len(choice.fixed), choice.fixed, entry.digest)
         elif isinstance(choice, Resume):
             self._propose_resumed(choice)
         elif self.deciders:

@@ -27,7 +27,7 @@ from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, Sink, grid_of
-from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, Plan, Ready, Result
+from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, GridSpec, Piece, Plan, Ready, Result
 from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.wire import pack
 
@@ -37,6 +37,8 @@ WINDOW_CHUNKS_MIN = 4
 CLOSE_CHECK_S = 0.25
 STRAY_CHUNKS_MAX = 64
 """Contributions kept per sender before the plan that asks for them is known here."""
+SERVED_MAX = 4096
+"""Results and pieces queued for one peer that asked for them; what is over is asked for again."""
 
 
 @dataclass
@@ -63,7 +65,8 @@ class Exchange:
         self.hashes: dict[int, bytes] = {}
         self.plan: Plan | None = None
         self.grid: Grid | None = None
-        self.closed = 0
+        self.gained = 0
+        """Parts taken and chunks closed under this plan: that it rises shows that bytes move."""
         self.dropped = 0
         """Frames that no plan asked for; counted, never fatal."""
         self.reduce_since = 0.0
@@ -74,7 +77,12 @@ class Exchange:
         """Kept from round to round: fresh buffers for every chunk would be page faults for every chunk."""
         self._to_send: dict[Voter, deque[int]] = {}
         self._in_flight: dict[Voter, set[int]] = {}
-        self._results: dict[PeerId, deque[Result | Bulk]] = {}
+        self._results: dict[PeerId, deque[Result]] = {}
+        """What I reduced, for everybody."""
+        self._served: dict[PeerId, dict[tuple[object, ...], Bulk]] = {}
+        """What somebody asked for; outlives the slot, because it is asked for by those who are behind."""
+        self._late: set[Voter] = set()
+        """Contributors given up in this plan, until something comes from them: one silence is waited out once only."""
         self._heard: dict[Voter, float] = {}
         self._gap: dict[Voter, float] = {}
         self._last_close = 0.0
@@ -91,10 +99,11 @@ class Exchange:
         self.held = dict(keep)
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
-        self.closed, self.reduce_since, self.last_gain, self._last_close = 0, now, now, now
+        self.gained, self._late, self.reduce_since, self.last_gain, self._last_close = 0, set(), now, now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self._heard = {p.voter: now for p in plan.entry.roster}
-        self._results = {peer: queue for peer, queue in self._results.items() if self._serving(queue)}
+        self._results = {peer: queue for peer, queue in self._results.items() if self._still_wanted(queue)}
+        self._served = {peer: queue for peer, queue in self._served.items() if queue and self._reachable(peer)}
         self._owned = {}
         if self.grid is not None:
             if self._workspace is None or self._workspace[0] != self.grid:
@@ -112,17 +121,22 @@ class Exchange:
                     self._take(sender, contrib)
         self.close_due()
 
-    def _serving(self, queue: deque[Result | Bulk]) -> bool:
-        """Drop queued results of the slot's older plan, keep image pieces and fetched results."""
-        kept = [m for m in queue if not isinstance(m, Result) or m.header.chunk in self._fixed]
+    def _still_wanted(self, queue: deque[Result]) -> bool:
+        """Drop queued results of older plans, but for those that this plan fixes."""
+        assert self.plan is not None
+        kept = [m for m in queue if m.header.head == self.plan.head and m.header.chunk in self._fixed]
         queue.clear()
         queue.extend(kept)
         return bool(queue)
 
+    def _reachable(self, peer: PeerId) -> bool:
+        record = self.ctx.members.record(peer)
+        return record is not None and self.ctx.members.alive(record.voter)
+
     def _queue_contributions(self, plan: Plan) -> None:
         me, entry = self.ctx.me, plan.entry
         self._to_send, self._in_flight, self._sent_again = {}, {}, set()
-        mine = self.offered.get(entry.channel)
+        mine = self._mine(plan)
         part = next((p for p in entry.roster if p.voter == me), None)
         if mine is None or part is None or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
             return
@@ -131,6 +145,12 @@ class Exchange:
         for chunk, owner in enumerate(plan.assignment):
             if owner >= 0 and plan.owners[owner] != me:
                 self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
+
+    def _mine(self, plan: Plan) -> Offered | None:
+        """My contribution, if it has the plan's grid: it may have been withdrawn for another since I was ready."""
+        mine, entry = self.offered.get(plan.entry.channel), plan.entry
+        grid = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
+        return mine if mine is not None and mine.ready.grid == grid else None
 
     def _base(self, plan: Plan) -> bytes:
         return self.log.state.base(plan.entry.channel)
@@ -151,29 +171,38 @@ class Exchange:
             return
         self._count_received(contrib.channel, len(contrib.payload))
         self._store(sender, contrib)
-        if contrib.chunk in self._owned:
+        if contrib.chunk in self._owned and self._asked_for(contrib):
             self._close_if_done(contrib.chunk)
+
+    def _asked_for(self, contrib: Contrib) -> bool:
+        """It belongs to the present plan's channel; one of another channel may have the same chunk number."""
+        plan = self.plan
+        return plan is not None and contrib.channel == plan.entry.channel and contrib.base == self._base(plan)
 
     def _store(self, sender: Voter, contrib: Contrib) -> None:
         now = self.ctx.now
-        chunks = self._parts.setdefault((contrib.channel, contrib.base), {})
-        if self.plan is None and sum(sender in by for by in chunks.values()) >= STRAY_CHUNKS_MAX:
+        asked_for = self._asked_for(contrib)
+        strays = 0 if asked_for else sum(sender in by for chunks in self._parts.values() for by in chunks.values())
+        if strays >= STRAY_CHUNKS_MAX:
             self.dropped += 1
             return
         if sender in self._heard:
             gap = now - self._heard[sender]
             self._gap[sender] = max(gap, 0.9 * self._gap.get(sender, 0.0))
         self._heard[sender] = now
-        if self.plan is not None and contrib.channel == self.plan.entry.channel and contrib.chunk not in self._owned:
+        self._late.discard(sender)
+        if asked_for and contrib.chunk not in self._owned:
             self.dropped += 1
             return
+        chunks = self._parts.setdefault((contrib.channel, contrib.base), {})
         chunks.setdefault(contrib.chunk, {})[sender] = contrib
+        self.gained += asked_for
         self._take(sender, contrib)
 
     def _take(self, sender: Voter, contrib: Contrib) -> None:
         """Hand a part to the reducer of its chunk, if it is one that the plan's roster names."""
         reducer = self._owned.get(contrib.chunk)
-        if reducer is None or self.plan is None:
+        if reducer is None or self.plan is None or not self._asked_for(contrib):
             return
         for index, part in enumerate(self.plan.entry.roster):
             if part == Part(sender, contrib.weight, contrib.upto):
@@ -244,7 +273,7 @@ class Exchange:
     def _add_own_part(self, chunk: int) -> None:
         """My own part is encoded only when the chunk's turn has come, so that a span's worth never waits in memory."""
         assert self.plan is not None
-        mine = self.offered.get(self.plan.entry.channel)
+        mine = self._mine(self.plan)
         roster, missing = self.plan.entry.roster, self._owned[chunk].missing()
         if mine is not None and any(roster[i].voter == self.ctx.me for i in missing):
             self._take(self.ctx.me, self._encode(mine, chunk))
@@ -256,10 +285,13 @@ class Exchange:
             return "left"
         if not members.alive(voter):
             return "dead"
+        if voter in self._late:
+            return "late"
         limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), self._gap.get(voter, 0.0))
         # A sender whose window is full waits for *us*: its silence counts from my last close.
         idle_since = max(self._heard.get(voter, self.reduce_since), self._last_close)
         if self.ctx.now - idle_since > limit_s:
+            self._late.add(voter)
             return "late"
         return None
 
@@ -280,7 +312,7 @@ class Exchange:
         )
         del self._owned[chunk]
         self._parts.get((plan.entry.channel, self._base(plan)), {}).pop(chunk, None)
-        self.closed += 1
+        self.gained += 1
         self._last_close = self.ctx.now
         result = Result(header, payload)
         self._hold(result, result_hash(result))
@@ -302,13 +334,14 @@ class Exchange:
 
     def serve(self, to: PeerId, message: Bulk) -> None:
         """Queue a bulk message that `to` asked for."""
-        queue = self._results.setdefault(to, deque())
-        if message not in queue:
-            queue.append(message)
+        queue = self._served.setdefault(to, {})
+        if len(queue) < SERVED_MAX:
+            queue.setdefault(_name_of(message), message)
 
     def pending(self) -> set[PeerId]:
         """Peers for which `next_bulk` has something now."""
         ready = {peer for peer, queue in self._results.items() if queue}
+        ready.update(peer for peer, served in self._served.items() if served)
         if self.grid is not None:
             window = self.window_chunks(self.grid)
             ready.update(
@@ -323,13 +356,16 @@ class Exchange:
         queue = self._results.get(peer)
         if queue:
             message = queue.popleft()
-            if isinstance(message, Result) and self.plan is not None:
+            if self.plan is not None:
                 self._count_sent(self.plan.entry.channel, len(message.payload))
             return message
+        served = self._served.get(peer)
+        if served:
+            return served.pop(next(iter(served)))
         if self.grid is None or self.plan is None:
             return None
         window = self.window_chunks(self.grid)
-        mine = self.offered.get(self.plan.entry.channel)
+        mine = self._mine(self.plan)
         for owner, chunks in self._to_send.items():
             in_flight = self._in_flight.setdefault(owner, set())
             while owner.peer == peer and chunks and mine is not None and len(in_flight) < window:
@@ -374,6 +410,14 @@ class Exchange:
 
     def results(self) -> tuple[Result, ...]:
         return tuple(self.held[c] for c in range(len(self.held)))
+
+
+def _name_of(message: Bulk) -> tuple[object, ...]:
+    if isinstance(message, Result):
+        header = message.header
+        return (header.head, header.ballot, header.chunk)
+    assert isinstance(message, Piece)
+    return (message.channel, message.digest, message.piece)
 
 
 def result_hash(result: Result) -> bytes:

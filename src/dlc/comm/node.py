@@ -51,6 +51,8 @@ RUNNING_STEP_S_MAX = 1.0
 """Running time: at most this much is counted between two events, so that a freeze ages nobody."""
 TICK_S_MAX = 0.25
 """A node is ticked at least this often."""
+TICK_S_MIN = 0.005
+"""And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
 SLOT_MESSAGES = (
     msg.Ready,
@@ -139,7 +141,8 @@ class Node:
             self.exchange.next_deadline(),
             self.sync.next_deadline(),
         ]
-        return min([self.ctx.now + TICK_S_MAX] + [d for d in deadlines if d is not None])
+        soonest = min([self.ctx.now + TICK_S_MAX] + [d for d in deadlines if d is not None])
+        return max(soonest, self.ctx.now + TICK_S_MIN)
 
     def pending_bulk(self) -> set[PeerId]:
         return self.exchange.pending()

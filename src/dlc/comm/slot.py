@@ -238,7 +238,7 @@ class Slot:
     def tick(self) -> None:
         now, members = self.ctx.now, self.ctx.members
         beat_s = members.timeouts.beat_s
-        if now - self._last_ready >= beat_s:
+        if now >= self._last_ready + beat_s:
             self._last_ready = now
             self._repeat()
         if self.plan is not None and not self.exchange.complete:

@@ -106,11 +106,11 @@ class Sync:
             del self._images[key]
         if self.donor is not None and not self._donor_fit():
             self._abandon()
-        if self.busy and now - self._asked_at >= ASK_AGAIN_S:
+        if self.busy and now >= self._asked_at + ASK_AGAIN_S:
             self._ask_pieces()
             self._ask_results()
             return
-        if not self.busy and now - self._asked_at >= ASK_AGAIN_S:
+        if not self.busy and now >= self._asked_at + ASK_AGAIN_S:
             self.start()
 
     def _donor_fit(self) -> bool:

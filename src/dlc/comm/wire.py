@@ -59,15 +59,20 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, name)) for name in _header_fields(type(value))]
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    names = _FIELDS.get(kind)
+    if names is None and dataclasses.is_dataclass(kind):
+        names = _header_fields(kind)
+    if names is not None:
+        return [_plain(getattr(value, name)) for name in names]
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        return value
-    raise TypeError(f"{type(value).__name__} has no wire form")
+    raise TypeError(f"{kind.__name__} has no wire form")
 
 
+_SCALARS = frozenset((str, bytes, bool, int, float, type(None)))
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
