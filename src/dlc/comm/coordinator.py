@@ -112,7 +112,7 @@ class Coordinator:
     def receive_promise(self, sender: Voter, m: Promise) -> None:
         for ready in m.ready:
             self.agenda.ready(sender, ready)
-        if self.phase == PREP and m.ballot == self.ballot:
+        if self.phase == PREP and m.ballot == self.ballot and self._decides(sender):
             self.promises[sender] = m
             self._moved = self.ctx.now
             self._elect()
@@ -123,23 +123,26 @@ class Coordinator:
 
     def receive_progress(self, sender: Voter, m: Progress) -> None:
         if self.phase == RUN and m.ballot == self.ballot:
-            now = (m.held, m.closed)
+            now = (m.held, m.gained)
             if now > self.progress.get(sender, (-1, -1)):
                 self.progress[sender] = now
                 self._moved = self.ctx.now
 
     def receive_held(self, sender: Voter, m: Held) -> None:
-        if self.phase != RUN or m.ballot != self.ballot:
+        if self.phase != RUN or m.ballot != self.ballot or not self._decides(sender):
             return
         if self.votes.get(sender) != m.manifest:
             self._moved = self.ctx.now
         self.votes[sender] = m.manifest
         self._count()
 
+    def _decides(self, sender: Voter) -> bool:
+        return sender in (self.deciders or self.log.state.electorate)
+
     # ---------------------------------------------------------------- time
 
     def tick(self) -> None:
-        if self.ctx.stale:
+        if self.ctx.stale or self.ctx.members.gone(self.ctx.me):
             self.drop()
             return
         if self.phase == IDLE:

@@ -112,6 +112,14 @@ class Log:
         self.past.append(Past(entry, hashes, results))
         self._trim()
 
+    def follow(self, channel: str, later: Sequence[Past]) -> None:
+        """Bring a state that was restored at an older head up to mine by the rounds kept since."""
+        attached = self.attached[channel]
+        for past in later:
+            if attached.synced and past.entry.kind == ROUND and past.entry.channel == channel:
+                attached.state.step(past.entry.t, means(past.entry, past.results))
+                attached.digest = attached.state.digest()
+
     def install(self, state: LogState, chain: Sequence[bytes]) -> None:
         """Jump to a snapshot; the caller has restored the channel states that belong to it."""
         self.state = state

@@ -242,7 +242,8 @@ class Progress:
     head: bytes
     ballot: Ballot
     held: int
-    closed: int
+    gained: int
+    """Parts taken and chunks closed as an owner, under this ballot's plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from dlc.comm.ledger import Lease
 from dlc.comm.log import Log, Sink, counted_of
 from dlc.comm.membership import Membership
 from dlc.comm.permit import alive_records, greater_alive
+from dlc.comm.shapes import check_slot_message, plausible_entry
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.sync import Sync
@@ -316,7 +317,7 @@ class Node:
             self.exchange.receive_contrib(sender, message)
             self.slot.advance()
         elif isinstance(message, msg.Result):
-            if not self.exchange.receive_result(message):
+            if not self.exchange.receive_result(message) or self.sync.busy:
                 self.sync.receive_result(message)
             self.slot.advance()
         elif isinstance(message, MEMBERSHIP_MESSAGES):
@@ -349,6 +350,8 @@ class Node:
             if self.log.past and self.log.past[-1].entry.parent == head and sender != self.me:
                 self.ctx.send(sender, msg.Commit(self.log.past[-1].entry, (self.me,)))
             return
+        if sender != self.me:
+            check_slot_message(m, self.log.state)
         slot, coordinator = self.slot, self.coordinator
         if isinstance(m, msg.Ready):
             coordinator.receive_ready(sender, m)
@@ -485,6 +488,8 @@ class Node:
     def _receive_commit(self, sender: Voter, m: msg.Commit) -> None:
         entry, log = m.entry, self.log
         if entry.parent == log.head:
+            if not plausible_entry(entry, log.state):
+                raise ProtocolError(f"a {entry.kind} entry that does not follow this head")
             if entry.kind != ROUND:
                 self._decided()
                 self._apply(entry, (), ())

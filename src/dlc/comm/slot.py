@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Part, manifest_hash
 from dlc.comm.exchange import Exchange, result_hash
-from dlc.comm.grid import Grid
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import (
@@ -37,8 +36,7 @@ from dlc.comm.messages import (
     Result,
 )
 from dlc.comm.permit import permits
-from dlc.comm.reducer import WEIGHT_MAX
-from dlc.errors import DlcError
+from dlc.comm.shapes import plausible_plan
 
 
 class Slot:
@@ -83,7 +81,7 @@ class Slot:
 
     def may_decide(self, deciders: tuple[Voter, ...]) -> bool:
         """I may promise and vote in a ballot with these deciders, now."""
-        if self.ctx.stale:
+        if self.ctx.stale or self.ctx.members.gone(self.ctx.me):
             return False
         if deciders:
             return permits(self.ctx, self.log, deciders, self.listed, self.answers, self.founder)
@@ -136,7 +134,7 @@ class Slot:
     def _answer_progress(self, coordinator: Voter) -> None:
         exchange, plan = self.exchange, self.plan
         assert plan is not None
-        self.ctx.send(coordinator, Progress(self.log.head, plan.ballot, len(exchange.held), exchange.closed))
+        self.ctx.send(coordinator, Progress(self.log.head, plan.ballot, len(exchange.held), exchange.gained))
         if self.accepted is not None and self.accepted[0] == plan.ballot:
             self._send_vote()
 
@@ -144,7 +142,7 @@ class Slot:
         self.seen = max(self.seen, m.promised)
 
     def receive_plan(self, sender: Voter, m: Plan) -> None:
-        if m.ballot.voter != sender or m.ballot < self.promised or not self._plausible(m):
+        if m.ballot.voter != sender or m.ballot < self.promised or not plausible_plan(m, self.log.state):
             return
         self.coordinator_heard = self.ctx.now
         if self.plan is not None and self.plan.ballot == m.ballot:
@@ -158,37 +156,15 @@ class Slot:
         recipients = set(self.log.state.electorate) | set(m.deciders)
         self.exchange.begin(m, sorted(recipients), self._kept(m))
         mine = self.log.digest(m.entry.channel)
-        self.blocked_on_digest = bool(mine and m.digest and mine != m.digest)
-        self.ctx.send(sender, Progress(self.log.head, m.ballot, len(self.exchange.held), self.exchange.closed))
+        # Once found to be another in this slot, my state stays so until it is repaired, whatever the ballot.
+        self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else self.blocked_on_digest)
+        self.ctx.send(sender, Progress(self.log.head, m.ballot, len(self.exchange.held), self.exchange.gained))
         self.advance()
 
     def _kept(self, plan: Plan) -> dict[int, Result]:
         """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""
         in_hand = {result_hash(r): r for r in (*self.accepted_results, *self.exchange.held.values())}
         return {f.chunk: in_hand[f.hash] for f in plan.fixed if f.hash in in_hand}
-
-    def _plausible(self, m: Plan) -> bool:
-        """A plan that no correct coordinator sends is ignored."""
-        entry, state = m.entry, self.log.state
-        if entry.parent != self.log.head or entry.depth != state.depth + 1:
-            return False
-        if entry.kind != ROUND:
-            return not m.assignment and not m.fixed
-        try:
-            grid = Grid(entry.numel, entry.chunk_elems, entry.codec)
-        except (ValueError, DlcError):
-            return False
-        fixed = {f.chunk for f in m.fixed}
-        known = state.channel(entry.channel)
-        return (
-            len(m.assignment) == grid.n_chunks
-            and all(-1 <= o < len(m.owners) for o in m.assignment)
-            and all((o < 0) == (c in fixed) for c, o in enumerate(m.assignment))
-            and len({p.voter for p in entry.roster}) == len(entry.roster)
-            and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
-            and entry.t == state.round_of(entry.channel) + 1
-            and (known is None or not known.leased or all(state.ledger.valid(p.voter, p.upto) for p in entry.roster))
-        )
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:
         """Serve results of the current plan or of what I accepted; older entries' results are served by sync."""
@@ -210,6 +186,8 @@ class Slot:
             return
         if self.accepted is not None and self.accepted[0] == plan.ballot:
             return
+        if self.blocked_on_digest and self.log.digest(plan.entry.channel) == plan.digest:
+            self.blocked_on_digest = False
         if self.blocked_on_digest or not self._state_allows(plan) or not self.may_decide(plan.deciders):
             return
         hashes = self.exchange.manifest()
@@ -296,5 +274,10 @@ class Slot:
             if target != self.ctx.me:
                 asked.setdefault(target, []).append(chunk)
         for target, chunks in asked.items():
-            known = tuple(holders[c].hash for c in chunks if c in holders)
-            self.ctx.send(target, Fetch(self.log.head, plan.ballot, tuple(chunks), known))
+            fixed = [c for c in chunks if c in holders]
+            reduced = tuple(c for c in chunks if c not in holders)
+            if fixed:
+                known = tuple(holders[c].hash for c in fixed)
+                self.ctx.send(target, Fetch(self.log.head, plan.ballot, tuple(fixed), known))
+            if reduced:
+                self.ctx.send(target, Fetch(self.log.head, plan.ballot, reduced, ()))

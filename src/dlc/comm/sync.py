@@ -23,7 +23,7 @@ from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
 from dlc.comm.events import ChannelSynced, HistoryLost
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
-from dlc.comm.log import Log
+from dlc.comm.log import Attached, Log
 from dlc.comm.messages import (
     Fetch,
     ImageOffer,
@@ -38,12 +38,15 @@ from dlc.comm.messages import (
     SyncReq,
 )
 from dlc.comm.permit import alive_records, greater_alive, key_of
+from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
 PIECES_IN_FLIGHT = 8
 """Per donor: bounds what a newcomer asks for at once."""
 IMAGE_KEEP_S = 60.0
+IMAGES_MAX = 3
+"""Per channel; newcomers at different heads need different images, each of the size of the whole state."""
 STEPS_IN_FLIGHT = 2
 """Entries whose results are asked for at once: hides the round trips, bounds the memory."""
 ASK_AGAIN_S = 1.0
@@ -119,7 +122,10 @@ class Sync:
         return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < patience
 
     def next_deadline(self) -> float | None:
-        return self._asked_at + ASK_AGAIN_S if self.busy or self.wanted() else None
+        if not self.busy and not self.wanted():
+            return None
+        # Where nobody can be asked the time of the last question is long past: look again, but do not spin.
+        return max(self._asked_at + ASK_AGAIN_S, self.ctx.now + ASK_AGAIN_S / 4)
 
     def wanted(self) -> bool:
         return bool(self._unsynced()) or bool(greater_alive(self.ctx, self.log))
@@ -210,6 +216,9 @@ class Sync:
             if any(h not in in_hand for h in step.hashes):
                 return
             results = tuple(in_hand[h] for h in step.hashes)
+            if not plausible_entry(step.entry, self.log.state) or not plausible_results(step.entry, results):
+                self._abandon()
+                return
             rest = self._steps[1:]
             self._results = {h: r for h, r in self._results.items() if h not in step.hashes}
             self.apply(step.entry, step.hashes, results)
@@ -235,7 +244,7 @@ class Sync:
             self.donor = None
             return
         wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
-        if any(not _plausible(i) for i in wanted):
+        if any(not _plausible(i, self.log.attached[i.channel]) for i in wanted):
             self._abandon()
             return
         self._heard_at = self.ctx.now
@@ -325,22 +334,38 @@ class Sync:
         self._download = None
         self.donor = None
         self._asked_at = -1e9
-        if offer.state.key < self.log.state.key:
+        # The log may have gone on meanwhile: then what is kept of it is applied to the image. None: too far.
+        ahead = offer.state.key < self.log.state.key
+        later = self.log.after(offer.state.head) if ahead else []
+        if later is None:
             return
+        was = {channel: self.log.state.base(channel) for channel in self.log.attached}
+        restored: list[Attached] = []
         for image in offer.images:
             attached = self.log.attached.get(image.channel)
-            if attached is None:
+            if attached is None or (ahead and attached.synced):
                 continue
             if attached.digest != image.digest:
+                buffer = down.buffers.get(image.channel)
                 try:
-                    attached.state.restore(memoryview(down.buffers[image.channel]).toreadonly())
+                    if buffer is None:  # my state moved since the offer came
+                        raise CheckpointError("a channel's image was not asked for")
+                    attached.state.restore(memoryview(buffer).toreadonly())
                 except CheckpointError:
+                    for other in restored:
+                        other.synced = False
                     return
                 attached.digest = attached.state.digest()
+                restored.append(attached)
             attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
-        self._report_loss(offer)
-        if offer.state.head != self.log.head:
+            self.log.follow(image.channel, later)
+        if not ahead and offer.state.head != self.log.head:
+            self._report_loss(offer)
             self.log.install(offer.state, offer.chain)
+            offered = {i.channel for i in offer.images}
+            for channel, attached in self.log.attached.items():
+                if channel not in offered and self.log.state.base(channel) != was[channel]:
+                    attached.synced = False  # the donor does not hold it
             self.switched()
         for image in offer.images:
             if image.channel in self.log.attached and self.log.attached[image.channel].synced:
@@ -388,6 +413,9 @@ class Sync:
         if kept is None:
             if not digest or self.log.servable(channel) != digest:
                 return None
+            others = [key for key in self._images if key[0] == channel]
+            if len(others) >= IMAGES_MAX:
+                del self._images[min(others, key=lambda key: self._images[key].last_asked)]
             kept = Image(self.log.attached[channel].state.export(), self.ctx.now)
             self._images[(channel, digest)] = kept
         kept.last_asked = self.ctx.now
@@ -398,7 +426,7 @@ class Sync:
         if data is None:
             self.ctx.send(sender, NoPiece(m.channel, m.digest))
             return
-        for piece in m.pieces:
+        for piece in m.pieces[:PIECES_IN_FLIGHT]:
             start = piece * PIECE_BYTES
             if 0 <= start < len(data):
                 payload = bytes(data[start : start + PIECE_BYTES])
@@ -421,10 +449,11 @@ def _consistent(step: Step) -> bool:
     return manifest_hash(step.hashes) == step.entry.manifest
 
 
-def _plausible(image: ImageOffer) -> bool:
+def _plausible(image: ImageOffer, attached: Attached) -> bool:
     pieces = -(-image.image_bytes // PIECE_BYTES) if image.image_bytes > 0 else -1
     return (
         image.piece_bytes == PIECE_BYTES
         and 0 < image.image_bytes <= IMAGE_BYTES_MAX
+        and image.image_bytes == attached.state.image_bytes()
         and len(image.piece_hashes) == pieces
     )

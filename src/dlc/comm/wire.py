@@ -69,6 +69,8 @@ def _plain(value: Any) -> Any:
         return [_plain(getattr(value, name)) for name in names]
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, int):  # of an enumeration
+        return int(value)
     raise TypeError(f"{kind.__name__} has no wire form")
 
 

@@ -1,0 +1,98 @@
+"""What no correct peer says about a slot: checked before any machine acts on it, so that nothing half-done is left.
+
+`wire.py` has checked types and lengths already. Here are the relations: that indexes point at something, that a plan
+covers its grid, that numbers are in range. A message that breaks one is dropped and counted (ProtocolError).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlc.comm import messages as msg
+from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, LogState
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Ballot
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.errors import ConfigError, ProtocolError
+
+BALLOT_COUNTER_MAX = 1 << 31
+"""Far above what a slot can use up; a greater one would end in a number that has no wire form."""
+
+
+def check_slot_message(m: object, state: LogState) -> None:
+    """Raises ProtocolError for a message of the slot after `state` that no correct peer sends."""
+    ballot = m.promised if isinstance(m, msg.Nack) else getattr(m, "ballot", None)
+    if isinstance(ballot, Ballot) and not 0 <= ballot.counter < BALLOT_COUNTER_MAX:
+        raise ProtocolError(f"ballot counter {ballot.counter}")
+    if isinstance(m, msg.Plan) and not plausible_plan(m, state):
+        raise ProtocolError(f"a plan of ballot {m.ballot} that does not fit this slot")
+    if isinstance(m, msg.Promise):
+        _check_promise(m, state)
+
+
+def _check_promise(m: msg.Promise, state: LogState) -> None:
+    if m.plan is not None and (m.plan.head != m.head or not plausible_plan(m.plan, state)):
+        raise ProtocolError("a promise with a plan that does not fit this slot")
+    if (m.accepted is None) != (m.accepted_ballot is None):
+        raise ProtocolError("a promise with half an accepted decree")
+    if m.accepted is not None and not plausible_decree(m.accepted, state):
+        raise ProtocolError("a promise with a decree that does not fit this slot")
+    n_chunks = len(m.plan.assignment) if m.plan is not None else 0
+    for held in m.held:
+        if not 0 <= held.chunk < n_chunks or not 0 <= held.included < len(m.rosters):
+            raise ProtocolError(f"a promise with a held chunk {held.chunk} of roster {held.included}")
+
+
+def plausible_plan(m: msg.Plan, state: LogState) -> bool:
+    """The plan's entry may follow `state`, and each chunk has either an owner or a fixed result."""
+    fixed = {f.chunk for f in m.fixed}
+    return (
+        plausible_entry(m.entry, state)
+        and len(m.assignment) == _n_chunks(m.entry)
+        and len(fixed) == len(m.fixed)
+        and all(0 <= chunk < len(m.assignment) for chunk in fixed)
+        and all(-1 <= owner < len(m.owners) for owner in m.assignment)
+        and all((owner < 0) == (chunk in fixed) for chunk, owner in enumerate(m.assignment))
+    )
+
+
+def plausible_decree(m: msg.Decree, state: LogState) -> bool:
+    return plausible_entry(m.entry, state) and len(m.hashes) == _n_chunks(m.entry)
+
+
+def plausible_entry(entry: Entry, state: LogState) -> bool:
+    """The entry may follow `state`."""
+    if entry.kind not in (CONFIG, OPEN, ROUND) or entry.parent != state.head or entry.depth != state.depth + 1:
+        return False
+    if entry.kind != ROUND:
+        return entry.lease_len >= 0 and not entry.roster
+    known = state.channel(entry.channel)
+    try:
+        Grid(entry.numel, entry.chunk_elems, entry.codec)
+    except ConfigError:
+        return False
+    return (
+        len({p.voter for p in entry.roster}) == len(entry.roster)
+        and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
+        and entry.t == state.round_of(entry.channel) + 1
+        and (known is None or not known.leased or all(state.ledger.valid(p.voter, p.upto) for p in entry.roster))
+    )
+
+
+def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:
+    """The results are those of the entry's chunks, in order, from contributors that its roster names."""
+    if len(results) != _n_chunks(entry):
+        return False
+    if entry.kind != ROUND:
+        return True
+    grid, roster = Grid(entry.numel, entry.chunk_elems, entry.codec), set(entry.roster)
+    return all(
+        r.header.chunk == chunk
+        and len(r.payload) == (grid.wire_bytes(chunk) if r.header.included else 0)
+        and all(part in roster for part in r.header.included)
+        for chunk, r in enumerate(results)
+    )
+
+
+def _n_chunks(entry: Entry) -> int:
+    return Grid(entry.numel, entry.chunk_elems, entry.codec).n_chunks if entry.kind == ROUND else 0
