@@ -1,6 +1,6 @@
 """Do three peers beat one at equal steps per peer? DiLoCo's own arithmetic, workers in one process, several seeds.
 
-    python benchmarks/convergence.py --seeds 3 --rounds 8 --sync-every 20
+    python benchmarks/convergence.py --seeds 3 --rounds 16 --sync-every 20
 
 Every worker runs the embedded Llama on blocks of its own for H inner AdamW steps; the pseudo-gradients go through the
 same codec, reducer and outer step as between real peers (only the network is left out). Printed: validation loss in
@@ -89,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds")
     parser.add_argument("--peers", type=int, default=3, help="workers of the second arm")
-    parser.add_argument("--rounds", type=int, default=8, help="outer rounds")
+    parser.add_argument("--rounds", type=int, default=16, help="outer rounds")
     parser.add_argument("--sync-every", type=int, default=20, help="inner steps per round (H)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()

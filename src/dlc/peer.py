@@ -31,6 +31,7 @@ from dlc.comm.lobby import Lobby
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.state import State
+from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import pack, unpack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
@@ -52,6 +53,11 @@ LIBRARY_CHUNK_ELEMS = 1 << 18
 PATIENCE_SHARE = 0.5
 """A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
 
+REPLACED = (
+    "another process with this peer's identity is newer, so this one has stopped: "
+    "give each peer a state directory of its own"
+)
+
 
 class Peer:
     """See `Peer.join`. Use as a context manager, or call `leave`."""
@@ -61,6 +67,7 @@ class Peer:
         self._on_event = on_event
         self._node: Node | None = None
         self._pending: dict[str, Pending] = {}
+        self._flat: dict[str, Tensor] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -88,12 +95,13 @@ class Peer:
         join_timeout_s: float | None = None,
         resume: Resume | None = None,
         on_event: Callable[[object], None] | None = None,
+        timeouts: Timeouts | None = None,
     ) -> Peer:
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
-        take a seat with `open`; otherwise return as a voter. Raises JoinError (unreachable, wrong key, other RunSpec)
+        take a seat with `open`; otherwise return as a voter. timeouts: the same on every peer of the run. Raises JoinError (unreachable, wrong key, other RunSpec)
         and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
@@ -111,7 +119,7 @@ class Peer:
         lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
-            peer._take_part(reception, awaited, found or not awaited, resume)
+            peer._take_part(reception, awaited, found or not awaited, resume, timeouts or Timeouts())
             if not hold:
                 peer._seat(join_timeout_s)
         except BaseException:
@@ -119,13 +127,20 @@ class Peer:
             raise
         return peer
 
-    def _take_part(self, reception: Reception, listed: tuple[str, ...], founder: bool, resume: Resume | None) -> None:
+    def _take_part(
+        self,
+        reception: Reception,
+        listed: tuple[str, ...],
+        founder: bool,
+        resume: Resume | None,
+        timeouts: Timeouts,
+    ) -> None:
         """Leave the lobby: from here on a Node is driven."""
         intro, spec = self._intro, reception.spec
         self.spec = spec
         record = intro.record(reception.observed_host)
         resumed = unpack(resume.log, LogState) if resume is not None else None
-        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder)
+        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, timeouts)
 
         def start(now: float) -> None:
             self._node = Node(
@@ -280,13 +295,15 @@ class Peer:
             raise UsageError("all_reduce needs at least one element")
         if not weight >= 0 or weight == float("inf"):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
-        vector = flatten_tensors(many)
+        vector, own = self._flat_of(name, many)
         grid = Grid(vector.numel(), min(LIBRARY_CHUNK_ELEMS, vector.numel()), codec)
         patience_s = PATIENCE_SHARE * timeout_s
         pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
         try:
             report = pending.wait(timeout_s)
         except RoundTimeout:
+            # The round may still be decided with what was sent of this contribution; the caller's memory is his again.
+            self._flat.pop(name, None)
             if self._ask(lambda node, now: node.withdraw(name)):
                 self._pending.pop(name, None)
             raise
@@ -297,8 +314,24 @@ class Peer:
                 f"the round averaged {pending.misfit}, but this call has {vector.numel()} elements in {codec}: "
                 "all peers must pass the same shapes and codec (the tensors are unchanged)"
             )
-        unflatten_into(vector, many)
+        if own:
+            unflatten_into(vector, many)
         return report
+
+    def _flat_of(self, name: str, many: list[Tensor]) -> tuple[Tensor, bool]:
+        """One fp32 CPU vector with the values of `many`, and whether it is memory of our own.
+
+        A single tensor of that form is used as it is. Other vectors are kept from call to call: a fresh one costs more
+        in page faults than the copy itself.
+        """
+        (first, *rest) = many
+        if not rest and first.dtype == torch.float32 and first.device.type == "cpu" and first.is_contiguous():
+            return first.detach().view(-1), False
+        kept = self._flat.pop(name, None)
+        numel = sum(t.numel() for t in many)
+        vector = flatten_tensors(many, kept if kept is not None and kept.numel() == numel else None)
+        self._flat[name] = vector
+        return vector, True
 
     def _offer(
         self,
@@ -348,11 +381,17 @@ class Peer:
 
     def _stopped(self) -> None:
         """The driver has ended: nobody may wait for it any more."""
-        why = f"the peer stopped on an error: {self._driver.error}" if self._driver.error else "the peer has left"
         while self._pending:
-            self._pending.popitem()[1].finish(None, False, SwarmClosed(why))
+            self._pending.popitem()[1].finish(None, False, self._closed_error())
         with self._changed:
             self._changed.notify_all()
+
+    def _closed_error(self) -> SwarmClosed:
+        """Why nothing more can come of this peer."""
+        error = self._driver.error
+        if isinstance(error, SwarmClosed):
+            return SwarmClosed(str(error))
+        return SwarmClosed(f"the peer stopped on an error: {error}" if error else "the peer has left")
 
     def _save_address_book(self) -> None:
         known = self._ask(lambda node, now: [r for r in node.members.records() if r.voter != node.me])
@@ -390,7 +429,7 @@ class Peer:
         deadline = None if timeout_s is None else clock() + timeout_s
         while not condition():
             if self._driver.error is not None or self._closed:
-                raise SwarmClosed(f"the peer stopped: {self._driver.error or 'left'}")
+                raise self._closed_error()
             left = 0.25 if deadline is None else min(0.25, deadline - clock())
             if left <= 0:
                 raise RoundTimeout(f"{what} after {timeout_s:g} s")
@@ -409,9 +448,9 @@ class Peer:
             if pending is not None:
                 pending.finish(None, False)
         elif isinstance(event, SelfReplaced):
-            log.error("another process uses this peer's identity (%s): this one stops taking part", event.voter)
+            self._driver.stop(0.0, SwarmClosed(REPLACED))
         elif isinstance(event, Waiting):
-            log.warning("waiting: %s (%s)", event.reason, ", ".join(p[:21] for p in event.peers))
+            log.warning("%s", _waiting_text(event))
         if self._on_event is not None:
             self._on_event(event)
         with self._changed:
@@ -421,6 +460,14 @@ class Peer:
 def _position(node: Node, channel: str) -> Position:
     state = node.log.state
     return Position(state.round_of(channel), state.tokens, state.head, node.lease(), node.log.digest(channel))
+
+
+def _waiting_text(event: Waiting) -> str:
+    names = ", ".join(p[:21] for p in event.peers)
+    if event.left_s is None:
+        return f"waiting: {event.reason} ({names})"
+    until = f"at most {event.left_s:.0f} s more" if event.left_s else "not any longer"
+    return f"waiting: {event.reason} without {names}; {until}, then going on without"
 
 
 def _known_addresses(state: PeerState) -> tuple[str, ...]:

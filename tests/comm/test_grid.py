@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc.comm.codecs import CODECS, get_codec
-from dlc.comm.grid import CHUNK_ELEMS_MAX, N_CHUNKS_MAX, Grid, assign_owners, send_order
+from dlc.comm.grid import CHUNK_ELEMS_MAX, N_CHUNKS_MAX, Grid, assign_owners
 from dlc.errors import ConfigError
 
 owner_weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=16).filter(any)
@@ -110,29 +110,3 @@ def test_weights_that_cannot_work(weights: list[float]) -> None:
 def test_a_negative_number_of_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="n_chunks"):
         assign_owners(-1, [1.0])
-
-
-@given(n_chunks=st.integers(0, 200), weights=owner_weights, me=st.integers(-1, 20), fixed=st.sets(st.integers(0, 199)))
-def test_every_chunk_is_sent_once(n_chunks: int, weights: list[float], me: int, fixed: set[int]) -> None:
-    owners = [-1 if c in fixed else owner for c, owner in enumerate(assign_owners(n_chunks, weights))]
-    order = send_order(owners, me)
-    assert sorted(order) == [c for c, owner in enumerate(owners) if owner >= 0]
-    for owner in set(owners) - {-1}:
-        mine = [c for c in order if owners[c] == owner]
-        assert mine == sorted(mine), "chunks of one owner keep their order"
-
-
-def test_contributors_take_turns_over_the_owners() -> None:
-    owners = assign_owners(12, [1, 1, 1, 1])
-    assert [owners[c] for c in send_order(owners, 0)] == [1, 2, 3, 0] * 3
-    assert [owners[c] for c in send_order(owners, 2)] == [3, 0, 1, 2] * 3
-    firsts = [owners[send_order(owners, me)[0]] for me in range(4)]
-    assert sorted(firsts) == [0, 1, 2, 3], "at every moment each owner hears from another contributor"
-    assert [owners[c] for c in send_order(owners, -1)] == [0, 1, 2, 3] * 3, "one that owns nothing"
-
-
-def test_an_owner_of_more_chunks_comes_up_more_often_and_not_only_at_the_end() -> None:
-    owners = assign_owners(12, [3, 1])
-    turns = [owners[c] for c in send_order(owners, 1)]
-    for quarter in range(0, 12, 4):
-        assert Counter(turns[quarter : quarter + 4]) == {0: 3, 1: 1}

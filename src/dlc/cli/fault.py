@@ -1,4 +1,4 @@
-"""A fault on purpose, for `dlc demo` and tests: SIGKILL in the middle of a round, where it hurts most."""
+"""Faults on purpose, for `dlc demo`, benchmarks and tests: in the middle of a round, where they hurt most."""
 
 from __future__ import annotations
 
@@ -15,23 +15,42 @@ from dlc.peer import Peer
 def kill_in_round(peer: Peer, channel: str, t: int, last_words: Callable[[], None]) -> None:
     """From round `t` on, kill this process as soon as it sends bulk while it owns chunks that are not finished."""
 
+    def ripe(node: Node) -> bool:
+        plan = node.exchange.plan
+        return plan is not None and plan.entry.channel == channel and plan.entry.t >= t and unfinished(node) > 0
+
+    def die(node: Node) -> None:
+        last_words()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    strike(peer, ripe, die)
+
+
+def strike(peer: Peer, ripe: Callable[[Node], bool], act: Callable[[Node], None]) -> None:
+    """Call `act`, once, on the driver thread, when a bulk message is about to leave and `ripe` says yes."""
+
     def arm(node: Node, now: float) -> None:
         next_bulk = node.next_bulk
 
         def fatal(to: PeerId) -> Bulk | None:
-            bulk, exchange = next_bulk(to), node.exchange
-            plan = exchange.plan
-            if bulk is None or plan is None or plan.entry.channel != channel or plan.entry.t < t:
-                return bulk
-            unfinished = sum(
-                owner >= 0 and plan.owners[owner] == node.me and chunk not in exchange.held
-                for chunk, owner in enumerate(plan.assignment)
-            )
-            if unfinished:
-                last_words()
-                os.kill(os.getpid(), signal.SIGKILL)
+            bulk = next_bulk(to)
+            if bulk is not None and ripe(node):
+                setattr(node, "next_bulk", next_bulk)  # noqa: B010  as below
+                act(node)
             return bulk
 
         setattr(node, "next_bulk", fatal)  # noqa: B010  a method of one object, on purpose
 
     peer._ask(arm)
+
+
+def unfinished(node: Node) -> int:
+    """Chunks of the present plan that this peer owns and has not finished."""
+    exchange = node.exchange
+    plan = exchange.plan
+    if plan is None:
+        return 0
+    return sum(
+        owner >= 0 and plan.owners[owner] == node.me and chunk not in exchange.held
+        for chunk, owner in enumerate(plan.assignment)
+    )

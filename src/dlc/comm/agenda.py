@@ -22,8 +22,6 @@ from dlc.errors import ConfigError
 
 T = TypeVar("T")
 
-SETTLE_S = 2.0
-"""A slot must be this old before a config entry is proposed: several newcomers then come in one entry."""
 OPEN_PATIENCE_S = 5.0
 """How long an opening waits for the other voters' wishes after the first."""
 ETA_UNKNOWN_S = 30.0
@@ -153,7 +151,7 @@ class Agenda:
     def _config(self) -> Draft | None:
         """Bring the electorate up to date, if it is out of date and nothing else is going on."""
         state = self.log.state
-        if self.ctx.now - self._slot_since < SETTLE_S:
+        if self.ctx.now - self._slot_since < self.ctx.members.timeouts.slot_settle_s:
             return None
         electorate, trainers = next_electorate(self.ctx, self.log, None)
         if electorate == state.electorate and trainers == state.trainers and self._leases_stand():

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
@@ -35,6 +36,8 @@ POLL_S_MAX = 0.25
 BULK_BURST = 4
 """Chunks handed to one link before control messages are looked at again."""
 LOG_BAD_FRAMES_EVERY = 100
+RECENT_BULK_MAX = 8
+"""Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
 
 
 def clock() -> float:
@@ -77,7 +80,8 @@ class Driver:
         self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
         self._addresses: dict[str, PeerId] = {}
         self._dials: dict[PeerId, str] = {}
-        self._stopping = False
+        self._recent: collections.deque[tuple[Bulk, list[Frame]]] = collections.deque(maxlen=RECENT_BULK_MAX)
+        self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
 
     # ---------------------------------------------------------------- from other threads
@@ -89,7 +93,7 @@ class Driver:
         """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it."""
         future: Future[T] = Future()
         self._calls.append((future, fn))
-        if not self._thread.is_alive() and self._stopping:
+        if self._ended:
             self._fail_calls()
         self.transport.wake()
         return future
@@ -100,10 +104,13 @@ class Driver:
             return fn(clock())
         return self.call(fn).result(timeout_s)
 
-    def stop(self, timeout_s: float) -> None:
-        """End the thread after what was called before; idempotent."""
+    def stop(self, timeout_s: float, reason: BaseException | None = None) -> None:
+        """End the thread after what was called before; later calls raise `reason`. Idempotent."""
+        self.error = self.error or reason
         self._stopping = True
         self.transport.wake()
+        if not self._thread.ident:  # never started: nobody else will say so
+            self._ended = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -164,6 +171,7 @@ class Driver:
         self._dials.pop(peer, None)
 
     def _run(self) -> None:
+        keep_freed_chunks()
         try:
             while not self._stopping:
                 self._turn()
@@ -172,7 +180,7 @@ class Driver:
             log.exception("the driver stopped on an error")
             self.error = error
         finally:
-            self._stopping = True
+            self._stopping = self._ended = True  # before the calls fail: one made from now on fails itself
             self._fail_calls()
             self.transport.close()
             self.on_stop()
@@ -244,12 +252,21 @@ class Driver:
                 message = bulk.next_bulk(peer)
                 if message is None:
                     return
-                frames = self._frames(message)
+                frames = self._bulk_frames(message)
             else:
                 frames = stashed[1]
             if not self.transport.send_bulk(address, frames):
                 self._stash[peer] = (address, frames)
                 return
+
+    def _bulk_frames(self, message: Bulk) -> list[Frame]:
+        """The same result goes to every peer: its header is encoded once."""
+        for known, frames in self._recent:
+            if known is message:
+                return frames
+        frames = self._frames(message)
+        self._recent.append((message, frames))
+        return frames
 
     # ---------------------------------------------------------------- calls
 
@@ -264,7 +281,10 @@ class Driver:
                 future.set_exception(error)
 
     def _fail_calls(self) -> None:
-        while self._calls:
-            future, _ = self._calls.popleft()
+        while True:
+            try:
+                future, _ = self._calls.popleft()
+            except IndexError:  # two threads may do this at once
+                return
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.error or SwarmClosed("the peer has left the swarm"))

@@ -88,6 +88,8 @@ class Waiting:
 
     reason: str
     peers: tuple[PeerId, ...]
+    left_s: float | None = None
+    """Seconds until the others may go on without them; None: not without them."""
 
 
 @dataclass(frozen=True, slots=True)

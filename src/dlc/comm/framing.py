@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from blake3 import blake3
@@ -35,9 +36,13 @@ def run_tag(run: str, spec_hash: bytes) -> bytes:
     return blake3(run.encode() + b"\0" + spec_hash).digest(TAG_BYTES)
 
 
+@lru_cache(maxsize=4 * len(MESSAGES))
+def _envelope(sender: Voter, tag: bytes, code: int) -> bytes:
+    return pack(Envelope(PROTOCOL_VERSION, tag, sender, code))
+
+
 def encode(sender: Voter, tag: bytes, message: Message) -> list[Frame]:
-    envelope = Envelope(PROTOCOL_VERSION, tag, sender, _CODES[type(message)])
-    frames: list[Frame] = [pack(envelope), pack(message)]
+    frames: list[Frame] = [_envelope(sender, tag, _CODES[type(message)]), pack(message)]
     if isinstance(message, Bulk):
         frames.append(message.payload)  # type: ignore[attr-defined]
     return frames

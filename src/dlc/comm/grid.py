@@ -100,24 +100,3 @@ def assign_owners(n_chunks: int, weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: n_chunks - sum(counts)]:
         counts[i] += 1
     return [owner for owner, count in enumerate(counts) for _ in range(count)]
-
-
-def send_order(owners: Sequence[int], me: int) -> list[int]:
-    """The order in which contributor `me` sends its chunks: `owners[c]` reduces chunk c, -1 means not to be sent.
-
-    Round-robin over the owners, beginning with the one after `me` (so contributors begin with different owners) and
-    taking `me` last; an owner of twice the chunks comes up twice as often, so that all owners are served until the
-    end. Chunks of one owner keep their order: every contributor begins with the same one, and the owner can close
-    it early.
-    """
-    chunks_of: dict[int, list[int]] = {}
-    for chunk, owner in enumerate(owners):
-        if owner >= 0:
-            chunks_of.setdefault(owner, []).append(chunk)
-    ring = sorted(chunks_of, key=lambda owner: (owner <= me, owner))
-    keyed = [
-        ((position + 0.5) / len(chunks_of[owner]), turn, chunk)
-        for turn, owner in enumerate(ring)
-        for position, chunk in enumerate(chunks_of[owner])
-    ]
-    return [chunk for _, _, chunk in sorted(keyed)]

@@ -21,6 +21,8 @@ from dlc.comm.state import State
 
 HISTORY_ROUNDS_MAX = 8
 """Entries kept with their results, for peers that missed a few."""
+HISTORY_STATELESS_MAX = 2
+"""The same for rounds of channels without state: each holds memory that the next round would reuse."""
 HISTORY_BYTES_MAX = 1 << 30
 """Bytes of results kept for them; the newest entry is always kept."""
 CHAIN_MAX = 1 << 16
@@ -137,9 +139,18 @@ class Log:
         return None
 
     def _trim(self) -> None:
+        self._thin()
         total = sum(p.payload_bytes for p in self.past)
         while len(self.past) > 1 and (len(self.past) > HISTORY_ROUNDS_MAX or total > HISTORY_BYTES_MAX):
             total -= self.past.popleft().payload_bytes
+
+    def _thin(self) -> None:
+        """Rounds of channels without state are of use to a straggler only: the last few, not a whole history."""
+        stateless = [i for i, p in enumerate(self.past) if p.entry.kind == ROUND and not self.is_open(p.entry.channel)]
+        if len(stateless) > HISTORY_STATELESS_MAX:
+            # A log is replayed without gaps: what stands before the dropped round goes with it.
+            for _ in range(stateless[-HISTORY_STATELESS_MAX]):
+                self.past.popleft()
 
 
 def grid_of(entry: Entry) -> Grid:

@@ -11,6 +11,7 @@ handle what I sent to myself, refresh my record. The same class runs under the r
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ RUNNING_STEP_S_MAX = 1.0
 """Running time: at most this much is counted between two events, so that a freeze ages nobody."""
 TICK_S_MAX = 0.25
 """A node is ticked at least this often."""
+COUNTDOWN_S = 5.0
+"""How often a peer that waits for a quorum says how long it still will."""
 TICK_S_MIN = 0.005
 """And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
@@ -202,9 +205,15 @@ class Node:
         return self._event(now, act)
 
     def withdraw(self, channel: str) -> bool:
-        """Take back a contribution that no plan has named yet; False if a round with it may be decided still."""
-        plan = self.slot.plan
+        """Take back a contribution that no plan has named yet.
+
+        False if a round with it may be decided still: then it goes on from a copy, its mean goes nowhere, and the
+        caller's memory is not touched any more.
+        """
+        plan, mine = self.slot.plan, self.exchange.offered.get(channel)
         if plan is not None and plan.entry.channel == channel:
+            if mine is not None:
+                mine.vector, mine.sink = mine.vector.clone(), None
             return False
         return self.exchange.offered.pop(channel, None) is not None
 
@@ -460,7 +469,7 @@ class Node:
         self._say_waiting()
 
     def _say_waiting(self) -> None:
-        """Tell the application, once per change, that nothing can go on and for whom we wait."""
+        """Tell the application that nothing can go on and for whom we wait: at each change, and as time runs down."""
         state = self.log.state
         absent = [v for v in state.electorate if not self.members.alive(v)]
         missing = tuple(v.peer for v in absent if not self.members.gone(v))
@@ -470,7 +479,9 @@ class Node:
             if unheard:
                 waiting = Waiting("founding needs every listed address", unheard)
         elif missing and not state.quorum([v for v in state.electorate if v not in absent]):
-            waiting = Waiting(f"no quorum; going on without them after {self.members.t_evict_s:.0f} s", missing)
+            unseen_s = min(self.members.unseen_s(v) for v in absent if not self.members.gone(v))
+            left_s = max(0.0, self.members.t_evict_s - unseen_s)
+            waiting = Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S))
         if waiting is not None and waiting != self._last_waiting:
             self.ctx.notify(waiting)
         self._last_waiting = waiting

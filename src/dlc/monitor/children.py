@@ -38,12 +38,23 @@ class Children:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def start(self, name: str, command: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> IO[bytes]:
-        """Run `command` with `variables` added to its environment; returns its stdout, its stderr goes to `log`."""
-        with log.open("wb") as errors:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        variables: dict[str, str] | None = None,
+        *,
+        talk: bool = False,
+    ) -> IO[bytes]:
+        """Run `command` with `variables` added to its environment; returns its stdout, its stderr is added to `log`.
+
+        talk: `tell` can write to its stdin. A name can be used again once its process has ended.
+        """
+        with log.open("ab") as errors:
             child = subprocess.Popen(
                 [*_env(variables or {}), *command],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
@@ -55,6 +66,20 @@ class Children:
 
     def pid(self, name: str) -> int:
         return self._running[name].pid
+
+    def tell(self, name: str, line: str) -> None:
+        """Write one line to the stdin of a process that was started with `talk`; one that has ended hears nothing."""
+        stdin = self._running[name].stdin
+        assert stdin is not None
+        try:
+            stdin.write(line.encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal, if the process still runs."""
+        self._running[name].send_signal(number)
 
     def exit_code(self, name: str, wait_s: float = 0.0) -> int | None:
         """What the process returned, negative for the signal that ended it; None: it still runs."""

@@ -100,10 +100,8 @@ class Teller:
                     self.event("digest_mismatch", t=t)
                 case events.HistoryLost(lost, tokens):
                     self.event("history_lost", rounds=lost, tokens=tokens)
-                case events.Waiting(reason, peers):
-                    self.event("waiting", reason=reason, peers=list(peers))
-                case events.SelfReplaced():
-                    raise SwarmClosed("another process uses this peer's identity and is newer: this one has to stop")
+                case events.Waiting(reason, peers, left_s):
+                    self.event("waiting", reason=reason, peers=list(peers), left_s=left_s)
                 case events.MemberUp() | events.MemberSuspect() | events.MemberDown() | events.MemberLeft() as news:
                     self.event("member", change=MEMBER_CHANGES[type(news)], peer=news.voter.peer)
         return rounds

@@ -1,0 +1,147 @@
+"""The data plane of one owner, with parts handed to it one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlc.comm.choose import HOLDERS_MAX, Resume, choose
+from dlc.comm.codecs import get_codec
+from dlc.comm.context import Context
+from dlc.comm.entries import EMPTY, ROUND, Entry, Part
+from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered
+from dlc.comm.ids import LOWEST, Ballot, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import Contrib, GridSpec, HeldChunk, Plan, Promise, Ready
+from dlc.comm.timeouts import Timeouts
+
+torch.set_num_threads(1)
+
+ME, OTHER = Voter("me", 1), Voter("other", 1)
+NUMEL, CHUNK = 400, 4
+GRID = GridSpec(NUMEL, CHUNK, "fp32")
+N_CHUNKS = NUMEL // CHUNK
+
+
+class Everybody:
+    """Members who are all alive and have left no trace otherwise."""
+
+    timeouts = Timeouts()
+    rtt_max_s = 0.01
+
+    def alive(self, voter: Voter) -> bool:
+        return True
+
+    def gone(self, voter: Voter) -> bool:
+        return False
+
+    def rtt_s(self, peer: str) -> float:
+        return 0.01
+
+    def record(self, peer: str) -> Any:
+        return SimpleNamespace(voter=Voter(peer, 1))
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    return Exchange(Context(ME, cast(Any, Everybody())), Log())
+
+
+def plan(channel: str = "a", grid: GridSpec = GRID, ballot: Ballot = Ballot(0, ME)) -> Plan:
+    roster = (Part(ME, 1.0, 0), Part(OTHER, 1.0, 0))
+    entry = Entry(
+        ROUND, EMPTY, 1, channel, 1, (ME, OTHER), (), roster, grid.numel, grid.chunk_elems, grid.codec, b"", b"", 0
+    )
+    n_chunks = -(-grid.numel // grid.chunk_elems)
+    return Plan(EMPTY, ballot, (), entry, b"", (ME,), (0,) * n_chunks, ())
+
+
+def offer(exchange: Exchange, vector: Tensor, grid: GridSpec = GRID, channel: str = "a") -> None:
+    base = exchange.log.state.base(channel)
+    ready = Ready(EMPTY, channel, base, grid, 1.0, 0, b"", 1.0, False, 0)
+    exchange.offered[channel] = Offered(ready, vector, None, exchange.ctx.now)
+
+
+def part(exchange: Exchange, chunk: int, value: float, channel: str = "a") -> Contrib:
+    payload = get_codec("fp32").encode(torch.full((CHUNK,), value))
+    return Contrib(channel, exchange.log.state.base(channel), chunk, 1.0, 0, payload)
+
+
+def test_a_part_of_another_channel_does_not_enter_the_mean(exchange: Exchange) -> None:
+    """Same chunk number, weight and position, as those of two library all-reduces always are."""
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 100.0, channel="b"))
+    assert 0 not in exchange.held
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    mean = get_codec("fp32").decode(exchange.held[0].payload, CHUNK)
+    assert torch.equal(mean, torch.full((CHUNK,), 2.0))
+
+
+def test_a_vector_offered_after_the_plan_with_another_grid_is_not_cut_by_the_plan(exchange: Exchange) -> None:
+    offer(exchange, torch.ones(8), GridSpec(8, CHUNK, "fp32"))
+    exchange.begin(plan(), (ME, OTHER), {})  # chunk 2 of 100 would be empty
+    exchange.receive_contrib(OTHER, part(exchange, 5, 4.0))
+    elsewhere = dataclasses.replace(plan(ballot=Ballot(1, OTHER)), owners=(OTHER,))
+    exchange.begin(elsewhere, (ME, OTHER), {})
+    assert exchange.pending() == set() and exchange.next_bulk(OTHER.peer) is None
+
+
+def test_one_silence_is_waited_out_once_and_not_once_per_chunk(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    for step in range(4 * 3 + 1):  # a little more than the 2 s after which a silent contributor is late
+        exchange.ctx.now = 0.25 * step
+        exchange.close_due()
+    assert exchange.complete
+    assert {e.reason for r in exchange.held.values() for e in r.header.excluded} == {"late"}
+
+
+def test_a_late_contributor_that_is_heard_again_is_waited_for_again(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange._late.add(OTHER)
+    exchange.receive_contrib(OTHER, part(exchange, 3, 4.0))
+    exchange.close_due()
+    assert list(exchange.held) == [3]
+
+
+def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:
+    for number in range(3 * STRAY_CHUNKS_MAX):
+        exchange.receive_contrib(OTHER, part(exchange, number, 1.0, channel=f"c{number % 5}"))
+    exchange.begin(plan(), (ME, OTHER), {})
+    for number in range(3 * STRAY_CHUNKS_MAX):
+        exchange.receive_contrib(OTHER, part(exchange, 1000 + number, 1.0, channel="z"))
+    kept = sum(len(by) for chunks in exchange._parts.values() for by in chunks.values())
+    assert kept <= STRAY_CHUNKS_MAX and exchange.dropped >= 4 * STRAY_CHUNKS_MAX
+
+
+def test_what_was_asked_for_is_still_served_after_the_next_plan(exchange: Exchange) -> None:
+    """Who is behind fetches results of older rounds while rounds go on."""
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    old = exchange.held[0]
+    exchange.serve(OTHER.peer, old)
+    exchange.serve(OTHER.peer, old)
+    exchange.begin(plan(ballot=Ballot(1, ME)), (ME, OTHER), {})
+    assert exchange.next_bulk(OTHER.peer) is old
+    assert exchange.next_bulk(OTHER.peer) is None
+
+
+def test_a_fixed_chunk_names_few_holders_and_not_always_the_same() -> None:
+    voters = tuple(Voter(f"v{i:02}", 1) for i in range(40))
+    roster = (Part(voters[0], 1.0, 0),)
+    entry = dataclasses.replace(plan().entry, roster=roster)
+    base = dataclasses.replace(plan(), entry=entry)
+    held = tuple(HeldChunk(c, Ballot(0, ME), bytes([c]) * 32, 0) for c in range(N_CHUNKS))
+    promise = Promise(EMPTY, LOWEST, None, None, base, held, (roster,), ())
+    choice = choose(dict.fromkeys(voters, promise))
+    assert isinstance(choice, Resume) and len(choice.fixed) == N_CHUNKS
+    assert {len(f.holders) for f in choice.fixed} == {HOLDERS_MAX}
+    assert {v for f in choice.fixed for v in f.holders} == set(voters)

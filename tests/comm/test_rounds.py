@@ -1,0 +1,421 @@
+"""Rounds as transcripts: real nodes on a virtual clock, one hand-made fault each, and the invariants after every event.
+
+The simulator's world carries the messages; a `Stage` looks at each of them, and may drop it, hold it back or repeat it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm import messages as msg
+from dlc.comm.coordinator import RUN
+from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, Part
+from dlc.comm.events import DigestMismatch, RoundDone
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.node import Node
+from dlc.errors import ProtocolError
+from dlc.report import RoundReport
+from dlc.sim.network import Weather
+from dlc.sim.schedule import Scenario, Start
+from dlc.sim.toy import CHANNEL
+from dlc.sim.world import Process, World
+
+torch.set_num_threads(1)
+
+Rule = Callable[[str, str, Any], bool]
+"""(source, target, message) -> is it to be held back?"""
+
+
+class Stage:
+    """n peers that train together; `hold` keeps back the messages it names."""
+
+    def __init__(self, n: int, n_chunks: int = 3, inner_s: float = 1.0) -> None:
+        starts = (Start(0.0, ()), *(Start(0.1 * i, (0,)) for i in range(1, n)))
+        weather = Weather(latency_max_s=0.05, spike=0.0)
+        self.world = World(Scenario(0, starts, (), weather, n_chunks=n_chunks, inner_s=inner_s))
+        self.hold: Rule = lambda source, target, message: False
+        self.held: list[tuple[Any, ...]] = []
+        self.sent: list[tuple[float, str, str, Any]] = []
+        self.told: list[tuple[str, object]] = []
+        self.copies = 1
+        self._carry, self._notify = self.world.network.carry, self.world._notify
+        self.world.network.carry = self._carried  # type: ignore[method-assign]
+        self.world._notify = self._noted  # type: ignore[method-assign]
+        self.until(lambda: all(len(p.node.log.state.electorate) == n for p in self.world.running()) and self.rounds > 2)
+        self.between_rounds()
+        self.sent.clear()
+        self.told.clear()
+
+    def _carried(self, source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        message = args[-1]
+        self.sent.append((self.world.now, source, target, message))
+        if self.hold(source, target, message):
+            self.held.append((source, target, deliver, *args))
+            return
+        for _ in range(self.copies):
+            self._carry(source, target, deliver, *args, bulk=bulk)
+
+    def release(self) -> None:
+        held, self.held = self.held, []
+        for source, target, deliver, *args in held:
+            self._carry(source, target, deliver, *args)
+
+    def _noted(self, process: Process, event: object) -> None:
+        self.told.append((process.host.name, event))
+        self._notify(process, event)
+
+    @property
+    def rounds(self) -> int:
+        return self.world.checker.rounds
+
+    def until(self, condition: Callable[[], object], limit_s: float = 30.0) -> None:
+        end = self.world.now + limit_s
+        while not condition():
+            assert self.world.clock.step() and self.world.now < end, "the transcript does not reach its point"
+
+    def between_rounds(self) -> None:
+        """Everybody stands at one head, and nothing is planned."""
+        self.until(
+            lambda: (
+                len({p.node.log.head for p in self.world.running()}) == 1
+                and not any(p.node.slot.plan for p in self.world.running())
+            )
+        )
+
+    def planned(self) -> tuple[Process, msg.Plan]:
+        """Run until a round is planned: its coordinator and the plan."""
+
+        def coordinators() -> list[Process]:
+            return [p for p in self.world.running() if p.node.coordinator.phase == RUN and p.node.slot.plan is not None]
+
+        self.until(lambda: any(_plan(p).entry.kind == ROUND for p in coordinators()))
+        process = next(p for p in coordinators() if _plan(p).entry.kind == ROUND)
+        return process, _plan(process)
+
+    def peers(self, *but: Process) -> list[Process]:
+        return [p for p in self.world.running() if p not in but]
+
+    def reports(self, t: int) -> dict[str, RoundReport]:
+        done = [(name, e.report) for name, e in self.told if isinstance(e, RoundDone)]
+        return {name: report for name, report in done if report.t == t}
+
+    def committed(self, t: int, who: Iterable[Process], limit_s: float = 30.0) -> dict[str, RoundReport]:
+        names = {p.host.name for p in who}
+        self.until(lambda: names <= self.reports(t).keys(), limit_s)
+        return self.reports(t)
+
+
+def _plan(process: Process) -> msg.Plan:
+    assert process.node.slot.plan is not None
+    return process.node.slot.plan
+
+
+def past_round(node: Node, t: int) -> Any:
+    return next(p for p in node.log.past if p.entry.kind == ROUND and p.entry.t == t)
+
+
+# ------------------------------------------------------------------ deaths
+
+
+def test_the_coordinator_dies_after_its_plan_and_the_round_commits_all_the_same() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    stage.until(lambda: all(p.node.slot.plan is not None for p in stage.world.running()))
+    stage.world.crash(coordinator)
+    reports = stage.committed(plan.entry.t, stage.peers())
+    assert {r.ballots for r in reports.values()} == {2}
+    assert all(p.node.log.head for p in stage.peers())
+    for process in stage.peers():
+        roster = past_round(process.node, plan.entry.t).entry.roster
+        assert {p.voter for p in roster} <= {p.voter for p in plan.entry.roster}
+
+
+def test_an_owner_dies_with_one_chunk_at_one_peer_and_that_chunk_is_kept() -> None:
+    """Chunk c of the dead owner reached P alone: it is kept; its other chunk is reduced anew by somebody else."""
+    stage = Stage(3, n_chunks=6)
+    coordinator, plan = stage.planned()
+    owner, witness = stage.peers(coordinator)
+    owned = [c for c, o in enumerate(plan.assignment) if plan.owners[o] == owner.voter]
+    kept, lost = owned
+    name = owner.host.name
+
+    def only_one_chunk_to_one_peer(source: str, target: str, m: Any) -> bool:
+        if source != name or not isinstance(m, msg.Result) or m.header.head != plan.head:
+            return False
+        return target != witness.host.name or m.header.chunk != kept
+
+    stage.hold = only_one_chunk_to_one_peer
+    stage.until(lambda: kept in witness.node.exchange.held and len(coordinator.node.exchange.held) == 4)
+    stage.world.crash(owner)
+    reports = stage.committed(plan.entry.t, stage.peers())
+    results = past_round(witness.node, plan.entry.t).results
+    assert (results[kept].header.ballot, results[kept].header.owner) == (plan.ballot, owner.voter)
+    assert results[lost].header.ballot > plan.ballot and results[lost].header.owner != owner.voter
+    assert all(r.header.ballot == plan.ballot for c, r in enumerate(results) if c != lost)
+    for report in reports.values():
+        assert report.ballots == 2
+        dead = next(s for s in report.contributors if s.peer == name)
+        assert dead.fraction < 1.0  # its part of the lost chunk died with it
+        assert [(m.peer, m.reason) for m in report.missing] == [(name, "dead")]
+
+
+def test_a_leave_crosses_the_plan() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    leaver = stage.peers(coordinator)[0]
+    assert leaver.node.slot.plan is None  # the plan is on its way
+    stage.world.leave(leaver)
+    reports = stage.committed(plan.entry.t, stage.peers(), limit_s=6.0)
+    for report in reports.values():
+        assert [(m.peer, m.reason) for m in report.missing] == [(leaver.host.name, "left")]
+    assert stage.peers()[0].node.log.state.electorate == tuple(sorted(p.voter for p in stage.peers()))
+
+
+# ------------------------------------------------------------------ lost, late, repeated
+
+
+def test_a_late_ready_does_not_enlarge_the_roster_and_is_not_lost() -> None:
+    stage = Stage(3)
+    late = stage.peers(next(p for p in stage.peers() if p.voter == p.node.log.state.rank0))[0]
+    stage.hold = lambda source, target, m: source == late.host.name and isinstance(m, msg.Ready)
+    _, plan = stage.planned()
+    assert late.voter not in {p.voter for p in plan.entry.roster}
+    blocks = list(late.trainer.blocks)
+    stage.hold = lambda source, target, m: False
+    stage.release()
+    report = stage.committed(plan.entry.t, stage.peers())[late.host.name]
+    assert [(m.peer, m.reason) for m in report.missing] == [(late.host.name, "not ready")]
+    lease = late.node.lease()
+    assert blocks and lease is not None and lease.take(len(blocks))[0] == blocks  # still to be counted
+    later = stage.committed(plan.entry.t + 1, stage.peers())
+    assert late.host.name in {s.peer for s in later[late.host.name].contributors}
+
+
+def test_a_lost_commit_is_shown_again_to_the_one_who_lacks_it() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    victim = stage.peers(coordinator)[0]
+    lost = 0
+
+    def first_commit(source: str, target: str, m: Any) -> bool:
+        nonlocal lost
+        hit = target == victim.host.name and isinstance(m, msg.Commit) and lost == 0
+        lost += hit
+        return hit
+
+    stage.hold = first_commit
+    stage.committed(plan.entry.t, stage.peers(), limit_s=5.0)
+    assert lost == 1 and victim.node.log.active
+
+
+def test_everything_twice_and_old_messages_once_more() -> None:
+    stage = Stage(3)
+    stage.copies = 2
+    old: list[tuple[Any, ...]] = []
+    kinds = (msg.Plan, msg.Held, msg.Promise, msg.Prepare, msg.Commit, msg.Contrib, msg.Result, msg.Ready, msg.Coord)
+    record = stage._carry
+
+    def remember(source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        if isinstance(args[-1], kinds) and len(old) < 400:
+            old.append((source, target, deliver, *args))
+        record(source, target, deliver, *args, bulk=bulk)
+
+    stage._carry = remember  # type: ignore[method-assign,assignment]
+    before = stage.rounds
+    stage.until(lambda: stage.rounds >= before + 4)
+    for entry in list(old):
+        record(*entry)
+    stage.until(lambda: stage.rounds >= before + 8)
+    for report in [e.report for _, e in stage.told if isinstance(e, RoundDone)]:
+        assert report.ballots == 1 and not report.missing
+
+
+def test_results_that_do_not_arrive_are_fetched_from_another() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    owner, victim = stage.peers(coordinator)
+
+    def one_way(source: str, target: str, m: Any) -> bool:
+        return (source, target) == (owner.host.name, victim.host.name) and isinstance(m, msg.Result)
+
+    stage.hold = one_way
+    reports = stage.committed(plan.entry.t, stage.peers())
+    fetches = [(s, t) for _, s, t, m in stage.sent if isinstance(m, msg.Fetch)]
+    assert (victim.host.name, coordinator.host.name) in fetches
+    assert not reports[victim.host.name].missing and reports[victim.host.name].ballots == 1
+
+
+# ------------------------------------------------------------------ freezes
+
+
+def test_a_voter_that_was_frozen_does_not_vote_before_it_is_refreshed() -> None:
+    stage = Stage(3)
+    coordinator, _ = stage.planned()
+    victim = stage.peers(coordinator)[0]
+    stage.world.freeze(victim, victim.node.members.t_gap_s + 1.0)
+    stage.until(lambda: victim.awake)
+    stage.sent.clear()
+    # Nobody's answer reaches it: it has news of the others' rounds in its inbox, and still says nothing that binds.
+    stage.hold = lambda source, target, m: target == victim.host.name and isinstance(m, msg.Ack | msg.IndirectAck)
+    stage.until(lambda: victim.node.ctx.stale)
+    woke = stage.world.now
+    stage.until(lambda: stage.world.now > woke + 0.8 * victim.node.members.t_refresh_s)
+    assert victim.node.ctx.stale
+    mine = [m for _, source, _, m in stage.sent if source == victim.host.name]
+    assert any(isinstance(m, msg.Ping) for m in mine)
+    assert not any(isinstance(m, msg.Held | msg.Promise | msg.Plan | msg.Prepare) for m in mine)
+    stage.hold = lambda source, target, m: False
+    stage.until(lambda: not victim.node.ctx.stale)
+    stage.until(lambda: any(s == victim.host.name and isinstance(m, msg.Held) for _, s, _, m in stage.sent))
+
+
+# ------------------------------------------------------------------ digests
+
+
+def spoil(process: Process) -> None:
+    """The state in memory is no longer what the log says."""
+    attached = process.node.log.attached[CHANNEL]
+    attached.state.theta.add_(1.0)  # type: ignore[attr-defined]
+    attached.digest = attached.state.digest()
+
+
+def test_a_peer_with_another_digest_does_not_vote_is_told_and_repairs_itself() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    victim = stage.peers(coordinator)[0]
+    assert victim.node.slot.plan is None
+    spoil(victim)
+    stage.hold = lambda source, target, m: isinstance(m, msg.Piece)  # not repaired before the round is over
+    stage.committed(plan.entry.t, stage.peers(victim))
+    votes = [s for _, s, _, m in stage.sent if isinstance(m, msg.Held) and m.head == plan.head]
+    assert victim.host.name not in votes and len(set(votes)) >= 1
+    assert [type(e) for name, e in stage.told if name == victim.host.name].count(DigestMismatch) == 1
+    stage.hold = lambda source, target, m: False
+    stage.until(lambda: victim.node.log.attached[CHANNEL].synced)
+    stage.until(lambda: stage.rounds > 8)  # the checker compares digests at every head
+
+
+def test_a_repair_that_takes_longer_than_a_round_is_brought_up_to_date() -> None:
+    stage = Stage(3, inner_s=0.3)
+    coordinator, plan = stage.planned()
+    victim = stage.peers(coordinator)[0]
+    spoil(victim)
+    stage.hold = lambda source, target, m: isinstance(m, msg.Piece)
+    stage.until(lambda: stage.held)
+    asked_at = victim.node.log.head
+    stage.until(lambda: victim.node.log.head != asked_at)  # it follows the rounds without a state of its own
+    assert not victim.node.log.attached[CHANNEL].synced
+    requests = sum(isinstance(m, msg.SyncReq) for _, _, _, m in stage.sent)
+    stage.hold = lambda source, target, m: False
+    stage.release()
+    stage.until(lambda: victim.node.log.attached[CHANNEL].synced, limit_s=1.0)
+    assert sum(isinstance(m, msg.SyncReq) for _, _, _, m in stage.sent) == requests  # the first image was of use
+    state = victim.node.log.attached[CHANNEL]
+    assert state.digest == state.state.digest()
+
+
+# ------------------------------------------------------------------ malformed
+
+
+def malformed(node: Node, plan: msg.Plan, other: Voter) -> list[msg.Message]:
+    head, state, entry = node.log.head, node.log.state, plan.entry
+    high = Ballot(7, other)
+    base = state.base(CHANNEL)
+    changed = dataclasses.replace
+
+    def planned(**fields: Any) -> msg.Plan:
+        return changed(plan, ballot=high, **fields)
+
+    def promise(**fields: Any) -> msg.Promise:
+        return changed(msg.Promise(head, node.coordinator.ballot, None, None, plan, (), (), ()), **fields)
+
+    fixed = msg.FixedChunk(99, b"x" * 32, (other,))
+    decree = msg.Decree(changed(entry, manifest=b"m" * 32), (b"x" * 32,))
+    nobody = Part(Voter("nobody", 1), 1.0, 10**9)
+    return [
+        planned(assignment=(9, 9, 9)),
+        planned(assignment=plan.assignment[:1]),
+        planned(fixed=(fixed,)),
+        planned(entry=changed(entry, codec="zip")),
+        planned(entry=changed(entry, kind="odd"), assignment=()),
+        planned(entry=changed(entry, depth=entry.depth + 3)),
+        planned(entry=changed(entry, roster=(nobody,))),
+        planned(entry=changed(entry, roster=entry.roster + entry.roster[:1])),
+        promise(held=(msg.HeldChunk(0, plan.ballot, b"x" * 32, 5),)),
+        promise(held=(msg.HeldChunk(77, plan.ballot, b"x" * 32, 0),), rosters=((),)),
+        promise(accepted=decree, accepted_ballot=plan.ballot),
+        promise(accepted=None, accepted_ballot=plan.ballot),
+        msg.Prepare(head, Ballot(1 << 62, other), ()),
+        msg.Nack(head, Ballot((1 << 64) - 1, other)),
+        msg.Coord(head, Ballot(-3, other), RUN, ()),
+        msg.Commit(changed(entry, kind="odd"), ()),
+        msg.Commit(changed(entry, depth=entry.depth + 1), ()),
+        msg.Fetch(head, plan.ballot, (-1, 1 << 40), (b"short",)),
+        msg.Fetch(b"elsewhere", plan.ballot, (0,), (b"x" * 32,)),
+        msg.PieceReq("no such channel", b"", (0,)),
+        msg.PieceReq(CHANNEL, node.log.attached[CHANNEL].digest, (-1, 1 << 50)),
+        msg.Contrib(CHANNEL, base, -1, 1.0, 0, b""),
+        msg.Contrib(CHANNEL, base, 1 << 40, 1.0, 0, b"\0" * 32),
+        msg.Contrib("no such channel", node.log.state.base("no such channel"), 0, 1.0, 0, b"\0"),
+        msg.Contrib(CHANNEL, b"old", 0, 1.0, 0, b"\0" * 32),
+        msg.Result(msg.ChunkHeader(base, 1 << 40, head, plan.ballot, other, (), ()), b""),
+        msg.Result(msg.ChunkHeader(base, 0, head, plan.ballot, other, (nobody,), ()), b"\0" * 32),
+        msg.Steps(head, (msg.Step(changed(entry, manifest=b"m" * 32), (b"x" * 32,)),)),
+        msg.NoPiece(CHANNEL, b"x"),
+        msg.Piece(CHANNEL, b"x", -5, b"y"),
+    ]
+
+
+def test_malformed_messages_change_nothing_and_the_round_goes_on() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    stage.until(lambda: all(p.node.slot.plan is not None for p in stage.world.running()))
+    refused = 0
+    for process in stage.world.running():
+        other = stage.peers(process)[0].voter
+        for bad in malformed(process.node, plan, other):
+            try:
+                process.node.receive(other, bad, stage.world.now)
+            except ProtocolError:
+                refused += 1
+        assert process.node.exchange.dropped >= 3
+        assert process.node.slot.promised == plan.ballot
+    assert refused >= 3 * 16
+    reports = stage.committed(plan.entry.t, stage.peers(), limit_s=10.0)
+    assert all(not r.missing and r.ballots == 1 for r in reports.values())
+
+
+def test_a_contribution_of_the_wrong_size_is_reported_and_costs_only_itself() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    liar = stage.peers(coordinator)[0]
+    record = stage._carry
+
+    def cut_short(source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        m = args[-1]
+        if source == liar.host.name and isinstance(m, msg.Contrib) and m.base == plan_base:
+            args = (*args[:-1], dataclasses.replace(m, payload=m.payload[:-4]))
+        record(source, target, deliver, *args, bulk=bulk)
+
+    plan_base = coordinator.node.log.state.base(CHANNEL)
+    stage._carry = cut_short  # type: ignore[method-assign,assignment]
+    report = stage.committed(plan.entry.t, stage.peers())[coordinator.host.name]
+    assert [m.peer for m in report.missing] == [liar.host.name]
+    assert {s.peer for s in report.contributors if s.fraction == 1.0} == {
+        p.host.name for p in stage.peers() if p is not liar
+    }
+
+
+@pytest.mark.parametrize("kind", [CONFIG, OPEN])
+def test_an_entry_of_another_slot_is_not_applied(kind: str) -> None:
+    stage = Stage(2)
+    node = stage.peers()[0].node
+    entry = Entry(kind, b"elsewhere" * 3, 1, "", 0, (), (), (), 0, 0, "", b"", b"", 0)
+    head = node.log.head
+    node.receive(stage.peers()[1].voter, msg.Commit(entry, ()), stage.world.now)
+    assert node.log.head == head
