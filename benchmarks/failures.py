@@ -101,27 +101,36 @@ class Work:
             self.trace.append((self.clock(), name, getattr(event, "voter").peer))  # noqa: B009
 
     def _watch(self, node: Any, now: float) -> None:
-        """Note when a plan begins, and when this peer holds all of it."""
-        begin, apply = node.exchange.begin, node._apply
+        """Note when a plan begins, when this peer votes, and when the round is decided."""
+        begin, vote, apply = node.exchange.begin, node.slot._send_vote, node._apply
 
         def noted_begin(plan: Any, *rest: Any) -> None:
             self.trace.append((self.clock(), f"plan {plan.ballot.counter}", plan.ballot.voter.peer))
             begin(plan, *rest)
 
+        def noted_vote() -> None:
+            self.trace.append((self.clock(), f"vote {node.slot.accepted[0].counter}", ""))
+            vote()
+
         def noted_apply(*rest: Any) -> None:
             self.trace.append((self.clock(), "applied", ""))
             apply(*rest)
 
-        node.exchange.begin, node._apply = noted_begin, noted_apply
+        node.exchange.begin, node.slot._send_vote, node._apply = noted_begin, noted_vote, noted_apply
 
     def arm(self, kind: str, others: set[str]) -> None:
         """Fail in the middle of the next round; `others`: the ids of all peers."""
         from dlc.cli.fault import strike, unfinished
 
+        first: list[Any] = []
+
         def ripe(node: Any) -> bool:
             exchange = node.exchange
             plan = exchange.plan
-            if plan is None or 2 * len(exchange.held) < len(plan.assignment) or not unfinished(node):
+            if plan is None or plan.ballot not in (first or [plan.ballot]):
+                return False  # in a later ballot another peer coordinates: one failure is enough
+            first[:] = [plan.ballot]
+            if 2 * len(exchange.held) < len(plan.assignment) or not unfinished(node):
                 return False
             coordinator = plan.ballot.voter.peer
             victim = coordinator if kind == "coordinator" else min(others - {coordinator})

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,38 +14,7 @@ from dlc.peer import Peer, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from tests.helpers import wait_until
-
-JOIN_S = 30.0
-
-
-@contextmanager
-def swarm(n: int, **options: object) -> Iterator[list[Peer]]:
-    """n peers of one run; those after the first join it together through the first."""
-    peers: list[Peer] = []
-    try:
-        peers.append(Peer.join(**options))  # type: ignore[arg-type]
-        address = peers[0].address
-        with ThreadPoolExecutor(max(1, n)) as pool:
-            joins = [pool.submit(Peer.join, [address], join_timeout_s=JOIN_S, **options) for _ in range(n - 1)]
-            peers += [join.result() for join in joins]
-        yield peers
-    finally:
-        for peer in peers:
-            peer.leave()
-
-
-def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> list[RoundReport]:
-    """Every peer acts in a thread of its own, as separate processes would."""
-    with ThreadPoolExecutor(len(peers)) as pool:
-        return list(pool.map(act, peers, range(len(peers))))
-
-
-def free_addresses(n: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    return addresses
+from tests.swarm import JOIN_S, free_addresses, swarm, together
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])

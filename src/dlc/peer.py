@@ -101,7 +101,8 @@ class Peer:
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
-        take a seat with `open`; otherwise return as a voter. timeouts: the same on every peer of the run. Raises JoinError (unreachable, wrong key, other RunSpec)
+        take a seat with `open`; otherwise return as a voter. timeouts: the same on
+        every peer of the run. Raises JoinError (unreachable, wrong key, other RunSpec)
         and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
@@ -463,11 +464,11 @@ def _position(node: Node, channel: str) -> Position:
 
 
 def _waiting_text(event: Waiting) -> str:
-    names = ", ".join(p[:21] for p in event.peers)
     if event.left_s is None:
-        return f"waiting: {event.reason} ({names})"
-    until = f"at most {event.left_s:.0f} s more" if event.left_s else "not any longer"
-    return f"waiting: {event.reason} without {names}; {until}, then going on without"
+        return f"waiting: {event.reason} ({', '.join(p[:21] for p in event.peers)})"
+    names = ", ".join(p[:8] for p in event.peers)
+    end = f"in {event.left_s:.0f} s at most" if event.left_s else "as soon as all that are left agree"
+    return f"waiting for {names}: {event.reason}; going on without {end}"
 
 
 def _known_addresses(state: PeerState) -> tuple[str, ...]:

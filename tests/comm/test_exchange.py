@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 NUMEL, CHUNK = 400, 4
 GRID = GridSpec(NUMEL, CHUNK, "fp32")
+FIRST, SECOND = Ballot(0, ME), Ballot(1, ME)
 N_CHUNKS = NUMEL // CHUNK
 
 
@@ -52,7 +53,7 @@ def exchange() -> Exchange:
     return Exchange(Context(ME, cast(Any, Everybody())), Log())
 
 
-def plan(channel: str = "a", grid: GridSpec = GRID, ballot: Ballot = Ballot(0, ME)) -> Plan:
+def plan(channel: str = "a", grid: GridSpec = GRID, ballot: Ballot = FIRST) -> Plan:
     roster = (Part(ME, 1.0, 0), Part(OTHER, 1.0, 0))
     entry = Entry(
         ROUND, EMPTY, 1, channel, 1, (ME, OTHER), (), roster, grid.numel, grid.chunk_elems, grid.codec, b"", b"", 0
@@ -111,6 +112,19 @@ def test_a_late_contributor_that_is_heard_again_is_waited_for_again(exchange: Ex
     assert list(exchange.held) == [3]
 
 
+def test_a_slow_uplink_is_not_taken_for_silence(exchange: Exchange) -> None:
+    """1 MiB parts at about 1 Mbyte/s for seven owners: the first may take longer than the floor of the deadline."""
+    big = GridSpec(2 << 18, 1 << 18, "fp32")
+    offer(exchange, torch.zeros(big.numel), big)
+    exchange.begin(plan(grid=big), [ME, OTHER, *(Voter(f"v{i}", 1) for i in range(6))], {})
+    exchange.ctx.now = 6.0
+    exchange.close_due()
+    assert not exchange.held and exchange.stall_s > 6.0
+    exchange.ctx.now = 9.0
+    exchange.close_due()
+    assert exchange.complete
+
+
 def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:
     for number in range(3 * STRAY_CHUNKS_MAX):
         exchange.receive_contrib(OTHER, part(exchange, number, 1.0, channel=f"c{number % 5}"))
@@ -129,7 +143,7 @@ def test_what_was_asked_for_is_still_served_after_the_next_plan(exchange: Exchan
     old = exchange.held[0]
     exchange.serve(OTHER.peer, old)
     exchange.serve(OTHER.peer, old)
-    exchange.begin(plan(ballot=Ballot(1, ME)), (ME, OTHER), {})
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
     assert exchange.next_bulk(OTHER.peer) is old
     assert exchange.next_bulk(OTHER.peer) is None
 

@@ -225,7 +225,7 @@ def test_everything_twice_and_old_messages_once_more() -> None:
             old.append((source, target, deliver, *args))
         record(source, target, deliver, *args, bulk=bulk)
 
-    stage._carry = remember  # type: ignore[method-assign,assignment]
+    stage._carry = remember
     before = stage.rounds
     stage.until(lambda: stage.rounds >= before + 4)
     for entry in list(old):
@@ -403,7 +403,7 @@ def test_a_contribution_of_the_wrong_size_is_reported_and_costs_only_itself() ->
         record(source, target, deliver, *args, bulk=bulk)
 
     plan_base = coordinator.node.log.state.base(CHANNEL)
-    stage._carry = cut_short  # type: ignore[method-assign,assignment]
+    stage._carry = cut_short
     report = stage.committed(plan.entry.t, stage.peers())[coordinator.host.name]
     assert [m.peer for m in report.missing] == [liar.host.name]
     assert {s.peer for s in report.contributors if s.fraction == 1.0} == {

@@ -319,7 +319,7 @@ class Coordinator:
             return
         unfinished = {plan.owners[plan.assignment[c]] for c in self._lacking() if plan.assignment[c] >= 0}
         owner_lost = any(not members.alive(owner) for owner in unfinished)
-        stall_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0) + members.t_dead_s
+        stall_s = self.exchange.stall_s + members.t_dead_s
         if owner_lost or now - self._moved > stall_s:
             self._next_ballot(self.deciders)
 

@@ -34,9 +34,15 @@ from dlc.comm.wire import pack
 WINDOW_BYTES = 16 << 20
 """Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
 WINDOW_CHUNKS_MIN = 4
+FIRST_PART_Bps = 1 << 20
+"""Bytes per second assumed of a contributor's uplink until parts have come from it."""
+GAP_S_MAX = 20.0
+"""A longer pause between two parts is an accident and no measure of the pause to come."""
 CLOSE_CHECK_S = 0.25
 STRAY_CHUNKS_MAX = 64
 """Contributions kept per sender before the plan that asks for them is known here."""
+EARLY_BYTES_MAX = 64 << 20
+"""Results kept that came before the plan they belong to, which travels on the other lane; what is over is fetched."""
 SERVED_MAX = 4096
 """Results and pieces queued for one peer that asked for them; what is over is asked for again."""
 
@@ -89,6 +95,7 @@ class Exchange:
         self._recipients: tuple[Voter, ...] = ()
         self._fixed: dict[int, bytes] = {}
         self._sent_again: set[int] = set()
+        self._early: list[Result] = []
 
     # ---------------------------------------------------------------- the plan
 
@@ -110,6 +117,9 @@ class Exchange:
                 self._workspace = (self.grid, Workspace(self.grid))
             self._queue_contributions(plan)
             self._own(plan, self.grid)
+        early, self._early = self._early, []
+        for result in early:
+            self.receive_result(result)
 
     def _own(self, plan: Plan, grid: Grid) -> None:
         """Open the chunks that the plan gives me, with the parts that came before it."""
@@ -162,6 +172,7 @@ class Exchange:
         self.plan, self.grid = None, None
         self.held, self.hashes, self._owned, self._fixed = {}, {}, {}, {}
         self._to_send, self._in_flight = {}, {}
+        self._early = []
 
     # ---------------------------------------------------------------- receiving
 
@@ -213,6 +224,9 @@ class Exchange:
     def receive_result(self, result: Result) -> bool:
         """Store a candidate if the current plan asks for it; True if it was new and wanted."""
         plan, header = self.plan, result.header
+        if header.head == self.log.head and (plan is None or header.ballot > plan.ballot):
+            self._keep_early(result)
+            return False
         if plan is None or self.grid is None or header.chunk in self.held or not 0 <= header.chunk < self.grid.n_chunks:
             return False
         fixed = self._fixed.get(header.chunk)
@@ -228,6 +242,13 @@ class Exchange:
         self._count_received(plan.entry.channel, len(result.payload))
         self._hold(result, digest)
         return True
+
+    def _keep_early(self, result: Result) -> None:
+        """An owner had all parts and was quicker than the plan: `begin` looks at the result again."""
+        if sum(len(r.payload) for r in self._early) + len(result.payload) <= EARLY_BYTES_MAX:
+            self._early.append(result)
+        else:
+            self.dropped += 1
 
     def _well_formed(self, result: Result) -> bool:
         assert self.grid is not None and self.plan is not None
@@ -287,13 +308,31 @@ class Exchange:
             return "dead"
         if voter in self._late:
             return "late"
-        limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), self._gap.get(voter, 0.0))
+        limit_s = self._patience_s(voter)
         # A sender whose window is full waits for *us*: its silence counts from my last close.
         idle_since = max(self._heard.get(voter, self.reduce_since), self._last_close)
         if self.ctx.now - idle_since > limit_s:
             self._late.add(voter)
             return "late"
         return None
+
+    def _patience_s(self, voter: Voter) -> float:
+        """The longest silence that this contributor's pace explains; parts come whole, so a slow link is silent."""
+        members = self.ctx.members
+        gap_s = self._gap.get(voter)
+        limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), min(gap_s or 0.0, GAP_S_MAX))
+        if gap_s is None and self.grid is not None:  # its uplink carries a part to each owner before the second to any
+            first_s = (len(self._recipients) + 1) * self.grid.wire_bytes(0) / FIRST_PART_Bps
+            limit_s = max(limit_s, min(first_s, GAP_S_MAX))
+        return limit_s
+
+    @property
+    def stall_s(self) -> float:
+        """T_stall: the same silence over all that is missing."""
+        members = self.ctx.members
+        floor_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0)
+        roster = self.plan.entry.roster if self.plan is not None else ()
+        return max([floor_s, *(self._patience_s(p.voter) for p in roster if p.voter != self.ctx.me)])
 
     def _close(self, chunk: int, reducer: ChunkReducer, reasons: dict[Voter, str]) -> None:
         assert self.plan is not None

@@ -22,7 +22,7 @@ from dlc.comm import messages as msg
 from dlc.comm.account import account
 from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE, Coordinator
-from dlc.comm.effects import Answer, Dial, Effect, Send
+from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
 from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, manifest_hash
 from dlc.comm.events import (
     ChannelOpened,
@@ -30,6 +30,8 @@ from dlc.comm.events import (
     ContributionDropped,
     DigestMismatch,
     ElectorateChanged,
+    MemberDown,
+    MemberLeft,
     RoundDone,
     Waiting,
 )
@@ -348,9 +350,19 @@ class Node:
     def _membership(self, sender: Voter, message: msg.Message) -> None:
         if isinstance(message, msg.Welcome) and message.record is not None and message.address:
             self.slot.answers[message.address] = message.record.voter.peer
-        self.ctx.out.extend(self.members.receive(sender, message, self.ctx.now))
+        effects = self.members.receive(sender, message, self.ctx.now)
+        self.ctx.out.extend(effects)
+        if any(isinstance(e, Notify) and isinstance(e.event, MemberDown | MemberLeft) for e in effects):
+            self._fewer()
         if not self.sync.busy and greater_alive(self.ctx, self.log):
             self.sync.start()
+
+    def _fewer(self) -> None:
+        """Somebody is gone, and a round may be waiting for it: look at once and not at the next tick."""
+        self.exchange.close_due()
+        self.slot.advance()
+        if not self.leaving:
+            self.coordinator.tick()
 
     def _slot_message(self, sender: Voter, m: msg.Message) -> None:
         head = m.head  # type: ignore[attr-defined]

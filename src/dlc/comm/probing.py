@@ -23,6 +23,8 @@ HELPERS_MAX = 3
 """Peers asked to ping for me; SWIM's k."""
 PINGS_MAX = 8192
 """Unanswered pings that are remembered; the oldest go first."""
+FROZEN_S_MIN = 0.5
+"""Elapsed time less running time since a ping: more than this means that I was not scheduled in between."""
 PING_KEEP_S = 30.0
 """An answer that is later than this tells nothing."""
 
@@ -65,8 +67,9 @@ class Prober:
         if member.rtt_s >= 0:
             direct_s = max(direct_s / 2, member.rtt_s + 4 * member.rtt_var_s)
         indirect_s = max(time.timeouts.probe_s, 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
-        member.direct_until_run = time.running_s + direct_s * time.health
-        member.probe_until_run = member.direct_until_run + indirect_s * time.health
+        # A probe that outlasts T_dead tells nothing more, and keeps the next ping waiting.
+        member.direct_until_run = time.running_s + min(direct_s * time.health, time.t_dead_s / 2)
+        member.probe_until_run = min(member.direct_until_run + indirect_s * time.health, time.running_s + time.t_dead_s)
 
     def ask_others(self, member: Member, live: Sequence[Member]) -> None:
         """The direct way is silent: up to HELPERS_MAX others ping for me, the last that succeeded among them."""
@@ -95,7 +98,7 @@ class Prober:
         if ping.generation == self.generation:
             member.generation = self.generation
         if relay is None:
-            self._sample_rtt(member, self._time.last - ping.sent_at)
+            self._measure_rtt(member, ping)
             member.direct_run = max(member.direct_run, ping.sent_run)
             member.acked_seq = max(member.acked_seq, ping.own_seq)
         else:
@@ -125,6 +128,13 @@ class Prober:
             self.pings.popitem(last=False)
         self._out.append(Send(peer, Ping(nonce, self._news.fill(member, ping=True))))
         return nonce
+
+    def _measure_rtt(self, member: Member, ping: SentPing) -> None:
+        """Only what both ends were awake for: an answer that lay in a queue during a freeze measures the freeze."""
+        time = self._time
+        elapsed_s, running_s = time.last - ping.sent_at, time.running_s - ping.sent_run
+        if elapsed_s - running_s < FROZEN_S_MIN and running_s < time.t_dead_s:
+            self._sample_rtt(member, elapsed_s)
 
     @staticmethod
     def _sample_rtt(member: Member, sample_s: float) -> None:

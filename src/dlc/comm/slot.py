@@ -257,7 +257,7 @@ class Slot:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
         now, members, plan = self.ctx.now, self.ctx.members, self.plan
         assert plan is not None
-        stall_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0) / 2
+        stall_s = self.exchange.stall_s / 2
         if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
             return
         self._last_fetch = now

@@ -51,9 +51,12 @@ class Checker:
         self._votes: dict[tuple[bytes, Ballot], set[Voter]] = {}
         self._values: dict[tuple[bytes, Ballot], bytes] = {}
         self._decided: dict[bytes, list[tuple[frozenset[Voter], bytes]]] = {}
-        self._apart_since: dict[tuple[str, str], float] = {}
+        self._apart_now: set[tuple[str, str]] = set()
+        self._apart_s: dict[tuple[str, str], float] = {}
+        """Seconds that both were awake without a two-way path since they last had one."""
+        self._apart_noted = 0.0
         self.partitioned = False
-        """Two awake processes had no two-way path for longer than T_evict - T_gap."""
+        """Two awake processes had no two-way path for longer than T_evict - T_gap - T_dead."""
 
     # ---------------------------------------------------------------- what is sent
 
@@ -214,24 +217,32 @@ class Checker:
     # ---------------------------------------------------------------- paths
 
     def paths_changed(self) -> None:
-        """A cut, freeze, start or end: note since when which awake processes have no two-way path."""
+        """A cut, freeze, start or end: note which awake processes have no two-way path from now on."""
         self._note_apart()
-        world, now = self.world, self.world.now
-        if not world.network.cuts:
-            self._apart_since.clear()
-            return
+        world = self.world
         awake = [p.host.name for p in world.running() if not p.frozen]
-        apart: dict[tuple[str, str], float] = {}
-        for i, a in enumerate(awake):
-            for b in awake[i + 1 :]:
-                if not world.network.joined(a, b, awake):
-                    apart[(a, b)] = self._apart_since.get((a, b), now)
-        self._apart_since = apart
+        self._apart_now = {
+            (a, b) for i, a in enumerate(awake) for b in awake[i + 1 :] if not world.network.joined(a, b, awake)
+        }
+        running = {p.host.name for p in world.running()}
+        for pair in [p for p in self._apart_s if p not in self._apart_now and running.issuperset(p)]:
+            if set(pair) <= set(awake):
+                del self._apart_s[pair]  # joined again; a freeze only stops the clock
 
     def _note_apart(self) -> None:
-        timeouts = self.world.scenario.timeouts
-        limit_s = timeouts.evict_s - timeouts.t_gap_s()
-        if any(self.world.now - since > limit_s for since in self._apart_since.values()):
+        """Add the time since the last change to every pair that is apart, and judge whether that is a partition.
+
+        When a cut begins, the last proof of the other may be as old as T_dead; a freeze shorter than T_gap is noticed
+        by nobody. So T_evict without a proof means this much time awake and apart.
+        """
+        world = self.world
+        passed_s, self._apart_noted = world.now - self._apart_noted, world.now
+        for pair in self._apart_now:
+            self._apart_s[pair] = self._apart_s.get(pair, 0.0) + passed_s
+        timeouts = world.scenario.timeouts
+        t_dead_s = max((p.node.members.t_dead_s for p in world.running()), default=0.0)
+        limit_s = timeouts.evict_s - timeouts.t_gap_s() - min(t_dead_s, timeouts.t_gap_s())
+        if any(apart_s > limit_s for apart_s in self._apart_s.values()):
             self.partitioned = True
 
     # ---------------------------------------------------------------- liveness

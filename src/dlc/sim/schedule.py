@@ -17,7 +17,7 @@ FAULTS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partiti
 TIMEOUTS = Timeouts(evict_s=20.0)
 """T_evict is a third of the default: virtual seconds cost real time. All relations between the deadlines hold."""
 SPLIT_S_MAX = 0.7 * TIMEOUTS.evict_s
-"""Longest cut that is not a partition: below T_evict - T_gap."""
+"""Longest short cut; whether it counts as a partition is the checker's to say."""
 TARGETS = ("Plan", "Result", "Held", "Promise", "Commit")
 """A targeted fault strikes after a random part of one batch of these."""
 FIRST_FAULT_S = 8.0

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dlc.comm import events
-from dlc.errors import SwarmClosed
 from dlc.train.swarm import TrainerPeer
 
 DESCRIBE_EVERY_S = 0.5

@@ -1,0 +1,85 @@
+"""Results on the bulk lane that overtake the plan they belong to, which travels on the control lane."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dlc.comm.context import Context
+from dlc.comm.entries import EMPTY, ROUND, Entry, Part
+from dlc.comm.exchange import EARLY_BYTES_MAX, Exchange
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.log import Log
+from dlc.comm.messages import ChunkHeader, Plan, Result
+from dlc.comm.timeouts import Timeouts
+
+ME, OTHER = Voter("me", 1), Voter("other", 1)
+CHUNK_ELEMS, N_CHUNKS = 4, 3
+FIRST, SECOND, THIRD = Ballot(0, OTHER), Ballot(1, OTHER), Ballot(2, OTHER)
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    members = SimpleNamespace(timeouts=Timeouts(), alive=lambda voter: True, gone=lambda voter: False)
+    members.record = lambda peer: SimpleNamespace(voter=Voter(peer, 1))
+    return Exchange(Context(ME, cast(Any, members)), Log())
+
+
+def plan(ballot: Ballot) -> Plan:
+    roster = (Part(OTHER, 1.0, 0),)
+    numel = CHUNK_ELEMS * N_CHUNKS
+    entry = Entry(ROUND, EMPTY, 1, "a", 1, (ME, OTHER), (), roster, numel, CHUNK_ELEMS, "fp32", b"", b"", 0)
+    return Plan(EMPTY, ballot, (), entry, b"", (OTHER,), (0,) * N_CHUNKS, ())
+
+
+def result(exchange: Exchange, ballot: Ballot, chunk: int, size: int = 4 * CHUNK_ELEMS) -> Result:
+    base = exchange.log.state.base("a")
+    header = ChunkHeader(base, chunk, EMPTY, ballot, OTHER, (Part(OTHER, 1.0, 0),), ())
+    return Result(header, bytes(size))
+
+
+def begin(exchange: Exchange, ballot: Ballot) -> None:
+    exchange.begin(plan(ballot), (ME, OTHER), {})
+
+
+def test_a_result_before_the_first_plan_is_not_lost(exchange: Exchange) -> None:
+    assert not exchange.receive_result(result(exchange, FIRST, 1))
+    begin(exchange, FIRST)
+    assert set(exchange.held) == {1}
+
+
+def test_a_result_before_the_plan_of_a_higher_ballot_is_not_lost(exchange: Exchange) -> None:
+    begin(exchange, FIRST)
+    assert not exchange.receive_result(result(exchange, SECOND, 2)) and not exchange.held
+    begin(exchange, SECOND)
+    assert set(exchange.held) == {2} and exchange.held[2].header.ballot == SECOND
+
+
+def test_it_waits_for_its_own_plan_and_no_other(exchange: Exchange) -> None:
+    begin(exchange, FIRST)
+    exchange.receive_result(result(exchange, THIRD, 0))
+    exchange.receive_result(result(exchange, SECOND, 1))
+    begin(exchange, SECOND)
+    assert set(exchange.held) == {1}
+    begin(exchange, THIRD)
+    assert set(exchange.held) == {0}
+
+
+def test_it_is_forgotten_with_its_slot_and_one_of_another_slot_is_not_kept(exchange: Exchange) -> None:
+    exchange.receive_result(result(exchange, FIRST, 0))
+    exchange.reset()
+    elsewhere = result(exchange, FIRST, 1)
+    exchange.receive_result(dataclasses.replace(elsewhere, header=dataclasses.replace(elsewhere.header, head=b"x" * 32)))
+    begin(exchange, FIRST)
+    assert not exchange.held
+
+
+def test_what_is_kept_is_limited_and_still_checked(exchange: Exchange) -> None:
+    exchange.receive_result(result(exchange, FIRST, 0, EARLY_BYTES_MAX))
+    exchange.receive_result(result(exchange, FIRST, 1))
+    assert exchange.dropped == 1
+    begin(exchange, FIRST)
+    assert not exchange.held  # one was too much, the other had a size that the plan does not give it

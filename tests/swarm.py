@@ -1,0 +1,220 @@
+"""Swarms for tests: peers in this process, and peers in processes of their own, all over real sockets on loopback.
+
+    swarm(n)    n `Peer`s of one run in this process, each with its own driver thread
+    Process     any program that prints one JSON event per line; every wait on it has a deadline and a reason
+    Host        starts `dlc join --json`, and workers; none outlives the test
+
+`python -m tests.swarm SETTINGS` is a worker: one `Peer` that averages a small vector for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlc.comm.security import generate_run_key
+from dlc.comm.timeouts import Timeouts
+from dlc.errors import DlcError
+from dlc.peer import Peer
+from dlc.report import RoundReport
+
+ROOT = Path(__file__).resolve().parent.parent
+JOIN_S = 30.0
+DEADLINE_S = 90.0
+"""Most of it is for importing torch and transformers on a busy machine."""
+WORKER_ROUND_S = 1200.0
+"""A worker is patient: it waits for the others half as long before it averages alone."""
+RUN = """\
+run = "test"
+sync_every = 4
+rounds = {rounds}
+[model.config]
+model_type = "llama"
+vocab_size = 256
+hidden_size = 8
+intermediate_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 16
+[data]
+source = "{text}"
+seq_len = 16
+[inner]
+batch_size = 2
+warmup_steps = 2
+"""
+Event = dict[str, Any]
+
+
+# ------------------------------------------------------------------ peers of this process
+
+
+@contextmanager
+def swarm(n: int, **options: object) -> Iterator[list[Peer]]:
+    """n peers of one run; those after the first join it together through the first."""
+    peers: list[Peer] = []
+    try:
+        peers.append(Peer.join(**options))  # type: ignore[arg-type]
+        address = peers[0].address
+        with ThreadPoolExecutor(max(1, n)) as pool:
+            joins = [pool.submit(Peer.join, [address], join_timeout_s=JOIN_S, **options) for _ in range(n - 1)]
+            peers += [join.result() for join in joins]
+        yield peers
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> list[RoundReport]:
+    """Every peer acts in a thread of its own, as separate processes would."""
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(act, peers, range(len(peers))))
+
+
+def free_addresses(n: int) -> list[str]:
+    """Addresses nobody listens at; the port after each one is free too, for the bulk lane."""
+    found: list[str] = []
+    for port in range(21_000 + os.getpid() % 4000, 32_000, 2):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in (port, port + 1):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            found.append(f"127.0.0.1:{port}")
+        if len(found) == n:
+            return found
+    raise AssertionError("no free ports")
+
+
+# ------------------------------------------------------------------ processes
+
+
+class Process:
+    """A program and the events it has told so far; its stderr goes to `log`."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._log = log
+        # The shared machine: one thread each, and no colours, proxies or keys of the one who runs the tests.
+        path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DLC_KEY_FILE": ""}
+        with log.open("ab") as errors:
+            self._child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, env=env)
+        self.events: list[Event] = []
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def event(self, name: str, **fields: Any) -> Event:
+        """The first event that matches, waited for; what was told before counts too."""
+        end, seen = time.monotonic() + DEADLINE_S, 0
+        while True:
+            for event in self.events[seen:]:
+                if event["event"] == name and fields.items() <= event.items():
+                    return event
+            seen = len(self.events)
+            self._take(end, f"event {name} {fields}")
+
+    def exit_code(self) -> int:
+        end = time.monotonic() + DEADLINE_S
+        with contextlib.suppress(EOFError):
+            while True:
+                self._take(end, "end of output")
+        return self._child.wait(max(0.0, end - time.monotonic()))
+
+    def _take(self, end: float, what: str) -> None:
+        try:
+            line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"no {what} within {DEADLINE_S:g} s\n{self.log()}") from None
+        if line is None:
+            self._lines.put(None)
+            raise EOFError(f"ended without {what}\n{self.log()}")
+        self.events.append(json.loads(line))
+
+    def signal(self, number: int) -> None:
+        self._child.send_signal(number)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait(DEADLINE_S)
+
+    def log(self) -> str:
+        return self._log.read_text("utf-8", "replace")[-4000:]
+
+    def all(self, name: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == name]
+
+
+class Host:
+    """Starts processes that do not outlive the test; each has a state directory of its name in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text, self.key = folder / "text.txt", folder / "run.key"
+        self.text.write_bytes(bytes(range(32, 127)) * 50)
+        self.key.touch(mode=0o600)
+        self.key.write_text(generate_run_key())
+        self._started: list[Process] = []
+
+    def config(self, rounds: int) -> str:
+        path = self.folder / f"RUN-{rounds}.toml"
+        path.write_text(RUN.format(rounds=rounds, text=self.text.as_posix()))
+        return str(path)
+
+    def start(self, name: str, *words: str) -> Process:
+        """`dlc join`."""
+        return self._run(name, ["-m", "dlc", "join", "--json", "--state-dir", str(self.folder / name), *words])
+
+    def work(self, name: str, peers: Sequence[str], listen: str = "127.0.0.1:0", **timeouts: float) -> Process:
+        """A worker: far quicker to start, since it needs no transformers."""
+        settings = {"peers": peers, "listen": listen, "state_dir": str(self.folder / name), "timeouts": timeouts}
+        return self._run(name, ["-m", "tests.swarm", json.dumps(settings)])
+
+    def _run(self, name: str, command: list[str]) -> Process:
+        self._started.append(Process(command, self.folder / f"{name}.log"))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+
+
+def work(settings: dict[str, Any]) -> None:
+    """The worker: tells that it has a seat, and each round."""
+    torch.set_num_threads(1)
+    timeouts = Timeouts(**settings.pop("timeouts"))
+    with Peer.join(settings.pop("peers"), timeouts=timeouts, join_timeout_s=JOIN_S, **settings) as peer:
+        _tell("seated", peer=peer.id, inc=peer.voter.inc, address=peer.address)
+        while True:
+            try:
+                report = peer.all_reduce(torch.zeros(8), timeout_s=WORKER_ROUND_S)
+            except DlcError as error:
+                _tell("closed", why=str(error))
+                return
+            _tell("round", **report.to_dict())
+
+
+def _tell(name: str, **fields: Any) -> None:
+    print(json.dumps({"event": name, **fields}), flush=True)
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""The same code on CPU and CUDA: all-reduce of device tensors, DiLoCo on a device model, bf16 autocast inside.
+
+The CUDA cases skip themselves where there is none (`make test-gpu` runs only them).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import dlc
+from dlc.runspec import RunSpec
+from dlc.train.data import BlockSource
+from dlc.train.setup import inner_loop_of, model_of
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+JOIN_S = 30.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_reduce_of_device_tensors_of_mixed_dtypes(device: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    given = [[torch.full((5, 3), float(i), dtype=d, device=device) for d in dtypes] for i in (1, 3)]
+    with dlc.Peer.join() as first, dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda p, x: p.all_reduce(x, timeout_s=30), (first, second), given))
+    for tensors in given:
+        assert [(t.dtype, t.device.type) for t in tensors] == [(d, device) for d in dtypes]
+        assert all(torch.equal(t.float().cpu(), torch.full((5, 3), 2.0)) for t in tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_diloco_keeps_a_device_model_in_step_with_the_swarm(device: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8).to(device)
+    with dlc.Peer.join() as peer:
+        opt = dlc.DiLoCo(net, torch.optim.AdamW(net.parameters(), lr=1e-2), peer, sync_every=2)
+        for step in range(4):
+            net(torch.ones(2, 8, device=device)).square().mean().backward()
+            report = opt.step()
+            opt.zero_grad()
+            assert (report is not None) == (step % 2 == 1)
+        theta = torch.empty(72)
+        peer.pull("train", theta)
+    held = torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
+    assert torch.equal(held, theta)
+    assert all(p.device.type == device for p in net.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inner_steps_lower_the_loss_and_use_bf16_on_cuda(device: str) -> None:
+    spec = RunSpec()
+    model = model_of(spec)
+    inner = inner_loop_of(spec, model, torch.device(device))
+    seen: list[torch.dtype] = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    batch = BlockSource("stdlib", 32).batch(list(range(8)))
+    losses = [inner.train_step([batch], step).loss for step in range(40)]
+    assert losses[-1] < losses[0] - 1.0
+    assert set(seen) == {torch.bfloat16 if device == "cuda" else torch.float32}
+    assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights stay fp32"
