@@ -15,6 +15,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import ChunkHeader, Plan, Result
 from dlc.comm.timeouts import Timeouts
+from tests.comm.test_rounds import Stage
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 CHUNK_ELEMS, N_CHUNKS = 4, 3
@@ -71,8 +72,8 @@ def test_it_waits_for_its_own_plan_and_no_other(exchange: Exchange) -> None:
 def test_it_is_forgotten_with_its_slot_and_one_of_another_slot_is_not_kept(exchange: Exchange) -> None:
     exchange.receive_result(result(exchange, FIRST, 0))
     exchange.reset()
-    elsewhere = result(exchange, FIRST, 1)
-    exchange.receive_result(dataclasses.replace(elsewhere, header=dataclasses.replace(elsewhere.header, head=b"x" * 32)))
+    other = result(exchange, FIRST, 1)
+    exchange.receive_result(Result(dataclasses.replace(other.header, head=b"x" * 32), other.payload))
     begin(exchange, FIRST)
     assert not exchange.held
 
@@ -83,3 +84,24 @@ def test_what_is_kept_is_limited_and_still_checked(exchange: Exchange) -> None:
     assert exchange.dropped == 1
     begin(exchange, FIRST)
     assert not exchange.held  # one was too much, the other had a size that the plan does not give it
+
+
+def test_a_kept_chunk_whose_owner_died_is_fetched_at_once() -> None:
+    """It reached one peer alone, and nobody will send it unasked: without a FETCH the others would wait for T_stall."""
+    stage = Stage(3, n_chunks=6)
+    coordinator, first = stage.planned()
+    owner, witness = stage.peers(coordinator)
+    kept = next(c for c, o in enumerate(first.assignment) if first.owners[o] == owner.voter)
+
+    def only_one_chunk_to_one_peer(source: str, target: str, m: Any) -> bool:
+        if source != owner.host.name or not isinstance(m, Result) or m.header.head != first.head:
+            return False
+        return target != witness.host.name or m.header.chunk != kept
+
+    stage.hold = only_one_chunk_to_one_peer
+    stage.until(lambda: kept in witness.node.exchange.held and len(coordinator.node.exchange.held) == 4)
+    stage.world.crash(owner)
+    stage.until(lambda: (p := coordinator.node.slot.plan) is not None and p.ballot > first.ballot)
+    planned_s = stage.world.now
+    stage.committed(first.entry.t, stage.peers())
+    assert stage.world.now - planned_s < Timeouts().chunk_s / 4

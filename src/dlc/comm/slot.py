@@ -152,9 +152,11 @@ class Slot:
             return
         self.promised = m.ballot
         self.seen = max(self.seen, m.ballot)
-        self.plan = m
+        before, self.plan = self.plan, m
         recipients = set(self.log.state.electorate) | set(m.deciders)
         self.exchange.begin(m, sorted(recipients), self._kept(m))
+        lacking = (f.chunk for f in m.fixed if f.chunk not in self.exchange.held)
+        self._ask_for([chunk for chunk in lacking if self._orphan(chunk, before)], turn=0)
         mine = self.log.digest(m.entry.channel)
         # Once found to be another in this slot, my state stays so until it is repaired, whatever the ballot.
         self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else self.blocked_on_digest)
@@ -165,6 +167,13 @@ class Slot:
         """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""
         in_hand = {result_hash(r): r for r in (*self.accepted_results, *self.exchange.held.values())}
         return {f.chunk: in_hand[f.hash] for f in plan.fixed if f.hash in in_hand}
+
+    def _orphan(self, chunk: int, before: Plan | None) -> bool:
+        """Nobody sends this fixed chunk unasked: its owner, who sends it to everybody, is no more, or not known."""
+        if before is None or chunk >= len(before.assignment):
+            return True
+        owner = before.assignment[chunk]
+        return owner < 0 or not self.ctx.members.alive(before.owners[owner])
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:
         """Serve results of the current plan or of what I accepted; older entries' results are served by sync."""
@@ -255,20 +264,26 @@ class Slot:
 
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
-        now, members, plan = self.ctx.now, self.ctx.members, self.plan
-        assert plan is not None
+        now = self.ctx.now
         stall_s = self.exchange.stall_s / 2
         if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
             return
         self._last_fetch = now
-        turn = int(now / stall_s)
+        missing = self.exchange.missing()
+        for chunk in missing:
+            self.exchange.send_again(chunk)
+        self._ask_for(missing, int(now / stall_s))
+
+    def _ask_for(self, missing: Iterable[int], turn: int) -> None:
+        """FETCH these chunks of the plan: from a holder where they are fixed, else from owner or coordinator."""
+        members, plan = self.ctx.members, self.plan
+        assert plan is not None
         holders = {f.chunk: f for f in plan.fixed}
         asked: dict[Voter, list[int]] = {}
-        for chunk in self.exchange.missing():
+        for chunk in missing:
             if chunk in holders:
                 choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
             else:
-                self.exchange.send_again(chunk)
                 choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
             target = choices[turn % len(choices)]
             if target != self.ctx.me:

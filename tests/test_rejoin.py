@@ -1,0 +1,327 @@
+"""Peers that come back: after a crash, a freeze, with another address, twice at once, or a whole swarm after a stop."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlc.comm import events
+from dlc.comm.entries import LogState
+from dlc.comm.ids import Voter
+from dlc.comm.timeouts import Timeouts
+from dlc.comm.wire import unpack
+from dlc.errors import StateDirBusy, SwarmClosed
+from dlc.peer import Peer, Resume
+from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+from dlc.statedir import StateDir
+from dlc.train.saver import Saved, newest
+from dlc.train.trainer import Summary, Trainer
+from tests.helpers import wait_until
+from tests.swarm import JOIN_S, RUN, Host, Process, free_addresses, swarm, together
+
+SETTLE = Timeouts(slot_settle_s=0.3)
+SHORT = Timeouts(slot_settle_s=0.3, probe_s=0.1, beat_s=0.5, evict_s=6.0)
+EVICT_S = SETTLE.evict_s
+"""What a restart must not wait for."""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+def voters(peer: Peer) -> set[Voter]:
+    return peer._ask(lambda node, now: set(node.log.state.electorate))
+
+
+def casting_vote(peer: Peer) -> str:
+    return peer._ask(lambda node, now: node.log.state.rank0.peer)
+
+
+def average(peer: Peer, timeout_s: float = 600.0) -> RoundReport:
+    return peer.all_reduce(torch.zeros(8), timeout_s=timeout_s)
+
+
+def names(report: RoundReport) -> set[str]:
+    return {share.peer for share in report.contributors}
+
+
+def crash(peer: Peer) -> None:
+    """As SIGKILL would: nothing is announced, the sockets close, and the state directory is free."""
+    peer._driver.stop(10.0)
+    peer._intro.state.close()
+
+
+def seated(worker: Process) -> Voter:
+    event = worker.event("seated")
+    return Voter(event["peer"], event["inc"])
+
+
+# ------------------------------------------------------------------ one peer
+
+
+def test_after_sigkill_the_same_identity_is_a_voter_again_at_once(host: Host) -> None:
+    """Of two peers one is killed and started again: even the other alone needs no eviction to go on."""
+    (address,) = free_addresses(1)
+    with Peer.join(timeouts=SETTLE) as peer:
+        worker = host.work("w", [peer.address], address, slot_settle_s=0.3)
+        before = seated(worker)
+        assert names(average(peer)) == {peer.id, before.peer}
+        worker.kill()
+        worker = host.work("w", [peer.address], address, slot_settle_s=0.3)
+        after = seated(worker)
+        assert after.peer == before.peer and after.inc > before.inc
+        wait_until(lambda: voters(peer) == {peer.voter, after}, EVICT_S / 2)
+        assert names(average(peer)) == {peer.id, after.peer}
+
+
+def test_a_crashed_peer_comes_back_at_another_address(tmp_path: Path) -> None:
+    with swarm(2, timeouts=SETTLE) as (one, two):
+        moved = Peer.join([one.address], state_dir=tmp_path, timeouts=SETTLE, join_timeout_s=JOIN_S)
+        old_address, old_voter = moved.address, moved.voter
+        crash(moved)
+        with Peer.join([two.address], state_dir=tmp_path, timeouts=SETTLE, join_timeout_s=JOIN_S) as moved:
+            assert moved.id == old_voter.peer and moved.address != old_address
+            three = [one, two, moved]
+            for peer in three:
+                wait_until(lambda peer=peer: voters(peer) == {p.voter for p in three}, EVICT_S / 2)
+            known = {m.id: m.address for m in one.members()}
+            assert known[moved.id] == moved.address
+            reports = together(three, lambda p, i: average(p, 20))
+            assert all(r.complete and len(r.contributors) == 3 for r in reports)
+
+
+def test_a_frozen_process_takes_part_again(host: Host) -> None:
+    """SIGSTOP for longer than T_dead and shorter than T_gap."""
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with Peer.join(timeouts=SETTLE, on_event=heard.put) as one:
+        with Peer.join([one.address], timeouts=SETTLE, join_timeout_s=JOIN_S) as two:
+            worker = host.work("w", [one.address], slot_settle_s=0.3)
+            frozen = seated(worker)
+            worker.signal(signal.SIGSTOP)
+
+            def told(kind: type) -> bool:
+                while not heard.empty():
+                    event = heard.get()
+                    if isinstance(event, kind) and event.voter == frozen:  # type: ignore[attr-defined]
+                        return True
+                return False
+
+            wait_until(lambda: told(events.MemberDown), EVICT_S / 4)
+            reports = together([one, two], lambda p, i: average(p, 30))
+            assert all(names(r) == {one.id, two.id} for r in reports), "the others did not wait for it"
+            worker.signal(signal.SIGCONT)
+            wait_until(lambda: told(events.MemberUp), EVICT_S / 4)
+            wait_until(lambda: frozen in voters(one), EVICT_S / 2)
+            reports = together([one, two], lambda p, i: average(p, 30))
+            assert all(names(r) == {one.id, two.id, frozen.peer} for r in reports)
+
+
+# ------------------------------------------------------------------ one identity twice
+
+
+def test_a_second_process_with_the_state_directory_is_refused(host: Host) -> None:
+    folder = host.folder / "shared"
+    with Peer.join(state_dir=folder):
+        with pytest.raises(StateDirBusy, match=str(folder)):
+            Peer.join(state_dir=folder)
+        second = host.start("shared", "--config", host.config(1), "--key-file", str(host.key))
+        assert second.exit_code() == 2
+        assert str(folder) in second.log() and "another process" in second.log()
+        assert not second.events
+
+
+def test_of_two_copies_the_greater_incarnation_stays(tmp_path: Path) -> None:
+    """The older one's waiting and later calls raise SwarmClosed, and say why."""
+    with swarm(2, timeouts=SETTLE) as (one, two), ThreadPoolExecutor(1) as pool:
+        first = Peer.join([one.address], state_dir=tmp_path / "a", timeouts=SETTLE, join_timeout_s=JOIN_S)
+        waiting = pool.submit(average, first)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        copy = Peer.join([two.address], state_dir=tmp_path / "b", timeouts=SETTLE, join_timeout_s=JOIN_S)
+        with copy:
+            assert copy.id == first.id and copy.voter > first.voter
+            with pytest.raises(SwarmClosed, match="this peer's identity is newer"):
+                waiting.result(JOIN_S)
+            for call in (first.members, lambda: average(first), lambda: first.position("default")):
+                with pytest.raises(SwarmClosed, match="this peer's identity is newer"):
+                    call()
+            first.leave()
+            three = [one, two, copy]
+            for peer in three:
+                wait_until(lambda peer=peer: voters(peer) == {p.voter for p in three}, EVICT_S / 2)
+            assert all(r.complete for r in together(three, lambda p, i: average(p, 30)))
+
+
+def test_dlc_join_ends_with_one_clear_line_when_a_copy_replaces_it(host: Host) -> None:
+    older = host.start("a", "--config", host.config(0), "--key-file", str(host.key), "--listen", "127.0.0.1:0")
+    started = older.event("started")
+    older.event("round", t=1)
+    shutil.copytree(host.folder / "a", host.folder / "b")
+    copy = Peer.join([started["address"]], key=host.key, state_dir=host.folder / "b", hold=True, join_timeout_s=JOIN_S)
+    with copy:
+        assert copy.id == started["peer"]
+        assert older.exit_code() == 4
+        lines = [line for line in older.log().splitlines() if "identity" in line]
+        assert len(lines) == 1 and lines[0].startswith("dlc join: another process with this peer's identity")
+        assert "Traceback" not in older.log()
+
+
+# ------------------------------------------------------------------ two peers, one lost
+
+
+def pair(host: Host, timeouts: Timeouts, survivor_casts: bool) -> Iterator[tuple[Peer, Process, queue.SimpleQueue[object]]]:
+    """This process's peer and a worker, after a round that gave the casting vote as asked."""
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    changed = {name: getattr(timeouts, name) for name in ("slot_settle_s", "probe_s", "beat_s", "evict_s")}
+    with Peer.join(timeouts=timeouts, on_event=heard.put) as peer:
+        worker = host.work("w", [peer.address], **changed)
+        seated(worker)
+        for _ in range(64):
+            assert len(names(average(peer))) == 2
+            if (casting_vote(peer) == peer.id) == survivor_casts:
+                break
+        yield peer, worker, heard
+
+
+def test_the_survivor_with_the_casting_vote_goes_on_alone(host: Host) -> None:
+    for peer, worker, heard in pair(host, SETTLE, survivor_casts=True):
+        worker.kill()
+        report = average(peer, EVICT_S / 2)
+        assert names(report) == {peer.id}
+        assert [m.reason for m in report.missing] == ["dead"]
+        wait_until(lambda: voters(peer) == {peer.voter}, EVICT_S / 2)
+
+
+def test_the_survivor_without_it_counts_down_and_goes_on(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    for peer, worker, heard in pair(host, SHORT, survivor_casts=False):
+        worker.kill()
+        lost = worker.event("seated")["peer"]
+        report = average(peer, 120.0)
+        assert names(report) == {peer.id}
+        told = []
+        while not heard.empty():
+            event = heard.get()
+            if isinstance(event, events.Waiting):
+                told.append(event)
+        left = [event.left_s for event in told]
+        assert len(left) >= 2 and None not in left, "it counts down"
+        assert left == sorted(left, reverse=True) and len(set(left)) == len(left)  # type: ignore[type-var]
+        assert all(event.peers == (lost,) for event in told)
+        lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f"waiting for {lost[:8]}")]
+        assert len(lines) == len(told) and f"in {left[0]:.0f} s" in lines[0]
+
+
+# ------------------------------------------------------------------ a whole swarm
+
+
+class Training:
+    """What `dlc join` does, in a thread: join, go on from the newest checkpoint, train until stopped, save."""
+
+    def __init__(self, folder: Path, spec: RunSpec, listen: str, peers: Sequence[str]) -> None:
+        self.folder, self.spec = folder, spec
+        self.stop = threading.Event()
+        self.t = -1
+        self.synced_t: int | None = None
+        self.summary: Summary | None = None
+        self.error: BaseException | None = None
+        self._where = (listen, peers)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        listen, peers = self._where
+        saved, heard = newest(self.folder, self.spec), queue.SimpleQueue[object]()
+        try:
+            with Peer.join(
+                peers,
+                spec=self.spec,
+                listen=listen,
+                state_dir=self.folder,
+                hold=True,
+                resume=None if saved is None else Resume(saved.log),
+                on_event=heard.put,
+                timeouts=SETTLE,
+            ) as peer:
+                trainer = Trainer(
+                    peer, self.folder, on_event=self._told, peer_events=heard, resume=saved, eval_blocks=1
+                )
+                self.summary = trainer.run(self.stop)
+        except BaseException as error:
+            self.error = error
+
+    def _told(self, event: dict[str, object]) -> None:
+        if event["event"] == "synced" and self.synced_t is None:
+            self.synced_t = int(str(event["t"]))
+        if event["event"] == "round":
+            self.t = int(str(event["t"]))
+
+    def reach(self, t: int) -> None:
+        wait_until(lambda: self.t >= t or self.error is not None, 60, f"round {t}")
+        assert self.error is None, self.error
+
+    def end(self) -> Saved:
+        """As Ctrl-C does."""
+        self.stop.set()
+        self._thread.join(60)
+        assert self.summary is not None and self.summary.reason == "interrupted", self.error
+        saved = newest(self.folder, self.spec)
+        assert saved is not None and saved.t == self.summary.t
+        return saved
+
+
+def log_of(saved: Saved) -> LogState:
+    return unpack(saved.log, LogState)
+
+
+def trained_once(saved: Saved) -> int:
+    """The blocks that are committed; each was counted once, since the tokens of all rounds are theirs."""
+    state = log_of(saved)
+    ledger = state.ledger
+    open_blocks = sum(r.hi - r.lo for r in ledger.pool) + sum(lease.blocks for lease in ledger.leases)
+    committed = ledger.next - open_blocks
+    assert state.tokens == committed * saved.spec.data.seq_len
+    return committed
+
+
+def test_a_stopped_swarm_goes_on_from_the_newest_state_with_other_peers(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 50)
+    config = tmp_path / "RUN.toml"
+    config.write_text(RUN.format(rounds=0, text=text.as_posix()))
+    spec = RunSpec.from_toml(config)
+    at = dict(zip("abcd", free_addresses(4), strict=True))
+
+    def start(*who: str) -> dict[str, Training]:
+        return {w: Training(tmp_path / w, spec, at[w], [at[other] for other in who if other != w]) for w in who}
+
+    first = start("a", "b", "c")
+    for training in first.values():
+        training.reach(2)
+    old = first["a"].end()  # it leaves; the others go on, and are stopped later
+    for who in "bc":
+        first[who].reach(old.t + 3)
+    new, newest_c = first["b"].end(), first["c"].end()
+    assert old.t < min(new.t, newest_c.t)
+    for saved in (old, new, newest_c):
+        trained_once(saved)
+
+    again = start("a", "b", "d")  # one with an old state, one with a new one, one without; one is missing
+    for training in again.values():
+        training.reach(new.t + 3)
+    assert {who: training.synced_t for who, training in again.items()} == dict.fromkeys("abd", new.t)
+    ends = [training.end() for training in again.values()]
+    assert all(saved.t >= new.t + 3 for saved in ends)
+    assert all(trained_once(saved) > trained_once(new) for saved in ends)
+    same = {saved.t: saved.image.tobytes() for saved in ends}
+    assert all(saved.image.tobytes() == same[saved.t] for saved in ends)
