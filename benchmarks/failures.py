@@ -102,7 +102,7 @@ class Work:
 
     def _watch(self, node: Any, now: float) -> None:
         """Note when a plan begins, when this peer votes, and when the round is decided."""
-        begin, vote, apply = node.exchange.begin, node.slot._send_vote, node._apply
+        begin, vote, apply = node.exchange.begin, node.slot._send_vote, node.applier.apply
 
         def noted_begin(plan: Any, *rest: Any) -> None:
             self.trace.append((self.clock(), f"plan {plan.ballot.counter}", plan.ballot.voter.peer))
@@ -116,7 +116,7 @@ class Work:
             self.trace.append((self.clock(), "applied", ""))
             apply(*rest)
 
-        node.exchange.begin, node.slot._send_vote, node._apply = noted_begin, noted_vote, noted_apply
+        node.exchange.begin, node.slot._send_vote, node.applier.apply = noted_begin, noted_vote, noted_apply
 
     def arm(self, kind: str, others: set[str]) -> None:
         """Fail in the middle of the next round; `others`: the ids of all peers."""

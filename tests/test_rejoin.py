@@ -22,8 +22,8 @@ from dlc.errors import StateDirBusy, SwarmClosed
 from dlc.peer import Peer, Resume
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
-from dlc.statedir import StateDir
 from dlc.train.saver import Saved, newest
+from dlc.train.setup import model_of
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
 from tests.swarm import JOIN_S, RUN, Host, Process, free_addresses, swarm, together
@@ -300,6 +300,7 @@ def test_a_stopped_swarm_goes_on_from_the_newest_state_with_other_peers(tmp_path
     config = tmp_path / "RUN.toml"
     config.write_text(RUN.format(rounds=0, text=text.as_posix()))
     spec = RunSpec.from_toml(config)
+    model_of(spec)  # transformers cannot be imported by several threads at once
     at = dict(zip("abcd", free_addresses(4), strict=True))
 
     def start(*who: str) -> dict[str, Training]:

@@ -168,7 +168,7 @@ class Agenda:
         self, kind: str, channel: str, t: int, roster: tuple[Part, ...], grid: GridSpec, digest: bytes, lease_len: int
     ) -> Entry:
         state = self.log.state
-        electorate, trainers = next_electorate(self.ctx, self.log, None)
+        electorate, trainers = next_electorate(self.ctx, self.log, None, ranks_anew=kind != CONFIG)
         return Entry(
             kind=kind,
             parent=state.head,
@@ -202,21 +202,23 @@ def _most_common(values: list[T]) -> T:
 
 
 def next_electorate(
-    ctx: Context, log: Log, forced: tuple[Voter, ...] | None
+    ctx: Context, log: Log, forced: tuple[Voter, ...] | None, ranks_anew: bool = False
 ) -> tuple[tuple[Voter, ...], tuple[Voter, ...]]:
     """(voters, trainers) after this entry: those that stay, plus alive newcomers that stand at my head with its state.
 
-    A forced ballot names its deciders as the electorate.
+    A forced ballot names its deciders as the electorate. Where half of the voters decide by the casting vote, and the
+    entry ranks them anew, the others leave with it, before T_remove: it might give the casting vote to one of them.
     """
     members = ctx.members
     records = {r.voter: r for r in members.records()}
     if forced is not None:
         electorate = set(forced)
     else:
-        electorate = {
-            v
-            for v in log.state.electorate
-            if not members.gone(v) and (members.alive(v) or members.unseen_s(v) < members.t_remove_s)
+        alive = {v for v in log.state.electorate if members.alive(v) and not members.gone(v)}
+        bare = ranks_anew and 2 * len(alive) <= len(log.state.electorate)
+        patience_s = 0.0 if bare else members.t_remove_s
+        electorate = alive | {
+            v for v in log.state.electorate if not members.gone(v) and members.unseen_s(v) < patience_s
         }
         # One a few entries behind catches up as any voter does; to wait for the very head would starve newcomers
         # where rounds are shorter than catching up and being heard of take.

@@ -20,6 +20,8 @@ class Context:
         self.members = members
         self.now = 0.0
         self.out: list[Effect] = []
+        self.leaving = False
+        """The leave is announced: nothing is coordinated, promised or voted for any more."""
         self.stale = True
         """I may have been frozen, or have just started: no promise, no vote, no coordination until refreshed."""
 

@@ -265,7 +265,7 @@ class Coordinator:
     def _propose_resumed(self, choice: Resume) -> None:
         old = choice.plan.entry
         base = self.deciders or None
-        electorate, trainers = next_electorate(self.ctx, self.log, base)
+        electorate, trainers = next_electorate(self.ctx, self.log, base, ranks_anew=True)
         entry = dataclasses.replace(old, electorate=electorate, trainers=trainers, manifest=b"")
         fixed = {f.chunk: f for f in choice.fixed}
         owners, assignment = plan_round(self.ctx, self.log, len(choice.plan.assignment), fixed.keys(), self.deciders)

@@ -1,0 +1,160 @@
+"""The head of one peer's log: how it moves, and what follows from that.
+
+An entry is applied once its commit is known and all its bytes are here; a snapshot makes the head jump. Either way the
+account goes to the application, a new slot begins, and my record tells the others where I stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlc.comm import messages as msg
+from dlc.comm.account import account
+from dlc.comm.context import Context
+from dlc.comm.coordinator import Coordinator
+from dlc.comm.entries import OPEN, ROUND, Entry, LogState, manifest_hash
+from dlc.comm.events import (
+    ChannelOpened,
+    ChannelSynced,
+    ContributionDropped,
+    DigestMismatch,
+    ElectorateChanged,
+    RoundDone,
+)
+from dlc.comm.exchange import Exchange
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.log import Log, counted_of
+from dlc.comm.permit import alive_records
+from dlc.comm.shapes import plausible_entry
+from dlc.comm.slot import Slot
+from dlc.comm.sync import Sync
+from dlc.errors import ProtocolError
+from dlc.report import Reason
+
+
+class Applier:
+    def __init__(self, ctx: Context, log: Log, exchange: Exchange, slot: Slot) -> None:
+        self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
+        self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
+        self.sync = Sync(ctx, log, exchange, self.apply, self.switched)
+        self.record_due = True
+        """What my record says of the log is out of date."""
+
+    def committed(self, entry: Entry, holders: list[Voter]) -> None:
+        """I coordinated the decision of this entry: tell everyone, and apply it."""
+        commit = msg.Commit(entry, tuple(holders))
+        for record in self.ctx.members.records():
+            if record.voter != self.ctx.me:
+                self.ctx.send(record.voter, commit)
+        self.receive_commit(self.ctx.me, commit)
+
+    def receive_commit(self, sender: Voter, m: msg.Commit) -> None:
+        entry, log = m.entry, self.log
+        if entry.parent == log.head:
+            if not plausible_entry(entry, log.state):
+                raise ProtocolError(f"a {entry.kind} entry that does not follow this head")
+            if entry.kind != ROUND:
+                self._decided()
+                self.apply(entry, (), ())
+                return
+            bytes_of = self._bytes_of(entry)
+            if bytes_of is not None:
+                self._decided()
+                self.apply(entry, *bytes_of)
+                return
+        if entry.depth > log.state.depth and entry.hash != log.head:
+            # I lack bytes, or more than this entry: catch up from one who holds them.
+            alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
+            self.sync.start(hint=alive[0] if alive else None)
+
+    def _decided(self) -> None:
+        """Deciding with others makes this process part of the living run."""
+        self.log.active = True
+
+    def _bytes_of(self, entry: Entry) -> tuple[tuple[bytes, ...], tuple[msg.Result, ...]] | None:
+        """All results of this round, if I hold them: as candidates of the current plan, or as what I accepted."""
+        exchange, accepted = self.exchange, self.slot.accepted
+        if exchange.complete and manifest_hash(exchange.manifest()) == entry.manifest:
+            return exchange.manifest(), exchange.results()
+        if accepted is not None and accepted[1].entry.manifest == entry.manifest:
+            return accepted[1].hashes, self.slot.accepted_results
+        return None
+
+    def apply(self, entry: Entry, hashes: tuple[bytes, ...], results: tuple[msg.Result, ...]) -> None:
+        """The head moves by one entry."""
+        before = self.log.state
+        mine = self.exchange.offered.get(entry.channel) if entry.kind == ROUND else None
+        reduce_s = max(0.0, self.exchange.last_gain - self.exchange.reduce_since) if self.exchange.plan else 0.0
+        ballots = mine.ballots if mine else 1
+        if self.sync.donor is not None:
+            donor = self.ctx.members.record(self.sync.donor.peer)
+            self.log.active = self.log.active or (donor is not None and donor.active)
+        fits = mine is None or mine.ready.grid == msg.GridSpec(entry.numel, entry.chunk_elems, entry.codec)
+        self.log.commit(entry, hashes, results, mine.sink if mine and fits else None)
+        if entry.kind == ROUND:
+            counted = any(p.voter == self.ctx.me for p in counted_of(entry, results))
+            absent = self._absent(entry, before)
+            paths = {v.peer: self._path(v.peer) for v in before.electorate if v != self.ctx.me}
+            report = account(entry, results, absent, mine, ballots, reduce_s, self.ctx.now, paths)
+            self.exchange.offered.pop(entry.channel, None)
+            self.coordinator.agenda.applied(entry.channel)
+            self.ctx.notify(RoundDone(report, counted, f"{entry.numel} elements in {entry.codec}", fits))
+        if entry.kind == OPEN:
+            self.slot.wishes.pop(entry.channel, None)
+            self.ctx.notify(ChannelOpened(entry.channel))
+            if entry.channel in self.log.attached and self.log.attached[entry.channel].synced:
+                self.ctx.notify(ChannelSynced(entry.channel, 0))
+        self._moved(before.electorate)
+
+    def _absent(self, entry: Entry, before: LogState) -> dict[Voter, Reason]:
+        """Trainers of the electorate that the roster lacks, and why."""
+        roster = {p.voter for p in entry.roster}
+        absent: dict[Voter, Reason] = {}
+        for voter in before.trainers:
+            if voter not in roster:
+                gone, alive = self.ctx.members.gone(voter), self.ctx.members.alive(voter)
+                absent[voter] = "left" if gone else "not ready" if alive else "dead"
+        return absent
+
+    def _path(self, peer: PeerId) -> str:
+        relay = self.ctx.members.relay_for(peer)
+        return "direct" if relay is None else f"relayed via {relay}"
+
+    def switched(self) -> None:
+        """A snapshot was installed: the head jumped."""
+        donors = [r for r in alive_records(self.ctx) if r.active]
+        self.log.active = self.log.active or bool(donors)
+        for channel, mine in list(self.exchange.offered.items()):
+            if mine.ready.base != self.log.state.base(channel):
+                del self.exchange.offered[channel]
+                self.ctx.notify(ContributionDropped(channel))
+        self._moved(())
+
+    def _moved(self, electorate: Sequence[Voter]) -> None:
+        state = self.log.state
+        self.record_due = True
+        self.open_slot()
+        if tuple(electorate) != state.electorate:
+            self.ctx.notify(ElectorateChanged(state.electorate))
+        self.slot.announce()
+
+    def open_slot(self) -> None:
+        self.ctx.members.watch(v for v in self.log.state.electorate if v != self.ctx.me)
+        self.slot.enter()
+        self.coordinator.enter()
+
+    def diverged(self, channel: str, digest: bytes) -> None:
+        self.log.attached[channel].synced = False
+        self.record_due = True
+        self.ctx.notify(DigestMismatch(channel, self.log.state.round_of(channel)))
+        self.sync.start()
+
+    def check_digest(self, sender: Voter, plan: msg.Plan) -> None:
+        """The plan's state is not mine: fetch the coordinator's before I vote (P2)."""
+        attached = self.log.attached.get(plan.entry.channel)
+        if attached is None or not plan.digest or attached.digest == plan.digest:
+            return
+        if plan.entry.kind == OPEN:
+            self.sync.fetch_first_state(sender, plan.entry.channel, plan.digest)
+        elif plan.entry.kind == ROUND and attached.synced:
+            self.diverged(plan.entry.channel, plan.digest)

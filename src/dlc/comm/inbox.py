@@ -1,0 +1,151 @@
+"""Every message of a peer, handed to the machine that it is for."""
+
+from __future__ import annotations
+
+from dlc.comm import messages as msg
+from dlc.comm.applier import Applier
+from dlc.comm.effects import Answer, Notify, Send
+from dlc.comm.events import MemberDown, MemberLeft
+from dlc.comm.ids import Voter
+from dlc.comm.permit import greater_alive
+from dlc.comm.shapes import check_slot_message
+from dlc.comm.wire import unpack
+from dlc.errors import ProtocolError
+
+SLOT_MESSAGES = (msg.Ready, msg.Prepare, msg.Promise, msg.Nack, msg.Coord, msg.Progress, msg.Plan, msg.Held)
+MEMBERSHIP_MESSAGES = (msg.Ping, msg.Ack, msg.PingReq, msg.IndirectAck, msg.Leave, msg.Welcome)
+
+
+class Inbox:
+    def __init__(self, applier: Applier, run: str, spec: bytes, spec_hash: bytes) -> None:
+        self.applier, self.ctx, self.log = applier, applier.ctx, applier.log
+        self.exchange, self.slot = applier.exchange, applier.slot
+        self.coordinator, self.sync = applier.coordinator, applier.sync
+        self.run, self.spec, self.spec_hash = run, spec, spec_hash
+
+    def receive(self, sender: Voter, message: msg.Message) -> None:
+        if isinstance(message, SLOT_MESSAGES):
+            self._slot_message(sender, message)
+        elif isinstance(message, msg.Contrib):
+            self.exchange.receive_contrib(sender, message)
+            self.slot.advance()
+        elif isinstance(message, msg.Result):
+            if not self.exchange.receive_result(message) or self.sync.busy:
+                self.sync.receive_result(message)
+            self.slot.advance()
+        elif isinstance(message, MEMBERSHIP_MESSAGES):
+            self._membership(sender, message)
+        elif isinstance(message, msg.Hello):
+            self._answer_hello(message)
+        elif isinstance(message, msg.Commit):
+            self.applier.receive_commit(sender, message)
+        elif isinstance(message, msg.Fetch):
+            if message.head == self.log.head:
+                self.slot.receive_fetch(sender, message)
+            else:
+                self.sync.receive_fetch(sender, message)
+        elif isinstance(message, msg.Relay):
+            self._relay(message)
+        else:
+            self._sync_message(sender, message)
+
+    def _membership(self, sender: Voter, message: msg.Message) -> None:
+        if isinstance(message, msg.Welcome) and message.record is not None and message.address:
+            self.slot.answers[message.address] = message.record.voter.peer
+        effects = self.ctx.members.receive(sender, message, self.ctx.now)
+        self.ctx.out.extend(effects)
+        if any(isinstance(e, Notify) and isinstance(e.event, MemberDown | MemberLeft) for e in effects):
+            self._fewer()
+        if not self.sync.busy and greater_alive(self.ctx, self.log):
+            self.sync.start()
+
+    def _fewer(self) -> None:
+        """Somebody is gone, and a round may be waiting for it: look at once and not at the next tick."""
+        self.exchange.close_due()
+        self.slot.advance()
+        if not self.ctx.leaving:
+            self.coordinator.tick()
+
+    def _slot_message(self, sender: Voter, m: msg.Message) -> None:
+        head = m.head  # type: ignore[attr-defined]
+        if head != self.log.head:
+            # The sender is behind by the last entry: show it. Anything else is mended by records and sync.
+            if self.log.past and self.log.past[-1].entry.parent == head and sender != self.ctx.me:
+                self.ctx.send(sender, msg.Commit(self.log.past[-1].entry, (self.ctx.me,)))
+            return
+        if sender != self.ctx.me:
+            check_slot_message(m, self.log.state)
+        slot, coordinator = self.slot, self.coordinator
+        if isinstance(m, msg.Ready):
+            coordinator.receive_ready(sender, m)
+        elif isinstance(m, msg.Prepare):
+            if m.ballot.voter != self.ctx.me and m.ballot > coordinator.ballot:
+                coordinator.drop()
+            slot.receive_prepare(sender, m)
+        elif isinstance(m, msg.Promise):
+            coordinator.receive_promise(sender, m)
+        elif isinstance(m, msg.Nack):
+            slot.receive_nack(sender, m)
+            coordinator.receive_nack(sender, m)
+        elif isinstance(m, msg.Coord):
+            if m.ballot.voter != self.ctx.me and m.ballot > coordinator.ballot:
+                coordinator.drop()
+            slot.receive_coord(sender, m)
+        elif isinstance(m, msg.Progress):
+            coordinator.receive_progress(sender, m)
+        elif isinstance(m, msg.Plan):
+            if m.ballot.voter != self.ctx.me and m.ballot > coordinator.ballot:
+                coordinator.drop()
+            slot.receive_plan(sender, m)
+            self.applier.check_digest(sender, m)
+        elif isinstance(m, msg.Held):
+            coordinator.receive_held(sender, m)
+
+    def _sync_message(self, sender: Voter, m: msg.Message) -> None:
+        sync = self.sync
+        if isinstance(m, msg.SyncReq):
+            sync.receive_request(sender, m)
+        elif isinstance(m, msg.Steps):
+            sync.receive_steps(sender, m)
+        elif isinstance(m, msg.Offer):
+            sync.receive_offer(sender, m)
+        elif isinstance(m, msg.NoOffer):
+            sync.receive_no_offer(sender, m)
+        elif isinstance(m, msg.PieceReq):
+            sync.receive_piece_request(sender, m)
+        elif isinstance(m, msg.Piece):
+            sync.receive_piece(sender, m)
+            self.slot.advance()
+        elif isinstance(m, msg.NoPiece):
+            sync.receive_no_piece(sender, m)
+        else:
+            raise ProtocolError(f"{type(m).__name__} is not for a peer")
+
+    def _relay(self, m: msg.Relay) -> None:
+        if m.target != self.ctx.me.peer:
+            self.ctx.out.append(Send(m.target, m))
+            return
+        if not 0 <= m.code < len(msg.MESSAGES):
+            raise ProtocolError(f"no message has the code {m.code}")
+        kind = msg.MESSAGES[m.code]
+        if kind is msg.Relay or issubclass(kind, msg.Bulk):
+            raise ProtocolError(f"{kind.__name__} is not relayed")
+        self.receive(m.origin, unpack(m.message, kind))
+
+    def _answer_hello(self, m: msg.Hello) -> None:
+        if m.record is not None and m.spec_hash == self.spec_hash:
+            self.ctx.out.extend(self.ctx.members.learn(m.record, self.ctx.now))
+        own = self.ctx.members.own
+        self.ctx.out.append(
+            Answer(
+                msg.Welcome(
+                    msg.PROTOCOL_VERSION,
+                    self.run,
+                    self.spec,
+                    own,
+                    tuple(self.ctx.members.records()),
+                    m.address,
+                    "",
+                )
+            )
+        )
