@@ -180,7 +180,9 @@ def test_dlc_join_ends_with_one_clear_line_when_a_copy_replaces_it(host: Host) -
 # ------------------------------------------------------------------ two peers, one lost
 
 
-def pair(host: Host, timeouts: Timeouts, survivor_casts: bool) -> Iterator[tuple[Peer, Process, queue.SimpleQueue[object]]]:
+def pair(
+    host: Host, timeouts: Timeouts, survivor_casts: bool
+) -> Iterator[tuple[Peer, Process, queue.SimpleQueue[object]]]:
     """This process's peer and a worker, after a round that gave the casting vote as asked."""
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
     changed = {name: getattr(timeouts, name) for name in ("slot_settle_s", "probe_s", "beat_s", "evict_s")}

@@ -156,7 +156,12 @@ ALL_BUT_PARTITION = tuple(kind for kind in FAULTS if kind != "partition")
         (23, 2, 6, ("loss",)),  # catching up was slower than a lone founder's rounds: newcomers never got a vote
         (2008, 2, 8, ALL_BUT_PARTITION),  # an opening accepted by others: its first state was asked of the wrong peers
         (70007, 8, 16, FAULTS),  # the same opening, proposed again without its digest
-        (100257, 2, 8, FAULTS),  # an answer read after a freeze made a round trip of 28 s: that peer was not pinged again
+        (
+            100257,
+            2,
+            8,
+            FAULTS,
+        ),  # an answer read after a freeze made a round trip of 28 s: that peer was not pinged again
         (100160, 2, 8, FAULTS),  # the same, after a restart
         (100265, 2, 8, FAULTS),  # the same, with two cuts
         (100079, 2, 8, FAULTS),  # two peers apart, one of them frozen for a while: a partition, though in two pieces

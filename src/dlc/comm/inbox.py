@@ -43,7 +43,7 @@ class Inbox:
             if message.head == self.log.head:
                 self.slot.receive_fetch(sender, message)
             else:
-                self.sync.receive_fetch(sender, message)
+                self.sync.donations.receive_fetch(sender, message)
         elif isinstance(message, msg.Relay):
             self._relay(message)
         else:
@@ -104,7 +104,7 @@ class Inbox:
     def _sync_message(self, sender: Voter, m: msg.Message) -> None:
         sync = self.sync
         if isinstance(m, msg.SyncReq):
-            sync.receive_request(sender, m)
+            sync.donations.receive_request(sender, m)
         elif isinstance(m, msg.Steps):
             sync.receive_steps(sender, m)
         elif isinstance(m, msg.Offer):
@@ -112,7 +112,7 @@ class Inbox:
         elif isinstance(m, msg.NoOffer):
             sync.receive_no_offer(sender, m)
         elif isinstance(m, msg.PieceReq):
-            sync.receive_piece_request(sender, m)
+            sync.donations.receive_piece_request(sender, m)
         elif isinstance(m, msg.Piece):
             sync.receive_piece(sender, m)
             self.slot.advance()

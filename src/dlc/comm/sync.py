@@ -6,9 +6,8 @@ Whoever learns of an alive peer with a greater history asks it what follows its 
                                         --Offer--> IMAGES (fetch pieces, verify, switch at once)        --> ASKED
   any --the donor dies or falls silent--> IDLE (another is taken; my own state was not touched)
 
-The donor side never stops anything: it serves kept results, and images exported once per digest, dropped when nobody
-asked for `IMAGE_KEEP_S`. Pieces are asked of every alive peer that stands at the offered head, because equal heads have
-equal images.
+Pieces are asked of every alive peer that stands at the offered head, because equal heads have equal images. The other
+side of this conversation is `donations.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from dlc.comm.context import Context
+from dlc.comm.donations import PIECE_BYTES, PIECES_IN_FLIGHT, Donations
 from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
 from dlc.comm.events import ChannelSynced, HistoryLost
 from dlc.comm.exchange import Exchange, result_hash
@@ -41,18 +41,10 @@ from dlc.comm.permit import alive_records, greater_alive, key_of
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
-PIECE_BYTES = 1 << 20
-PIECES_IN_FLIGHT = 8
-"""Per donor: bounds what a newcomer asks for at once."""
-IMAGE_KEEP_S = 60.0
-IMAGES_MAX = 3
-"""Per channel; newcomers at different heads need different images, each of the size of the whole state."""
 STEPS_IN_FLIGHT = 2
 """Entries whose results are asked for at once: hides the round trips, bounds the memory."""
 ASK_AGAIN_S = 1.0
 IMAGE_BYTES_MAX = 1 << 38
-CHAIN_SENT_MAX = 4096
-"""Newest entry hashes sent with an offer: 128 KiB, enough to find any recent fork."""
 
 
 @dataclass
@@ -65,14 +57,6 @@ class Download:
     """(channel, piece) -> expected hash."""
     asked: dict[tuple[str, int], tuple[Voter, float]] = field(default_factory=dict)
     refused: set[Voter] = field(default_factory=set)
-
-
-@dataclass
-class Image:
-    """An exported image that others may fetch."""
-
-    data: memoryview
-    last_asked: float
 
 
 class Sync:
@@ -93,7 +77,7 @@ class Sync:
         self._steps: list[Step] = []
         self._results: dict[bytes, Result] = {}
         self._download: Download | None = None
-        self._images: dict[tuple[str, bytes], Image] = {}
+        self.donations = Donations(ctx, log, exchange)
         self._asked_at = -1e9
         self._heard_at = 0.0
 
@@ -105,8 +89,7 @@ class Sync:
 
     def tick(self) -> None:
         now = self.ctx.now
-        for key in [k for k, image in self._images.items() if now - image.last_asked > IMAGE_KEEP_S]:
-            del self._images[key]
+        self.donations.tick()
         if self.donor is not None and not self._donor_fit():
             self._abandon()
         if self.busy and now >= self._asked_at + ASK_AGAIN_S:
@@ -381,66 +364,9 @@ class Sync:
             common = next((i for i, h in enumerate(reversed(self.log.chain)) if h in set(offer.chain)), old.depth)
             self.ctx.notify(HistoryLost(common, old.tokens))
 
-    # ---------------------------------------------------------------- the donor
-
-    def receive_request(self, sender: Voter, m: SyncReq) -> None:
-        past = None if m.snapshot else self.log.after(m.head)
-        if past:
-            steps = tuple(Step(p.entry, p.hashes) for p in past)
-            self.ctx.send(sender, Steps(m.head, steps))
-            return
-        if self.log.head == EMPTY or not self.log.synced or (past is not None and not m.snapshot):
-            self.ctx.send(sender, NoOffer(self.log.head))
-            return
-        images = tuple(self._offer_image(c) for c in self.log.attached if self.log.servable(c))
-        chain = tuple(self.log.chain)[-CHAIN_SENT_MAX:]
-        self.ctx.send(sender, Offer(self.log.state, chain, images))
-
     def receive_no_offer(self, sender: Voter, m: NoOffer) -> None:
         if sender == self.donor and not self.busy:
             self.donor = None
-
-    def _offer_image(self, channel: str) -> ImageOffer:
-        digest = self.log.servable(channel)
-        data = self._image(channel, digest)
-        assert data is not None
-        hashes = tuple(blake3(data[i : i + PIECE_BYTES]).digest() for i in range(0, len(data), PIECE_BYTES))
-        return ImageOffer(channel, digest, len(data), PIECE_BYTES, hashes)
-
-    def _image(self, channel: str, digest: bytes) -> memoryview | None:
-        """The exported image with this digest, kept from before or exported now."""
-        kept = self._images.get((channel, digest))
-        if kept is None:
-            if not digest or self.log.servable(channel) != digest:
-                return None
-            others = [key for key in self._images if key[0] == channel]
-            if len(others) >= IMAGES_MAX:
-                del self._images[min(others, key=lambda key: self._images[key].last_asked)]
-            kept = Image(self.log.attached[channel].state.export(), self.ctx.now)
-            self._images[(channel, digest)] = kept
-        kept.last_asked = self.ctx.now
-        return kept.data
-
-    def receive_piece_request(self, sender: Voter, m: PieceReq) -> None:
-        data = self._image(m.channel, m.digest)
-        if data is None:
-            self.ctx.send(sender, NoPiece(m.channel, m.digest))
-            return
-        for piece in m.pieces[:PIECES_IN_FLIGHT]:
-            start = piece * PIECE_BYTES
-            if 0 <= start < len(data):
-                payload = bytes(data[start : start + PIECE_BYTES])
-                self.exchange.serve(sender.peer, Piece(m.channel, m.digest, piece, payload))
-
-    def receive_fetch(self, sender: Voter, m: Fetch) -> None:
-        """Serve results of entries that I have applied."""
-        wanted = set(m.hashes)
-        for past in self.log.past:
-            if past.entry.parent != m.head:
-                continue
-            for digest, result in zip(past.hashes, past.results, strict=True):
-                if digest in wanted:
-                    self.exchange.serve(sender.peer, result)
 
 
 def _consistent(step: Step) -> bool:
