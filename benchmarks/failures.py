@@ -9,9 +9,9 @@
 | freeze      | SIGSTOP; SIGCONT after the round, and the peer has to take part again by itself      |
 | leave       | a peer announces that it leaves                                                      |
 
-Each repeat starts a fresh swarm, warms it up, times an undisturbed round and then one with the failure. The peer that
-fails tells the moment (all processes read one clock) and the chunks that it owned and had not finished, its *lost
-span*. Compared are: the time beyond the undisturbed round, and the bound for it: the time from the failure until each
+Each repeat starts a fresh swarm, warms it up, times undisturbed rounds and then one with the failure, which comes when
+the peer that fails has finished half of its own span. It tells the moment (all processes read one clock) and the chunks
+that it owned and had not finished, its *lost span*. Compared are: the time beyond the undisturbed round, and the bound for it: the time from the failure until each
 survivor knew, plus the lost span's part of an undisturbed round.
 
 Peer i contributes value_i * pattern with weight_i, all exact in fp16, and the weighted mean of every subset of peers is
@@ -40,6 +40,8 @@ VALUES = (2.0, 22.0, 31.0, 1.0, 23.0, 7.0)
 """By peer. With these every subset of peers has another mean (checked in `subset_means`)."""
 HALF_ULP = 2.0**-11
 """Relative error of one rounding to fp16; the mean is rounded once."""
+CALM_ROUNDS = 3
+"""Undisturbed rounds before each failure; their median is compared."""
 ROUND_LIMIT_S = 120.0
 DETECTION_LIMIT_S = 3.0
 """What is asked for a killed process among four."""
@@ -99,10 +101,12 @@ class Work:
         name = type(event).__name__
         if name.startswith("Member"):
             self.trace.append((self.clock(), name, getattr(event, "voter").peer))  # noqa: B009
+        elif name == "RoundDone":
+            self.trace.append((self.clock(), "applied", ""))
 
     def _watch(self, node: Any, now: float) -> None:
-        """Note when a plan begins, when this peer votes, and when the round is decided."""
-        begin, vote, apply = node.exchange.begin, node.slot._send_vote, node.applier.apply
+        """Note when a plan begins, and when this peer votes."""
+        begin, vote = node.exchange.begin, node.slot._send_vote
 
         def noted_begin(plan: Any, *rest: Any) -> None:
             self.trace.append((self.clock(), f"plan {plan.ballot.counter}", plan.ballot.voter.peer))
@@ -112,11 +116,7 @@ class Work:
             self.trace.append((self.clock(), f"vote {node.slot.accepted[0].counter}", ""))
             vote()
 
-        def noted_apply(*rest: Any) -> None:
-            self.trace.append((self.clock(), "applied", ""))
-            apply(*rest)
-
-        node.exchange.begin, node.slot._send_vote, node.applier.apply = noted_begin, noted_vote, noted_apply
+        node.exchange.begin, node.slot._send_vote = noted_begin, noted_vote
 
     def arm(self, kind: str, others: set[str]) -> None:
         """Fail in the middle of the next round; `others`: the ids of all peers."""
@@ -130,7 +130,8 @@ class Work:
             if plan is None or plan.ballot not in (first or [plan.ballot]):
                 return False  # in a later ballot another peer coordinates: one failure is enough
             first[:] = [plan.ballot]
-            if 2 * len(exchange.held) < len(plan.assignment) or not unfinished(node):
+            span = sum(owner >= 0 and plan.owners[owner] == node.me for owner in plan.assignment)
+            if not 0 < 2 * unfinished(node) <= span:
                 return False
             coordinator = plan.ballot.voter.peer
             victim = coordinator if kind == "coordinator" else min(others - {coordinator})
@@ -214,8 +215,8 @@ def measure(kind: str, n: int, numel: int) -> dict[str, Any]:
     """A fresh swarm: one undisturbed round, one with the failure; and the checks."""
     with Workers(__file__) as workers:
         swarm = Swarm(workers, n, numel)
-        calm = swarm.round(swarm.names)
-        problems = check(calm, swarm.peer_of, n, n)
+        rounds = [swarm.round(swarm.names) for _ in range(CALM_ROUNDS)]
+        problems = [problem for calm in rounds for problem in check(calm, swarm.peer_of, n, n)]
         for name in swarm.names:
             workers.tell(name, f"arm {kind} {' '.join(swarm.peer_of.values())}")
         for name in swarm.names:
@@ -228,7 +229,8 @@ def measure(kind: str, n: int, numel: int) -> dict[str, Any]:
         if kind == "freeze":
             back = come_back(swarm, victim)
             problems += back.pop("problems")
-        return {"kind": kind, "problems": problems, **back, **figures(calm, hit, fault)}
+        undisturbed_s = statistics.median(seconds(calm) for calm in rounds)
+        return {"kind": kind, "problems": problems, **back, **figures(undisturbed_s, hit, fault)}
 
 
 def come_back(swarm: Swarm, victim: str) -> dict[str, Any]:
@@ -249,14 +251,14 @@ def seconds(results: dict[str, dict[str, Any]]) -> float:
     return float(max(r["ended"] for r in results.values()) - min(r["began"] for r in results.values()))
 
 
-def figures(calm: dict[str, Any], hit: dict[str, Any], fault: dict[str, Any]) -> dict[str, Any]:
+def figures(undisturbed: float, hit: dict[str, Any], fault: dict[str, Any]) -> dict[str, Any]:
     signs = {"MemberDown", "MemberLeft"}
     noticed = []
     for result in hit.values():
         plans = [at for at, what, _ in result["trace"] if what.startswith("plan") and at > fault["at"]]
         downs = [at for at, what, peer in result["trace"] if what in signs and peer == fault["peer"]]
         noticed.append(min([*plans, *downs], default=result["ended"]) - fault["at"])
-    undisturbed, disturbed = seconds(calm), seconds(hit)
+    disturbed = seconds(hit)
     span = undisturbed * fault["lost"] / fault["chunks"]
     some = next(iter(hit.values()))["report"]
     return {

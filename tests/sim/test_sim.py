@@ -161,7 +161,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FAULTS if kind != "partition")
             2,
             8,
             FAULTS,
-        ),  # an answer read after a freeze made a round trip of 28 s: that peer was not pinged again
+        ),  # an answer read after a freeze counted as a round trip of 28 s
+        (200183, 2, 8, FAULTS),  # a first state that was accepted by some was overwritten by those who held it
+        (200645, 2, 8, FAULTS),  # the first state of a dead peer was proposed for ever
         (100160, 2, 8, FAULTS),  # the same, after a restart
         (100265, 2, 8, FAULTS),  # the same, with two cuts
         (100079, 2, 8, FAULTS),  # two peers apart, one of them frozen for a while: a partition, though in two pieces

@@ -84,8 +84,12 @@ class Agenda:
     def _alive(self) -> list[Voter]:
         return [v for v in self.log.state.electorate if self.ctx.members.alive(v)]
 
+    def _living(self, channel: str) -> dict[Voter, tuple[Ready, float]]:
+        """Who is ready and alive: the contribution, or the first state, of a dead peer cannot be had any more."""
+        return {v: ready for v, ready in self._ready[channel].items() if self.ctx.members.alive(v)}
+
     def _opening(self, channel: str) -> Draft | None:
-        wishes = {v: (m, at) for v, (m, at) in self._ready[channel].items() if m.opening}
+        wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
         if not wishes:
             return None
         first = min(at for _, at in wishes.values())
@@ -104,7 +108,7 @@ class Agenda:
         base, known = state.base(channel), state.channel(channel)
         offers = {
             v: (m, at)
-            for v, (m, at) in self._ready[channel].items()
+            for v, (m, at) in self._living(channel).items()
             if not m.opening and m.base == base and (known is None or not known.leased or state.ledger.valid(v, m.upto))
         }
         if not offers:

@@ -36,7 +36,7 @@ class Applier:
     def __init__(self, ctx: Context, log: Log, exchange: Exchange, slot: Slot) -> None:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
-        self.sync = Sync(ctx, log, exchange, self.apply, self.switched)
+        self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first)
         self.record_due = True
         """What my record says of the log is out of date."""
 
@@ -156,5 +156,6 @@ class Applier:
             return
         if plan.entry.kind == OPEN:
             self.sync.fetch_first_state(sender, plan.entry.channel, plan.digest)
+            self.slot.advance()
         elif plan.entry.kind == ROUND and attached.synced:
             self.diverged(plan.entry.channel, plan.digest)

@@ -318,7 +318,7 @@ class Coordinator:
             self.drop()
             return
         unfinished = {plan.owners[plan.assignment[c]] for c in self._lacking() if plan.assignment[c] >= 0}
-        owner_lost = any(not members.alive(owner) for owner in unfinished)
+        owner_lost = any(not members.alive(owner) for owner in unfinished) or self.slot.outlived(plan)
         stall_s = self.exchange.stall_s + members.t_dead_s
         if owner_lost or now - self._moved > stall_s:
             self._next_ballot(self.deciders)

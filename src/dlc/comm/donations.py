@@ -40,10 +40,22 @@ class Donations:
         self.ctx, self.log, self.exchange = ctx, log, exchange
         self._images: dict[tuple[str, bytes], Image] = {}
 
+    def keep(self, channel: str) -> None:
+        """Set the present first state aside before another replaces it: I accepted it, so it may have been decided."""
+        image = Image(self.log.attached[channel].state.export(), self.ctx.now)
+        self._images[(channel, self.log.attached[channel].digest)] = image
+
+    def kept(self, channel: str, digest: bytes) -> memoryview | None:
+        """A first state that was set aside here."""
+        image = self._images.get((channel, digest))
+        return image.data if image is not None else None
+
     def tick(self) -> None:
         now = self.ctx.now
-        for key in [k for k, image in self._images.items() if now - image.last_asked > IMAGE_KEEP_S]:
-            del self._images[key]
+        over = [k for k, image in self._images.items() if now - image.last_asked > IMAGE_KEEP_S]
+        for key in over:
+            if self.log.is_open(key[0]):  # the choice of a first state may still need an old one
+                del self._images[key]
 
     def receive_request(self, sender: Voter, m: SyncReq) -> None:
         past = None if m.snapshot else self.log.after(m.head)
@@ -54,12 +66,15 @@ class Donations:
         if self.log.head == EMPTY or not self.log.synced or (past is not None and not m.snapshot):
             self.ctx.send(sender, NoOffer(self.log.head))
             return
-        images = tuple(self._offer_image(c) for c in self.log.attached if self.log.servable(c))
+        wanted = set(m.first_states)
+        images = tuple(self._offer_image(c, wanted) for c in self.log.attached if self.log.servable(c))
         chain = tuple(self.log.chain)[-CHAIN_SENT_MAX:]
         self.ctx.send(sender, Offer(self.log.state, chain, images))
 
-    def _offer_image(self, channel: str) -> ImageOffer:
+    def _offer_image(self, channel: str, wanted: set[bytes]) -> ImageOffer:
         digest = self.log.servable(channel)
+        if not self.log.is_open(channel):
+            digest = next((d for c, d in self._images if c == channel and d in wanted), digest)
         data = self._image(channel, digest)
         assert data is not None
         hashes = tuple(blake3(data[i : i + PIECE_BYTES]).digest() for i in range(0, len(data), PIECE_BYTES))

@@ -296,6 +296,8 @@ class SyncReq:
     depth: int
     snapshot: bool
     """True: my log or state is of no use, offer me a snapshot."""
+    first_states: tuple[bytes, ...]
+    """Digests of first states that I need to vote for an opening; any peer may keep one that is no longer its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,8 @@ class Slot:
             self.blocked_on_digest = False
         if self.blocked_on_digest or not self._state_allows(plan) or not self.may_decide(plan.deciders):
             return
+        if self.outlived(plan):
+            return
         hashes = self.exchange.manifest()
         manifest = manifest_hash(hashes) if plan.entry.kind == ROUND else b""
         self.accepted = (plan.ballot, Decree(dataclasses.replace(plan.entry, manifest=manifest), hashes))
@@ -211,6 +213,21 @@ class Slot:
             return True
         attached = self.log.attached.get(plan.entry.channel)
         return attached is not None and attached.digest == plan.entry.digest
+
+    def outlived(self, plan: Plan) -> bool:
+        """No more than half of the next voters live, and this round ranks them anew: decided like this, it might give
+        the casting vote to a dead one. Its coordinator proposes it again without them. What may have been accepted
+        already (all chunks fixed) stays as it is."""
+        entry = plan.entry
+        if entry.kind != ROUND or plan.deciders or all(owner < 0 for owner in plan.assignment):
+            return False
+        members = self.ctx.members
+        return 2 * sum(members.alive(v) for v in entry.electorate) <= len(entry.electorate)
+
+    def accepted_first(self) -> bytes:
+        """Digest of the first state that I accepted, if this slot's value is an opening."""
+        decree = self.accepted[1] if self.accepted is not None else None
+        return decree.entry.digest if decree is not None and decree.entry.kind == OPEN else b""
 
     def _send_vote(self) -> None:
         assert self.accepted is not None

@@ -67,10 +67,13 @@ class Sync:
         exchange: Exchange,
         apply: Callable[[Entry, tuple[bytes, ...], tuple[Result, ...]], None],
         switched: Callable[[], None],
+        accepted_first: Callable[[], bytes],
     ) -> None:
         self.ctx, self.log, self.exchange = ctx, log, exchange
         self.apply, self.switched = apply, switched
         """Apply the next entry; told after a snapshot was installed."""
+        self.accepted_first = accepted_first
+        """Digest of the first state that I accepted in this slot, if it is an opening."""
         self.donor: Voter | None = None
         self.first_states: dict[str, bytes] = {}
         """Channels about to be opened with another first state than mine: the digest to fetch."""
@@ -123,6 +126,10 @@ class Sync:
 
     def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
         """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
+        kept = self.donations.kept(channel, digest)
+        if kept is not None:
+            self._replace(self.log.attached[channel], channel, kept)
+            return
         known = self.first_states.get(channel) == digest
         self.first_states[channel] = digest
         # The coordinator may lack it too, if it proposes what others accepted: then everybody is asked in turn.
@@ -146,7 +153,8 @@ class Sync:
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         self._asked_at = self._heard_at = self.ctx.now
         state = self.log.state
-        self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY))
+        wanted = tuple(self.first_states.values())
+        self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY, wanted))
 
     def _awaiting(self) -> bool:
         """Somebody was asked just now: the answer is on the way, or it was of no use."""
@@ -333,12 +341,11 @@ class Sync:
                 try:
                     if buffer is None:  # my state moved since the offer came
                         raise CheckpointError("a channel's image was not asked for")
-                    attached.state.restore(memoryview(buffer).toreadonly())
+                    self._replace(attached, image.channel, memoryview(buffer).toreadonly())
                 except CheckpointError:
                     for other in restored:
                         other.synced = False
                     return
-                attached.digest = attached.state.digest()
                 restored.append(attached)
             attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
             self.log.follow(image.channel, later)
@@ -353,6 +360,13 @@ class Sync:
         for image in offer.images:
             if image.channel in self.log.attached and self.log.attached[image.channel].synced:
                 self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))
+
+    def _replace(self, attached: Attached, channel: str, image: memoryview) -> None:
+        """Another state takes the place of mine; one that I accepted in this slot is set aside first."""
+        if attached.digest == self.accepted_first():
+            self.donations.keep(channel)
+        attached.state.restore(image)
+        attached.digest = attached.state.digest()
 
     def _opened(self, offer: Offer, channel: str) -> bool:
         known = offer.state.channel(channel)

@@ -240,8 +240,8 @@ class Checker:
         for pair in self._apart_now:
             self._apart_s[pair] = self._apart_s.get(pair, 0.0) + passed_s
         timeouts = world.scenario.timeouts
-        t_dead_s = max((p.node.members.t_dead_s for p in world.running()), default=0.0)
-        limit_s = timeouts.evict_s - timeouts.t_gap_s() - min(t_dead_s, timeouts.t_gap_s())
+        proof_age_s = timeouts.t_gap_s()  # T_dead, which measured round trips widen to about this
+        limit_s = timeouts.evict_s - timeouts.t_gap_s() - proof_age_s
         if any(apart_s > limit_s for apart_s in self._apart_s.values()):
             self.partitioned = True
 
