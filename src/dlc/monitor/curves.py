@@ -113,9 +113,11 @@ def _draw_marks(axes: Any, marks: Sequence[tuple[int, str]]) -> None:
     together: dict[int, list[str]] = {}
     for step, text in marks:
         together.setdefault(step, []).append(text)
+    height = 6  # each text above the one before: the marks may stand close together
     for step, texts in together.items():
         axes.axvline(step, color=NOTE, linewidth=1, linestyle="--")
-        at = {"xytext": (4, 6), "textcoords": "offset points", "va": "bottom"}
+        at = {"xytext": (4, height), "textcoords": "offset points", "va": "bottom"}
+        height += 13 * len(texts)
         where = ("data", "axes fraction")
         text = axes.annotate("\n".join(texts), (step, 0), xycoords=where, color=NOTE, fontsize=9, **at)
         text.set_in_layout(False)  # it may lie outside, where a run ended early
