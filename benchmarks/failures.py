@@ -11,8 +11,9 @@
 
 Each repeat starts a fresh swarm, warms it up, times undisturbed rounds and then one with the failure, which comes when
 the peer that fails has finished half of its own span. It tells the moment (all processes read one clock) and the chunks
-that it owned and had not finished, its *lost span*. Compared are: the time beyond the undisturbed round, and the bound for it: the time from the failure until each
-survivor knew, plus the lost span's part of an undisturbed round.
+that it owned and had not finished, its *lost span*. Compared are the time beyond the undisturbed round, and the bound
+for it: the time until the last survivor took that peer for dead or gone, plus the lost span's part of an undisturbed
+round.
 
 Peer i contributes value_i * pattern with weight_i, all exact in fp16, and the weighted mean of every subset of peers is
 another multiple of the pattern. So the values themselves tell, chunk by chunk, who is in; that must be one subset
@@ -253,11 +254,10 @@ def seconds(results: dict[str, dict[str, Any]]) -> float:
 
 def figures(undisturbed: float, hit: dict[str, Any], fault: dict[str, Any]) -> dict[str, Any]:
     signs = {"MemberDown", "MemberLeft"}
-    noticed = []
+    noticed = []  # by each survivor itself; who had the mean before did not need to
     for result in hit.values():
-        plans = [at for at, what, _ in result["trace"] if what.startswith("plan") and at > fault["at"]]
         downs = [at for at, what, peer in result["trace"] if what in signs and peer == fault["peer"]]
-        noticed.append(min([*plans, *downs], default=result["ended"]) - fault["at"])
+        noticed.append(min([*downs, result["ended"]]) - fault["at"])
     disturbed = seconds(hit)
     span = undisturbed * fault["lost"] / fault["chunks"]
     some = next(iter(hit.values()))["report"]

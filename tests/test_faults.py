@@ -21,7 +21,7 @@ from torch import Tensor
 from dlc.comm.driver import clock
 from dlc.comm.effects import Effect
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.messages import Bulk, Contrib, Message, Result
+from dlc.comm.messages import Bulk, Contrib, Message
 from dlc.comm.node import Node
 from dlc.comm.timeouts import Timeouts
 from dlc.errors import SwarmClosed
@@ -176,15 +176,10 @@ def stops_sending(victim: Victim) -> None:
     victim.on_send = lambda bulk: None if isinstance(bulk, Contrib) and victim.sent > SOME else bulk
 
 
-def keeps_what_it_reduced(victim: Victim) -> None:
-    """It lives, but as an owner it is of no use: its results get lost."""
-    victim.on_send = lambda bulk: None if isinstance(bulk, Result) else bulk
-
-
 Fault = Callable[[Victim], None]
 SLOW: tuple[Fault, ...] = (sends_slowly, reduces_slowly)
 DIES: tuple[Fault, ...] = (dies_before_it_sends, dies_while_it_sends, dies_while_it_reduces)
-LIVES: tuple[Fault, ...] = (*SLOW, stops_sending, keeps_what_it_reduced, freezes_while_it_reduces)
+LIVES: tuple[Fault, ...] = (*SLOW, stops_sending, freezes_while_it_reduces)
 """It can learn the result in the end."""
 REASONS: dict[Fault, set[str]] = {
     **{fault: {"dead"} for fault in DIES},

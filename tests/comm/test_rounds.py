@@ -419,3 +419,32 @@ def test_an_entry_of_another_slot_is_not_applied(kind: str) -> None:
     head = node.log.head
     node.receive(stage.peers()[1].voter, msg.Commit(entry, ()), stage.world.now)
     assert node.log.head == head
+
+
+@pytest.mark.parametrize("coordinates", [True, False])
+def test_an_owner_whose_results_get_nowhere_costs_one_stall_and_no_round(coordinates: bool) -> None:
+    """It answers pings, so it is alive; its bulk does not get out (a closed port, a broken route)."""
+    stage = Stage(4)
+    coordinator, plan = stage.planned()
+    name = coordinator.host.name if coordinates else stage.peers(coordinator)[0].host.name
+    stage.hold = lambda source, target, message: source == name and isinstance(message, msg.Result)
+    t = plan.entry.t
+    others = [p for p in stage.peers() if p.host.name != name]
+    stage.committed(t, others, limit_s=60.0)
+    began = stage.world.now
+    reports = stage.committed(t + 4, others, limit_s=120.0)
+    assert all(len(report.contributors) >= 3 for report in reports.values())
+    assert len({p.node.log.digest(CHANNEL) for p in others if p.node.log.state.round_of(CHANNEL) == t + 4}) <= 1
+    assert stage.world.now - began < 60.0, "the next rounds do not pay the full price again and again"
+
+
+def test_a_peer_whose_bulk_does_not_get_out_at_all_is_named_and_the_others_go_on() -> None:
+    stage = Stage(4)
+    _, plan = stage.planned()
+    name = stage.peers()[0].host.name
+    stage.hold = lambda source, target, message: source == name and isinstance(message, msg.Bulk)
+    others = [p for p in stage.peers() if p.host.name != name]
+    reports = stage.committed(plan.entry.t + 3, others, limit_s=120.0)
+    for report in reports.values():
+        assert name in {missing.peer for missing in report.missing}
+        assert {share.peer for share in report.contributors} == {p.host.name for p in others}

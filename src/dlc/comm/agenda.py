@@ -7,7 +7,7 @@ deadline has passed); otherwise, if no round is near, bring the electorate up to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ from dlc.errors import ConfigError
 
 T = TypeVar("T")
 
+MUTE_S = 120.0
+"""How long a peer whose bulk did not come is given no chunks; then it is tried again."""
 OPEN_PATIENCE_S = 5.0
 """How long an opening waits for the other voters' wishes after the first."""
 ETA_UNKNOWN_S = 30.0
@@ -49,11 +51,19 @@ class Agenda:
         self._ready: dict[str, dict[Voter, tuple[Ready, float]]] = {}
         self._slot_since = 0.0
         self._round_since: dict[str, float] = {}
+        self._mute_until: dict[Voter, float] = {}
 
     def enter(self) -> None:
         self._ready = {}
         self._slot_since = self.ctx.now
         self.diverged = None
+
+    def silent(self, voters: Iterable[Voter]) -> None:
+        """Bulk that these owed did not come, though they answer pings: a closed port, a cut in one direction."""
+        self._mute_until.update(dict.fromkeys((v for v in voters if v != self.ctx.me), self.ctx.now + MUTE_S))
+
+    def mute(self) -> frozenset[Voter]:
+        return frozenset(v for v, until in self._mute_until.items() if until > self.ctx.now)
 
     def applied(self, channel: str) -> None:
         """A round of this channel was applied: its next inner phase begins."""
@@ -127,7 +137,7 @@ class Agenda:
         roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(fit))
         entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
         n_chunks = Grid(grid.numel, grid.chunk_elems, grid.codec).n_chunks
-        owners, assignment = plan_round(self.ctx, self.log, n_chunks, (), ())
+        owners, assignment = plan_round(self.ctx, self.log, n_chunks, (), (), self.mute())
         return Draft(entry, digest, owners, assignment)
 
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
@@ -242,10 +252,19 @@ def next_electorate(
 
 
 def plan_round(
-    ctx: Context, log: Log, n_chunks: int, fixed: Collection[int], deciders: tuple[Voter, ...]
+    ctx: Context,
+    log: Log,
+    n_chunks: int,
+    fixed: Collection[int],
+    deciders: tuple[Voter, ...],
+    mute: Collection[Voter],
 ) -> tuple[tuple[Voter, ...], tuple[int, ...]]:
-    """(owners, assignment): every chunk that is not fixed gets an alive owner, equal spans each."""
-    owners = tuple(sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v)))
+    """(owners, assignment): every chunk that is not fixed gets an alive owner, equal spans each.
+
+    `mute`: peers from which no bulk came; they own something only where nobody else could.
+    """
+    alive = sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v))
+    owners = tuple(v for v in alive if v not in mute) or tuple(alive)
     open_chunks = [c for c in range(n_chunks) if c not in fixed]
     assignment = [-1] * n_chunks
     if open_chunks:

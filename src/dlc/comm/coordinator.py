@@ -26,6 +26,7 @@ from dlc.comm.permit import proposal
 from dlc.comm.slot import Slot
 
 IDLE, WAIT, PREP, RUN = "idle", "wait", "prepare", "run"
+STALLS_MAX = 2
 BACK_OFF_S = 0.25
 """Between two own ballots of one slot, times the number of ballots so far."""
 
@@ -58,13 +59,15 @@ class Coordinator:
         self._quorum_since: float | None = None
         self._last_beat = -1e9
         self._not_before = 0.0
+        self._stalls = 0
+        """Own ballots of this slot in which nothing moved any more."""
 
     # ---------------------------------------------------------------- life
 
     def enter(self) -> None:
         """A new slot: rank 0 begins to wait for READY without a PREPARE."""
         self._drop()
-        self._not_before = 0.0
+        self._not_before, self._stalls = 0.0, 0
         self.agenda.enter()
         rank0 = self.log.state.rank0
         if rank0 == self.ctx.me and not self.ctx.stale:
@@ -249,7 +252,11 @@ class Coordinator:
             self._propose_chosen()
 
     def _propose_chosen(self) -> None:
-        choice = choose(self.promises)
+        # What a mute peer holds cannot be had. Its promise is left out where the others are a quorum without it, as
+        # if it had not come; a forced ballot needs everybody's.
+        mute = self.agenda.mute()
+        heard = {v: p for v, p in self.promises.items() if v not in mute}
+        choice = choose(heard if not self.deciders and self.log.state.quorum(heard) else self.promises)
         if isinstance(choice, Again):
             entry = choice.decree.entry  # of an opening, the digest tells those who lack the first state to fetch it
             self._propose(entry, (), (-1,) * len(choice.fixed), choice.fixed, entry.digest)
@@ -267,9 +274,11 @@ class Coordinator:
         base = self.deciders or None
         electorate, trainers = next_electorate(self.ctx, self.log, base, ranks_anew=True)
         entry = dataclasses.replace(old, electorate=electorate, trainers=trainers, manifest=b"")
-        fixed = {f.chunk: f for f in choice.fixed}
-        owners, assignment = plan_round(self.ctx, self.log, len(choice.plan.assignment), fixed.keys(), self.deciders)
-        self._propose(entry, owners, assignment, choice.fixed, choice.plan.digest)
+        mute = self.agenda.mute()
+        fixed = {f.chunk: f for f in choice.fixed if not mute.issuperset(f.holders)}
+        n_chunks = len(choice.plan.assignment)
+        owners, assignment = plan_round(self.ctx, self.log, n_chunks, fixed.keys(), self.deciders, mute)
+        self._propose(entry, owners, assignment, tuple(fixed.values()), choice.plan.digest)
 
     # ---------------------------------------------------------------- proposals
 
@@ -319,9 +328,27 @@ class Coordinator:
             return
         unfinished = {plan.owners[plan.assignment[c]] for c in self._lacking() if plan.assignment[c] >= 0}
         owner_lost = any(not members.alive(owner) for owner in unfinished) or self.slot.outlived(plan)
-        stall_s = self.exchange.stall_s + members.t_dead_s
-        if owner_lost or now - self._moved > stall_s:
+        if owner_lost:
             self._next_ballot(self.deciders)
+        elif now - self._moved > self.exchange.stall_s + members.t_dead_s:
+            self._stalled(plan)
+
+    def _stalled(self, plan: Plan) -> None:
+        """Everybody answers, but nothing moves: go on without those who owe what is missing.
+
+        Where I lack nothing, it may be my own bulk that does not get out: after a second try I let the next in rank.
+        """
+        holders = {f.chunk: f.holders for f in plan.fixed}
+        lacking = self._lacking()
+        for chunk in lacking:
+            owner = plan.assignment[chunk]
+            self.agenda.silent(holders.get(chunk, ()) if owner < 0 else (plan.owners[owner],))
+        self._stalls += 1
+        if lacking or self._stalls < STALLS_MAX or self.deciders:
+            self._next_ballot(self.deciders)
+        else:
+            self._drop()
+            self._not_before = self.ctx.now + 3 * self.ctx.members.t_coord_s
 
     def _lacking(self) -> list[int]:
         """Chunks that nobody is known to hold: what I myself do not hold."""

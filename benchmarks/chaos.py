@@ -1,0 +1,309 @@
+"""Chaos: real `dlc join` processes on loopback, and every few seconds one of them is killed, frozen, leaves, or joins.
+
+    python benchmarks/chaos.py --n 8 --every 20 --minutes 10
+    python benchmarks/chaos.py --seed 7 --print-schedule
+
+First an undisturbed run of the same length, then one with faults: SIGKILL (and a restart in the same state directory
+after a while), SIGSTOP and SIGCONT, a leave by SIGINT, and newcomers, by a schedule that the seed determines. Nobody
+does anything by hand. At the end the processes are asked to leave, and checked is that
+
+- peers at the same round had the same digest, in every round that anybody told of, and at the end;
+- nobody was stuck: every living peer had a round within the last --stuck seconds;
+- no process ended by itself or with a wrong exit status;
+- tokens per second and living peer kept --share of those of the undisturbed run. A peer lives from having the swarm's
+  state until its end, without the time for which it was frozen.
+
+The model is tiny and every inner step is paced to --step seconds, as if an accelerator did it, so that many peers fit
+on few cores and their number does not change their speed. The exit status is 1 if a check failed; then seed, schedule
+and the last lines of the processes are printed, and the logs are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from _chaos import Fault, Life, Round, Span, living_s, problems, schedule, throughput
+
+from dlc.demo import ONE_THREAD, free_addresses
+from dlc.monitor.children import Children
+from dlc.monitor.feed import Feed
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+
+PACED = "--paced"
+"""First argument of this file when it is to be one paced `dlc join`."""
+SETTLE_S = 40.0
+"""After the last fault: a newcomer starts and joins, and a frozen peer catches up."""
+START_LIMIT_S = 120.0
+END_LIMIT_S = 60.0
+RETRY_S = 1.0
+"""A fault whose peer is not ready for it (a leave before there is anything to save) is tried again after this."""
+
+
+def spec(args: argparse.Namespace) -> RunSpec:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }
+    return RunSpec(
+        run="chaos",
+        sync_every=args.sync_every,
+        chunk_elems=1024,
+        seed=args.seed,
+        model=ModelSpec(config=config),
+        data=DataSpec(seq_len=32),
+        inner=InnerSpec(batch_size=2, warmup_steps=10),
+    )
+
+
+def paced_join(step_s: float, words: list[str]) -> int:
+    """`dlc join`, whose inner steps take `step_s` each."""
+    from dlc.cli import main as dlc
+    from dlc.train.inner import InnerLoop
+
+    train_step = InnerLoop.train_step
+
+    def paced(self: InnerLoop, *rest: Any) -> Any:
+        end_s = time.monotonic() + step_s
+        result = train_step(self, *rest)
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return result
+
+    InnerLoop.train_step = paced  # type: ignore[method-assign]
+    return dlc(["join", *words])
+
+
+class Swarm:
+    """The processes and what they told."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        from dlc.comm.security import generate_run_key
+
+        folder.mkdir(parents=True)
+        self.args, self.folder = args, folder
+        self.children, self.feed = Children(), Feed()
+        self.lives: dict[str, Life] = {}
+        """By process name: peer name and number of the start."""
+        self.now: dict[str, str] = {}
+        """Peer name: its present process."""
+        self.addresses: dict[str, str] = {}
+        self.config, self.key = folder / "RUN.toml", folder / "run.key"
+        self.config.write_text(spec(args).to_toml(), encoding="utf-8")
+        self.key.touch(mode=0o600)
+        self.key.write_text(generate_run_key(), encoding="ascii")
+
+    def start(self, peer: str, *options: str) -> None:
+        process = f"{peer}.{sum(life.name.split('.')[0] == peer for life in self.lives.values())}"
+        words = ["--json", "--key-file", str(self.key), "--state-dir", str(self.folder / peer), "--device", "cpu"]
+        words += ["--log-level", "info", "--checkpoint-every", "5", *options]
+        command = [sys.executable, __file__, PACED, str(self.args.step), *words]
+        stdout = self.children.start(process, command, self.folder / f"{process}.log", ONE_THREAD)
+        self.lives[process] = Life(process, time.monotonic())
+        self.now[peer] = process
+        self.feed.attach(process, stdout)
+
+    def found(self, names: list[str]) -> None:
+        """All at once, each naming the addresses of all others."""
+        listed = dict(zip(names, free_addresses(len(names)), strict=True))
+        for name in names:
+            others = ",".join(a for n, a in listed.items() if n != name)
+            self.start(name, "--listen", listed[name], "--peers", others, "--config", str(self.config))
+
+    def enter(self, peer: str) -> None:
+        """A newcomer, or one that starts again: it knows two living peers' addresses and the key."""
+        living = [n for n, p in self.now.items() if n != peer and self._lives(p) and n in self.addresses]
+        self.start(peer, "--listen", "127.0.0.1:0", "--peers", ",".join(self.addresses[n] for n in living[:2]))
+
+    def _lives(self, process: str) -> bool:
+        life = self.lives[process]
+        return life.ended_s is None and not life.ending and not self.frozen(process)
+
+    def frozen(self, process: str) -> bool:
+        frozen = self.lives[process].frozen
+        return bool(frozen) and frozen[-1][1] == float("inf")
+
+    def apply(self, fault: Fault) -> bool:
+        """False: not possible yet."""
+        process = self.now.get(fault.peer)
+        if fault.kind in ("join", "restart"):
+            self.enter(fault.peer)
+            return True
+        assert process is not None
+        life = self.lives[process]
+        if life.ended_s is not None:
+            return True  # it ended by itself; the verdict tells
+        if life.synced_s is None:
+            return False
+        if fault.kind == "kill":
+            life.ending = "kill"
+            self.children.signal(process, signal.SIGKILL)
+        elif fault.kind == "leave":
+            life.ending = "leave"
+            self.children.signal(process, signal.SIGINT)
+        elif fault.kind == "freeze":
+            self.children.signal(process, signal.SIGSTOP)
+            life.frozen.append((time.monotonic(), float("inf")))
+        elif life.frozen:
+            life.frozen[-1] = (life.frozen[-1][0], time.monotonic())
+            self.children.signal(process, signal.SIGCONT)
+        return True
+
+    def pump(self, timeout_s: float) -> None:
+        item = self.feed.get(timeout_s)
+        if item is None:
+            return
+        life, event = self.lives[item.name], item.event
+        if event is None:
+            life.ended_s = item.at_s
+            life.exit_code = self.children.exit_code(item.name, 10.0)
+            if life.exit_code and life.ending != "kill":
+                text = (self.folder / f"{item.name}.log").read_text("utf-8", "replace")
+                life.said = text.splitlines()[-5:]
+        elif event["event"] == "started":
+            self.addresses[item.name.split(".")[0]] = event["address"]
+        elif event["event"] == "synced":
+            life.synced_s = life.synced_s or item.at_s
+        elif event["event"] == "round":
+            life.rounds.append(Round(item.at_s, event["t"], event["head"], event["digest"], event["weight"]))
+        elif event["event"] == "end":
+            life.end_t, life.end_digest = event["t"], event["digest"]
+
+    def until(self, at_s: float) -> None:
+        while (left := at_s - time.monotonic()) > 0:
+            self.pump(min(0.2, left))
+
+
+def run(
+    args: argparse.Namespace, folder: Path, names: list[str], faults: list[Fault], minutes: float
+) -> dict[str, Any]:
+    swarm = Swarm(args, folder)
+    try:
+        swarm.found(names)
+        limit_s = time.monotonic() + START_LIMIT_S
+        while not all(life.rounds for life in swarm.lives.values()):
+            swarm.pump(0.2)
+            if time.monotonic() > limit_s or any(life.ended_s for life in swarm.lives.values()):
+                return {"problems": [f"the swarm did not start within {START_LIMIT_S:g} s; see {folder}"]}
+        from_s = time.monotonic()
+        due = [(from_s + fault.at_s, i, fault) for i, fault in enumerate(faults)]
+        heapq.heapify(due)
+        done: Counter[str] = Counter()
+        while due:
+            at_s, i, fault = heapq.heappop(due)
+            swarm.until(at_s)
+            if swarm.apply(fault):
+                done[fault.kind] += 1
+                note(args, f"{time.monotonic() - from_s:7.2f} s  {fault.kind} {fault.peer}")
+            else:
+                heapq.heappush(due, (time.monotonic() + RETRY_S, i, fault))
+        swarm.until(from_s + minutes * 60)
+        span = Span(from_s, time.monotonic())
+        finish(swarm)
+        lives = list(swarm.lives.values())
+        return {
+            "problems": problems(lives, span, args.stuck),
+            "throughput": throughput(lives, span),
+            "peer_seconds": living_s(lives, span),
+            "rounds": max((r.t for life in lives for r in life.rounds), default=0),
+            "faults": dict(done),
+        }
+    finally:
+        swarm.children.close()
+
+
+def finish(swarm: Swarm) -> None:
+    """Ask all that live to leave, and hear them out."""
+    waited = [life for life in swarm.lives.values() if life.ended_s is None]
+    for life in waited:
+        life.ending = life.ending or "end"
+    swarm.children.interrupt(0.0)
+    limit_s = time.monotonic() + END_LIMIT_S
+    while any(life.ended_s is None for life in waited) and time.monotonic() < limit_s:
+        swarm.pump(0.2)
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=8, help="peers at the start (default 8)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of each of the two runs (default 10)")
+    parser.add_argument("--calm-minutes", type=float, help="of the undisturbed run, if another")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of schedule and run (default 0)")
+    parser.add_argument("--step", type=float, default=0.5, help="seconds of an inner step (default 0.5)")
+    parser.add_argument("--sync-every", type=int, default=8, help="inner steps in a round (default 8)")
+    parser.add_argument("--stuck", type=float, default=20.0, help="seconds without a round that fail (default 20)")
+    parser.add_argument("--share", type=float, default=0.98, help="of the throughput to keep (default 0.98)")
+    parser.add_argument("--print-schedule", action="store_true", help="print the faults, and exit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    names = [f"p{i}" for i in range(args.n)]
+    faults = schedule(args.seed, names, args.every, args.minutes * 60 - SETTLE_S)
+    if args.n < 3 or not faults:
+        parser.error(f"--n must be at least 3, and --minutes leave room for a fault before the last {SETTLE_S:.0f} s")
+    if args.print_schedule:
+        print(*faults, sep="\n")
+        return 0
+    folder = Path(tempfile.mkdtemp(prefix="dlc-chaos-"))
+    load = os.getloadavg()[0]
+    note(args, f"seed {args.seed}, {args.n} peers; load of the machine before the start {load:.1f}")
+    calm = run(args, folder / "calm", names, [], args.calm_minutes or args.minutes)
+    chaos = run(args, folder / "chaos", names, faults, args.minutes) if not calm["problems"] else {"problems": []}
+    share = chaos.get("throughput", 0.0) / calm["throughput"] if calm.get("throughput") else 0.0
+    failed = [f"undisturbed: {p}" for p in calm["problems"]] + chaos["problems"]
+    if not failed and share < args.share:
+        failed.append(f"kept {share:.1%} of the undisturbed throughput per living peer, asked were {args.share:.1%}")
+    result = {"seed": args.seed, "n": args.n, "load": load, "calm": calm, "chaos": chaos, "share": share}
+    if args.json:
+        plan = [dataclasses.asdict(fault) for fault in faults]
+        print(json.dumps(result | {"problems": failed, "schedule": plan if failed else []}))
+    else:
+        report(args, result, failed, faults)
+    if failed:
+        note(args, f"logs: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if failed else 0
+
+
+def report(args: argparse.Namespace, result: dict[str, Any], failed: list[str], faults: list[Fault]) -> None:
+    for name in ("calm", "chaos"):
+        one = result[name]
+        if "throughput" in one:
+            print(
+                f"{name:<6} {one['rounds']} rounds, {one['throughput']:.1f} tokens/s per living peer, "
+                f"{one['peer_seconds']:.0f} peer-seconds, faults {one['faults'] or 'none'}"
+            )
+    print(f"kept {result['share']:.1%} of the undisturbed throughput per living peer")
+    if failed:
+        print(f"FAILED with --seed {args.seed}:", *failed, "the schedule was", *faults, sep="\n  ")
+    else:
+        print("equal digests in every round, nobody stuck, all exit statuses right")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a `kill` cleans up as Ctrl-C does
+    if len(sys.argv) > 1 and sys.argv[1] == PACED:
+        sys.exit(paced_join(float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The pure parts of the chaos runner: its schedules can be carried out, and its verdict sees what it should."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+NAMES = [f"p{i}" for i in range(8)]
+
+
+def _load() -> ModuleType:
+    """benchmarks/ holds scripts and is no package."""
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "_chaos.py"
+    found = importlib.util.spec_from_file_location("_chaos", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["_chaos"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+chaos = _load()
+
+
+def test_a_seed_gives_one_schedule() -> None:
+    assert chaos.schedule(3, NAMES, 20, 600) == chaos.schedule(3, NAMES, 20, 600)
+    assert chaos.schedule(3, NAMES, 20, 600) != chaos.schedule(4, NAMES, 20, 600)
+
+
+@pytest.mark.parametrize("n", (3, 5, 8))
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_can_be_carried_out_and_leaves_a_quorum(n: int, seed: int) -> None:
+    until_s = 560.0
+    faults = chaos.schedule(seed, NAMES[:n], 20.0, until_s)
+    assert all(a.at_s <= b.at_s for a, b in zip(faults, faults[1:], strict=False))
+    assert 0 < faults[0].at_s and faults[-1].at_s <= until_s
+    share = 0.9 if n > 3 else 0.6  # of three, one at a time
+    assert sum(f.kind in chaos.KINDS for f in faults) >= share * until_s / 20
+    state = dict.fromkeys(NAMES[:n], "up")
+    for fault in faults:
+        before = {"join": None, "restart": "killed", "thaw": "frozen"}.get(fault.kind, "up")
+        assert state.get(fault.peer) == before, f"{fault} of a peer that is {state.get(fault.peer)}"
+        state[fault.peer] = {"kill": "killed", "freeze": "frozen", "leave": "left"}.get(fault.kind, "up")
+        present = [s for s in state.values() if s != "left"]
+        down = sum(s in ("killed", "frozen") for s in present)
+        assert 2 * down < len(present), f"no quorum after {fault}"
+        assert n - 1 <= len(present) <= n + chaos.GROWTH
+    assert set(state.values()) <= {"up", "left"}  # whoever was killed or frozen is back at the end
+
+
+def test_every_kind_of_fault_comes() -> None:
+    kinds = {f.kind for f in chaos.schedule(0, NAMES, 20, 300)}
+    assert kinds == {*chaos.KINDS, "restart", "thaw"}
+
+
+def life(name: str, last: int = 10, **changes: Any) -> Any:
+    """Rounds at 1, 2, ... s, 100 tokens each; it ended at 12 s, as it was asked to."""
+    told = [chaos.Round(float(t), t, f"h{t}", f"d{t}", 100.0) for t in range(1, last + 1)]
+    made = chaos.Life(name, 0.0, told, 0.0, 12.0, 0, "end", [], last, f"d{last}")
+    return dataclasses.replace(made, **changes)
+
+
+SPAN = chaos.Span(0.5, 10.5)
+
+
+def test_a_run_that_held() -> None:
+    lives = [life("a.0"), life("b.0"), life("c.0", 4, ending="kill", exit_code=-9, ended_s=4.5, end_digest="")]
+    assert chaos.problems(lives, SPAN, 5.0) == []
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    (
+        ({"rounds": [chaos.Round(9.0, 9, "h9", "other", 100.0)]}, "round 9 has 2 digests"),
+        ({"end_digest": "other"}, "round 10 has 2 digests"),
+        ({"end_digest": ""}, "no digest"),
+        ({"rounds": [chaos.Round(3.0, 3, "h3", "d3", 100.0)]}, "is stuck"),
+        ({"rounds": []}, "is stuck"),
+        ({"exit_code": 4, "said": ["boom"]}, "ended with 4 after end: boom"),
+        ({"exit_code": None}, "ended with None"),
+        ({"ending": "", "exit_code": 0}, "which nobody asked for"),
+        ({"ending": "kill", "exit_code": 0}, "ended with 0 after kill"),
+        ({"ending": "leave", "exit_code": 130}, "ended with 130 after leave"),
+    ),
+)
+def test_what_the_verdict_sees(wrong: dict[str, Any], says: str) -> None:
+    found = chaos.problems([life("a.0"), life("b.0", **wrong)], SPAN, 5.0)
+    assert any(says in problem for problem in found), found
+
+
+def test_throughput_counts_a_round_once_and_the_living_only() -> None:
+    alone = chaos.throughput([life("a.0")], SPAN)
+    assert alone == pytest.approx(100.0)  # 9 rounds in the 9 s between the first and the last
+    assert chaos.throughput([life("a.0"), life("b.0")], SPAN) == pytest.approx(50.0)
+    half = life("b.0", last=5, ended_s=5.5)
+    assert chaos.throughput([life("a.0"), half], SPAN) == pytest.approx(900 / (9 + 4.5))
+    frozen = life("b.0", frozen=[(2.0, 6.5)])
+    assert chaos.throughput([life("a.0"), frozen], SPAN) == pytest.approx(900 / (9 + 4.5))
+    late = life("b.0", synced_s=5.5)
+    assert chaos.throughput([life("a.0"), late], SPAN) == pytest.approx(900 / (9 + 4.5))
+    assert chaos.throughput([life("a.0", synced_s=None)], SPAN) == 0.0
