@@ -20,7 +20,7 @@ from dlc.errors import ProtocolError
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(1 << 63), (1 << 64) - 1),
-    float: st.floats(allow_nan=False),
+    float: st.floats(allow_nan=False, allow_infinity=False),
     str: st.text(max_size=6),
     bytes: st.binary(max_size=6),
     bool: st.booleans(),
@@ -159,3 +159,9 @@ def test_an_error_names_the_message_and_what_was_wrong() -> None:
         wire.unpack(msgpack.packb([b"h", [1, [2, 3]]]), Nack)
     with pytest.raises(ProtocolError, match=r"Promise: expected an array of 8"):
         wire.unpack(b"\x90", Promise)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
+    with pytest.raises(ProtocolError, match="not finite"):
+        wire.decoder(float)(bad)

@@ -124,19 +124,26 @@ class Applier:
         """A snapshot was installed: the head jumped."""
         donors = [r for r in alive_records(self.ctx) if r.active]
         self.log.active = self.log.active or bool(donors)
-        for channel, mine in list(self.exchange.offered.items()):
-            if mine.ready.base != self.log.state.base(channel):
-                del self.exchange.offered[channel]
-                self.ctx.notify(ContributionDropped(channel))
         self._moved(())
 
     def _moved(self, electorate: Sequence[Voter]) -> None:
         state = self.log.state
         self.record_due = True
+        for channel, mine in list(self.exchange.offered.items()):
+            if not self._stands(mine.ready):
+                del self.exchange.offered[channel]
+                self.ctx.notify(ContributionDropped(channel))
         self.open_slot()
         if tuple(electorate) != state.electorate:
             self.ctx.notify(ElectorateChanged(state.electorate))
         self.slot.announce()
+
+    def _stands(self, ready: msg.Ready) -> bool:
+        """Whether a contribution can still be counted: its base is the channel's, its samples are still leased to me."""
+        state = self.log.state
+        known = state.channel(ready.channel)
+        leased = known is not None and known.leased
+        return ready.base == state.base(ready.channel) and (not leased or state.ledger.valid(self.ctx.me, ready.upto))
 
     def open_slot(self) -> None:
         self.ctx.members.watch(v for v in self.log.state.electorate if v != self.ctx.me)
