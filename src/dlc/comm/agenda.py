@@ -30,9 +30,6 @@ ETA_UNKNOWN_S = 30.0
 """Assumed for a voter that has not said when it will be ready."""
 NEWCOMER_LAG_MAX = 4
 """Entries that a newcomer may be behind when it is given a vote."""
-STRAGGLER_FLOOR_S = 2.0
-STRAGGLER_SHARE = 0.15
-"""A voter is waited for this share of the inner phase beyond the median of the predicted times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ class Agenda:
         # A prediction that is never fulfilled must not hold up the round for ever.
         cap = first + max(ETA_UNKNOWN_S, 2 * (first - phase_since))
         median = min(sorted(times)[len(times) // 2], cap)
-        grace = max(STRAGGLER_SHARE * (median - phase_since), 4 * members.rtt_max_s, STRAGGLER_FLOOR_S)
+        grace = members.timeouts.t_straggler_s(median - phase_since, members.rtt_max_s)
         return now >= median + grace
 
     def _config(self) -> Draft | None:

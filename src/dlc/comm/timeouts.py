@@ -36,7 +36,7 @@ class Timeouts:
     """The same in measured gaps between two chunks of that contributor."""
     slot_settle_s: float = 2.0
     """Age of a slot before its coordinator may change the electorate: who comes together is taken together."""
-    straggler_floor_s: float = 0.25
+    straggler_floor_s: float = 2.0
     """Least wait for those who are not ready, after the median of the predicted times."""
     straggler_share: float = 0.15
     """The same as a part of the inner phase."""
