@@ -448,3 +448,17 @@ def test_a_peer_whose_bulk_does_not_get_out_at_all_is_named_and_the_others_go_on
     for report in reports.values():
         assert name in {missing.peer for missing in report.missing}
         assert {share.peer for share in report.contributors} == {p.host.name for p in others}
+
+
+def test_an_owner_that_nothing_reaches_spoils_one_round_and_owns_nothing_in_the_next() -> None:
+    """Its bulk port is closed: what it sends gets out, what others send does not get in."""
+    stage = Stage(4)
+    _, plan = stage.planned()
+    deaf = stage.peers()[0]
+    stage.hold = lambda source, target, message: target == deaf.host.name and isinstance(message, msg.Contrib)
+    others = stage.peers(deaf)
+    first = stage.committed(plan.entry.t, others, limit_s=60.0)
+    if any(plan.owners[owner] == deaf.node.me for owner in plan.assignment):
+        assert all(missing.reason == "late" for report in first.values() for missing in report.missing)
+    later = stage.committed(plan.entry.t + 3, others, limit_s=60.0)
+    assert all(report.complete and len(report.contributors) == 4 for report in later.values())

@@ -57,6 +57,17 @@ def account(
     )
 
 
+def deaf_owners(entry: Entry, results: Sequence[Result]) -> set[Voter]:
+    """Owners that nobody else's part reached in time, in any of their chunks: their bulk port is probably closed."""
+    heard: dict[Voter, bool] = {}
+    for result in results:
+        header = result.header
+        late = {excluded.voter for excluded in header.excluded if excluded.reason == "late"}
+        others = {part.voter for part in entry.roster if part.voter != header.owner}
+        heard[header.owner] = heard.get(header.owner, False) or not others or not others <= late
+    return {owner for owner, was_heard in heard.items() if not was_heard}
+
+
 def _reason(by_reason: Mapping[str, int]) -> Reason:
     """The reason that most elements give; anything that an owner refused counts as not finite."""
     name = max(by_reason, key=lambda reason: (by_reason[reason], reason))

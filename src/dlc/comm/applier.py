@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlc.comm import messages as msg
-from dlc.comm.account import account
+from dlc.comm.account import account, deaf_owners
 from dlc.comm.context import Context
 from dlc.comm.coordinator import Coordinator
 from dlc.comm.entries import OPEN, ROUND, Entry, LogState, manifest_hash
@@ -98,6 +98,7 @@ class Applier:
             report = account(entry, results, absent, mine, ballots, reduce_s, self.ctx.now, paths)
             self.exchange.offered.pop(entry.channel, None)
             self.coordinator.agenda.applied(entry.channel)
+            self.coordinator.agenda.silent(deaf_owners(entry, results))
             self.ctx.notify(RoundDone(report, counted, f"{entry.numel} elements in {entry.codec}", fits))
         if entry.kind == OPEN:
             self.slot.wishes.pop(entry.channel, None)
