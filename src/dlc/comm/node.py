@@ -100,6 +100,8 @@ class Node:
         self.inbox = Inbox(self.applier, config.run, config.spec, config.spec_hash)
         self._last: float | None = None
         self._stale_since: float | None = None
+        self._woken = False
+        """Stale because of a freeze, and not because the process has just started."""
         self._last_waiting: Waiting | None = None
         self.applier.open_slot()
 
@@ -231,6 +233,7 @@ class Node:
         self.ctx.now = now
         self.ctx.out = []
         if first or gap > self.members.t_gap_s:
+            self._woken = not first
             self._become_stale(now)
 
     def _become_stale(self, now: float) -> None:
@@ -241,7 +244,7 @@ class Node:
         self._stale_since = self.members.running_s  # after the step that the gap itself adds
 
     def _refresh(self) -> None:
-        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or T_refresh passed."""
+        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or the patience is over."""
         if not self.ctx.stale or self.ctx.leaving or self._stale_since is None:
             return
         if greater_alive(self.ctx, self.log):
@@ -250,7 +253,10 @@ class Node:
         waiting = [
             v for v in self.log.state.electorate if v != self.me and not members.gone(v) and not members.refreshed(v)
         ]
-        if waiting and members.running_s - self._stale_since < members.t_refresh_s:
+        # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a woken
+        # peer waits as long as they had to. A process that has just started never voted before.
+        patience_s = members.t_evict_s if self._woken else members.t_refresh_s
+        if waiting and members.running_s - self._stale_since < patience_s:
             return
         self.ctx.stale = False
         self._stale_since = None
