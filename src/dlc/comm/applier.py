@@ -140,7 +140,7 @@ class Applier:
         self.slot.announce()
 
     def _stands(self, ready: msg.Ready) -> bool:
-        """Whether a contribution can still be counted: its base is the channel's, its samples are still leased to me."""
+        """Whether a contribution can still be counted: its base is current, its samples are still leased to me."""
         state = self.log.state
         known = state.channel(ready.channel)
         leased = known is not None and known.leased

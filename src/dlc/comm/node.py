@@ -244,7 +244,7 @@ class Node:
         self._stale_since = self.members.running_s  # after the step that the gap itself adds
 
     def _refresh(self) -> None:
-        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or the patience is over."""
+        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or patience is over."""
         if not self.ctx.stale or self.ctx.leaving or self._stale_since is None:
             return
         if greater_alive(self.ctx, self.log):
@@ -253,8 +253,8 @@ class Node:
         waiting = [
             v for v in self.log.state.electorate if v != self.me and not members.gone(v) and not members.refreshed(v)
         ]
-        # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a woken
-        # peer waits as long as they had to. A process that has just started never voted before.
+        # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a
+        # woken peer waits as long as they had to. A process that has just started never voted before.
         patience_s = members.t_evict_s if self._woken else members.t_refresh_s
         if waiting and members.running_s - self._stale_since < patience_s:
             return
