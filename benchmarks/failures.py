@@ -12,8 +12,8 @@
 Each repeat starts a fresh swarm, warms it up, times undisturbed rounds and then one with the failure, which comes when
 the peer that fails has finished half of its own span. It tells the moment (all processes read one clock) and the chunks
 that it owned and had not finished, its *lost span*. Compared are the time beyond the undisturbed round, and the bound
-for it: the time until the last survivor took that peer for dead or gone, plus the lost span's part of an undisturbed
-round.
+for it: the time until the *first* survivor took that peer for dead or gone, plus the lost span's part of an undisturbed
+round. The bound with the *last* survivor's time stands beside it: each owner waits for missing parts until it knows.
 
 Peer i contributes value_i * pattern with weight_i, all exact in fp16, and the weighted mean of every subset of peers is
 another multiple of the pattern. So the values themselves tell, chunk by chunk, who is in; that must be one subset
@@ -268,7 +268,8 @@ def figures(undisturbed: float, hit: dict[str, Any], fault: dict[str, Any]) -> d
         "detection_s": min(noticed),
         "detection_last_s": max(noticed),
         "lost_span_s": span,
-        "bound_s": max(noticed) + span,
+        "bound_s": min(noticed) + span,
+        "bound_last_s": max(noticed) + span,
         "ballots": max(r["report"]["ballots"] for r in hit.values()),
         "missing": [{"reason": m["reason"], "fraction": round(m["fraction"], 3)} for m in some["missing"]],
         "trace": {
@@ -347,14 +348,15 @@ def tell(run: dict[str, Any]) -> None:
 
 def table(args: argparse.Namespace, medians: list[dict[str, Any]]) -> None:
     print(f"\n{args.n} processes, {args.mb:g} MB of fp32 each, fp16, loopback; medians of {args.repeats}, in s")
-    print("kind         undisturbed  with failure  beyond  detected first/last  lost span  bound  held")
+    print("kind         undisturbed  with failure  beyond  detected first/last  lost span  bound first/last  held")
     for m in medians:
         if "beyond_s" not in m:
             print(f"{m['kind']:<12} no run was completed")
             continue
         print(
             f"{m['kind']:<12} {m['undisturbed_s']:11.2f}  {m['disturbed_s']:12.2f}  {m['beyond_s']:6.2f}"
-            f"  {m['detection_s']:10.2f} / {m['detection_last_s']:.2f}     {m['lost_span_s']:6.2f}  {m['bound_s']:5.2f}"
+            f"  {m['detection_s']:10.2f} / {m['detection_last_s']:.2f}     {m['lost_span_s']:6.2f}"
+            f"  {m['bound_s']:9.2f} / {m['bound_last_s']:.2f}"
             f"  {'yes' if m['held'] else 'NO'}"
         )
 
