@@ -17,7 +17,7 @@ from tests.helpers import wait_until
 from tests.swarm import JOIN_S, free_addresses, swarm, together
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16])
 def test_weighted_mean_equals_float64_for_every_codec_and_awkward_shapes(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     with swarm(n) as peers:
