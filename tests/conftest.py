@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers or datasets is imported: a test never downloads
 torch.set_num_threads(1)
+# A runner in the background of a shell starts with Ctrl-C ignored, and would hand that on to every process under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
