@@ -166,6 +166,7 @@ ALL_BUT_PARTITION = tuple(kind for kind in FAULTS if kind != "partition")
         (200645, 2, 8, FAULTS),  # the first state of a dead peer was proposed for ever
         (300437, 2, 8, FAULTS),  # a contribution whose lease was gone stayed offered: its peer, alone, waited for ever
         (400561, 2, 8, FAULTS),  # the casting vote slept, woke cut off from those who had left it behind, and went on
+        (600406, 2, 8, FAULTS),  # after the last voter's death, newcomers on both sides of a short cut went on by force
         (100160, 2, 8, FAULTS),  # the same, after a restart
         (100265, 2, 8, FAULTS),  # the same, with two cuts
         (100079, 2, 8, FAULTS),  # two peers apart, one of them frozen for a while: a partition, though in two pieces

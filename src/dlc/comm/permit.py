@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dlc.comm.context import Context
+from dlc.comm.entries import EMPTY
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import Record
@@ -57,9 +58,13 @@ def permits(
         return False
     if state.quorum([v for v in state.electorate if members.alive(v)]):  # (c)
         return False
-    for voter in state.electorate:  # (d)
+    # (d) The same for newcomers that stand here without a vote: they could go on by force without us.
+    others = set(state.electorate)
+    if state.head != EMPTY:
+        others |= {r.voter for r in members.records() if can_vote(r) and r.head == state.head}
+    for voter in others - group:
         evicted = members.gone(voter) or (not members.alive(voter) and members.unseen_s(voter) >= members.t_evict_s)
-        if voter not in group and not evicted:
+        if not evicted:
             return False
     return _legitimate(ctx, log, group, listed, answers, founder)  # (e)
 
