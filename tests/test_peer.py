@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlc.comm.security import generate_run_key
-from dlc.errors import SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
-from dlc.peer import Peer, status
+from dlc.errors import RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
+from dlc.peer import Peer, Pending, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from tests.helpers import wait_until
@@ -99,6 +99,26 @@ def test_peer_with_another_codec_gets_an_error_and_not_its_own_values() -> None:
         assert all(len(f.result().contributors) == 2 for f in futures[:2])
         with pytest.raises(UsageError, match="fp16"):
             futures[2].result()
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_round_committed_at_the_last_moment_is_no_timeout(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    wait = Pending.wait
+
+    def late(self: Pending, timeout_s: float | None = None) -> RoundReport | None:
+        report = wait(self, 20 if timeout_s else timeout_s)
+        if timeout_s:
+            raise RoundTimeout("too late by a hair")
+        return report
+
+    monkeypatch.setattr(Pending, "wait", late)
+    with swarm(2) as peers:
+        vectors = [[torch.full(shape, 1.0)], [torch.full(shape, 3.0)]]
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        assert all(len(r.contributors) == 2 for r in reports)
+        assert all(torch.equal(v[0], torch.full(shape, 2.0)) for v in vectors)
 
 
 def test_absent_peer_is_named_after_its_patience() -> None:

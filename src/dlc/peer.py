@@ -302,12 +302,14 @@ class Peer:
         pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
         try:
             report = pending.wait(timeout_s)
-        except RoundTimeout:
+        except (RoundTimeout, KeyboardInterrupt) as error:
             # The round may still be decided with what was sent of this contribution; the caller's memory is his again.
             self._flat.pop(name, None)
             if self._ask(lambda node, now: node.withdraw(name)):
                 self._pending.pop(name, None)
-            raise
+            if isinstance(error, KeyboardInterrupt) or not pending.done:
+                raise
+            report = pending.wait(0)  # committed at the last moment: the means are in the tensors
         if report is None:
             raise SwarmClosed("this peer's view of the run was replaced during the round; call again")
         if pending.misfit:
