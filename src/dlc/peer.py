@@ -23,7 +23,7 @@ from torch import Tensor
 from dlc.comm.driver import Driver, clock
 from dlc.comm.effects import Effect
 from dlc.comm.entries import LogState
-from dlc.comm.events import ContributionDropped, RoundDone, SelfReplaced, Waiting
+from dlc.comm.events import BulkLost, ContributionDropped, RoundDone, SelfReplaced, Waiting
 from dlc.comm.framing import run_tag
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -101,8 +101,8 @@ class Peer:
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
-        take a seat with `open`; otherwise return as a voter. timeouts: the same on
-        every peer of the run. Raises JoinError (unreachable, wrong key, other RunSpec)
+        take a seat with `open`; otherwise return as a voter. timeouts: None takes
+        those of the RunSpec; others must be the same on every peer. Raises JoinError (unreachable, wrong key, other RunSpec)
         and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
@@ -120,7 +120,7 @@ class Peer:
         lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
-            peer._take_part(reception, awaited, found or not awaited, resume, timeouts or Timeouts())
+            peer._take_part(reception, awaited, found or not awaited, resume, timeouts)
             if not hold:
                 peer._seat(join_timeout_s)
         except BaseException:
@@ -134,14 +134,14 @@ class Peer:
         listed: tuple[str, ...],
         founder: bool,
         resume: Resume | None,
-        timeouts: Timeouts,
+        timeouts: Timeouts | None,
     ) -> None:
         """Leave the lobby: from here on a Node is driven."""
         intro, spec = self._intro, reception.spec
         self.spec = spec
         record = intro.record(reception.observed_host)
         resumed = unpack(resume.log, LogState) if resume is not None else None
-        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, timeouts)
+        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, timeouts or spec.timeouts.floors())
 
         def start(now: float) -> None:
             self._node = Node(
@@ -261,6 +261,21 @@ class Peer:
         """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done."""
         grid = self._ask(lambda node, now: node.log.attached[channel].grid)
         return self._offer(channel, vector, grid, weight, upto, 0.0, None)
+
+    def withdraw(self, channel: str) -> bool:
+        """Take back what was offered to the channel's next round, so that it may change and be offered again.
+
+        False: nothing is offered, or a plan may name it already; then its round has to be waited for.
+        """
+
+        def act(node: Node, now: float) -> bool:
+            planned = node.slot.plan is not None and node.slot.plan.entry.channel == channel
+            if planned or not node.withdraw(channel):
+                return False
+            self._pending.pop(channel, None)
+            return True
+
+        return self._ask(act)
 
     def checkpoint(self, channel: str) -> Checkpoint:
         """A consistent copy of the channel's state and the log's, taken between two rounds."""
@@ -452,6 +467,9 @@ class Peer:
                 pending.finish(None, False)
         elif isinstance(event, SelfReplaced):
             self._driver.stop(0.0, SwarmClosed(REPLACED))
+        elif isinstance(event, BulkLost):
+            names = ", ".join(v.peer[:8] for v in event.voters)
+            log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
         elif isinstance(event, Waiting):
             log.warning("%s", _waiting_text(event))
         if self._on_event is not None:
@@ -467,7 +485,8 @@ def _position(node: Node, channel: str) -> Position:
 
 def _waiting_text(event: Waiting) -> str:
     if event.left_s is None:
-        return f"waiting: {event.reason} ({', '.join(p[:21] for p in event.peers)})"
+        names = f" ({', '.join(p[:21] for p in event.peers)})" if event.peers else ""
+        return f"waiting: {event.reason}{names}"
     names = ", ".join(p[:8] for p in event.peers)
     end = f"in {event.left_s:.0f} s at most" if event.left_s else "as soon as all that are left agree"
     return f"waiting for {names}: {event.reason}; going on without {end}"

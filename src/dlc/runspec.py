@@ -25,6 +25,7 @@ import blake3
 import msgpack
 
 from dlc import options
+from dlc.comm.timeouts import Timeouts
 from dlc.errors import ConfigError, ProtocolError
 
 SPEC_BYTES_MAX = 256 << 10
@@ -163,6 +164,28 @@ class OuterSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class TimeoutsSpec:
+    """Bounds of the deadlines, which are measured: they grow with round trips, group size and slowness, never below
+    these. The same on every peer, since a peer must know how long the others wait before they go on without it."""
+
+    probe_s: float = 0.25
+    """Seconds between two pings of the failure detector. A killed peer is known to be dead after about 4 to 10."""
+    chunk_s: float = 2.0
+    """Least silence, in seconds, after which a round goes on without the rest of a peer's contribution."""
+    evict_s: float = 60.0
+    """Least time, in seconds, after which those who lost more than half of the voters at once go on without them. A
+    partition of the network that lasts longer splits the run in two, until it heals and one side is given up."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "timeouts.")
+        self.floors()
+
+    def floors(self) -> Timeouts:
+        """The same for the protocol; ConfigError if they do not keep their relations."""
+        return Timeouts(**options.to_plain(self))
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSpec:
     """The whole contract of a run. `RunSpec()` is the embedded small run."""
 
@@ -193,6 +216,8 @@ class RunSpec:
     """The optimizer of each peer."""
     outer: OuterSpec = dataclasses.field(default_factory=OuterSpec)
     """The step all peers take together."""
+    timeouts: TimeoutsSpec = dataclasses.field(default_factory=TimeoutsSpec)
+    """How long peers wait for each other."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "")

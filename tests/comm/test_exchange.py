@@ -34,12 +34,17 @@ class Everybody:
 
     timeouts = Timeouts()
     rtt_max_s = 0.01
+    health = 1
+    suspects: frozenset[Voter] = frozenset()
 
     def alive(self, voter: Voter) -> bool:
         return True
 
     def gone(self, voter: Voter) -> bool:
         return False
+
+    def suspect(self, voter: Voter) -> bool:
+        return voter in self.suspects
 
     def rtt_s(self, peer: str) -> float:
         return 0.01
@@ -93,11 +98,15 @@ def test_a_vector_offered_after_the_plan_with_another_grid_is_not_cut_by_the_pla
     assert exchange.pending() == set() and exchange.next_bulk(OTHER.peer) is None
 
 
+def at(exchange: Exchange, now: float) -> None:
+    exchange.ctx.now = exchange.ctx.running_s = now
+
+
 def test_one_silence_is_waited_out_once_and_not_once_per_chunk(exchange: Exchange) -> None:
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(plan(), (ME, OTHER), {})
     for step in range(4 * 3 + 1):  # a little more than the 2 s after which a silent contributor is late
-        exchange.ctx.now = 0.25 * step
+        at(exchange, 0.25 * step)
         exchange.close_due()
     assert exchange.complete
     assert {e.reason for r in exchange.held.values() for e in r.header.excluded} == {"late"}
@@ -106,10 +115,63 @@ def test_one_silence_is_waited_out_once_and_not_once_per_chunk(exchange: Exchang
 def test_a_late_contributor_that_is_heard_again_is_waited_for_again(exchange: Exchange) -> None:
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(plan(), (ME, OTHER), {})
-    exchange._late.add(OTHER)
+    at(exchange, 2.1)
+    assert exchange.patience.given_up(OTHER)
     exchange.receive_contrib(OTHER, part(exchange, 3, 4.0))
     exchange.close_due()
     assert list(exchange.held) == [3]
+
+
+def test_a_contributor_that_trickles_is_not_waited_for_without_end(exchange: Exchange) -> None:
+    """Each part comes well before it would be late, all together would take 100 times as long."""
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    step = 0
+    while not exchange.complete:
+        step += 1
+        assert step < 40, "it is waited for still"
+        at(exchange, 0.5 * step)
+        if step % 3 == 0:
+            exchange.receive_contrib(OTHER, part(exchange, step // 3 - 1, 4.0))
+        exchange.close_due()
+    included = [len(r.header.included) for r in exchange.results()]
+    assert 3 <= included.count(2) <= 10 and included == sorted(included, reverse=True)
+
+
+def test_whoever_is_held_up_by_a_slower_one_is_not_accused(exchange: Exchange) -> None:
+    """Chunk 0 waits for the third peer; the second has sent it, and its later parts are none that are waited for."""
+    third = Voter("third", 1)
+    both = dataclasses.replace(plan().entry, roster=(*plan().entry.roster, Part(third, 1.0, 0)))
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(), entry=both), (ME, OTHER, third), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    for step in range(1, 6):
+        at(exchange, 0.35 * step)
+        exchange.close_due()
+    assert exchange.patience._waited_s == {OTHER: 0.0, third: pytest.approx(0.35 * 5)}
+
+
+def test_a_stop_of_my_own_is_not_the_silence_of_others(exchange: Exchange) -> None:
+    """Ten seconds without an event: what came meanwhile lies unread."""
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.ctx.now, exchange.ctx.running_s = 10.0, 1.0
+    exchange.close_due()
+    assert not exchange.held
+
+
+def test_a_suspect_that_the_plan_left_out_is_taken_for_dead(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator gave it no chunks and I find it silent: its parts are not waited for until I am sure."""
+    monkeypatch.setattr(Everybody, "suspects", frozenset({OTHER}))
+    offer(exchange, torch.zeros(NUMEL))
+    owning = dataclasses.replace(plan(), owners=(ME, OTHER))
+    exchange.begin(owning, (ME, OTHER), {})
+    assert not exchange.held
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
+    assert exchange.complete
+    assert {e.reason for r in exchange.held.values() for e in r.header.excluded} == {"dead"}
 
 
 def test_a_slow_uplink_is_not_taken_for_silence(exchange: Exchange) -> None:
@@ -117,10 +179,10 @@ def test_a_slow_uplink_is_not_taken_for_silence(exchange: Exchange) -> None:
     big = GridSpec(2 << 18, 1 << 18, "fp32")
     offer(exchange, torch.zeros(big.numel), big)
     exchange.begin(plan(grid=big), [ME, OTHER, *(Voter(f"v{i}", 1) for i in range(6))], {})
-    exchange.ctx.now = 6.0
+    at(exchange, 6.0)
     exchange.close_due()
     assert not exchange.held and exchange.stall_s > 6.0
-    exchange.ctx.now = 9.0
+    at(exchange, 9.0)
     exchange.close_due()
     assert exchange.complete
 

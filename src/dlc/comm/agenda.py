@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from dlc.comm.context import Context
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
+from dlc.comm.events import BulkLost
 from dlc.comm.grid import Grid, assign_owners
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log
@@ -57,7 +58,10 @@ class Agenda:
 
     def silent(self, voters: Iterable[Voter]) -> None:
         """Bulk that these owed did not come, though they answer pings: a closed port, a cut in one direction."""
-        self._mute_until.update(dict.fromkeys((v for v in voters if v != self.ctx.me), self.ctx.now + MUTE_S))
+        mute = {v for v in voters if v != self.ctx.me}
+        if fresh := sorted(mute - self.mute()):
+            self.ctx.notify(BulkLost(tuple(fresh)))
+        self._mute_until.update(dict.fromkeys(mute, self.ctx.now + MUTE_S))
 
     def mute(self) -> frozenset[Voter]:
         return frozenset(v for v, until in self._mute_until.items() if until > self.ctx.now)

@@ -19,6 +19,9 @@ class Context:
         self.me = me
         self.members = members
         self.now = 0.0
+        self.running_s = 0.0
+        """Time lived through: at most a second between two events counts. Patience with others is measured in it:
+        while I was not scheduled, their messages lay unread."""
         self.out: list[Effect] = []
         self.leaving = False
         """The leave is announced: nothing is coordinated, promised or voted for any more."""

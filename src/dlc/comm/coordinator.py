@@ -56,6 +56,7 @@ class Coordinator:
         self.progress: dict[Voter, tuple[int, int]] = {}
         self._phase_since = 0.0
         self._moved = 0.0
+        """Running time of the last sign that the ballot goes on."""
         self._quorum_since: float | None = None
         self._last_beat = -1e9
         self._not_before = 0.0
@@ -86,7 +87,7 @@ class Coordinator:
         now = self.ctx.now
         self.phase, self.ballot, self.deciders = phase, ballot, deciders
         self.promises, self.votes, self.progress, self.plan = {}, {}, {}, None
-        self._phase_since = self._moved = now
+        self._phase_since, self._moved = now, self.ctx.running_s
         self._quorum_since = None
         self._last_beat = -1e9
 
@@ -117,7 +118,7 @@ class Coordinator:
             self.agenda.ready(sender, ready)
         if self.phase == PREP and m.ballot == self.ballot and self._decides(sender):
             self.promises[sender] = m
-            self._moved = self.ctx.now
+            self._moved = self.ctx.running_s
             self._elect()
 
     def receive_nack(self, sender: Voter, m: Nack) -> None:
@@ -129,13 +130,13 @@ class Coordinator:
             now = (m.held, m.gained)
             if now > self.progress.get(sender, (-1, -1)):
                 self.progress[sender] = now
-                self._moved = self.ctx.now
+                self._moved = self.ctx.running_s
 
     def receive_held(self, sender: Voter, m: Held) -> None:
         if self.phase != RUN or m.ballot != self.ballot or not self._decides(sender):
             return
         if self.votes.get(sender) != m.manifest:
-            self._moved = self.ctx.now
+            self._moved = self.ctx.running_s
         self.votes[sender] = m.manifest
         self._count()
 
@@ -203,7 +204,7 @@ class Coordinator:
             self._next_ballot()
             return
         t_coord = ctx.members.t_coord_s
-        silent_s = ctx.now - slot.coordinator_heard
+        silent_s = ctx.running_s - slot.coordinator_heard
         dead = not ctx.members.alive(current)
         if not dead and silent_s < t_coord:
             return
@@ -310,7 +311,7 @@ class Coordinator:
     ) -> None:
         now = self.ctx.now
         self.phase = RUN
-        self._phase_since = self._moved = now
+        self._phase_since, self._moved = now, self.ctx.running_s
         self.plan = Plan(self.log.head, self.ballot, self.deciders, entry, digest, owners, assignment, fixed)
         self._last_beat = now
         self.ctx.cast(self.deciders or self.log.state.electorate, self.plan)
@@ -330,7 +331,7 @@ class Coordinator:
         owner_lost = any(not members.alive(owner) for owner in unfinished) or self.slot.outlived(plan)
         if owner_lost:
             self._next_ballot(self.deciders)
-        elif now - self._moved > self.exchange.stall_s + members.t_dead_s:
+        elif self.ctx.running_s - self._moved > self.exchange.stall_s + members.t_dead_s:
             self._stalled(plan)
 
     def _stalled(self, plan: Plan) -> None:

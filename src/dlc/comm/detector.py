@@ -12,7 +12,8 @@
   live peers at the same pace in swarms up to HEARTBEATS_MAX, so that `alive` does not flicker. The dead outside the
   electorate are contacted in membership.py, one at a time and for ever.
 - **Suspicion** ends by proof, by the suspect's own refutation, or in death after T_dead. **Doubt** is strong evidence
-  (a refused connection, a death rumour): the peer is pinged at once and has two probe periods to answer.
+  (a refused connection, a death rumour): the peer is pinged at once and has two probe periods to answer, or one where
+  it had missed a probe already.
 - A member is DEAD only as long as it does not answer. Rumours tell where to look; they never overrule a proof.
 
 Times here are running times (health.py). The detector appends what it wants sent or told to `out`.
@@ -202,11 +203,13 @@ class Detector:
                 self._arm(member)
 
     def doubt(self, member: Member) -> None:
-        """Strong evidence that it is dead: it has about two probe periods to prove the contrary."""
+        """Strong evidence that it is dead: it has one or two probe periods to prove the contrary."""
         if member.standing in (Standing.DEAD, Standing.NEW) or member.verdict_run < math.inf:
             return
         time = self._time
-        patience_s = max(2 * time.timeouts.probe_s, time.timeouts.probe_s + 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
+        patience_s = max(time.timeouts.probe_s, 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
+        if member.standing is not Standing.SUSPECT:  # it did not miss a probe of mine yet
+            patience_s += time.timeouts.probe_s
         member.doubt_run = time.running_s
         member.verdict_run = time.running_s + patience_s
         self._suspect(member)

@@ -69,7 +69,8 @@ class Donations:
         wanted = set(m.first_states)
         images = tuple(self._offer_image(c, wanted) for c in self.log.attached if self.log.servable(c))
         chain = tuple(self.log.chain)[-CHAIN_SENT_MAX:]
-        self.ctx.send(sender, Offer(self.log.state, chain, images))
+        totals = tuple(self.log.totals)[-CHAIN_SENT_MAX:]
+        self.ctx.send(sender, Offer(self.log.state, chain, totals, images))
 
     def _offer_image(self, channel: str, wanted: set[bytes]) -> ImageOffer:
         digest = self.log.servable(channel)

@@ -76,15 +76,23 @@ class DigestMismatch:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLost:
-    """Our side of a partition lost: its rounds and tokens are set aside, the state is fetched again."""
+    """Our side of a partition lost: its training rounds and tokens since the split are set aside, and their samples will
+    be trained by the others; the state is fetched again."""
 
     rounds: int
     tokens: float
 
 
 @dataclass(frozen=True, slots=True)
+class BulkLost:
+    """These peers answer pings, but bulk does not get to them or from them: they own nothing for a while."""
+
+    voters: tuple[Voter, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
-    """No progress is possible now; whom we wait for, and why."""
+    """No progress is possible now; whom we wait for (nobody in particular: empty), and why."""
 
     reason: str
     peers: tuple[PeerId, ...]

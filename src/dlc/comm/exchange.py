@@ -28,16 +28,13 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, Sink, grid_of
 from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, GridSpec, Piece, Plan, Ready, Result
+from dlc.comm.patience import Patience
 from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.wire import pack
 
 WINDOW_BYTES = 16 << 20
 """Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
 WINDOW_CHUNKS_MIN = 4
-FIRST_PART_Bps = 1 << 20
-"""Bytes per second assumed of a contributor's uplink until parts have come from it."""
-GAP_S_MAX = 20.0
-"""A longer pause between two parts is an accident and no measure of the pause to come."""
 CLOSE_CHECK_S = 0.25
 STRAY_CHUNKS_MAX = 64
 """Contributions kept per sender before the plan that asks for them is known here."""
@@ -87,11 +84,7 @@ class Exchange:
         """What I reduced, for everybody."""
         self._served: dict[PeerId, dict[tuple[object, ...], Bulk]] = {}
         """What somebody asked for; outlives the slot, because it is asked for by those who are behind."""
-        self._late: set[Voter] = set()
-        """Contributors given up in this plan, until something comes from them: one silence is waited out once only."""
-        self._heard: dict[Voter, float] = {}
-        self._gap: dict[Voter, float] = {}
-        self._last_close = 0.0
+        self.patience = Patience(ctx)
         self._recipients: tuple[Voter, ...] = ()
         self._fixed: dict[int, bytes] = {}
         self._sent_again: set[int] = set()
@@ -106,9 +99,8 @@ class Exchange:
         self.held = dict(keep)
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
-        self.gained, self._late, self.reduce_since, self.last_gain, self._last_close = 0, set(), now, now, now
+        self.gained, self.reduce_since, self.last_gain = 0, now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
-        self._heard = {p.voter: now for p in plan.entry.roster}
         self._results = {peer: queue for peer, queue in self._results.items() if self._still_wanted(queue)}
         self._served = {peer: queue for peer, queue in self._served.items() if queue and self._reachable(peer)}
         self._owned = {}
@@ -124,11 +116,14 @@ class Exchange:
     def _own(self, plan: Plan, grid: Grid) -> None:
         """Open the chunks that the plan gives me, with the parts that came before it."""
         parts = self._parts.get((plan.entry.channel, self._base(plan)), {})
-        for chunk, owner in enumerate(plan.assignment):
-            if owner >= 0 and plan.owners[owner] == self.ctx.me:
-                self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster)
-                for sender, contrib in list(parts.get(chunk, {}).items()):
-                    self._take(sender, contrib)
+        mine = [c for c, owner in enumerate(plan.assignment) if owner >= 0 and plan.owners[owner] == self.ctx.me]
+        owed_bytes = sum(grid.wire_bytes(chunk) for chunk in mine)
+        roster = (p.voter for p in plan.entry.roster if p.voter != self.ctx.me)
+        self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), owed_bytes)
+        for chunk in mine:
+            self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster)
+            for sender, contrib in list(parts.get(chunk, {}).items()):
+                self._take(sender, contrib)
         self.close_due()
 
     def _still_wanted(self, queue: deque[Result]) -> bool:
@@ -191,17 +186,12 @@ class Exchange:
         return plan is not None and contrib.channel == plan.entry.channel and contrib.base == self._base(plan)
 
     def _store(self, sender: Voter, contrib: Contrib) -> None:
-        now = self.ctx.now
         asked_for = self._asked_for(contrib)
         strays = 0 if asked_for else sum(sender in by for chunks in self._parts.values() for by in chunks.values())
         if strays >= STRAY_CHUNKS_MAX:
             self.dropped += 1
             return
-        if sender in self._heard:
-            gap = now - self._heard[sender]
-            self._gap[sender] = max(gap, 0.9 * self._gap.get(sender, 0.0))
-        self._heard[sender] = now
-        self._late.discard(sender)
+        self.patience.heard(sender, len(contrib.payload))
         if asked_for and contrib.chunk not in self._owned:
             self.dropped += 1
             return
@@ -271,6 +261,10 @@ class Exchange:
             return
         alone = len(self.plan.entry.roster) == 1
         window = len(self._owned) if alone else self.window_chunks(self.grid)
+        if self._owned:
+            lowest = self._owned[next(iter(self._owned))]
+            roster = self.plan.entry.roster
+            self.patience.waiting_for(roster[i].voter for i in lowest.missing() if roster[i].voter != self.ctx.me)
         for chunk in list(self._owned)[:window]:
             self._close_if_done(chunk)
 
@@ -301,38 +295,21 @@ class Exchange:
 
     def _given_up(self, voter: Voter) -> str | None:
         """Why this contributor's part is no longer waited for, or None."""
-        members = self.ctx.members
+        members, plan = self.ctx.members, self.plan
         if members.gone(voter):
             return "left"
-        if not members.alive(voter):
+        # The coordinator left it out as an owner, and I find it silent myself: no need to wait for my own verdict.
+        if not members.alive(voter) or (plan is not None and voter not in plan.owners and members.suspect(voter)):
             return "dead"
-        if voter in self._late:
-            return "late"
-        limit_s = self._patience_s(voter)
-        # A sender whose window is full waits for *us*: its silence counts from my last close.
-        idle_since = max(self._heard.get(voter, self.reduce_since), self._last_close)
-        if self.ctx.now - idle_since > limit_s:
-            self._late.add(voter)
-            return "late"
-        return None
-
-    def _patience_s(self, voter: Voter) -> float:
-        """The longest silence that this contributor's pace explains; parts come whole, so a slow link is silent."""
-        members = self.ctx.members
-        gap_s = self._gap.get(voter)
-        limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), min(gap_s or 0.0, GAP_S_MAX))
-        if gap_s is None and self.grid is not None:  # its uplink carries a part to each owner before the second to any
-            first_s = (len(self._recipients) + 1) * self.grid.wire_bytes(0) / FIRST_PART_Bps
-            limit_s = max(limit_s, min(first_s, GAP_S_MAX))
-        return limit_s
+        return "late" if self.patience.given_up(voter) else None
 
     @property
     def stall_s(self) -> float:
-        """T_stall: the same silence over all that is missing."""
+        """T_stall: the longest silence of anybody's that is no reason to act."""
         members = self.ctx.members
         floor_s = members.timeouts.t_chunk_s(members.rtt_max_s, 0.0)
         roster = self.plan.entry.roster if self.plan is not None else ()
-        return max([floor_s, *(self._patience_s(p.voter) for p in roster if p.voter != self.ctx.me)])
+        return max([floor_s, *(self.patience.silence_s(p.voter) for p in roster if p.voter != self.ctx.me)])
 
     def _close(self, chunk: int, reducer: ChunkReducer, reasons: dict[Voter, str]) -> None:
         assert self.plan is not None
@@ -352,7 +329,7 @@ class Exchange:
         del self._owned[chunk]
         self._parts.get((plan.entry.channel, self._base(plan)), {}).pop(chunk, None)
         self.gained += 1
-        self._last_close = self.ctx.now
+        self.patience.closed()
         result = Result(header, payload)
         self._hold(result, result_hash(result))
         for voter in self._recipients:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +67,8 @@ class Log:
     """This process founded the run, or got its head from an active peer. Never ends within a process."""
     past: deque[Past] = field(default_factory=deque)
     chain: deque[bytes] = field(default_factory=lambda: deque([EMPTY], maxlen=CHAIN_MAX))
+    totals: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=CHAIN_MAX))
+    """Tokens committed up to each entry of the chain: tells what is set aside where a history is lost."""
     attached: dict[str, Attached] = field(default_factory=dict)
 
     @property
@@ -103,6 +105,7 @@ class Log:
         counted = counted_of(entry, results)
         self.state = self.state.apply(entry, counted)
         self.chain.append(self.state.head)
+        self.totals.append(self.state.tokens)
         attached = self.attached.get(entry.channel)
         if entry.kind == OPEN and attached:
             attached.synced = attached.digest == entry.digest
@@ -122,12 +125,24 @@ class Log:
                 attached.state.step(past.entry.t, means(past.entry, past.results))
                 attached.digest = attached.state.digest()
 
-    def install(self, state: LogState, chain: Sequence[bytes]) -> None:
+    def install(self, state: LogState, chain: Sequence[bytes], totals: Sequence[float]) -> None:
         """Jump to a snapshot; the caller has restored the channel states that belong to it."""
         self.state = state
         self.past.clear()
         self.chain.clear()
         self.chain.extend(chain)
+        self.totals.clear()
+        self.totals.extend(totals)
+
+    def beyond(self, chain: Collection[bytes]) -> tuple[int, float]:
+        """(training rounds, tokens) of my history after the newest entry that is in `chain` too."""
+        others, rounds, newer = set(chain), 0, self.state.tokens
+        for entry, tokens in zip(reversed(self.chain), reversed(self.totals), strict=True):
+            rounds += tokens < newer
+            newer = tokens
+            if entry in others:
+                break
+        return rounds, self.state.tokens - newer
 
     def after(self, head: bytes) -> list[Past] | None:
         """The kept entries that follow `head`, or None where the history does not reach back to it."""

@@ -334,6 +334,8 @@ class Offer:
     state: LogState
     chain: tuple[bytes, ...]
     """Hashes of the entries of this log, oldest first, the head last (only the newest where the log is long)."""
+    totals: tuple[float, ...]
+    """Tokens committed up to each of them."""
     images: tuple[ImageOffer, ...]
 
 

@@ -27,12 +27,13 @@ from dlc.comm.entries import EMPTY, LogState
 from dlc.comm.events import Waiting
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.grid import Grid
+from dlc.comm.health import RUNNING_STEP_MAX_S
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.inbox import MEMBERSHIP_MESSAGES, Inbox
 from dlc.comm.ledger import Lease
 from dlc.comm.log import Log, Sink
 from dlc.comm.membership import Membership
-from dlc.comm.permit import greater_alive
+from dlc.comm.permit import alive_records, greater_alive, key_of
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.timeouts import Timeouts
@@ -91,7 +92,7 @@ class Node:
         self.log = Log()
         self._resumed = resumed
         if resumed is not None:
-            self.log.install(resumed, (resumed.head,))
+            self.log.install(resumed, (resumed.head,), (resumed.tokens,))
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
@@ -231,6 +232,7 @@ class Node:
         first = self._last is None
         self._last = now
         self.ctx.now = now
+        self.ctx.running_s += min(gap, RUNNING_STEP_MAX_S)
         self.ctx.out = []
         if first or gap > self.members.t_gap_s:
             self._woken = not first
@@ -329,6 +331,10 @@ class Node:
             unseen_s = min(self.members.unseen_s(v) for v in absent if not self.members.gone(v))
             left_s = max(0.0, self.members.t_evict_s - unseen_s)
             waiting = Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S))
+        elif not self.log.synced and not any(
+            r.synced and key_of(r) >= state.key for r in alive_records(self.ctx)
+        ):  # mine differs, or was never fetched: not what a run goes on from
+            waiting = Waiting("the run's state is held by nobody who is here", ())
         if waiting is not None and waiting != self._last_waiting:
             self.ctx.notify(waiting)
         self._last_waiting = waiting

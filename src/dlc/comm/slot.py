@@ -56,7 +56,7 @@ class Slot:
         self.accepted_results: tuple[Result, ...] = ()
         self.plan: Plan | None = None
         self.coordinator_heard = 0.0
-        self.started = 0.0
+        """Running time."""
         self.blocked_on_digest = False
         """The plan's digest is not mine: I must be repaired before I vote."""
         self._last_ready = -1.0
@@ -70,7 +70,7 @@ class Slot:
         self.promised = Ballot(0, rank0) if rank0 else LOWEST
         self.seen = self.promised
         self.accepted, self.accepted_results, self.plan = None, (), None
-        self.started = self.coordinator_heard = self.ctx.now
+        self.coordinator_heard = self.ctx.running_s
         self.blocked_on_digest = False
         self._last_ready = -1.0
         self.exchange.reset()
@@ -97,7 +97,7 @@ class Slot:
             self.ctx.send(sender, Nack(self.log.head, self.promised))
         elif self.may_decide(m.deciders):
             self.promised = m.ballot
-            self.coordinator_heard = self.ctx.now
+            self.coordinator_heard = self.ctx.running_s
             self.ctx.send(sender, self._promise(m.ballot))
 
     def _promise(self, ballot: Ballot) -> Promise:
@@ -127,7 +127,7 @@ class Slot:
                 self.ctx.send(sender, Nack(self.log.head, self.promised))
             return
         self.seen = max(self.seen, m.ballot)
-        self.coordinator_heard = self.ctx.now
+        self.coordinator_heard = self.ctx.running_s
         if self.plan is not None and self.plan.ballot == m.ballot:
             self._answer_progress(sender)
 
@@ -144,7 +144,7 @@ class Slot:
     def receive_plan(self, sender: Voter, m: Plan) -> None:
         if m.ballot.voter != sender or m.ballot < self.promised or not plausible_plan(m, self.log.state):
             return
-        self.coordinator_heard = self.ctx.now
+        self.coordinator_heard = self.ctx.running_s
         if self.plan is not None and self.plan.ballot == m.ballot:
             self._answer_progress(sender)
             return

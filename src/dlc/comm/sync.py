@@ -235,7 +235,7 @@ class Sync:
             self.donor = None
             return
         wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
-        if any(not _plausible(i, self.log.attached[i.channel]) for i in wanted):
+        if len(m.totals) != len(m.chain) or any(not _plausible(i, self.log.attached[i.channel]) for i in wanted):
             self._abandon()
             return
         self._heard_at = self.ctx.now
@@ -351,7 +351,7 @@ class Sync:
             self.log.follow(image.channel, later)
         if not ahead and offer.state.head != self.log.head:
             self._report_loss(offer)
-            self.log.install(offer.state, offer.chain)
+            self.log.install(offer.state, offer.chain, offer.totals)
             offered = {i.channel for i in offer.images}
             for channel, attached in self.log.attached.items():
                 if channel not in offered and self.log.state.base(channel) != was[channel]:
@@ -373,10 +373,10 @@ class Sync:
         return known is not None and known.opened
 
     def _report_loss(self, offer: Offer) -> None:
-        old = self.log.state
-        if self.log.active and not self._is_ancestor(offer):
-            common = next((i for i, h in enumerate(reversed(self.log.chain)) if h in set(offer.chain)), old.depth)
-            self.ctx.notify(HistoryLost(common, old.tokens))
+        # A chain that does not reach back to my depth says nothing of where I stand to it.
+        reaches = self.log.state.depth > offer.state.depth - len(offer.chain)
+        if self.log.active and reaches and not self._is_ancestor(offer):
+            self.ctx.notify(HistoryLost(*self.log.beyond(offer.chain)))
 
     def receive_no_offer(self, sender: Voter, m: NoOffer) -> None:
         if sender == self.donor and not self.busy:

@@ -12,7 +12,7 @@ from dlc.comm.health import RTT_DEFAULT_S, LocalTime
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Record
 from dlc.comm.piggyback import Piggyback
-from dlc.comm.records import RecordTable
+from dlc.comm.records import RecordTable, Standing
 
 
 class View:
@@ -44,6 +44,11 @@ class View:
             return not self._table.gone(voter)
         member = self._table.members.get(voter.peer)
         return member is not None and member.voter == voter and self._detector.alive(member)
+
+    def suspect(self, voter: Voter) -> bool:
+        """It missed a probe, and has not answered since."""
+        member = self._table.members.get(voter.peer)
+        return member is not None and member.voter == voter and member.standing is Standing.SUSPECT
 
     def gone(self, voter: Voter) -> bool:
         """Proof that the process is no more: a signed leave, or a signed record of its peer with a greater inc."""

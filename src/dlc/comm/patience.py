@@ -1,0 +1,122 @@
+"""How long an owner waits for whose parts: deadlines from measured pace (docs/protocol.md, "Timeouts").
+
+A contributor is *late* in a plan, once one of these is true:
+
+- it has been silent for longer than its own pace explains (T_chunk): three times the longest pause between two of its
+  parts lately, or what a slow uplink takes for its first parts;
+- all in all it was waited for three times as long as such a silence and all that it owes me take together, at the rate
+  of its earlier rounds.
+
+The second rule is there for the peer that answers pings and trickles: each part comes in time, the whole never does.
+Waited for is who lacks in the lowest open chunk. Parts come in order, so whoever is only held up by a slower one (its
+window is full) is not accused.
+
+All times are running times: while I was not scheduled, parts lay unread in my own sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dlc.comm.context import Context
+from dlc.comm.ids import Voter
+
+FIRST_RATE_Bps = 1 << 20
+"""Bytes per second assumed of a contributor's whole uplink until parts have come from it."""
+RATE_MIN_Bps = 64 << 10
+"""No contributor is taken for slower than this: at less, a large vector would hold up everybody for days."""
+RATE_SHARE_NEW = 0.5
+"""Weight of the newest round in a contributor's rate."""
+GAP_S_MAX = 20.0
+"""A longer pause between two parts is an accident and no measure of the pause to come."""
+GAP_DECAY = 0.9
+"""What is left of the longest pause after each further part."""
+OVERTIME = 3.0
+"""Times the prediction that a contributor may be waited for."""
+
+
+class Patience:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._n_recipients = 0
+        self._part_bytes = 0
+        self._owed_bytes = 0
+        self._since = 0.0
+        self._last_close = 0.0
+        self._looked = 0.0
+        self._heard: dict[Voter, float] = {}
+        self._received: dict[Voter, int] = {}
+        self._waited_s: dict[Voter, float] = {}
+        self._late: set[Voter] = set()
+        """Given up in this plan, until something comes from them: one silence is waited out once only."""
+        self._gap: dict[Voter, float] = {}
+        self._rate_Bps: dict[Voter, float] = {}
+
+    def begin(self, roster: Iterable[Voter], n_recipients: int, part_bytes: int, owed_bytes: int) -> None:
+        """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`; it serves `n_recipients`."""
+        self._learn_rates()
+        now = self._since = self._last_close = self._looked = self.ctx.running_s
+        self._n_recipients, self._part_bytes, self._owed_bytes = n_recipients, part_bytes, owed_bytes
+        self._heard = dict.fromkeys(roster, now)
+        self._received = dict.fromkeys(self._heard, 0)
+        self._waited_s = dict.fromkeys(self._heard, 0.0)
+        self._late = set()
+        self._gap = {v: gap_s for v, gap_s in self._gap.items() if v in self._heard}
+        self._rate_Bps = {v: rate for v, rate in self._rate_Bps.items() if v in self._heard}
+
+    def _learn_rates(self) -> None:
+        for voter, size in self._received.items():
+            seconds = self._heard[voter] - self._since
+            if size and seconds > 0:
+                rate = size / seconds
+                self._rate_Bps[voter] = rate + (1 - RATE_SHARE_NEW) * (self._rate_Bps.get(voter, rate) - rate)
+
+    def heard(self, voter: Voter, size: int) -> None:
+        """A part of `size` bytes came."""
+        if voter not in self._heard:
+            return
+        now = self.ctx.running_s
+        gap_s = now - self._heard[voter]
+        self._gap[voter] = max(gap_s, GAP_DECAY * self._gap.get(voter, 0.0))
+        self._heard[voter] = now
+        self._received[voter] += size
+        if not self._overdue(voter):
+            self._late.discard(voter)
+
+    def closed(self) -> None:
+        """I closed a chunk: whoever's window was full may send again from now on."""
+        self._last_close = self.ctx.running_s
+
+    def waiting_for(self, voters: Iterable[Voter]) -> None:
+        """To be called now and then with those that my lowest open chunk lacks."""
+        now = self.ctx.running_s
+        passed_s, self._looked = now - self._looked, now
+        for voter in voters:
+            self._waited_s[voter] = self._waited_s.get(voter, 0.0) + passed_s
+
+    def given_up(self, voter: Voter) -> bool:
+        """It is late: not waited for any longer in this plan."""
+        if voter in self._late:
+            return True
+        silent_since = max(self._heard.get(voter, self._since), self._last_close)
+        if self.ctx.running_s - silent_since > self.silence_s(voter) or self._overdue(voter):
+            self._late.add(voter)
+            return True
+        return False
+
+    def _overdue(self, voter: Voter) -> bool:
+        return self._waited_s.get(voter, 0.0) > self.whole_s(voter)
+
+    def silence_s(self, voter: Voter) -> float:
+        """T_chunk: the longest silence that its pace explains. Parts come whole, so a slow link is silent at times."""
+        members = self.ctx.members
+        gap_s = self._gap.get(voter)
+        limit_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), min(gap_s or 0.0, GAP_S_MAX))
+        if gap_s is None:  # its uplink carries a part to each owner before the second to any
+            limit_s = max(limit_s, min((self._n_recipients + 1) * self._part_bytes / FIRST_RATE_Bps, GAP_S_MAX))
+        return limit_s * members.health
+
+    def whole_s(self, voter: Voter) -> float:
+        """The longest that it is waited for in one plan, all silences together."""
+        rate_Bps = self._rate_Bps.get(voter, FIRST_RATE_Bps / max(1, self._n_recipients))
+        return OVERTIME * (self.silence_s(voter) + self._owed_bytes / max(rate_Bps, RATE_MIN_Bps))
