@@ -74,6 +74,17 @@ def test_a_crash_is_detected_by_all_within_t_dead_and_nobody_else_is_accused(see
     assert all(host.machine.health == 1 for host in net.hosts.values())  # the dead one does not make others slow
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_silent_death_is_known_to_all_soon_after_the_first(seed: int) -> None:
+    """A frozen peer: who finds it tells the others, who have missed probes of their own and need no more of them."""
+    net = swarm("abcd", seed)
+    net.run(seed * 0.31)
+    net.freeze("d")
+    net.run_until(lambda: len(net.said("MemberDown")) == 3, 10)
+    times = sorted(at for at, _, what, _ in net.log if what == "MemberDown")
+    assert len(times) == 3 and times[-1] - times[0] <= 0.35
+
+
 def test_one_that_misses_a_probe_is_asked_again_and_again() -> None:
     net = swarm("abcdefgh")
     net.crash("c")

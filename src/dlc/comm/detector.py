@@ -12,8 +12,8 @@
   live peers at the same pace in swarms up to HEARTBEATS_MAX, so that `alive` does not flicker. The dead outside the
   electorate are contacted in membership.py, one at a time and for ever.
 - **Suspicion** ends by proof, by the suspect's own refutation, or in death after T_dead. **Doubt** is strong evidence
-  (a refused connection, a death rumour): the peer is pinged at once and has two probe periods to answer, or one where
-  it had missed a probe already.
+  (a refused connection, a death rumour): the peer is pinged at once and has two probe periods to answer; one that had
+  missed `MISSED_ENOUGH` probes of mine by then is dead. Who finds a death tells it at once.
 - A member is DEAD only as long as it does not answer. Rumours tell where to look; they never overrule a proof.
 
 Times here are running times (health.py). The detector appends what it wants sent or told to `out`.
@@ -37,6 +37,10 @@ from dlc.comm.records import NUMBER_MAX, Member, RecordTable, Standing
 
 HEARTBEATS_MAX = 64
 """Largest swarm in which live peers outside the electorate are pinged each T_dead/2, and not in their turn only."""
+TOLD_AT_ONCE_MAX = 16
+"""Peers that hear of a death from its finder at once; those of a larger swarm by gossip."""
+MISSED_ENOUGH = 2
+"""Probes missed in a row that, together with another peer's verdict, need no further one."""
 SLACK_S = 1e-6
 """Rounding of sums of clock differences: a timer this near is due."""
 STEP_MIN_S = 1e-3
@@ -172,6 +176,7 @@ class Detector:
             time.better()
         member.verdict_run = math.inf
         member.probe_nonce = 0
+        member.missed = 0
         if member.standing is not Standing.ALIVE:
             member.owed_table = member.owed_table or member.standing is Standing.DEAD
             self._stand(member, Standing.ALIVE)
@@ -203,13 +208,13 @@ class Detector:
                 self._arm(member)
 
     def doubt(self, member: Member) -> None:
-        """Strong evidence that it is dead: it has one or two probe periods to prove the contrary."""
+        """Strong evidence that it is dead: it has about two probe periods to prove the contrary, or none."""
         if member.standing in (Standing.DEAD, Standing.NEW) or member.verdict_run < math.inf:
             return
         time = self._time
-        patience_s = max(time.timeouts.probe_s, 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
-        if member.standing is not Standing.SUSPECT:  # it did not miss a probe of mine yet
-            patience_s += time.timeouts.probe_s
+        probes = MISSED_ENOUGH - member.missed
+        answer_s = max(time.timeouts.probe_s, 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
+        patience_s = answer_s + (probes - 1) * time.timeouts.probe_s if probes > 0 else 0.0
         member.doubt_run = time.running_s
         member.verdict_run = time.running_s + patience_s
         self._suspect(member)
@@ -248,6 +253,7 @@ class Detector:
         """A probe got no answer, direct or indirect."""
         time = self._time
         member.probe_nonce = 0
+        member.missed += 1
         if member.standing is Standing.DEAD:
             return
         if self.prober.heard_run < member.probe_run and len(self.live_members()) > 1:
@@ -283,6 +289,8 @@ class Detector:
         member.due_run = self._time.running_s + self._pace_s(member)
         self._spread(member, Standing.DEAD)
         self.out.append(Notify(MemberDown(member.voter)))
+        for other in self.live_members()[:TOLD_AT_ONCE_MAX]:
+            self.prober.tell(other)  # rounds may be waiting for the dead
 
     def _spread(self, member: Member, state: Standing) -> None:
         """My own finding, under the newest refutation that I know of; a greater rumour stands."""

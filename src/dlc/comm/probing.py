@@ -88,6 +88,10 @@ class Prober:
         """A second ping for the same probe: an answer to either is a proof."""
         self._send(member)
 
+    def tell(self, member: Member) -> None:
+        """A ping beside any probe, for the news that it carries."""
+        self._send(member)
+
     def ping_for(self, member: Member, origin: PeerId, nonce: int) -> None:
         """Ping once on behalf of another peer."""
         ping = self.pings[self._send(member)]

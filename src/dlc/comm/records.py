@@ -71,6 +71,8 @@ class Member:
     """When strong evidence against it came; only pings sent later speak for it."""
     verdict_run: float = math.inf
     """When that doubt ends in death, unless it answers."""
+    missed: int = 0
+    """Probes in a row without an answer."""
     probe_nonce: int = 0
     """The ping that is being waited for; 0: none."""
     probe_run: float = 0.0
