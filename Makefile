@@ -4,6 +4,7 @@ PYTHON ?= python3
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # Further arguments of test, test-gpu, sim, demo and bench: make test ARGS="-k runspec"
+# Each test run simulates fresh seeds for 90 seconds; for another time: make test ARGS="--sim-seconds 20"
 ARGS ?=
 
 BIN := .venv/bin
@@ -40,8 +41,8 @@ test: $(STAMP) ## the whole test suite, with the reason for every skip and the s
 test-gpu: $(STAMP) ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
 
-sim: $(STAMP) ## sweep seeds of the protocol simulator
-	$(BIN)/python -m dlc.sim $(ARGS)
+sim: $(STAMP) ## 10,000 seeds of the protocol simulator, on all cores; stop it at any time, it goes on there
+	$(BIN)/python -m dlc.sim --peers 2:16 --seeds 0:10000 --state build/sim/state.json $(ARGS)
 
 demo: $(STAMP) ## three peers on this machine train one model; one is killed, one joins
 	$(BIN)/dlc demo $(ARGS)

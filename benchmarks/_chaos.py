@@ -13,6 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 KINDS = ("kill", "freeze", "leave", "join")
+SITE_KINDS = ("cut", "split")
+"""Between sites: two of them cannot reach each other, or one cannot reach any other."""
+CUT_SPAN_S = (5.0, 30.0)
+LONG_SPLIT_S = 75.0
+"""Beyond the 60 s after which both sides go on by themselves, and one gives up its history on healing."""
+LONG_SPLIT_RUN_S = 240.0
+"""Only a run of so many seconds has one."""
 KILL_SPAN_S = (1.0, 15.0)
 """From a SIGKILL to the restart."""
 FREEZE_SPAN_S = (2.0, 25.0)
@@ -27,8 +34,9 @@ START_S = 20.0
 class Fault:
     at_s: float
     kind: str
-    """One of KINDS, or what ends one: "restart", "thaw"."""
+    """One of KINDS or SITE_KINDS, or what ends one: "restart", "thaw", "heal"."""
     peer: str
+    """Or one site, or two that are joined by "+"."""
 
     def __str__(self) -> str:
         return f"{self.at_s:7.2f} s  {self.kind:<7} {self.peer}"
@@ -39,39 +47,89 @@ def down_max(n: int) -> int:
     return max(1, (n - 1) // 2)
 
 
-def schedule(seed: int, names: Sequence[str], every_s: float, until_s: float) -> list[Fault]:
+def site_of(peer: str, sites: int) -> str:
+    """Peers are dealt out to the sites in turn, newcomers too."""
+    return f"s{int(peer[1:]) % sites}"
+
+
+def schedule(seed: int, names: Sequence[str], every_s: float, until_s: float, sites: int = 0) -> list[Fault]:
     """A fault each `every_s`, with some jitter, and what ends each; nothing begins or ends after `until_s`."""
-    rng = random.Random(seed)
-    up, back = list(names), {}  # back: name -> when it is up again
-    born, faults, kinds = len(names), [], Counter[str]()
-    at_s = every_s * rng.uniform(0.5, 1.0)
-    while at_s < until_s:
-        for name in [name for name, when in back.items() if when <= at_s]:
-            del back[name]
-            up.append(name)
-        up.sort()
-        total = len(up) + len(back)
-        may = [k for k in KINDS if k == "join" or len(back) < down_max(total) and len(up) > 2]
-        if total >= len(names) + GROWTH:
-            may = [k for k in may if k != "join"]
-        if total < len(names):
-            may = [k for k in may if k != "leave"]
-        if may:
-            kind = min(may, key=lambda k: (kinds[k], rng.random()))
-            kinds[kind] += 1
-            if kind == "join":
-                name, born = f"p{born}", born + 1
-                back[name] = at_s + START_S
-            else:
-                name = rng.choice(up)
-                up.remove(name)
-            faults.append(Fault(at_s, kind, name))
+    return _Schedule(random.Random(seed), names, until_s, sites).draw(every_s)
+
+
+class _Schedule:
+    def __init__(self, rng: random.Random, names: Sequence[str], until_s: float, sites: int) -> None:
+        self.rng, self.n, self.until_s = rng, len(names), until_s
+        self.sites = [f"s{i}" for i in range(sites)]
+        self.up, self.back = list(names), dict[str, float]()
+        """Peers that nothing is wrong with; others, and when each is up again."""
+        self.mended_s = 0.0
+        """When all sites reach each other again, and a while has passed."""
+        self.whole_s = 0.0
+        """When the last split ended: nobody joins at a site that is alone."""
+        self.born, self.faults, self.kinds = len(names), list[Fault](), Counter[str]()
+        self.long_split = until_s < LONG_SPLIT_RUN_S
+        """It has been, or will not be."""
+
+    def draw(self, every_s: float) -> list[Fault]:
+        at_s = every_s * self.rng.uniform(0.5, 1.0)
+        while at_s < self.until_s:
+            for name in [name for name, when in self.back.items() if when <= at_s]:
+                del self.back[name]
+                self.up.append(name)
+            self.up.sort()
+            if may := [kind for kind in (*KINDS, *SITE_KINDS) if self.possible(kind, at_s)]:
+                kind = min(may, key=lambda k: (self.kinds[k], self.rng.random()))
+                self.kinds[kind] += 1
+                self.strike(kind, at_s)
+            at_s += every_s * self.rng.uniform(0.75, 1.25)
+        return sorted(self.faults, key=lambda f: f.at_s)
+
+    def possible(self, kind: str, at_s: float) -> bool:
+        total = len(self.up) + len(self.back)
+        room = down_max(total) - len(self.back)
+        if kind == "join":
+            return total < self.n + GROWTH and at_s >= self.whole_s
+        if kind in SITE_KINDS:
+            down = max((len(self.at(site) | self.back.keys()) for site in self.sites), default=0)
+            return bool(self.sites) and at_s >= self.mended_s and (kind == "cut" or down <= down_max(total))
+        return room > 0 and len(self.up) > 2 and (kind != "leave" or total >= self.n)
+
+    def at(self, site: str) -> set[str]:
+        return {name for name in (*self.up, *self.back) if site_of(name, len(self.sites)) == site}
+
+    def strike(self, kind: str, at_s: float) -> None:
+        rng = self.rng
+        if kind in SITE_KINDS:
+            self.part(kind, at_s)
+        elif kind == "join":
+            self.faults.append(Fault(at_s, kind, f"p{self.born}"))
+            self.back[f"p{self.born}"] = at_s + START_S
+            self.born += 1
+        else:
+            name = rng.choice(self.up)
+            self.up.remove(name)
+            self.faults.append(Fault(at_s, kind, name))
             if kind in ("kill", "freeze"):
-                end_s = min(until_s, at_s + rng.uniform(*(KILL_SPAN_S if kind == "kill" else FREEZE_SPAN_S)))
-                faults.append(Fault(end_s, "restart" if kind == "kill" else "thaw", name))
-                back[name] = end_s + (START_S if kind == "kill" else 1.0)
-        at_s += every_s * rng.uniform(0.75, 1.25)
-    return sorted(faults, key=lambda f: f.at_s)
+                end_s = min(self.until_s, at_s + rng.uniform(*(KILL_SPAN_S if kind == "kill" else FREEZE_SPAN_S)))
+                self.faults.append(Fault(end_s, "restart" if kind == "kill" else "thaw", name))
+                self.back[name] = end_s + (START_S if kind == "kill" else 1.0)
+
+    def part(self, kind: str, at_s: float) -> None:
+        """Cut two sites, or one from all others; who is cut off counts as down until some seconds after."""
+        span_s = self.rng.uniform(*CUT_SPAN_S)
+        if kind == "split" and not self.long_split and at_s + LONG_SPLIT_S < self.until_s:
+            self.long_split, span_s = True, LONG_SPLIT_S
+        chosen = self.rng.sample(self.sites, 2 if kind == "cut" else 1)
+        end_s = min(self.until_s, at_s + span_s)
+        self.faults += [Fault(at_s, kind, "+".join(chosen)), Fault(end_s, "heal", "+".join(chosen))]
+        self.mended_s = end_s + START_S
+        if kind == "split":
+            self.whole_s = end_s
+            for name in self.at(chosen[0]):
+                self.back[name] = self.mended_s
+                if name in self.up:
+                    self.up.remove(name)
 
 
 @dataclasses.dataclass
@@ -103,6 +161,14 @@ class Life:
     end_digest: str = ""
     said: list[str] = dataclasses.field(default_factory=list)
     """The end of its log, if it ended badly."""
+    steps: list[tuple[float, bool]] = dataclasses.field(default_factory=list)
+    """When each inner step ended, and whether it followed right after another."""
+    counted: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """(when, tokens) of its own contributions that rounds counted."""
+    dropped: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """(when, tokens) of work that it dropped: leased to others, or not wanted any more when it left."""
+    told: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How often it told of what users must hear of: lost history, a differing state, a dropped contribution."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +206,72 @@ def throughput(lives: Sequence[Life], span: Span) -> float:
     return sum(r.weight for r in rounds[1:]) / seconds if seconds else 0.0
 
 
-def problems(lives: Sequence[Life], span: Span, stuck_s: float) -> list[str]:
-    """Everything that is wrong; empty if the run held."""
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Living peer-seconds that brought no tokens, from one mark to the next."""
+
+    at_s: float
+    text: str
+    idle_s: float
+    """No inner step was under way: waiting, catching up, starting."""
+    slow_s: float
+    """Inner steps took longer than they are paced to: this machine's cores are busy with other things."""
+    unsaved_s: float
+    """Inner steps that died with a SIGKILL."""
+    dropped_s: float
+    """Inner steps whose samples went to others, or that a leaving peer had not contributed."""
+    of_s: float
+    """All living peer-seconds of that time."""
+
+
+def losses(
+    lives: Sequence[Life], span: Span, marks: Sequence[tuple[float, str]], step_s: float, step_tokens: float
+) -> list[Loss]:
+    """Where the time went: from the beginning to the first mark, from there to the next, and so on."""
+    cuts = [(span.from_s, "start"), *((at, text) for at, text in marks if span.from_s <= at < span.to_s)]
+    ends = [*(at for at, _ in cuts[1:]), span.to_s]
     found = []
-    digests: dict[int, dict[str, list[str]]] = {}
+    for (at_s, text), end_s in zip(cuts, ends, strict=True):
+        part = Span(at_s, end_s)
+        living = living_s(lives, part)
+        slow, busy = _steps_s(lives, part, step_s)
+        unsaved = sum(
+            len(life.steps) - sum(tokens for _, tokens in (*life.counted, *life.dropped)) / step_tokens
+            for life in lives
+            if life.ending == "kill" and life.ended_s is not None and at_s <= life.ended_s < end_s
+        )
+        dropped = sum(tokens for life in lives for when, tokens in life.dropped if at_s <= when < end_s) / step_tokens
+        found.append(Loss(at_s, text, living - busy - slow, slow, unsaved * step_s, dropped * step_s, living))
+    return found
+
+
+def _steps_s(lives: Sequence[Life], span: Span, step_s: float) -> tuple[float, float]:
+    """Living seconds of inner steps: beyond their pace, and within it."""
+    slow = busy = 0.0
     for life in lives:
-        pairs = [(r.t, r.digest) for r in life.rounds] + [(life.end_t or 0, life.end_digest)]
-        for t, digest in pairs:
+        last_s = life.synced_s or life.started_s
+        for end_s, follows in life.steps:
+            begin_s = max(last_s, end_s - step_s)
+            busy += living_s([dataclasses.replace(life, synced_s=begin_s, ended_s=end_s)], span)
+            if follows:
+                slow += living_s([dataclasses.replace(life, synced_s=last_s, ended_s=begin_s)], span)
+            last_s = end_s
+    return slow, busy
+
+
+def problems(lives: Sequence[Life], span: Span, stuck_s: float, may_fork: bool = False) -> list[str]:
+    """Everything that is wrong; empty if the run held. may_fork: the sites were parted for long."""
+    found = []
+    digests: dict[str, dict[str, list[str]]] = {}
+    for life in lives:
+        told = [(f"round {r.t}" + (f" at {r.head[:8]}" if may_fork else ""), r.digest) for r in life.rounds]
+        told.append((f"the end at round {life.end_t}" if may_fork else f"round {life.end_t}", life.end_digest))
+        for where, digest in told:
             if digest:
-                digests.setdefault(t, {}).setdefault(digest, []).append(life.name)
-    for t, by_digest in sorted(digests.items()):
+                digests.setdefault(where, {}).setdefault(digest, []).append(life.name)
+    for where, by_digest in sorted(digests.items()):
         if len(by_digest) > 1:
-            found.append(f"round {t} has {len(by_digest)} digests: {by_digest}")
+            found.append(f"{where} has {len(by_digest)} digests: {by_digest}")
     for life in lives:
         lived = life.ended_s is None or life.ending == "end"
         if lived and life.ending == "end" and not life.end_digest:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,10 +56,12 @@ class Workers:
         self._children.close()
         self._folder.cleanup()
 
-    def start(self, name: str, *arguments: str) -> None:
-        command = [sys.executable, self._script, WORKER, *arguments]
+    def start(self, name: str, *arguments: str, within: Sequence[str] = ()) -> None:
+        """`within`: words before the command, such as those that put it into a network namespace."""
+        command = [*within, sys.executable, self._script, WORKER, *arguments]
         stdout = self._children.start(name, command, self._log(name), ONE_THREAD, talk=True)
         self._heard[name] = collections.deque()
+        self._ended.discard(name)
         self._feed.attach(name, stdout)
 
     def tell(self, name: str, line: str) -> None:
@@ -100,6 +103,15 @@ class Workers:
                         return name, found
             self.pump(0.2)
         raise WorkerLost(f"nobody told {event!r} within {limit_s:g} s")
+
+    def exit_code(self, name: str, limit_s: float = LIMIT_S) -> int | None:
+        """Of a worker that ends by now; then its name may be used again. WorkerLost if it does not end."""
+        deadline = time.monotonic() + limit_s
+        while name not in self._ended:
+            if time.monotonic() > deadline:
+                raise WorkerLost(f"{name} did not end within {limit_s:g} s: {self.said(name)}")
+            self.pump(0.2)
+        return self._children.exit_code(name, 10.0)
 
     def said(self, name: str) -> str:
         """The end of a worker's stderr."""

@@ -23,3 +23,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("network namespaces need iproute2, which is not installed")
         if os.geteuid() != 0:
             pytest.skip("network namespaces need root")
+
+
+SIMULATED = pytest.StashKey[list[str]]()
+"""Lines on the fresh seeds that this run simulated, for the summary: it is told on success too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sim-seconds", type=float, default=90.0, help="time for fresh seeds of the simulator")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SIMULATED] = []
+
+
+@pytest.fixture
+def simulated(request: pytest.FixtureRequest) -> list[str]:
+    """Lines for the end of the test run."""
+    return request.config.stash[SIMULATED]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in terminalreporter.config.stash[SIMULATED]:
+        terminalreporter.write_line(line)

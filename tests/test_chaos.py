@@ -59,6 +59,61 @@ def test_every_kind_of_fault_comes() -> None:
     assert kinds == {*chaos.KINDS, "restart", "thaw"}
 
 
+@pytest.mark.parametrize("sites", (3, 4))
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_leave_a_quorum_and_are_mended(sites: int, seed: int) -> None:
+    faults = chaos.schedule(seed, NAMES, 20.0, 560.0, sites)
+    state, parted, splits = dict.fromkeys(NAMES, "up"), "", []
+    for fault in faults:
+        if fault.kind in chaos.SITE_KINDS:
+            assert not parted
+            parted = fault.peer
+            splits += [fault] * (fault.kind == "split")
+        elif fault.kind == "heal":
+            assert parted == fault.peer
+            splits = [s if isinstance(s, float) or s.peer != parted else fault.at_s - s.at_s for s in splits]
+            parted = ""
+        else:
+            ends = {"kill": "killed", "freeze": "frozen", "leave": "left"}
+            state[fault.peer] = ends.get(fault.kind, "up")
+        alone = parted and "+" not in parted
+        present = {name: s for name, s in state.items() if s != "left"}
+        lonely = [name for name in present if alone and chaos.site_of(name, sites) == parted]
+        down = [name for name, s in present.items() if s != "up" or name in lonely]
+        assert 2 * len(down) < len(present), f"no quorum after {fault}"
+    assert not parted
+    if sites == 4:
+        kinds = {f.kind for f in faults}
+        assert {"cut", "split"} <= kinds and max(splits) == pytest.approx(chaos.LONG_SPLIT_S)
+
+
+def test_parted_sites_may_have_two_histories_but_no_two_states_of_one() -> None:
+    ours, theirs = life("a.0"), life("b.0")
+    theirs.rounds[4] = dataclasses.replace(theirs.rounds[4], head="other", digest="other")
+    assert any("round 5 has 2 digests" in p for p in chaos.problems([ours, theirs], SPAN, 5.0))
+    assert not chaos.problems([ours, theirs], SPAN, 5.0, may_fork=True)
+    theirs.rounds[4] = dataclasses.replace(theirs.rounds[4], head="h5")
+    assert any("2 digests" in p for p in chaos.problems([ours, theirs], SPAN, 5.0, may_fork=True))
+    theirs = life("b.0", end_digest="other")
+    assert any("the end at round 10" in p for p in chaos.problems([ours, theirs], SPAN, 5.0, may_fork=True))
+
+
+def test_where_living_time_went() -> None:
+    """Two steps of half a second, a slow one, one after a round; killed with the last two steps in hand."""
+    steps = [(1.0, False), (1.5, True), (2.5, True), (4.0, False)]
+    one = life("a.0", ending="kill", ended_s=5.0, steps=steps, counted=[(3.0, 128.0)], synced_s=0.5)
+    (whole,) = chaos.losses([one], chaos.Span(0.0, 10.0), [], 0.5, 64.0)
+    assert (whole.of_s, whole.idle_s, whole.slow_s) == pytest.approx((4.5, 1.0 + 1.0, 0.5))
+    assert (whole.unsaved_s, whole.dropped_s) == pytest.approx((1.0, 0.0))
+    parts = chaos.losses([one], chaos.Span(0.0, 10.0), [(3.0, "kill a")], 0.5, 64.0)
+    assert [part.text for part in parts] == ["start", "kill a"]
+    assert sum(part.idle_s for part in parts) == pytest.approx(whole.idle_s)
+    assert [part.unsaved_s for part in parts] == pytest.approx([0.0, 1.0])
+    leaver = life("b.0", ending="leave", ended_s=5.0, steps=steps, counted=[(3.0, 128.0)], dropped=[(4.9, 128.0)])
+    (whole,) = chaos.losses([leaver], chaos.Span(0.0, 10.0), [], 0.5, 64.0)
+    assert whole.dropped_s == pytest.approx(1.0) and whole.unsaved_s == 0.0
+
+
 def life(name: str, last: int = 10, **changes: Any) -> Any:
     """Rounds at 1, 2, ... s, 100 tokens each; it ended at 12 s, as it was asked to."""
     told = [chaos.Round(float(t), t, f"h{t}", f"d{t}", 100.0) for t in range(1, last + 1)]

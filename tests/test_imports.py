@@ -81,6 +81,11 @@ RULES = (
         forbids=("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch.load", "torch.save"),
     ),
     Rule(
+        why="the machines of `dlc bench` are given the time, and know neither sockets nor threads",
+        where=tuple(f"src/dlc/bench/{name}.py" for name in ("limits", "flow", "transfer", "host", "schedule")),
+        forbids=("time", "threading", "random", "socket", "dlc.comm.transport", "dlc.comm.driver"),
+    ),
+    Rule(
         why="pure parts use only each other",
         where=tuple(f"src/dlc/comm/{name}.py" for name in PURE),
         forbids=("dlc",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from typing import IO, Any
 import pytest
 from rich.console import Console
 
+from dlc.cli.sinks import REDRAW_EVERY_S, LiveTable, LogLines
 from dlc.monitor.children import Children
 from dlc.monitor.curves import Curve, Curves, curves, save_picture, smooth
 from dlc.monitor.feed import Feed, Item, parse_event
@@ -21,6 +23,7 @@ from dlc.monitor.show import LINES_EVERY_S, Show
 from dlc.monitor.table import Board, lines, read_report, short_report, table
 from dlc.monitor.verdict import Record
 from dlc.report import Missing, RoundReport, Share
+from dlc.train.telling import Setbacks
 from tests.helpers import wait_until
 
 DEADLINE_S = 20.0
@@ -156,6 +159,19 @@ def running(pid: int) -> bool:
         return False
 
 
+NO_QUORUM = {"event": "waiting", "reason": "no quorum", "peers": ["cccccccccccc"], "left_s": 35.0}
+NEWS: list[tuple[dict[str, Any], str]] = [
+    (NO_QUORUM, "no quorum: cccccccc; going on without in 35 s at most"),
+    ({**NO_QUORUM, "reason": "founding needs every listed address", "left_s": None}, "every listed address: cccc"),
+    ({"event": "history_lost", "rounds": 7, "tokens": 5120.0}, "7 rounds and 5120 tokens of ours are set aside"),
+    ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
+    ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),
+    ({"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192}, "3 inner steps of ours (192 tokens)"),
+    ({"event": "diverged", "t": 4, "in_a_row": 1}, "not finite"),
+]
+"""Events that a user must hear of, and what is said."""
+
+
 class TestBoard:
     def board(self) -> Board:
         board = Board()
@@ -204,6 +220,25 @@ class TestBoard:
         board.end("a", 0)
         assert [line.split()[0] for line in lines(board)] == ["b"]
 
+    @pytest.mark.parametrize("event, says", NEWS)
+    def test_what_goes_wrong_is_shown_until_the_next_round(self, event: dict[str, Any], says: str) -> None:
+        board = self.board()
+        board.apply("a", event)
+        for shown in (screen(table(board)), lines(board)[0]):
+            assert says in shown
+        for good in (round_event(), {"event": "synced", "t": 4}):
+            board.apply("a", event)
+            board.apply("a", good)
+            for shown in (screen(table(board)), lines(board)[0]):
+                assert says not in shown
+
+    def test_the_wait_for_a_quorum_counts_down(self) -> None:
+        board = self.board()
+        for left_s in (60.0, 55.0, 50.0):
+            board.apply("a", {**NO_QUORUM, "left_s": left_s})
+            board.apply("a", {"event": "step", "t": 2, "inner": 4, "of": 20, "loss": 3.25, "tokens_per_s": 7500.0})
+            assert f"in {left_s:.0f} s" in lines(board)[0] and "training" in lines(board)[0]
+
     def test_a_report_survives_json_and_names_peers(self) -> None:
         lost = (Missing("cccccccccccc", "dead", 1.0), Missing("bbbbbbbbbbbb", "late", 0.25))
         full = report(ballots=2, missing=lost)
@@ -234,6 +269,48 @@ class TestShow:
     def test_a_live_table_on_a_terminal(self) -> None:
         text = self.shown(terminal=True)
         assert "tokens/s" in text and "last round" in text and "it happened" in text
+
+
+END = {
+    "event": "end",
+    "reason": "rounds",
+    "t": 8,
+    "waited_s": 1.0,
+    "bytes_sent": 9,
+    "bytes_received": 9,
+    "model": None,
+    "checkpoint": None,
+}
+
+
+class TestSinks:
+    def test_a_log_tells_all_that_goes_wrong(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+        sink = LogLines()
+        for event, _ in NEWS:
+            sink.take(event)
+        sink.take({**END, "setbacks": dataclasses.asdict(Setbacks(7, 5120.0, 0, 1, 192))})
+        for event, says in NEWS:
+            assert (says in caplog.text) == (event["event"] != "waiting")  # which the peer logs itself
+        assert "rounds lost 7; tokens lost 5120; contributions dropped 1; tokens dropped 192;" in caplog.text
+
+    def test_the_live_table_counts_down_until_the_next_round(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+        monkeypatch.setenv("COLUMNS", "100")
+        now = [0.0]
+        sink = LiveTable(list, clock=lambda: now[0])
+        try:
+            for left_s in (35.0, 30.0):
+                now[0] += REDRAW_EVERY_S
+                sink.take({**NO_QUORUM, "left_s": left_s})
+                assert f"in {left_s:.0f} s at most" in capsys.readouterr().err
+            now[0] += REDRAW_EVERY_S
+            sink.take({**round_event(), "loss": 1.0})
+            assert "no quorum" not in capsys.readouterr().err
+        finally:
+            sink.close()
 
 
 class TestCurves:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import select
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlc.comm import events
+from dlc.comm import driver, events
 from dlc.comm.entries import LogState
 from dlc.comm.ids import Voter
+from dlc.comm.links import RETRY_MAX_S
+from dlc.comm.log import HISTORY_ROUNDS_MAX
+from dlc.comm.security import generate_run_key
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import unpack
 from dlc.errors import StateDirBusy, SwarmClosed
 from dlc.peer import Peer, Resume
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
+from dlc.sim.toy import ToyState
 from dlc.train.saver import Saved, newest
 from dlc.train.setup import model_of
 from dlc.train.trainer import Summary, Trainer
@@ -62,6 +68,51 @@ def crash(peer: Peer) -> None:
     """As SIGKILL would: nothing is announced, the sockets close, and the state directory is free."""
     peer._driver.stop(10.0)
     peer._intro.state.close()
+
+
+class Asleep:
+    """A peer whose driver thread does not run, as under SIGSTOP; leaving wakes it."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self._woken = threading.Event()
+        peer._driver.call(lambda now: self._woken.wait())
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def __enter__(self) -> Asleep:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wake()
+
+
+class Doorbell:
+    """Listens where nobody should call."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._sockets = [socket.create_server((host, int(port) + lane)) for lane in (0, 1)]
+        for listener in self._sockets:
+            listener.setblocking(False)
+
+    def rung(self) -> bool:
+        return bool(select.select(self._sockets, [], [], 0.0)[0])
+
+    def __enter__(self) -> Doorbell:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for listener in self._sockets:
+            listener.close()
+
+
+class Theta(ToyState):
+    """Eight parameters that a peer can train."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 0)
 
 
 def seated(worker: Process) -> Voter:
@@ -129,6 +180,47 @@ def test_a_frozen_process_takes_part_again(host: Host) -> None:
             assert all(names(r) == {one.id, two.id, frozen.peer} for r in reports)
 
 
+def test_who_slept_through_its_eviction_and_the_history_comes_back_as_itself() -> None:
+    """Asleep for longer than T_evict, in which the others had more rounds than they keep; no part of it is lost."""
+    with swarm(3, timeouts=SHORT) as peers, Asleep(peers[2]) as asleep:
+        voter, (one, two) = asleep.peer.voter, peers[:2]
+        wait_until(lambda: voter not in voters(one) and voter not in voters(two), EVICT_S)
+        began = driver.clock()
+        rounds = 0
+        while rounds <= HISTORY_ROUNDS_MAX or driver.clock() < began + SHORT.evict_s:
+            reports = together([one, two], lambda p, i: average(p, 30))
+            assert all(names(r) == {one.id, two.id} for r in reports)
+            rounds += 1
+        asleep.wake()
+        for peer in peers:
+            wait_until(lambda peer=peer: voters(peer) == {p.voter for p in peers}, EVICT_S / 2)
+        reports = together(peers, lambda p, i: average(p, 30))
+        assert all(r.complete and len(r.contributors) == 3 for r in reports)
+        assert asleep.peer.voter == voter and len({r.head for r in reports}) == 1
+
+
+def test_nobody_dials_the_address_that_a_peer_has_left_behind(tmp_path: Path) -> None:
+    """It moves; those who knew it, and one who was given that address to join by, find it at the new one only."""
+    (old,) = free_addresses(1)
+    with Peer.join(timeouts=SETTLE) as one:
+        moved = Peer.join([one.address], listen=old, state_dir=tmp_path, timeouts=SETTLE, join_timeout_s=JOIN_S)
+        with Peer.join([old], timeouts=SETTLE, join_timeout_s=JOIN_S) as two:
+            assert all(r.complete for r in together([one, two, moved], lambda p, i: average(p, 30)))
+            crash(moved)
+            with Doorbell(old) as doorbell:
+                wait_until(doorbell.rung, 4 * RETRY_MAX_S, "somebody looks for it where it was")
+            with Peer.join([one.address], state_dir=tmp_path, timeouts=SETTLE, join_timeout_s=JOIN_S) as moved:
+                assert moved.address != old
+                three = [one, two, moved]
+                for peer in three:
+                    wait_until(lambda peer=peer: voters(peer) == {p.voter for p in three}, EVICT_S / 2)
+                with Doorbell(old) as doorbell:
+                    end = driver.clock() + 2 * RETRY_MAX_S
+                    while driver.clock() < end:
+                        assert all(r.complete for r in together(three, lambda p, i: average(p, 30)))
+                    assert not doorbell.rung()
+
+
 # ------------------------------------------------------------------ one identity twice
 
 
@@ -164,6 +256,27 @@ def test_of_two_copies_the_greater_incarnation_stays(tmp_path: Path) -> None:
             assert all(r.complete for r in together(three, lambda p, i: average(p, 30)))
 
 
+def test_a_copy_that_slept_while_a_newer_one_started_stops_and_harms_nobody(tmp_path: Path) -> None:
+    """It wakes with votes and a contribution on its hands; the newer one stays a voter through it all."""
+    with swarm(2, timeouts=SETTLE) as (one, two), ThreadPoolExecutor(1) as pool:
+        first = Peer.join([one.address], state_dir=tmp_path / "a", timeouts=SETTLE, join_timeout_s=JOIN_S)
+        waiting = pool.submit(average, first)
+        with Asleep(first) as asleep:
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
+            with Peer.join([two.address], state_dir=tmp_path / "b", timeouts=SETTLE, join_timeout_s=JOIN_S) as copy:
+                three = [one, two, copy]
+                for peer in three:
+                    wait_until(lambda peer=peer: voters(peer) == {p.voter for p in three}, EVICT_S / 2)
+                asleep.wake()
+                with pytest.raises(SwarmClosed, match="this peer's identity is newer"):
+                    waiting.result(JOIN_S)
+                first.leave()
+                for _ in range(3):
+                    reports = together(three, lambda p, i: average(p, 30))
+                    assert all(r.complete and names(r) == {p.id for p in three} for r in reports)
+                assert all(voters(peer) == {p.voter for p in three} for peer in three)
+
+
 def test_dlc_join_ends_with_one_clear_line_when_a_copy_replaces_it(host: Host) -> None:
     older = host.start("a", "--config", host.config(0), "--key-file", str(host.key), "--listen", "127.0.0.1:0")
     started = older.event("started")
@@ -176,6 +289,58 @@ def test_dlc_join_ends_with_one_clear_line_when_a_copy_replaces_it(host: Host) -
         lines = [line for line in older.log().splitlines() if "identity" in line]
         assert len(lines) == 1 and lines[0].startswith("dlc join: another process with this peer's identity")
         assert "Traceback" not in older.log()
+
+
+# ------------------------------------------------------------------ two runs, one key
+
+
+def train_alone(peer: Peer, rounds: int) -> None:
+    """Open the channel and commit this many rounds of 100 tokens."""
+    peer.open("train", Theta(), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+    for _ in range(rounds):
+        report = peer.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
+        assert report is not None and names(report) == {peer.id}
+
+
+def train_together(peer: Peer, number: int) -> RoundReport:
+    report = peer.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
+    assert report is not None
+    return report
+
+
+def test_two_runs_founded_apart_with_one_key_become_one(tmp_path: Path) -> None:
+    """They meet through a third peer. The one with more tokens stays as it is; the other says what it has lost."""
+    key = tmp_path / "run.key"
+    key.touch(mode=0o600)
+    key.write_text(generate_run_key())
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with (
+        Peer.join(key=key, timeouts=SETTLE) as greater,
+        Peer.join(key=key, timeouts=SETTLE, on_event=heard.put) as lesser,
+    ):
+        train_alone(greater, 4)
+        train_alone(lesser, 2)
+        before = greater.position("train")
+        both = [greater.address, lesser.address]
+        with Peer.join(both, key=key, timeouts=SETTLE, hold=True) as third:
+            third.open("train", Theta(), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+            three = [greater, lesser, third]
+            for peer in three:
+                wait_until(lambda peer=peer: voters(peer) == {p.voter for p in three}, JOIN_S)
+            wait_until(lambda: len({peer.position("train").digest for peer in three}) == 1, JOIN_S)
+            after = lesser.position("train")
+            assert after.t == before.t == 4 and after.tokens == 400.0 and after.digest == before.digest
+            counted: set[str] = set()
+            while counted != {p.id for p in three}:
+                reports = together(three, train_together)
+                assert len({r.head for r in reports}) == 1 and reports[0].t < 20
+                counted |= names(reports[0])
+    told = []
+    while not heard.empty():
+        event = heard.get()
+        told += [event] if isinstance(event, events.HistoryLost) else []
+    assert len(told) == 1, "it is told once"
+    assert (told[0].rounds, told[0].tokens) == (2, 200.0)
 
 
 # ------------------------------------------------------------------ two peers, one lost
@@ -333,3 +498,38 @@ def test_a_stopped_swarm_goes_on_from_the_newest_state_with_other_peers(tmp_path
     assert all(trained_once(saved) > trained_once(new) for saved in ends)
     same = {saved.t: saved.image.tobytes() for saved in ends}
     assert all(saved.image.tobytes() == same[saved.t] for saved in ends)
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_path: Path, how: str) -> None:
+    """Nobody is given an address. Killed: each waits for the two others. Stopped one by one: the last one, which saw
+    the others leave, goes on, and they find it. One run either way, from the newest of their states."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 50)
+    config = tmp_path / "RUN.toml"
+    config.write_text(RUN.format(rounds=0, text=text.as_posix()))
+    spec = RunSpec.from_toml(config)
+    model_of(spec)
+    at = dict(zip("abc", free_addresses(3), strict=True))
+    first = {w: Training(tmp_path / w, spec, at[w], [at[other] for other in at if other != w]) for w in at}
+    for training in first.values():
+        training.reach(2)
+    folders = {w: tmp_path / w for w in at}
+    if how == "killed":
+        for w in at:
+            wait_until(lambda w=w: newest(tmp_path / w, spec) is not None, 30)
+            folders[w] = tmp_path / "disk" / w
+            shutil.copytree(tmp_path / w, folders[w])
+    for training in first.values():
+        training.end()
+    saved = [found.t for w in at if (found := newest(folders[w], spec)) is not None]
+    assert len(saved) == 3
+
+    again = {w: Training(folders[w], spec, at[w], ()) for w in at}
+    for training in again.values():
+        training.reach(max(saved) + 2)
+    ends = [training.end() for training in again.values()]
+    assert all(trained_once(end) for end in ends)
+    assert {training.synced_t for training in again.values()} <= set(range(max(saved), max(saved) + 3))
+    same = {end.t: end.image.tobytes() for end in ends}
+    assert all(end.image.tobytes() == same[end.t] for end in ends)

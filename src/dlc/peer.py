@@ -101,8 +101,8 @@ class Peer:
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
-        take a seat with `open`; otherwise return as a voter. timeouts: None takes
-        those of the RunSpec; others must be the same on every peer. Raises JoinError (unreachable, wrong key, other RunSpec)
+        take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be
+        the same on every peer. Raises JoinError (unreachable, wrong key, other RunSpec)
         and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)

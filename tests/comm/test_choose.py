@@ -17,7 +17,7 @@ H0, H1, H2 = b"0" * 32, b"1" * 32, b"2" * 32
 
 
 def plan(counter: int, voter: Voter = A, entry: Entry = ROUND_1) -> Plan:
-    return Plan(HEAD, Ballot(counter, voter), (), entry, b"", (A, B), (0, 1), ())
+    return Plan(HEAD, Ballot(counter, voter), (), entry, b"", (A, B), (0, 1), (), ())
 
 
 def promise(**fields: object) -> Promise:

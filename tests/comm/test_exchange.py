@@ -64,7 +64,7 @@ def plan(channel: str = "a", grid: GridSpec = GRID, ballot: Ballot = FIRST) -> P
         ROUND, EMPTY, 1, channel, 1, (ME, OTHER), (), roster, grid.numel, grid.chunk_elems, grid.codec, b"", b"", 0
     )
     n_chunks = -(-grid.numel // grid.chunk_elems)
-    return Plan(EMPTY, ballot, (), entry, b"", (ME,), (0,) * n_chunks, ())
+    return Plan(EMPTY, ballot, (), entry, b"", (ME,), (0,) * n_chunks, (), ())
 
 
 def offer(exchange: Exchange, vector: Tensor, grid: GridSpec = GRID, channel: str = "a") -> None:
@@ -129,13 +129,13 @@ def test_a_contributor_that_trickles_is_not_waited_for_without_end(exchange: Exc
     step = 0
     while not exchange.complete:
         step += 1
-        assert step < 40, "it is waited for still"
+        assert step < 60, "it is waited for still"
         at(exchange, 0.5 * step)
         if step % 3 == 0:
             exchange.receive_contrib(OTHER, part(exchange, step // 3 - 1, 4.0))
         exchange.close_due()
     included = [len(r.header.included) for r in exchange.results()]
-    assert 3 <= included.count(2) <= 10 and included == sorted(included, reverse=True)
+    assert 3 <= included.count(2) <= 20 and included == sorted(included, reverse=True)
 
 
 def test_whoever_is_held_up_by_a_slower_one_is_not_accused(exchange: Exchange) -> None:

@@ -15,7 +15,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import ChunkHeader, Plan, Result
 from dlc.comm.timeouts import Timeouts
-from tests.comm.test_rounds import Stage
+from tests.comm.stage import Stage
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 CHUNK_ELEMS, N_CHUNKS = 4, 3
@@ -33,7 +33,7 @@ def plan(ballot: Ballot) -> Plan:
     roster = (Part(OTHER, 1.0, 0),)
     numel = CHUNK_ELEMS * N_CHUNKS
     entry = Entry(ROUND, EMPTY, 1, "a", 1, (ME, OTHER), (), roster, numel, CHUNK_ELEMS, "fp32", b"", b"", 0)
-    return Plan(EMPTY, ballot, (), entry, b"", (OTHER,), (0,) * N_CHUNKS, ())
+    return Plan(EMPTY, ballot, (), entry, b"", (OTHER,), (0,) * N_CHUNKS, (), ())
 
 
 def result(exchange: Exchange, ballot: Ballot, chunk: int, size: int = 4 * CHUNK_ELEMS) -> Result:

@@ -14,7 +14,8 @@ from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import saver
 from dlc.train.inner import InnerLoop, StepResult
-from dlc.train.trainer import DIVERGED_MAX, Summary, Trainer
+from dlc.train.phases import DIVERGED_MAX
+from dlc.train.trainer import Summary, Trainer
 from tests.train.fake_peer import FakeMember, FakePeer
 
 H = 4
@@ -182,7 +183,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(spec: RunSpec, tmp_path: Path
     second = Run(FakePeer(spec), tmp_path, resume=saved)
     second.go()
     assert [event["step"] for event in second.all("step")] == list(range(H, 2 * H))
-    moments = second.trainer._inner.tensors()
+    moments = second.trainer._phases.inner.tensors()
     assert float(moments["0.step"]) == H + 1 + H  # of the first process, and its own
 
 

@@ -56,6 +56,10 @@ def _run(args: argparse.Namespace) -> int:
             from dlc.cli.status import show_status
 
             return show_status(args)
+        case "bench":
+            from dlc.cli.bench import bench
+
+            return bench(args)
         case _:
             from dlc.demo import main as demo
 

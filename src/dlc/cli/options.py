@@ -32,6 +32,14 @@ examples:
   dlc status --peers 127.0.0.1:4600
   dlc status --peers 192.0.2.7:4600 --key-file run.key --json
 """
+BENCH_EXAMPLES = """\
+examples, each tool has --help of its own:
+  dlc bench serve --listen 0.0.0.0:4700 --key-file run.key            on one host,
+  dlc bench link --to 192.0.2.7:4700 --key-file run.key               on another
+  dlc bench matrix --peers A:4700,B:4700,C:4700 --key-file run.key    every direction between hosts that serve
+  dlc bench allreduce --local 4
+  dlc bench codec
+"""
 DEMO_EXAMPLES = """\
 example:
   dlc demo --n-peers 4 --rounds 16
@@ -47,6 +55,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser(demo_wanted: bool) -> Parser:
     """The whole command line. `demo_wanted`: also the options of `dlc demo`, which come from its own module."""
+    from dlc.cli.bench import add_arguments as add_bench  # it uses this module
+
     top = Parser(
         prog="dlc",
         description="Train one model on machines that are far apart and that come and go.",
@@ -57,6 +67,7 @@ def parser(demo_wanted: bool) -> Parser:
     _add_join(_command(commands, "join", "join a run, or found one, and train", JOIN_EXAMPLES))
     _command(commands, "key", "print a fresh run key: whoever has it can join", KEY_EXAMPLES)
     _add_status(_command(commands, "status", "list the peers of a run, without joining it", STATUS_EXAMPLES))
+    add_bench(_command(commands, "bench", "measure links, the all-reduce and codecs, before a run", BENCH_EXAMPLES))
     demo = _command(commands, "demo", "peers on this machine train a model; one is killed, one joins", DEMO_EXAMPLES)
     if demo_wanted:
         from dlc.demo import add_arguments

@@ -18,6 +18,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from dlc.cli.status import member_table
+from dlc.monitor.news import news
 from dlc.monitor.table import megabytes, read_report
 from dlc.survey import Member
 from dlc.train.metrics import MetricsWriter
@@ -68,6 +69,8 @@ class LogLines:
         self._said_at = clock()
 
     def take(self, event: Event) -> None:
+        if event["event"] == "waiting":  # the peer logs that itself
+            return
         text = sentence(event)
         if event["event"] == "step":
             if not self._steps or self._clock() - self._said_at < LOG_STEP_EVERY_S:
@@ -86,7 +89,7 @@ class LiveTable:
     def __init__(self, members: Callable[[], list[Member]], clock: Callable[[], float] = time.monotonic) -> None:
         self._members, self._clock = members, clock
         self._drawn_at = -REDRAW_EVERY_S
-        self._last_round = self._validation = ""
+        self._last_round = self._validation = self._news = ""
         console = Console(stderr=True)
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
@@ -95,13 +98,14 @@ class LiveTable:
         self._root.handlers = [RichHandler(console=console, show_path=False, markup=False)]
 
     def take(self, event: Event) -> None:
+        self._news = "" if event["event"] in ("round", "synced") else news(event) or self._news
         if event["event"] == "round":
             self._last_round = sentence(event)
         if event["event"] == "validation":
             self._validation = sentence(event)
         if event["event"] != "end" and self._clock() - self._drawn_at >= REDRAW_EVERY_S:
             self._drawn_at = self._clock()
-            below = [Text(line) for line in (self._last_round, self._validation) if line]
+            below = [Text(line) for line in (self._last_round, self._validation, self._news) if line]
             self._live.update(Group(member_table(self._members()), *below), refresh=True)
 
     def close(self) -> None:
@@ -147,15 +151,12 @@ def sentence(event: Event) -> str:
             return f"validation after round {event['t']}: {loss}"
         case "member":
             return f"peer {event['peer'][:8]} is {event['change']}"
-        case "history_lost":
-            return f"another part of the swarm had the longer history: {event['rounds']} rounds of ours are set aside"
-        case "digest_mismatch":
-            return f"our state of round {event['t']} differed from the swarm's and is fetched again"
         case "end":
             moved = f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}"
             why = "left the run" if event["reason"] == "interrupted" else f"the run is over ({event['reason']})"
+            setbacks = "".join(f"; {name.replace('_', ' ')} {n:g}" for name, n in event["setbacks"].items() if n)
             return (
-                f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}; "
+                f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}{setbacks}; "
                 f"model {event['model']}; checkpoint {event['checkpoint']}"
             )
-    return ""
+    return news(event)

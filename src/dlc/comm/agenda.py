@@ -6,6 +6,7 @@ deadline has passed); otherwise, if no round is near, bring the electorate up to
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -19,16 +20,21 @@ from dlc.comm.ids import Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import GridSpec, Ready
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.straggler import Idle, Late, worth_waiting
 from dlc.errors import ConfigError
 
 T = TypeVar("T")
 
 MUTE_S = 120.0
-"""How long a peer whose bulk did not come is given no chunks; then it is tried again."""
+"""How long a peer whose bulk did not come is given no chunks; then it is tried again, which may cost a stall."""
+MUTE_S_MAX = 3600.0
+"""It doubles each time, up to this."""
 OPEN_PATIENCE_S = 5.0
 """How long an opening waits for the other voters' wishes after the first."""
-ETA_UNKNOWN_S = 30.0
-"""Assumed for a voter that has not said when it will be ready."""
+PHASE_UNKNOWN_S = 30.0
+"""Assumed length of an inner phase until one was seen."""
+DISSENT_PATIENCE_S = 60.0
+"""How long a round waits, where the states of those who are ready differ, for others to tell which is wrong."""
 NEWCOMER_LAG_MAX = 4
 """Entries that a newcomer may be behind when it is given a vote."""
 
@@ -48,27 +54,41 @@ class Agenda:
         """(channel, digest): most voters report another state than mine; I must not coordinate before repair."""
         self._ready: dict[str, dict[Voter, tuple[Ready, float]]] = {}
         self._slot_since = 0.0
-        self._round_since: dict[str, float] = {}
+        self._seated: dict[Voter, float] = {}
+        """Since when a voter stands in the electorate."""
+        self._counted_at: dict[tuple[str, Voter], float] = {}
+        """When a round of a channel last had a voter in its roster."""
+        self._phase_s: dict[str, float] = {}
+        self._told: dict[Voter, tuple[float, float]] = {}
+        """The eta that a voter told last, and when that was new here."""
         self._mute_until: dict[Voter, float] = {}
+        self._mute_s: dict[Voter, float] = {}
 
     def enter(self) -> None:
         self._ready = {}
         self._slot_since = self.ctx.now
         self.diverged = None
+        electorate = self.log.state.electorate
+        self._seated = {v: self._seated.get(v, self.ctx.now) for v in electorate}
+        self._told = {v: told for v, told in self._told.items() if v in self._seated}
+        self._counted_at = {key: at for key, at in self._counted_at.items() if key[1] in self._seated}
 
     def silent(self, voters: Iterable[Voter]) -> None:
         """Bulk that these owed did not come, though they answer pings: a closed port, a cut in one direction."""
-        mute = {v for v in voters if v != self.ctx.me}
-        if fresh := sorted(mute - self.mute()):
-            self.ctx.notify(BulkLost(tuple(fresh)))
-        self._mute_until.update(dict.fromkeys(mute, self.ctx.now + MUTE_S))
+        fresh = sorted(set(voters) - self.mute())
+        if not fresh:
+            return
+        self.ctx.notify(BulkLost(tuple(fresh)))
+        for voter in fresh:
+            self._mute_s[voter] = min(2 * self._mute_s.get(voter, MUTE_S / 2), MUTE_S_MAX)
+            self._mute_until[voter] = self.ctx.now + self._mute_s[voter]
 
     def mute(self) -> frozenset[Voter]:
         return frozenset(v for v, until in self._mute_until.items() if until > self.ctx.now)
 
     def applied(self, channel: str) -> None:
-        """A round of this channel was applied: its next inner phase begins."""
-        self._round_since[channel] = self.ctx.now
+        """A round of this channel was applied: the next inner phase of its contributors begins."""
+        self._counted_at.update({(channel, part.voter): self.ctx.now for part in self.log.past[-1].entry.roster})
 
     def ready(self, voter: Voter, m: Ready) -> None:
         if m.head != self.log.head or voter not in self.log.state.electorate or not _sound(m):
@@ -86,6 +106,7 @@ class Agenda:
 
     def due(self) -> Draft | None:
         self.diverged = None
+        self._hear_etas()
         for channel in sorted(self._ready):
             draft = self._opening(channel) or self._round(channel)
             if draft is not None:
@@ -127,8 +148,10 @@ class Agenda:
         grid = _most_common([m.grid for m, _ in offers.values()])
         if known is not None and known.opened:
             grid = GridSpec(known.numel, known.chunk_elems, known.codec)
-        digest = _most_common([m.digest for m, _ in offers.values()])
         mine = self.log.digest(channel)
+        digest = self._digest(mine, offers)
+        if digest is None:
+            return None
         if mine and digest and mine != digest:
             self.diverged = (channel, digest)
             return None
@@ -141,6 +164,23 @@ class Agenda:
         owners, assignment = plan_round(self.ctx, self.log, n_chunks, (), (), self.mute())
         return Draft(entry, digest, owners, assignment)
 
+    def _digest(self, mine: bytes, offers: dict[Voter, tuple[Ready, float]]) -> bytes | None:
+        """The state that most report, this peer included; None where they differ and the next report may decide.
+
+        The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
+        others. Ties, where all have reported or patience is over, go to the lowest.
+        """
+        reports = {v: m.digest for v, (m, _) in offers.items()}
+        if mine:
+            reports[self.ctx.me] = mine
+        digest = _most_common(list(reports.values()))
+        trainers = [v for v in self._alive() if v in self.log.state.trainers]
+        backed = 2 * sum(d == digest for d in reports.values()) > len(trainers)
+        if backed or len(set(reports.values())) == 1 or all(v in reports for v in trainers):
+            return digest
+        first = min(at for _, at in offers.values())
+        return digest if self.ctx.now - first >= DISSENT_PATIENCE_S else None
+
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
         """All alive voters are ready, or the straggler deadline has passed."""
         now, members = self.ctx.now, self.ctx.members
@@ -151,17 +191,49 @@ class Agenda:
         patience = max(m.patience_s for m, _ in offers.values())
         if patience > 0:
             return now - first >= patience
-        phase_since = self._round_since.get(channel, self._slot_since)
-        times = [at for _, at in offers.values()]
-        for voter in late:
-            record = members.record(voter.peer)
-            eta = record.eta_s if record is not None and record.eta_s >= 0 else ETA_UNKNOWN_S
-            times.append(now + eta)
-        # A prediction that is never fulfilled must not hold up the round for ever.
-        cap = first + max(ETA_UNKNOWN_S, 2 * (first - phase_since))
-        median = min(sorted(times)[len(times) // 2], cap)
-        grace = members.timeouts.t_straggler_s(median - phase_since, members.rtt_max_s)
-        return now >= median + grace
+        timeouts = members.timeouts
+        told = {v: record.speed for v in (*offers, *late) if (record := members.record(v.peer)) is not None}
+        known = [speed for speed in told.values() if speed > 0]
+        usual = sum(known) / len(known) if known else 1.0
+        pace = {v: told.get(v, 0.0) if told.get(v, 0.0) > 0 else usual for v in (*offers, *late)}
+        # Who tells no speed where others do has made no step yet: it builds its model, or loads its data.
+        worked_s = {v: 0.0 if known and told.get(v) == 0 else now - self._works_since(channel, v) for v in pace}
+        ready = [Idle(now - at, pace[v]) for v, (_, at) in offers.items()]
+        awaited = [Late(self._eta_s(v, worked_s[v]), worked_s[v], pace[v]) for v in late]
+        floor_s = max(timeouts.straggler_floor_s, 4 * members.rtt_max_s)
+        usual_s = self._phase_of(channel, offers)
+        return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s)
+
+    def _phase_of(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> float:
+        """Length of an inner phase, by those who began it with the last round: others are ready too soon."""
+        last = max((at for (c, _), at in self._counted_at.items() if c == channel), default=None)
+        fresh = [
+            at - self._works_since(channel, v)
+            for v, (_, at) in offers.items()
+            if last is None or self._counted_at.get((channel, v)) == last
+        ]
+        if fresh:
+            self._phase_s[channel] = statistics.median(fresh)
+        return self._phase_s.get(channel, PHASE_UNKNOWN_S)
+
+    def _hear_etas(self) -> None:
+        """Remember when each voter's prediction came: it is told as seconds from then."""
+        for voter in self.log.state.electorate:
+            record = self.ctx.members.record(voter.peer)
+            if record is not None and (voter not in self._told or self._told[voter][0] != record.eta_s):
+                self._told[voter] = (record.eta_s, self.ctx.now)
+
+    def _eta_s(self, voter: Voter, worked_s: float) -> float | None:
+        """Seconds until it is ready, by what it said since it began this work."""
+        eta_s, at = self._told.get(voter, (-1.0, self.ctx.now))
+        age_s = self.ctx.now - at
+        return max(0.0, eta_s - age_s) if eta_s >= 0 and age_s <= worked_s else None
+
+    def _works_since(self, channel: str, voter: Voter) -> float:
+        """When the inner steps began that it has not contributed yet."""
+        first_round = self.log.state.round_of(channel) == 0
+        began = max(self._seated.get(voter, 0.0), self._slot_since if first_round else 0.0)
+        return self._counted_at.get((channel, voter), began)
 
     def _config(self) -> Draft | None:
         """Bring the electorate up to date, if it is out of date and nothing else is going on."""
@@ -212,6 +284,8 @@ def _sound(m: Ready) -> bool:
 
 
 def _most_common(values: list[T]) -> T:
+    if all(value == values[0] for value in values):
+        return values[0]
     counts = Counter(values)
     return min(counts, key=lambda v: (-counts[v], repr(v)))
 

@@ -33,10 +33,10 @@ from dlc.report import Reason
 
 
 class Applier:
-    def __init__(self, ctx: Context, log: Log, exchange: Exchange, slot: Slot) -> None:
+    def __init__(self, ctx: Context, log: Log, exchange: Exchange, slot: Slot, piece_bytes: int) -> None:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
-        self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first)
+        self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
         self.record_due = True
         """What my record says of the log is out of date."""
 

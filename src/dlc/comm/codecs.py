@@ -160,7 +160,7 @@ def _writable(payload: Payload) -> Payload | ctypes.Array[ctypes.c_char]:
     view = memoryview(payload)
     if not view.readonly:
         return payload
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    address, _ = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"]
     array = (ctypes.c_char * view.nbytes).from_address(address)
     array.owner = view  # type: ignore[attr-defined]
     return array

@@ -54,12 +54,16 @@ class Coordinator:
         self.plan: Plan | None = None
         self.votes: dict[Voter, bytes] = {}
         self.progress: dict[Voter, tuple[int, int]] = {}
+        self._lacks: dict[Voter, tuple[int, ...]] = {}
+        """Owners, by index, of whose results each member lacks some."""
         self._phase_since = 0.0
         self._moved = 0.0
         """Running time of the last sign that the ballot goes on."""
         self._quorum_since: float | None = None
         self._last_beat = -1e9
         self._not_before = 0.0
+        self._mute: tuple[Voter, ...] = ()
+        """Found in this slot."""
         self._stalls = 0
         """Own ballots of this slot in which nothing moved any more."""
 
@@ -68,7 +72,7 @@ class Coordinator:
     def enter(self) -> None:
         """A new slot: rank 0 begins to wait for READY without a PREPARE."""
         self._drop()
-        self._not_before, self._stalls = 0.0, 0
+        self._not_before, self._stalls, self._mute = 0.0, 0, ()
         self.agenda.enter()
         rank0 = self.log.state.rank0
         if rank0 == self.ctx.me and not self.ctx.stale:
@@ -86,7 +90,7 @@ class Coordinator:
     def _begin(self, phase: str, ballot: Ballot, deciders: tuple[Voter, ...]) -> None:
         now = self.ctx.now
         self.phase, self.ballot, self.deciders = phase, ballot, deciders
-        self.promises, self.votes, self.progress, self.plan = {}, {}, {}, None
+        self.promises, self.votes, self.progress, self._lacks, self.plan = {}, {}, {}, {}, None
         self._phase_since, self._moved = now, self.ctx.running_s
         self._quorum_since = None
         self._last_beat = -1e9
@@ -128,6 +132,7 @@ class Coordinator:
     def receive_progress(self, sender: Voter, m: Progress) -> None:
         if self.phase == RUN and m.ballot == self.ballot:
             now = (m.held, m.gained)
+            self._lacks[sender] = m.lacks
             if now > self.progress.get(sender, (-1, -1)):
                 self.progress[sender] = now
                 self._moved = self.ctx.running_s
@@ -163,9 +168,7 @@ class Coordinator:
             self._beat()
 
     def next_deadline(self) -> float | None:
-        if self.phase == IDLE:
-            return self.ctx.now + self.ctx.members.timeouts.beat_s / 2
-        return min(self._last_beat + self.ctx.members.timeouts.beat_s, self.ctx.now + 0.25)
+        return None if self.phase == IDLE else self._last_beat + self.ctx.members.timeouts.beat_s
 
     def _beat(self) -> None:
         self._last_beat = self.ctx.now
@@ -192,8 +195,7 @@ class Coordinator:
         ctx, slot, state = self.ctx, self.slot, self.log.state
         if ctx.now < self._not_before or not self.log.synced:
             return
-        alive = [v for v in state.electorate if ctx.members.alive(v)]
-        if not state.quorum(alive):
+        if not state.quorum(ctx.members.living(state.electorate)):
             self._maybe_force()
             return
         if not slot.votes_here:
@@ -312,7 +314,9 @@ class Coordinator:
         now = self.ctx.now
         self.phase = RUN
         self._phase_since, self._moved = now, self.ctx.running_s
-        self.plan = Plan(self.log.head, self.ballot, self.deciders, entry, digest, owners, assignment, fixed)
+        self.plan = Plan(
+            self.log.head, self.ballot, self.deciders, entry, digest, owners, assignment, fixed, self._mute
+        )
         self._last_beat = now
         self.ctx.cast(self.deciders or self.log.state.electorate, self.plan)
 
@@ -337,19 +341,31 @@ class Coordinator:
     def _stalled(self, plan: Plan) -> None:
         """Everybody answers, but nothing moves: go on without those who owe what is missing.
 
-        Where I lack nothing, it may be my own bulk that does not get out: after a second try I let the next in rank.
+        Where nobody is found who does, a second try is made; then I let the next in rank.
         """
         holders = {f.chunk: f.holders for f in plan.fixed}
-        lacking = self._lacking()
-        for chunk in lacking:
+        owing = set(self._unheard_owners(plan))
+        for chunk in self._lacking():
             owner = plan.assignment[chunk]
-            self.agenda.silent(holders.get(chunk, ()) if owner < 0 else (plan.owners[owner],))
+            owing.update(holders.get(chunk, ()) if owner < 0 else (plan.owners[owner],))
+        self.agenda.silent(owing)
+        self._mute = tuple(sorted(owing))
         self._stalls += 1
-        if lacking or self._stalls < STALLS_MAX or self.deciders:
+        if owing or self._stalls < STALLS_MAX or self.deciders:
             self._next_ballot(self.deciders)
         else:
             self._drop()
             self._not_before = self.ctx.now + 3 * self.ctx.members.t_coord_s
+
+    def _unheard_owners(self, plan: Plan) -> list[Voter]:
+        """Owners, perhaps myself, of whose results at least half of the other members that live lack some."""
+        members = self.ctx.members
+        unheard = []
+        for index, owner in enumerate(plan.owners):
+            lack = [index in lacks for v, lacks in self._lacks.items() if v != owner and members.alive(v)]
+            if lack and 2 * sum(lack) >= len(lack):
+                unheard.append(owner)
+        return unheard
 
     def _lacking(self) -> list[int]:
         """Chunks that nobody is known to hold: what I myself do not hold."""

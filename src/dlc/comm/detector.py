@@ -33,7 +33,7 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Rumour
 from dlc.comm.piggyback import Piggyback
 from dlc.comm.probing import Prober, SentPing
-from dlc.comm.records import NUMBER_MAX, Member, RecordTable, Standing
+from dlc.comm.records import NEVER, NUMBER_MAX, Member, RecordTable, Standing
 
 HEARTBEATS_MAX = 64
 """Largest swarm in which live peers outside the electorate are pinged each T_dead/2, and not in their turn only."""
@@ -59,6 +59,10 @@ class Detector:
         self._tie = 0
         self._turns: list[Member] = []
         self._alive: list[Member] | None = None
+        self._living: frozenset[Voter] = frozenset()
+        self._living_until_run = NEVER
+        """Until then nobody ceases to be alive by the mere passing of time; NEVER: to be found out anew."""
+        self._living_t_dead_s = 0.0
         self._probe_run = 0.0
 
     # ------------------------------------------------------------------ questions
@@ -70,6 +74,18 @@ class Detector:
             and time.running_s - member.proof_run < time.t_dead_s
             and time.running_s < member.verdict_run
         )
+
+    def living(self) -> frozenset[Voter]:
+        """All voters that are alive; the same object until one becomes so or ceases to be."""
+        time = self._time
+        if time.running_s >= self._living_until_run or time.t_dead_s != self._living_t_dead_s:
+            alive = [m for m in self._table.members.values() if self.alive(m)]
+            ends_run = (min(m.verdict_run, m.proof_run + time.t_dead_s) - SLACK_S for m in alive)
+            self._living_until_run, self._living_t_dead_s = min(ends_run, default=math.inf), time.t_dead_s
+            living = frozenset(m.voter for m in alive)
+            if living != self._living:
+                self._living = living
+        return self._living
 
     def direct(self, member: Member) -> bool:
         return self._time.running_s - member.direct_run < self._time.t_dead_s
@@ -95,9 +111,10 @@ class Detector:
             self.prober.measure(self.live_members())
 
     def next_run(self) -> float:
-        while self._timers and self._timers[0][2].timer_run != self._timers[0][0]:
-            heapq.heappop(self._timers)
-        return min(self._timers[0][0], self._probe_run) if self._timers else self._probe_run
+        timers, soonest_run = self._timers, self._probe_run
+        while timers and timers[0][2].timer_run != timers[0][0]:
+            heapq.heappop(timers)
+        return timers[0][0] if timers and timers[0][0] < soonest_run else soonest_run
 
     def _wake(self, member: Member) -> None:
         """Do what is due for one member, and set its next timer."""
@@ -166,6 +183,8 @@ class Detector:
     def proof(self, member: Member, nonce: int, ping: SentPing, relay: PeerId | None) -> None:
         """`member` answered `ping`: directly, or as `relay` says."""
         time = self._time
+        if not self.alive(member):
+            self._living_until_run = NEVER
         self.prober.answered(member, ping, relay)
         if time.running_s - ping.sent_run >= time.t_dead_s:
             self.hearing(member)
@@ -215,6 +234,7 @@ class Detector:
         probes = MISSED_ENOUGH - member.missed
         answer_s = max(time.timeouts.probe_s, 2 * (time.rtt_max_s + 4 * time.rtt_var_s))
         patience_s = answer_s + (probes - 1) * time.timeouts.probe_s if probes > 0 else 0.0
+        self._living_until_run = NEVER
         member.doubt_run = time.running_s
         member.verdict_run = time.running_s + patience_s
         self._suspect(member)
@@ -302,7 +322,7 @@ class Detector:
         self._recount()
 
     def _recount(self) -> None:
-        self._alive = None
+        self._alive, self._living_until_run = None, NEVER
         n = 1 + sum(m.standing is not Standing.DEAD for m in self._table.members.values())
         if n != self._time.n:
             self._time.n = n

@@ -76,8 +76,8 @@ class DigestMismatch:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLost:
-    """Our side of a partition lost: its training rounds and tokens since the split are set aside, and their samples will
-    be trained by the others; the state is fetched again."""
+    """Our side of a partition lost: its training rounds and tokens since the split are set aside, their samples will be
+    trained by the others, and the state is fetched again."""
 
     rounds: int
     tokens: float

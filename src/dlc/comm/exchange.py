@@ -35,7 +35,6 @@ from dlc.comm.wire import pack
 WINDOW_BYTES = 16 << 20
 """Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
 WINDOW_CHUNKS_MIN = 4
-CLOSE_CHECK_S = 0.25
 STRAY_CHUNKS_MAX = 64
 """Contributions kept per sender before the plan that asks for them is known here."""
 EARLY_BYTES_MAX = 64 << 20
@@ -230,6 +229,7 @@ class Exchange:
             self.dropped += 1
             return False
         self._count_received(plan.entry.channel, len(result.payload))
+        self.patience.sign(header.owner)
         self._hold(result, digest)
         return True
 
@@ -267,9 +267,6 @@ class Exchange:
             self.patience.waiting_for(roster[i].voter for i in lowest.missing() if roster[i].voter != self.ctx.me)
         for chunk in list(self._owned)[:window]:
             self._close_if_done(chunk)
-
-    def next_deadline(self) -> float | None:
-        return self.ctx.now + CLOSE_CHECK_S if self._owned else None
 
     def _close_if_done(self, chunk: int) -> None:
         """Close an owned chunk that has all the parts it will get."""
@@ -356,6 +353,8 @@ class Exchange:
 
     def pending(self) -> set[PeerId]:
         """Peers for which `next_bulk` has something now."""
+        if not (self._results or self._served or self._to_send):
+            return set()
         ready = {peer for peer, queue in self._results.items() if queue}
         ready.update(peer for peer, served in self._served.items() if served)
         if self.grid is not None:
@@ -372,12 +371,17 @@ class Exchange:
         queue = self._results.get(peer)
         if queue:
             message = queue.popleft()
+            if not queue:
+                del self._results[peer]
             if self.plan is not None:
                 self._count_sent(self.plan.entry.channel, len(message.payload))
             return message
         served = self._served.get(peer)
         if served:
-            return served.pop(next(iter(served)))
+            wanted = served.pop(next(iter(served)))
+            if not served:
+                del self._served[peer]
+            return wanted
         if self.grid is None or self.plan is None:
             return None
         window = self.window_chunks(self.grid)

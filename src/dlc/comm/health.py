@@ -45,7 +45,7 @@ class LocalTime:
         if elapsed_s <= 0:
             return
         self.last = now
-        self.running_s += min(elapsed_s, RUNNING_STEP_MAX_S)
+        self.running_s += elapsed_s if elapsed_s < RUNNING_STEP_MAX_S else RUNNING_STEP_MAX_S
         if elapsed_s > 2 * self.timeouts.probe_s:  # a timer of at most one probe period was due: I come late
             self.grace_run = self.running_s + self.timeouts.probe_s
             self.worse()
@@ -57,6 +57,12 @@ class LocalTime:
     def better(self) -> None:
         if self.health > 1:
             self.health -= 1
+            self.retune()
+
+    def measured(self, rtt_max_s: float, rtt_var_s: float) -> None:
+        """Round trips of those alive: the greatest, and the greatest deviation."""
+        if rtt_max_s != self.rtt_max_s or rtt_var_s != self.rtt_var_s:
+            self.rtt_max_s, self.rtt_var_s = rtt_max_s, rtt_var_s
             self.retune()
 
     def retune(self) -> None:

@@ -24,7 +24,9 @@ class Inbox:
         self.run, self.spec, self.spec_hash = run, spec, spec_hash
 
     def receive(self, sender: Voter, message: msg.Message) -> None:
-        if isinstance(message, SLOT_MESSAGES):
+        if isinstance(message, MEMBERSHIP_MESSAGES):  # nine of ten
+            self._membership(sender, message)
+        elif isinstance(message, SLOT_MESSAGES):
             self._slot_message(sender, message)
         elif isinstance(message, msg.Contrib):
             self.exchange.receive_contrib(sender, message)
@@ -33,8 +35,6 @@ class Inbox:
             if not self.exchange.receive_result(message) or self.sync.busy:
                 self.sync.receive_result(message)
             self.slot.advance()
-        elif isinstance(message, MEMBERSHIP_MESSAGES):
-            self._membership(sender, message)
         elif isinstance(message, msg.Hello):
             self._answer_hello(message)
         elif isinstance(message, msg.Commit):
@@ -97,6 +97,7 @@ class Inbox:
             if m.ballot.voter != self.ctx.me and m.ballot > coordinator.ballot:
                 coordinator.drop()
             slot.receive_plan(sender, m)
+            coordinator.agenda.silent(m.mute)
             self.applier.check_digest(sender, m)
         elif isinstance(m, msg.Held):
             coordinator.receive_held(sender, m)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,8 @@ HISTORY_STATELESS_MAX = 2
 """The same for rounds of channels without state: each holds memory that the next round would reuse."""
 HISTORY_BYTES_MAX = 1 << 30
 """Bytes of results kept for them; the newest entry is always kept."""
+HISTORY_PINNED_MAX = 256
+"""Entries kept, within the same bytes, while somebody fetches the state that they follow."""
 CHAIN_MAX = 1 << 16
 """Hashes of old entries kept to find a common ancestor (2 MiB)."""
 
@@ -70,6 +72,11 @@ class Log:
     totals: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=CHAIN_MAX))
     """Tokens committed up to each entry of the chain: tells what is set aside where a history is lost."""
     attached: dict[str, Attached] = field(default_factory=dict)
+    history_bytes_max: int = HISTORY_BYTES_MAX
+    before_change: Callable[[str], None] = lambda channel: None
+    """Told the channel whose state is about to move."""
+    pinned: bytes = b""
+    """See `pin`."""
 
     @property
     def head(self) -> bytes:
@@ -110,6 +117,7 @@ class Log:
         if entry.kind == OPEN and attached:
             attached.synced = attached.digest == entry.digest
         if entry.kind == ROUND and attached and attached.synced:
+            self.before_change(entry.channel)
             attached.state.step(entry.t, means(entry, results))
             attached.digest = attached.state.digest()
         elif entry.kind == ROUND and sink is not None:
@@ -122,6 +130,7 @@ class Log:
         attached = self.attached[channel]
         for past in later:
             if attached.synced and past.entry.kind == ROUND and past.entry.channel == channel:
+                self.before_change(channel)
                 attached.state.step(past.entry.t, means(past.entry, past.results))
                 attached.digest = attached.state.digest()
 
@@ -153,11 +162,26 @@ class Log:
                 return list(self.past)[index:]
         return None
 
+    def pin(self, head: bytes) -> None:
+        """Keep what follows this head for longer: somebody fetches the state that stands there. b"": nobody does."""
+        if head != self.pinned:
+            self.pinned = head
+            self._trim()
+
+    @property
+    def holds_pinned(self) -> bool:
+        """The history is longer than usual on behalf of somebody."""
+        return any(p.entry.parent == self.pinned for p in self.past)
+
     def _trim(self) -> None:
-        self._thin()
         total = sum(p.payload_bytes for p in self.past)
-        while len(self.past) > 1 and (len(self.past) > HISTORY_ROUNDS_MAX or total > HISTORY_BYTES_MAX):
+        while len(self.past) > 1 and total > self.history_bytes_max:
             total -= self.past.popleft().payload_bytes
+        if self.holds_pinned and len(self.past) <= HISTORY_PINNED_MAX:
+            return
+        self._thin()
+        while len(self.past) > HISTORY_ROUNDS_MAX:
+            self.past.popleft()
 
     def _thin(self) -> None:
         """Rounds of channels without state are of use to a straggler only: the last few, not a whole history."""

@@ -116,8 +116,10 @@ class Membership(View):
             return None
         if self._contact_run is None:
             return self._time.last
-        until_s = min(self._detector.next_run(), self._contact_run) - self._time.running_s
-        return self._time.last + max(0.0, until_s)
+        soonest_run, time = self._detector.next_run(), self._time
+        if self._contact_run < soonest_run:
+            soonest_run = self._contact_run
+        return time.last + (soonest_run - time.running_s) if soonest_run > time.running_s else time.last
 
     def learn(self, record: Record, now: float) -> list[Effect]:
         """Merge one record that came by another way than gossip."""
@@ -290,6 +292,6 @@ class Membership(View):
         return member if member is not None and member.voter == voter else None
 
     def _drain(self) -> list[Effect]:
-        effects = list(self._out)
+        effects = self._out[:]
         self._out.clear()
         return effects

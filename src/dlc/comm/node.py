@@ -22,6 +22,7 @@ from dlc.comm import messages as msg
 from dlc.comm.applier import Applier
 from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE
+from dlc.comm.donations import PIECE_BYTES
 from dlc.comm.effects import Dial, Effect, Send
 from dlc.comm.entries import EMPTY, LogState
 from dlc.comm.events import Waiting
@@ -31,9 +32,10 @@ from dlc.comm.health import RUNNING_STEP_MAX_S
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.inbox import MEMBERSHIP_MESSAGES, Inbox
 from dlc.comm.ledger import Lease
-from dlc.comm.log import Log, Sink
+from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
-from dlc.comm.permit import alive_records, greater_alive, key_of
+from dlc.comm.permit import alive_records, can_vote, greater_alive
+from dlc.comm.records import key_of
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.timeouts import Timeouts
@@ -47,6 +49,7 @@ COUNTDOWN_S = 5.0
 TICK_S_MIN = 0.005
 """And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
+_DIRECT_ONLY = (*MEMBERSHIP_MESSAGES, msg.Relay)
 _CODES = {kind: code for code, kind in enumerate(msg.MESSAGES)}
 
 
@@ -62,6 +65,10 @@ class NodeConfig:
     founder: bool = False
     """May found the run alone: started without `--peers`, or with `--found`."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    piece_bytes: int = PIECE_BYTES
+    """Of an image on its way; the same on all peers of a run."""
+    history_bytes_max: int = HISTORY_BYTES_MAX
+    """Results kept for peers that are a few entries behind."""
 
 
 class Node:
@@ -89,16 +96,17 @@ class Node:
         )
         self.ctx = Context(self.me, self.members)
         self.ctx.now = now
-        self.log = Log()
+        self.log = Log(history_bytes_max=config.history_bytes_max)
         self._resumed = resumed
         if resumed is not None:
             self.log.install(resumed, (resumed.head,), (resumed.tokens,))
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
         self.slot.founder = config.founder
-        self.applier = Applier(self.ctx, self.log, self.exchange, self.slot)
+        self.applier = Applier(self.ctx, self.log, self.exchange, self.slot, config.piece_bytes)
         self.coordinator, self.sync = self.applier.coordinator, self.applier.sync
         self.inbox = Inbox(self.applier, config.run, config.spec, config.spec_hash)
+        self._t_gap_s = self.members.t_gap_s
         self._last: float | None = None
         self._stale_since: float | None = None
         self._woken = False
@@ -117,15 +125,14 @@ class Node:
 
     def next_deadline(self) -> float:
         """Absolute time at which `tick` wants to be called at the latest."""
-        deadlines = [
-            self.members.next_deadline(),
-            self.slot.next_deadline(),
-            self.coordinator.next_deadline(),
-            self.exchange.next_deadline(),
-            self.sync.next_deadline(),
-        ]
-        soonest = min([self.ctx.now + TICK_S_MAX] + [d for d in deadlines if d is not None])
-        return max(soonest, self.ctx.now + TICK_S_MIN)
+        now = self.ctx.now
+        if self.sync.working:
+            return now + TICK_S_MIN
+        soonest = now + TICK_S_MAX  # soon enough for exchange and sync
+        for deadline in (self.members.next_deadline(), self.slot.next_deadline(), self.coordinator.next_deadline()):
+            if deadline is not None and deadline < soonest:
+                soonest = deadline
+        return soonest if soonest > now + TICK_S_MIN else now + TICK_S_MIN
 
     def pending_bulk(self) -> set[PeerId]:
         return self.exchange.pending()
@@ -223,9 +230,7 @@ class Node:
     def _event(self, now: float, act: Callable[[], None]) -> list[Effect]:
         self._wake(now)
         act()
-        self._refresh()
-        out = self._settle()
-        return out
+        return self._settle()
 
     def _wake(self, now: float) -> None:
         gap = 0.0 if self._last is None else now - self._last
@@ -234,7 +239,7 @@ class Node:
         self.ctx.now = now
         self.ctx.running_s += min(gap, RUNNING_STEP_MAX_S)
         self.ctx.out = []
-        if first or gap > self.members.t_gap_s:
+        if first or gap > self._t_gap_s:
             self._woken = not first
             self._become_stale(now)
 
@@ -247,36 +252,53 @@ class Node:
 
     def _refresh(self) -> None:
         """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or patience is over."""
-        if not self.ctx.stale or self.ctx.leaving or self._stale_since is None:
+        if self.ctx.leaving or self._stale_since is None:
             return
         if greater_alive(self.ctx, self.log):
             return
         members = self.members
-        waiting = [
-            v for v in self.log.state.electorate if v != self.me and not members.gone(v) and not members.refreshed(v)
-        ]
+        waited_s = members.running_s - self._stale_since
         # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a
         # woken peer waits as long as they had to. A process that has just started never voted before.
         patience_s = members.t_evict_s if self._woken else members.t_refresh_s
-        if waiting and members.running_s - self._stale_since < patience_s:
-            return
+        if waited_s < patience_s:
+            asked = self._to_be_heard(everybody=waited_s < members.t_refresh_s)
+            if not all(members.gone(v) or members.refreshed(v) for v in asked):
+                return
         self.ctx.stale = False
         self._stale_since = None
         self.slot.announce()
 
+    def _to_be_heard(self, everybody: bool) -> set[Voter]:
+        """Who may have gone on while I did not look: the voters. Where I slept, also whoever stood at my head, or not
+        far behind, without a vote (it could go on by force), and whoever is known to be ahead; for the time that an
+        answer takes, everybody."""
+        state = self.log.state
+        asked = set(state.electorate)
+        if self._woken:
+            recent = {state.head, *(past.entry.parent for past in self.log.past)} - {EMPTY}
+            others = [r for r in self.members.records() if can_vote(r)]
+            asked |= {r.voter for r in others if everybody or r.head in recent or key_of(r) > state.key}
+        return asked - {self.me}
+
     def _settle(self) -> list[Effect]:
         """Handle what I sent to myself before anything leaves, refresh my record, and find each message's way."""
+        if self.ctx.stale:
+            self._refresh()
         done: list[Effect] = []
         while self.ctx.out:
             batch, self.ctx.out = self.ctx.out, []
             for effect in batch:
-                if isinstance(effect, Send) and effect.to == self.me.peer:
+                if type(effect) is Send and effect.to == self.me.peer:
                     self.inbox.receive(self.me, effect.message)
                 else:
                     done.append(effect)
         if self.applier.record_due:
             self._describe_log()
-        return [self._routed(effect) for effect in done]
+        return [
+            effect if type(effect) is Send and isinstance(effect.message, _DIRECT_ONLY) else self._routed(effect)
+            for effect in done
+        ]
 
     def _describe_log(self) -> None:
         self.applier.record_due = False
@@ -293,7 +315,7 @@ class Node:
         """One relay hop where the direct path to an alive peer fails."""
         if isinstance(effect, Dial) and isinstance(effect.message, msg.Hello):
             return Dial(effect.address, dataclasses.replace(effect.message, address=effect.address))
-        if not isinstance(effect, Send) or isinstance(effect.message, MEMBERSHIP_MESSAGES + (msg.Relay,)):
+        if not isinstance(effect, Send):
             return effect
         relay = self.members.relay_for(effect.to)
         if relay is None or relay == self.me.peer:
@@ -320,14 +342,15 @@ class Node:
     def _say_waiting(self) -> None:
         """Tell the application that nothing can go on and for whom we wait: at each change, and as time runs down."""
         state = self.log.state
-        absent = [v for v in state.electorate if not self.members.alive(v)]
+        living = self.members.living(state.electorate)
+        absent = [v for v in state.electorate if v not in living] if len(living) < len(state.electorate) else []
         missing = tuple(v.peer for v in absent if not self.members.gone(v))
         waiting = None
         if state.head == EMPTY:
             unheard = tuple(a for a in self.config.listed if a not in self.slot.answers)
             if unheard:
                 waiting = Waiting("founding needs every listed address", unheard)
-        elif missing and not state.quorum([v for v in state.electorate if v not in absent]):
+        elif missing and not state.quorum(living):
             unseen_s = min(self.members.unseen_s(v) for v in absent if not self.members.gone(v))
             left_s = max(0.0, self.members.t_evict_s - unseen_s)
             waiting = Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S))

@@ -5,17 +5,18 @@ A contributor is *late* in a plan, once one of these is true:
 - it has been silent for longer than its own pace explains (T_chunk): three times the longest pause between two of its
   parts lately, or what a slow uplink takes for its first parts;
 - all in all it was waited for three times as long as such a silence and all that it owes me take together, at the rate
-  of its earlier rounds.
+  of its earlier rounds, or at that of most others now where they are slower.
 
 The second rule is there for the peer that answers pings and trickles: each part comes in time, the whole never does.
-Waited for is who lacks in the lowest open chunk. Parts come in order, so whoever is only held up by a slower one (its
-window is full) is not accused.
+Waited for is who lacks in the lowest open chunk, and has sent nothing since I looked last. Parts come in order, so
+whoever is only held up by a slower one (its window is full) is not accused.
 
 All times are running times: while I was not scheduled, parts lay unread in my own sockets.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 
 from dlc.comm.context import Context
@@ -53,7 +54,7 @@ class Patience:
         self._rate_Bps: dict[Voter, float] = {}
 
     def begin(self, roster: Iterable[Voter], n_recipients: int, part_bytes: int, owed_bytes: int) -> None:
-        """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`; it serves `n_recipients`."""
+        """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`, and serves so many."""
         self._learn_rates()
         now = self._since = self._last_close = self._looked = self.ctx.running_s
         self._n_recipients, self._part_bytes, self._owed_bytes = n_recipients, part_bytes, owed_bytes
@@ -83,16 +84,21 @@ class Patience:
         if not self._overdue(voter):
             self._late.discard(voter)
 
+    def sign(self, voter: Voter) -> None:
+        """Something else came on its bulk lane: its uplink serves results before parts, and is not silent."""
+        if voter in self._heard:
+            self._heard[voter] = self.ctx.running_s
+
     def closed(self) -> None:
         """I closed a chunk: whoever's window was full may send again from now on."""
         self._last_close = self.ctx.running_s
 
     def waiting_for(self, voters: Iterable[Voter]) -> None:
         """To be called now and then with those that my lowest open chunk lacks."""
-        now = self.ctx.running_s
-        passed_s, self._looked = now - self._looked, now
+        since, self._looked = self._looked, self.ctx.running_s
         for voter in voters:
-            self._waited_s[voter] = self._waited_s.get(voter, 0.0) + passed_s
+            if self._heard.get(voter, self._since) <= since:
+                self._waited_s[voter] = self._waited_s.get(voter, 0.0) + self._looked - since
 
     def given_up(self, voter: Voter) -> bool:
         """It is late: not waited for any longer in this plan."""
@@ -119,4 +125,7 @@ class Patience:
     def whole_s(self, voter: Voter) -> float:
         """The longest that it is waited for in one plan, all silences together."""
         rate_Bps = self._rate_Bps.get(voter, FIRST_RATE_Bps / max(1, self._n_recipients))
+        passed_s = self.ctx.running_s - self._since
+        if passed_s > 0:  # where everybody is slow it is the network, or me
+            rate_Bps = min(rate_Bps, statistics.median(self._received.values()) / passed_s)
         return OVERTIME * (self.silence_s(voter) + self._owed_bytes / max(rate_Bps, RATE_MIN_Bps))

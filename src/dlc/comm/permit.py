@@ -13,11 +13,7 @@ from dlc.comm.entries import EMPTY
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import Record
-
-
-def key_of(record: Record) -> tuple[float, int, bytes]:
-    """Position of a peer's history in the total order."""
-    return (record.tokens, record.depth, record.head)
+from dlc.comm.records import key_of
 
 
 def can_vote(record: Record) -> bool:
@@ -32,10 +28,9 @@ def alive_records(ctx: Context) -> list[Record]:
 
 def greater_alive(ctx: Context, log: Log) -> list[Record]:
     """Alive peers whose history is greater than mine, the greatest first."""
-    key = log.state.key
     members = ctx.members
-    ahead = [r for r in members.records() if key_of(r) > key and can_vote(r) and members.alive(r.voter)]
-    return sorted(ahead, key=key_of, reverse=True)
+    ahead = members.ahead_of(log.state)
+    return [r for r in ahead if can_vote(r) and members.alive(r.voter)] if ahead else ahead
 
 
 def permits(

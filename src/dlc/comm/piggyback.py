@@ -68,8 +68,10 @@ class Piggyback:
             records += self._sample(peer)
         elif self._records:
             records += filter(None, map(self._record, _take(self._records, NEWS_RECORDS_MAX, peer)))
-        if ping and (extra := self._any_record(peer)) is not None:
-            records.append(extra)
+        if ping and (others := table.order()):
+            other = others[int(self._rng.random() * len(others))]
+            if other != peer:
+                records.append(table.members[other].record)
         rumours: list[Rumour] = []
         if target.told[1] != Standing.ALIVE:
             rumours.append(_rumour(target))
@@ -95,13 +97,6 @@ class Piggyback:
         if len(others) > TABLE_RECORDS_MAX:
             others = self._rng.sample(others, TABLE_RECORDS_MAX)
         return [self._table.members[other].record for other in others if other != peer]
-
-    def _any_record(self, peer: PeerId) -> Record | None:
-        others = self._table.order()
-        if not others:
-            return None
-        other = others[int(self._rng.random() * len(others))]
-        return None if other == peer else self._table.members[other].record
 
 
 def _rumour(member: Member) -> Rumour:

@@ -74,9 +74,12 @@ class Prober:
     def ask_others(self, member: Member, live: Sequence[Member]) -> None:
         """The direct way is silent: up to HELPERS_MAX others ping for me, the last that succeeded among them."""
         member.direct_until_run = math.inf
-        count = 1 if member.standing is Standing.DEAD else HELPERS_MAX
+        dead = member.standing is Standing.DEAD
+        # Voters are dead for long only where no quorum lives: whether one can be reached then decides about a fork.
+        count = 1 if dead and not member.watched else HELPERS_MAX
         helpers: list[Member] = []
-        if member.relay is not None and (last := self._table.members.get(member.relay)) is not None:
+        # The last relay that succeeded comes first; to the dead it leads no more, and all others must get their turn.
+        if not dead and member.relay is not None and (last := self._table.members.get(member.relay)) is not None:
             helpers.append(last)
         drawn = live if len(live) <= count else self._rng.sample(live, min(count + 2, len(live)))
         helpers += [other for other in drawn if other is not member and other not in helpers]
@@ -113,10 +116,13 @@ class Prober:
     def measure(self, live: Sequence[Member]) -> None:
         """Once per probe period: round trips of those alive; old pings are forgotten."""
         time = self._time
-        measured = [m for m in live if m.rtt_s >= 0]
-        time.rtt_max_s = max((m.rtt_s for m in measured), default=RTT_DEFAULT_S)
-        time.rtt_var_s = max((m.rtt_var_s for m in measured), default=0.0)
-        time.retune()
+        rtt_max_s, rtt_var_s = -1.0, 0.0
+        for member in live:
+            if member.rtt_s > rtt_max_s:
+                rtt_max_s = member.rtt_s
+            if member.rtt_var_s > rtt_var_s:
+                rtt_var_s = member.rtt_var_s
+        time.measured(rtt_max_s if rtt_max_s >= 0 else RTT_DEFAULT_S, rtt_var_s)
         while self.pings:
             nonce, ping = next(iter(self.pings.items()))
             if ping.sent_run + PING_KEEP_S > time.running_s:

@@ -153,11 +153,11 @@ class RecordTable:
     # ------------------------------------------------------------------ all
 
     def records(self) -> list[Record]:
-        """The newest of each peer that has not left, mine first."""
+        """The newest of each peer that has not left, mine first; not to be changed. The same list until a record is."""
         if self._listed is None:
             mine = [] if self._own.left else [self.own]
             self._listed = mine + [member.record for member in self.members.values()]
-        return list(self._listed)
+        return self._listed
 
     def order(self) -> list[PeerId]:
         """Known peers as a list that can be indexed; not to be changed."""
@@ -178,14 +178,14 @@ class RecordTable:
     def merge(self, record: Record, running_s: float) -> tuple[Merged, Member | None]:
         """Take a record in; the member given back is the one that it replaced or removed, if any."""
         voter = record.voter
+        old = self.members.get(voter.peer)
+        if old is not None and (voter.inc, record.seq) <= (old.voter.inc, old.record.seq):
+            return Merged.OLD, None
         if voter.peer == self.me.peer:
             return self._merge_own(record), None
         stone = self.tombstones.get(voter.peer)
         if stone is not None and stone.voter.inc >= voter.inc:
             return (Merged.OLD if record.left else Merged.GHOST), None
-        old = self.members.get(voter.peer)
-        if old is not None and (voter.inc, record.seq) <= (old.voter.inc, old.record.seq):
-            return Merged.OLD, None
         if not well_formed(record) or not self._verify(record):
             return Merged.REFUSED, None
         if record.left:
@@ -231,6 +231,11 @@ class RecordTable:
     def _changed(self) -> None:
         self._listed = None
         self._order = None
+
+
+def key_of(record: Record) -> tuple[float, int, bytes]:
+    """Position of a peer's history in the total order."""
+    return (record.tokens, record.depth, record.head)
 
 
 def well_formed(record: Record) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,4 +178,4 @@ def decode_mean(grid: Grid, chunk: int, payload: Payload) -> Tensor | None:
 
 
 def _fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    return float(np.float32(value))

@@ -132,11 +132,16 @@ class Slot:
             self._answer_progress(sender)
 
     def _answer_progress(self, coordinator: Voter) -> None:
-        exchange, plan = self.exchange, self.plan
+        plan = self.plan
         assert plan is not None
-        self.ctx.send(coordinator, Progress(self.log.head, plan.ballot, len(exchange.held), exchange.gained))
+        self.ctx.send(coordinator, self._progress(plan))
         if self.accepted is not None and self.accepted[0] == plan.ballot:
             self._send_vote()
+
+    def _progress(self, plan: Plan) -> Progress:
+        exchange = self.exchange
+        lacks = {plan.assignment[chunk] for chunk in exchange.missing()} - {-1}
+        return Progress(self.log.head, plan.ballot, len(exchange.held), exchange.gained, tuple(sorted(lacks)))
 
     def receive_nack(self, sender: Voter, m: Nack) -> None:
         self.seen = max(self.seen, m.promised)
@@ -160,7 +165,7 @@ class Slot:
         mine = self.log.digest(m.entry.channel)
         # Once found to be another in this slot, my state stays so until it is repaired, whatever the ballot.
         self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else self.blocked_on_digest)
-        self.ctx.send(sender, Progress(self.log.head, m.ballot, len(self.exchange.held), self.exchange.gained))
+        self.ctx.send(sender, self._progress(m))
         self.advance()
 
     def _kept(self, plan: Plan) -> dict[int, Result]:

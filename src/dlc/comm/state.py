@@ -22,7 +22,7 @@ class State(Protocol):
         """Apply round t: fp32 mean of elements [start, stop) each, or None where nobody contributed."""
 
     def digest(self) -> bytes:
-        """BLAKE3-256 of the whole state, equal on every peer that stands at the same round."""
+        """BLAKE3-256 of the image, equal on every peer that stands at the same round."""
 
     def image_bytes(self) -> int:
         """Size of an exported image in bytes."""
@@ -30,5 +30,11 @@ class State(Protocol):
     def export(self) -> memoryview:
         """A frozen copy of the whole state in portable byte order."""
 
+    def copy_image(self, start: int, out: memoryview) -> None:
+        """The same, in parts: copy the bytes from `start` on that fill `out`."""
+
     def restore(self, image: memoryview) -> None:
-        """Replace the whole state by an image, or raise CheckpointError and change nothing."""
+        """Replace the whole state by an image, or raise CheckpointError and change nothing.
+
+        A writable image is given up to the state, which may keep it as its own memory.
+        """

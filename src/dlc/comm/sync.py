@@ -4,25 +4,25 @@ Whoever learns of an alive peer with a greater history asks it what follows its 
 
   IDLE --greater history alive--> ASKED --Steps--> REPLAY (fetch results by hash, apply entry by entry) --> IDLE
                                         --Offer--> IMAGES (fetch pieces, verify, switch at once)        --> ASKED
-  any --the donor dies or falls silent--> IDLE (another is taken; my own state was not touched)
+  REPLAY --the donor dies or falls silent--> IDLE (another is taken; my own state was not touched)
+  IMAGES --nobody is left who has them-----> IDLE (what came is kept for the next offer that names the same images)
 
-Pieces are asked of every alive peer that stands at the offered head, because equal heads have equal images. The other
-side of this conversation is `donations.py`.
+Pieces are asked of every alive peer that stands at the offered head or beyond (`download.py`); the other side of this
+conversation is `donations.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from blake3 import blake3
 
 from dlc.comm.context import Context
-from dlc.comm.donations import PIECE_BYTES, PIECES_IN_FLIGHT, Donations
+from dlc.comm.donations import Donations
+from dlc.comm.download import Download, Staged
 from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
 from dlc.comm.events import ChannelSynced, HistoryLost
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
+from dlc.comm.images import PieceLimits
 from dlc.comm.log import Attached, Log
 from dlc.comm.messages import (
     Fetch,
@@ -31,32 +31,22 @@ from dlc.comm.messages import (
     NoPiece,
     Offer,
     Piece,
-    PieceReq,
     Result,
     Step,
     Steps,
     SyncReq,
 )
-from dlc.comm.permit import alive_records, greater_alive, key_of
+from dlc.comm.permit import alive_records, greater_alive
+from dlc.comm.records import key_of
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
 STEPS_IN_FLIGHT = 2
 """Entries whose results are asked for at once: hides the round trips, bounds the memory."""
 ASK_AGAIN_S = 1.0
+OFFER_S = 60.0
+"""An offer that comes later than this after the question is not waited for: a donor hashes 1 GB in about 2 s."""
 IMAGE_BYTES_MAX = 1 << 38
-
-
-@dataclass
-class Download:
-    """Images of one offer on their way."""
-
-    offer: Offer
-    buffers: dict[str, bytearray]
-    missing: dict[tuple[str, int], bytes]
-    """(channel, piece) -> expected hash."""
-    asked: dict[tuple[str, int], tuple[Voter, float]] = field(default_factory=dict)
-    refused: set[Voter] = field(default_factory=set)
 
 
 class Sync:
@@ -68,6 +58,7 @@ class Sync:
         apply: Callable[[Entry, tuple[bytes, ...], tuple[Result, ...]], None],
         switched: Callable[[], None],
         accepted_first: Callable[[], bytes],
+        piece_bytes: int,
     ) -> None:
         self.ctx, self.log, self.exchange = ctx, log, exchange
         self.apply, self.switched = apply, switched
@@ -79,8 +70,13 @@ class Sync:
         """Channels about to be opened with another first state than mine: the digest to fetch."""
         self._steps: list[Step] = []
         self._results: dict[bytes, Result] = {}
+        self._asked: dict[Voter, float] = {}
+        """Who was asked what follows my head, and when: an offer takes its time."""
         self._download: Download | None = None
-        self.donations = Donations(ctx, log, exchange)
+        self._staged: dict[str, Staged] = {}
+        """Images of the last download as far as they came: one per channel, until it is in step."""
+        self.limits = PieceLimits(piece_bytes)
+        self.donations = Donations(ctx, log, exchange, self.limits)
         self._asked_at = -1e9
         self._heard_at = 0.0
 
@@ -93,42 +89,50 @@ class Sync:
     def tick(self) -> None:
         now = self.ctx.now
         self.donations.tick()
-        if self.donor is not None and not self._donor_fit():
-            self._abandon()
-        if self.busy and now >= self._asked_at + ASK_AGAIN_S:
+        if self._staged and not (self._unsynced() or greater_alive(self.ctx, self.log)):
+            self._staged = {}
+        if self._download is not None:
+            self._download.verify()
             self._ask_pieces()
-            self._ask_results()
+            self._finish_if_complete()
+        elif self.donor is not None and not self._donor_fit():
+            self._abandon()
+        if now < self._asked_at + ASK_AGAIN_S or self._download is not None:
             return
-        if not self.busy and now >= self._asked_at + ASK_AGAIN_S:
+        if self._steps:
+            self._ask_results()
+        else:
             self.start()
 
     def _donor_fit(self) -> bool:
         assert self.donor is not None
-        patience = max(4 * ASK_AGAIN_S, 2 * self.ctx.members.t_dead_s)
-        return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < patience
+        return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < self._patience_s
 
-    def next_deadline(self) -> float | None:
-        if not self.busy and not self.wanted():
-            return None
-        # Where nobody can be asked the time of the last question is long past: look again, but do not spin.
-        return max(self._asked_at + ASK_AGAIN_S, self.ctx.now + ASK_AGAIN_S / 4)
+    @property
+    def _patience_s(self) -> float:
+        """Silence after which somebody else is asked."""
+        return max(4 * ASK_AGAIN_S, 2 * self.ctx.members.t_dead_s)
 
-    def wanted(self) -> bool:
-        return bool(self._unsynced()) or bool(greater_alive(self.ctx, self.log))
+    @property
+    def working(self) -> bool:
+        """A slice of work waits for the next tick."""
+        down = self._download
+        return self.donations.working or (down is not None and down.complete)
 
     def _unsynced(self) -> list[str]:
         """Channels whose state must come as an image although the log may be up to date."""
         attached = self.log.attached
-        self.first_states = {
-            c: d for c, d in self.first_states.items() if not self.log.is_open(c) and attached[c].digest != d
-        }
+        if self.first_states:
+            self.first_states = {
+                c: d for c, d in self.first_states.items() if not self.log.is_open(c) and attached[c].digest != d
+            }
         return [c for c, a in attached.items() if c in self.first_states or (not a.synced and self.log.is_open(c))]
 
     def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
         """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
         kept = self.donations.kept(channel, digest)
         if kept is not None:
-            self._replace(self.log.attached[channel], channel, kept)
+            self._replace(self.log.attached[channel], channel, memoryview(kept), digest)
             return
         known = self.first_states.get(channel) == digest
         self.first_states[channel] = digest
@@ -137,10 +141,12 @@ class Sync:
 
     def start(self, hint: Voter | None = None) -> None:
         """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
-        if self.busy or self._awaiting() or not (self.wanted() or hint):
+        if self.busy or self._awaiting():
             return
         ahead = [r.voter for r in greater_alive(self.ctx, self.log)]
         image = bool(self._unsynced())
+        if not (ahead or image or hint):
+            return
         if not ahead and image:
             at_my_head = [r for r in alive_records(self.ctx) if key_of(r) == self.log.state.key and r.synced]
             ahead = [r.voter for r in at_my_head]
@@ -152,6 +158,9 @@ class Sync:
         best = ahead if self.first_states else ahead[:3]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         self._asked_at = self._heard_at = self.ctx.now
+        self._asked = {v: at for v, at in self._asked.items() if at > self.ctx.now - OFFER_S} | {
+            self.donor: self.ctx.now
+        }
         state = self.log.state
         wanted = tuple(self.first_states.values())
         self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY, wanted))
@@ -161,6 +170,8 @@ class Sync:
         return self.ctx.now - self._asked_at < ASK_AGAIN_S
 
     def _abandon(self) -> None:
+        if self._download is not None:
+            self._staged = self._download.staged
         self.donor, self._steps, self._results, self._download = None, [], {}, None
 
     # ---------------------------------------------------------------- replay
@@ -217,33 +228,32 @@ class Sync:
             self._ask_results(slice(STEPS_IN_FLIGHT - 1, STEPS_IN_FLIGHT))
         self.donor = None
         self._asked_at = -1e9
+        self.start()
 
     # ---------------------------------------------------------------- images
 
     def receive_offer(self, sender: Voter, m: Offer) -> None:
-        if sender != self.donor or self.busy:
-            return
-        fork = not self._is_ancestor(m)
-        if m.state.key < self.log.state.key or (m.state.key == self.log.state.key and not self._unsynced()):
-            self.donor = None
-            return
-        if fork and m.state.key <= self.log.state.key:
-            self.donor = None
-            return
-        offered = {i.channel: i.digest for i in m.images}
-        if m.state.key == self.log.state.key and any(offered.get(c) != d for c, d in self.first_states.items()):
-            self.donor = None
+        if sender not in self._asked or self.busy:
             return
         wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
-        if len(m.totals) != len(m.chain) or any(not _plausible(i, self.log.attached[i.channel]) for i in wanted):
-            self._abandon()
+        plausible = all(_plausible(i, self.log.attached[i.channel], self.limits) for i in wanted)
+        if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m):
+            if sender == self.donor:
+                self.donor = None
             return
-        self._heard_at = self.ctx.now
-        buffers = {i.channel: bytearray(i.image_bytes) for i in wanted}
-        missing = {(i.channel, p): h for i in wanted for p, h in enumerate(i.piece_hashes)}
-        self._download = Download(m, buffers, missing)
+        self.donor, self._heard_at = sender, self.ctx.now
+        self._download = Download(m, wanted, self.limits, self._staged)
+        self._staged = {}
         self._ask_pieces()
         self._finish_if_complete()
+
+    def _of_use(self, m: Offer) -> bool:
+        """Its history is greater than mine, or the same where I lack a state that it has."""
+        key, mine = m.state.key, self.log.state.key
+        if key != mine:
+            return key > mine
+        offered = {i.channel: i.digest for i in m.images}
+        return bool(self._unsynced()) and all(offered.get(c) == d for c, d in self.first_states.items())
 
     def _is_ancestor(self, m: Offer) -> bool:
         return self.log.head == EMPTY or self.log.head in m.chain
@@ -253,78 +263,46 @@ class Sync:
         return attached.digest != image.digest
 
     def _ask_pieces(self) -> None:
-        """Keep a few pieces in flight with every peer that holds this image."""
+        """Keep the windows of all donors full."""
         down = self._download
-        if down is None or self.donor is None:
+        if down is None or down.complete:
             return
-        now = self.ctx.now
-        self._asked_at = now
-        head = down.offer.state.head
-        donors = [r.voter for r in alive_records(self.ctx) if r.head == head and r.voter not in down.refused]
-        if self.donor not in donors and self.donor not in down.refused:
-            donors.append(self.donor)
-        if not donors:
+        self._asked_at = self.ctx.now
+        key = down.offer.state.key
+        for voter, request in down.ask(self._donors(key), self._patience_s, self.ctx.now):
+            self.ctx.send(voter, request)
+        if down.hopeless():
             self._abandon()
-            return
-        patience = max(4 * ASK_AGAIN_S, 2 * self.ctx.members.t_dead_s)
-        load = dict.fromkeys(donors, 0)
-        for key, (voter, at) in list(down.asked.items()):
-            if voter not in load or now - at > patience:
-                del down.asked[key]
-            else:
-                load[voter] += 1
-        wanted: dict[Voter, dict[str, list[int]]] = {}
-        for key in down.missing:
-            if key in down.asked:
-                continue
-            voter = min(donors, key=lambda v: (load[v], v))
-            if load[voter] >= PIECES_IN_FLIGHT:
-                break
-            load[voter] += 1
-            down.asked[key] = (voter, now)
-            wanted.setdefault(voter, {}).setdefault(key[0], []).append(key[1])
-        digests = {i.channel: i.digest for i in down.offer.images}
-        for voter, by_channel in wanted.items():
-            for channel, pieces in by_channel.items():
-                self.ctx.send(voter, PieceReq(channel, digests[channel], tuple(pieces)))
+
+    def _donors(self, key: tuple[float, int, bytes]) -> list[Voter]:
+        """Who stands at the offered head, or has passed it and may keep its image."""
+        donors = [r.voter for r in alive_records(self.ctx) if key_of(r) >= key]
+        if self.donor is not None and self.donor not in donors and self.ctx.members.alive(self.donor):
+            donors.append(self.donor)
+        return donors
 
     def receive_piece(self, sender: Voter, m: Piece) -> None:
-        down = self._download
-        if down is None:
-            return
-        key = (m.channel, m.piece)
-        expected = down.missing.get(key)
-        if expected is None or blake3(m.payload).digest() != expected:
-            return
-        start = m.piece * PIECE_BYTES
-        down.buffers[m.channel][start : start + len(m.payload)] = m.payload
-        del down.missing[key]
-        down.asked.pop(key, None)
-        self._heard_at = self.ctx.now
-        if not down.missing or len(down.asked) <= PIECES_IN_FLIGHT // 2:
+        if self._download is not None:
+            self._download.receive(sender, m, self.ctx.now)
             self._ask_pieces()
-        self._finish_if_complete()
+            self._finish_if_complete()
 
     def receive_no_piece(self, sender: Voter, m: NoPiece) -> None:
-        down = self._download
-        if down is None:
-            return
-        down.refused.add(sender)
-        down.asked = {k: v for k, v in down.asked.items() if v[0] != sender}
-        if sender == self.donor:
-            self._abandon()
-        else:
+        if self._download is not None:
+            self._download.refuse(sender, m.channel, m.digest)
             self._ask_pieces()
 
     def _finish_if_complete(self) -> None:
         """All pieces verified: switch to the offered state at once, or change nothing."""
         down = self._download
-        if down is None or down.missing:
+        if down is None or not (down.complete and down.verified):
             return
         offer = down.offer
         self._download = None
         self.donor = None
         self._asked_at = -1e9
+        if not all(s.sound for s in down.staged.values()):
+            return
         # The log may have gone on meanwhile: then what is kept of it is applied to the image. None: too far.
         ahead = offer.state.key < self.log.state.key
         later = self.log.after(offer.state.head) if ahead else []
@@ -337,11 +315,11 @@ class Sync:
             if attached is None or (ahead and attached.synced):
                 continue
             if attached.digest != image.digest:
-                buffer = down.buffers.get(image.channel)
+                staged = down.staged.pop(image.channel, None)
                 try:
-                    if buffer is None:  # my state moved since the offer came
+                    if staged is None:  # my state moved since the offer came
                         raise CheckpointError("a channel's image was not asked for")
-                    self._replace(attached, image.channel, memoryview(buffer).toreadonly())
+                    self._replace(attached, image.channel, memoryview(staged.memory), image.digest)
                 except CheckpointError:
                     for other in restored:
                         other.synced = False
@@ -360,13 +338,15 @@ class Sync:
         for image in offer.images:
             if image.channel in self.log.attached and self.log.attached[image.channel].synced:
                 self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))
+        self.start()
 
-    def _replace(self, attached: Attached, channel: str, image: memoryview) -> None:
+    def _replace(self, attached: Attached, channel: str, image: memoryview, digest: bytes) -> None:
         """Another state takes the place of mine; one that I accepted in this slot is set aside first."""
         if attached.digest == self.accepted_first():
             self.donations.keep(channel)
+        self.log.before_change(channel)
         attached.state.restore(image)
-        attached.digest = attached.state.digest()
+        attached.digest = digest  # of the very bytes: `Download` has hashed them
 
     def _opened(self, offer: Offer, channel: str) -> bool:
         known = offer.state.channel(channel)
@@ -389,10 +369,10 @@ def _consistent(step: Step) -> bool:
     return manifest_hash(step.hashes) == step.entry.manifest
 
 
-def _plausible(image: ImageOffer, attached: Attached) -> bool:
-    pieces = -(-image.image_bytes // PIECE_BYTES) if image.image_bytes > 0 else -1
+def _plausible(image: ImageOffer, attached: Attached, limits: PieceLimits) -> bool:
+    pieces = -(-image.image_bytes // limits.piece_bytes) if image.image_bytes > 0 else -1
     return (
-        image.piece_bytes == PIECE_BYTES
+        image.piece_bytes == limits.piece_bytes
         and 0 < image.image_bytes <= IMAGE_BYTES_MAX
         and image.image_bytes == attached.state.image_bytes()
         and len(image.piece_hashes) == pieces

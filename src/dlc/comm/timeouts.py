@@ -37,9 +37,10 @@ class Timeouts:
     slot_settle_s: float = 2.0
     """Age of a slot before its coordinator may change the electorate: who comes together is taken together."""
     straggler_floor_s: float = 2.0
-    """Least wait for those who are not ready, after the median of the predicted times."""
-    straggler_share: float = 0.15
-    """The same as a part of the inner phase."""
+    """Least wait for those who are not ready, after the first who is: their predictions are no better than that."""
+    straggler_share: float = 0.5
+    """Part of its work that is counted as lost where a round leaves a peer out, whose work a later round counts; a
+    round waits for it no longer than is worth that much (`dlc.comm.straggler`)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -93,7 +94,3 @@ class Timeouts:
     def t_chunk_s(self, rtt_s: float, gap_s: float) -> float:
         """Silence of a contributor (or of all missing results: T_stall) after which it is not waited for."""
         return max(self.chunk_s, 4 * rtt_s, self.chunk_gaps * gap_s)
-
-    def t_straggler_s(self, inner_phase_s: float, rtt_s: float) -> float:
-        """Wait after the median of the predicted ready times before a round is planned without the rest."""
-        return max(self.straggler_floor_s, self.straggler_share * inner_phase_s, 4 * rtt_s)

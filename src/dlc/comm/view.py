@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 
 from dlc.comm.detector import Detector
+from dlc.comm.entries import LogState
 from dlc.comm.health import RTT_DEFAULT_S, LocalTime
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Record
 from dlc.comm.piggyback import Piggyback
-from dlc.comm.records import RecordTable, Standing
+from dlc.comm.records import RecordTable, Standing, key_of
 
 
 class View:
@@ -30,6 +31,12 @@ class View:
         self._watched: dict[Voter, float] = {}
         """The electorate, with the running time since which each one has been in it."""
         self._left = False
+        self._living: tuple[Voter, ...] = ()
+        self._living_for: tuple[tuple[Voter, ...], frozenset[Voter], bool] | None = None
+        """Who was asked for, and who was alive, when `_living` was found."""
+        self._ahead: list[Record] = []
+        self._ahead_of: tuple[LogState, list[Record]] | None = None
+        """The state and the list of records that `_ahead` was found from."""
 
     # ------------------------------------------------------------------ questions
 
@@ -49,6 +56,16 @@ class View:
         """It missed a probe, and has not answered since."""
         member = self._table.members.get(voter.peer)
         return member is not None and member.voter == voter and member.standing is Standing.SUSPECT
+
+    def living(self, voters: tuple[Voter, ...]) -> tuple[Voter, ...]:
+        """Those of `voters` that are alive, in their order.
+
+        Asked of the electorate at every tick, while answers seldom change: the last one is kept until it does."""
+        found_for = (voters, self._detector.living(), self.alive(self.me))
+        if found_for != self._living_for:
+            self._living_for = found_for
+            self._living = tuple(voter for voter in voters if self.alive(voter))
+        return self._living
 
     def gone(self, voter: Voter) -> bool:
         """Proof that the process is no more: a signed leave, or a signed record of its peer with a greater inc."""
@@ -78,8 +95,18 @@ class View:
         return None if member is None else member.record
 
     def records(self) -> list[Record]:
-        """The newest of each known peer, mine first; those that left are not listed."""
+        """The newest of each known peer, mine first; those that left are not listed. Not to be changed."""
         return self._table.records()
+
+    def ahead_of(self, state: LogState) -> list[Record]:
+        """Records of histories greater than this, alive or not, the greatest first; not to be changed.
+
+        Asked after every message, while records and heads seldom change: the last answer is kept until one does."""
+        records, known = self._table.records(), self._ahead_of
+        if known is None or known[0] is not state or known[1] is not records:
+            self._ahead_of = (state, records)
+            self._ahead = sorted((r for r in records if key_of(r) > state.key), key=key_of, reverse=True)
+        return self._ahead
 
     def relay_for(self, peer: PeerId) -> PeerId | None:
         """None: send directly. Else the direct way fails, and this is the peer through which a ping succeeded last."""

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 def pack(value: object) -> bytes:
     """Canonical msgpack of a dataclass, named tuple, tuple, str, bytes, bool, int, float or None."""
-    packed: bytes = msgpack.packb(_plain(value), use_bin_type=True)
+    packed: bytes = msgpack.packb(value, default=_fields_of, use_bin_type=True)
     return packed
 
 
@@ -58,23 +58,17 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _fields_of(value: Any) -> list[Any]:
+    """What msgpack asks for where it has no form of its own: anything but tuples and scalars."""
     kind = type(value)
-    if kind in _SCALARS:
-        return value
     names = _FIELDS.get(kind)
-    if names is None and dataclasses.is_dataclass(kind):
+    if names is None:
+        if not dataclasses.is_dataclass(kind):
+            raise TypeError(f"{kind.__name__} has no wire form")
         names = _header_fields(kind)
-    if names is not None:
-        return [_plain(getattr(value, name)) for name in names]
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, int):  # of an enumeration
-        return int(value)
-    raise TypeError(f"{kind.__name__} has no wire form")
+    return [getattr(value, name) for name in names]
 
 
-_SCALARS = frozenset((str, bytes, bool, int, float, type(None)))
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 

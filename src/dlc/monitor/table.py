@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from dlc.monitor.news import news
 from dlc.report import Missing, RoundReport, Share
 
 STYLES = {
@@ -56,6 +57,8 @@ class PeerRow:
     """Time that its training stood still for rounds."""
     report: str = ""
     """The last round, in one line."""
+    news: str = ""
+    """What went wrong since the last round, or for whom it waits."""
     digest: str = ""
     ended: bool = False
 
@@ -72,11 +75,12 @@ class Board:
     def apply(self, name: str, event: Mapping[str, Any]) -> None:
         """Take one event of a peer."""
         row = self.add(name)
+        row.news = news(event) or row.news
         match event.get("event"):
             case "started":
                 row.state, row.id, row.address = "joining", str(event.get("peer", "")), str(event.get("address", ""))
             case "synced":
-                row.t = _int(event.get("t"))
+                row.t, row.news = _int(event.get("t")), ""
             case "phase":
                 row.state = str(event.get("phase", row.state))
             case "step":
@@ -88,7 +92,7 @@ class Board:
                 row.bytes_sent += _int(event.get("bytes_sent"))
                 row.bytes_received += _int(event.get("bytes_received"))
                 row.waited_s += _float(event.get("own_waiting_s")) or 0.0
-                row.report = short_report(event, self._names())
+                row.report, row.news = short_report(event, self._names()), ""
             case "validation":
                 row.validation = _float(event.get("loss"))
             case "waiting":
@@ -125,7 +129,7 @@ def table(board: Board, title: str = "", caption: str = "") -> Table:
             _thousands(row.tokens_per_s),
             _loss(row.loss),
             f"{row.bytes_sent / 1e6:.1f}/{row.bytes_received / 1e6:.1f}",
-            row.report,
+            Text(row.news, "yellow") if row.news else row.report,
             style="dim" if row.ended and row.state != "done" else "",
         )
     return grid
@@ -136,7 +140,7 @@ def lines(board: Board) -> list[str]:
     return [
         f"{row.name:<10} {row.state:<9} round {row.t:>3}  step {row.inner:>3}/{row.of:<3} "
         f"{_thousands(row.tokens_per_s):>6} tokens/s  loss {_loss(row.loss):>6}  "
-        f"sent {megabytes(row.bytes_sent):>8}  received {megabytes(row.bytes_received):>8}"
+        f"sent {megabytes(row.bytes_sent):>8}  received {megabytes(row.bytes_received):>8}  {row.news}".rstrip()
         for row in board.rows.values()
         if not row.ended
     ]

@@ -4,91 +4,180 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
-from collections import Counter
+from pathlib import Path
+from typing import TextIO
 
 import torch
 
-from dlc.sim.run import run
-from dlc.sim.schedule import FAULTS, scenario
+from dlc.sim.files import load, save_json, to_plain
+from dlc.sim.run import Outcome, run
+from dlc.sim.schedule import FAULTS, Scenario
+from dlc.sim.shrink import shrink
+from dlc.sim.sweep import Job, StateFile, outcomes
 from dlc.sim.transcript import Transcript
+
+PROGRESS_EVERY_S = 15.0
+SHRINK_S = 120.0
+"""Time for shortening one failing schedule."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def main() -> int:
+    args = _arguments()
+    torch.set_num_threads(1)
+    if args.scenario:
+        return replay(load(args.scenario), args.transcript, args.json)
+    return Sweep(args).run()
 
 
 def span(text: str) -> tuple[int, int]:
+    """LOW:HIGH, or one number for both."""
     low, _, high = text.partition(":")
     return int(low), int(high or low)
 
 
-def main() -> int:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dlc.sim",
         description=__doc__,
-        epilog="example: python -m dlc.sim --peers 2:8 --seeds 0:100 --faults crash,freeze,restart",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            [
+                "faults:",
+                *(f"  {name:<10} {text}" for name, text in FAULTS.items()),
+                "\nexample: python -m dlc.sim --peers 2:8 --seeds 0:1000 --faults crash,freeze --state sweep.json",
+            ]
+        ),
     )
-    parser.add_argument("--peers", type=span, default=(2, 8), metavar="LOW:HIGH", help="peers at the start")
+    parser.add_argument("--peers", type=span, default=(2, 8), metavar="LOW:HIGH", help="peers at the start; or N")
     parser.add_argument("--seeds", type=span, default=(0, 100), metavar="FIRST:END", help="END is not run; or one seed")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; default: %(default)s")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated, or none; default: all")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="run the scenario of this file, and no sweep")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; default: cores")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="remember there what is done, and go on from it")
     parser.add_argument("--json", action="store_true", help="one line of JSON per schedule, and one for all")
-    parser.add_argument("--transcript", action="store_true", help="print the last events of each schedule")
+    parser.add_argument("--transcript", action="store_true", help="print the last events of a schedule that fails")
     parser.add_argument("--max-failures", type=int, default=1, metavar="N", help="stop after so many")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no schedule after so long")
     args = parser.parse_args()
-    kinds = [k for k in args.faults.split(",") if k and k != "none"]
-    unknown = sorted(set(kinds) - set(FAULTS))
+    unknown = sorted(set(args.faults.split(",")) - {"", "none", *FAULTS})
     if unknown:
         parser.error(f"unknown faults {', '.join(unknown)}; known: {', '.join(FAULTS)}")
-    torch.set_num_threads(1)
-    return sweep(args, kinds)
+    if args.jobs < 1 or not 1 <= args.peers[0] <= args.peers[1]:
+        parser.error("--jobs and --peers must be at least 1, and LOW not above HIGH")
+    return args
 
 
-def sweep(args: argparse.Namespace, kinds: list[str]) -> int:
-    first, end = args.seeds
-    low, high = args.peers
-    began, done, rounds, events, failures = time.monotonic(), 0, 0, 0, 0
-    faults: Counter[str] = Counter()
-    for seed in range(first, max(end, first + 1)):
-        plan = scenario(seed, low, high, kinds)
-        outcome = run(plan)
-        done, rounds, events = done + 1, rounds + outcome.rounds, events + outcome.events
-        faults.update(outcome.faults)
-        if args.json:
+class Sweep:
+    """One command: the seeds that are left, what comes of them, and what is said about it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        kinds = tuple(k for k in args.faults.split(",") if k and k != "none")
+        first, end = args.seeds
+        self.job, self.end = Job(args.peers, kinds, first), max(end, first + 1)
+        self.state = StateFile(args.state)
+        self.tally, word = self.state.load(self.job)
+        if word:
+            print(word, file=sys.stderr)
+        self.began = self.reported = time.monotonic()
+        self.before = self.tally.schedules
+        self.out: TextIO = sys.stderr if args.json else sys.stdout
+
+    def run(self) -> int:
+        interrupted = False
+        try:
+            for outcome in outcomes(self.job, self.tally.left(self.end), self.args.jobs, self._more):
+                self._take(outcome)
+        except KeyboardInterrupt:
+            interrupted = True
+        self.state.save(self.job, self.tally, now=True)
+        self._summary()
+        return INTERRUPTED if interrupted else 1 if self.tally.violations else 0
+
+    def _more(self) -> bool:
+        enough = len(self.tally.violations) >= self.args.max_failures
+        return not enough and time.monotonic() < self.began + self.args.seconds
+
+    def _take(self, outcome: Outcome) -> None:
+        known = len(self.tally.violations)
+        self.tally.add(outcome)
+        self.state.save(self.job, self.tally)
+        if self.args.json:
             print(json.dumps(outcome.__dict__), flush=True)
-        if outcome.violation or args.transcript:
+        if outcome.violation and known < self.args.max_failures:
+            self._explain(outcome)
+        elif outcome.violation:
+            print(f"VIOLATION at seed {outcome.seed}: {outcome.violation}", file=self.out)
+        if time.monotonic() >= self.reported + PROGRESS_EVERY_S:
+            self.reported = time.monotonic()
+            of = self.end - self.job.first
+            print(f"{self.tally.schedules} of {of} schedules, {self._rate()} per minute", file=sys.stderr)
+
+    def _rate(self) -> float:
+        minutes = (time.monotonic() - self.began) / 60
+        return round((self.tally.schedules - self.before) / minutes, 1)
+
+    def _explain(self, outcome: Outcome) -> None:
+        """Say what broke and how to see it again; shorten it, and leave the short form as a file."""
+        low, high = self.job.peers
+        command = ["python", "-m", "dlc.sim", "--peers", f"{low}:{high}", "--seeds", str(outcome.seed), "--faults"]
+        print(f"VIOLATION at seed {outcome.seed}: {outcome.violation}", file=self.out)
+        print(f"replay: {shlex.join([*command, ','.join(self.job.kinds) or 'none'])}", file=self.out, flush=True)
+        short, its_outcome = shrink(self.job.scenario(outcome.seed), outcome, SHRINK_S)
+        path = (self.args.state or Path("sim.json")).parent / f"seed-{outcome.seed}.json"
+        save_json(path, to_plain(short))
+        describe(short, its_outcome, self.out)
+        print(f"replay: python -m dlc.sim --scenario {shlex.quote(str(path))} --transcript", file=self.out, flush=True)
+        if self.args.transcript:
             transcript = Transcript()
-            run(plan, transcript)
-            _explain(args, kinds, seed, outcome.violation, transcript)
-        failures += bool(outcome.violation)
-        if failures >= args.max_failures or time.monotonic() - began > args.seconds:
-            break
-    minutes = (time.monotonic() - began) / 60
-    summary = {
-        "schedules": done, "violations": failures, "rounds": rounds, "faults": dict(sorted(faults.items())),
-        "events": events, "schedules_per_minute": round(done / minutes, 1),
-    }  # fmt: skip
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items()))
-    return 1 if failures else 0
+            run(short, transcript)
+            print("\n".join(transcript.lines()), file=self.out, flush=True)
+
+    def _summary(self) -> None:
+        tally = self.tally
+        summary = {
+            "schedules": tally.schedules, "violations": len(tally.violations), "seeds": sorted(tally.violations),
+            "rounds": tally.rounds, "faults": dict(sorted(tally.faults.items())), "events": tally.events,
+            "schedules_per_minute": self._rate(), "code": tally.code,
+        }  # fmt: skip
+        if self.args.json:
+            print(json.dumps(summary))
+        else:
+            print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items()))
 
 
-def _explain(args: argparse.Namespace, kinds: list[str], seed: int, violation: str, transcript: Transcript) -> None:
-    out = sys.stderr if args.json else sys.stdout
-    low, high = args.peers
-    plan = scenario(seed, low, high, kinds)
-    print(f"seed {seed}: {len(plan.starts)} peers, {plan.n_chunks} chunks, {plan.weather}", file=out)
+def describe(plan: Scenario, outcome: Outcome, out: TextIO) -> None:
+    """A scenario and what comes of it, for people."""
+    states = "equal" if plan.equal_states else "different"
+    print(
+        f"{len(plan.starts)} peers, {plan.n_chunks} chunks in {plan.codec}, channels {', '.join(plan.channels)}, "
+        f"drift {plan.drift:g}, {states} first states, {plan.weather}",
+        file=out,
+    )
     for number, start in enumerate(plan.starts):
-        print(f"  p{number} starts at {start.at_s:.2f} s, listed {start.listed or 'nobody'}", file=out)
+        print(f"  p{number} ({start.role}) starts at {start.at_s:.2f} s, listed {start.listed or 'nobody'}", file=out)
     for fault in plan.faults:
         print(f"  {fault}", file=out)
-    for line in transcript.lines():
-        print(line, file=out)
-    if violation:
-        print(f"VIOLATION {violation}", file=out)
-        command = ["python", "-m", "dlc.sim", "--peers", f"{low}:{high}", "--seeds", str(seed)]
-        print(f"replay: {shlex.join([*command, '--faults', ','.join(kinds) or 'none'])} --transcript", file=out)
+    print(f"  {outcome.violation or f'no violation, {outcome.rounds} rounds'}", file=out)
+
+
+def replay(plan: Scenario, with_transcript: bool, as_json: bool) -> int:
+    """Run one scenario that was written to a file."""
+    transcript = Transcript() if with_transcript else None
+    outcome = run(plan, transcript)
+    for line in transcript.lines() if transcript is not None else ():
+        print(line)
+    if as_json:
+        print(json.dumps(outcome.__dict__))
+    else:
+        describe(plan, outcome, sys.stdout)
+    return 1 if outcome.violation else 0
 
 
 if __name__ == "__main__":

@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dlc.comm.effects import Effect, Send
-from dlc.sim.schedule import Fault
+from dlc.sim.schedule import TRAIN, Fault
+from dlc.sim.toy import ToyState
 
 if TYPE_CHECKING:
     from dlc.sim.world import Host, Process, World
+
+
+NAP_S = (0.05, 1.0)
+"""What a slow process sleeps at a time; its events wait for no longer."""
+AWAKE_S = (0.0, 0.3)
+"""And how long it is awake in between."""
+SOUND_MIN = 3
+"""Trainers with one state, the corrupted one included, below which nobody could tell which of two is the wrong one."""
 
 
 @dataclass
@@ -44,12 +53,17 @@ class Faults:
         victim = awake[fault.who % len(awake)] if awake else None
         if fault.kind == "join":
             self._join(fault)
-        elif fault.kind == "restart":
-            self._crash_and_restart(victim)
+        elif fault.kind in ("restart", "move"):
+            self._crash_and_restart(victim, moves=fault.kind == "move")
         elif fault.kind == "cut":
             self._cut(fault)
         elif fault.kind == "partition":
             self._partition(fault)
+        elif fault.kind == "corrupt":
+            self._corrupt(victim)
+        elif fault.kind == "slow" and victim is not None:
+            self.struck["slow"] += 1
+            self._nap(victim, self.world.now + fault.for_s)
         elif victim is None or not self.expendable(victim):
             return
         elif fault.kind == "crash":
@@ -60,8 +74,9 @@ class Faults:
             self.world.leave(victim)
 
     def expendable(self, process: Process) -> bool:
-        """The run outlives its loss: another process that is active is there."""
-        return any(p is not process and p.node.log.active and not p.left for p in self.world.running())
+        """The run outlives its loss: another trainer is there that is active and holds the run's state."""
+        others = (p for p in self.world.running() if p is not process and not p.left)
+        return any(p.node.log.active and p.node.log.synced and p.host.role == "trainer" for p in others)
 
     def _join(self, fault: Fault) -> None:
         peers = [p for p in self.world.running() if p.node.log.active and not p.left]
@@ -71,16 +86,17 @@ class Faults:
         known = {peers[fault.who % len(peers)].host.address, peers[fault.other % len(peers)].host.address}
         self.world.start(self.world.new_host(), tuple(sorted(known)))
 
-    def _crash_and_restart(self, victim: Process | None) -> None:
+    def _crash_and_restart(self, victim: Process | None, moves: bool) -> None:
         if victim is None or not self.expendable(victim):
             return
         self.world.crash(victim)
-        self.world.clock.at(self.world.now + self.world.rng.choice((0.2, 3.0, 20.0)), self._restart, victim.host)
+        self.world.clock.at(self.world.now + self.world.rng.choice((0.2, 3.0, 20.0)), self._restart, victim.host, moves)
 
-    def _restart(self, host: Host) -> None:
+    def _restart(self, host: Host, moves: bool) -> None:
         if self.world.quiet or host.process is not None:
             return
-        self.struck["restart"] += 1
+        self.struck["move" if moves else "restart"] += 1
+        host.moves += moves
         book = tuple(sorted(h.address for h in self.world.hosts.values() if h is not host))
         self.world.start(host, book, from_disk=host.disk is not None and self.world.rng.random() < 0.5)
 
@@ -111,6 +127,36 @@ class Faults:
         for a, b in pairs:
             self.world.network.mend(a, b)
         self.world.checker.paths_changed()
+
+    def _corrupt(self, victim: Process | None) -> None:
+        """Flip one element, where the others can tell: a majority of the trainers is awake, at one head, and sound."""
+        if victim is None or victim.host.role != "trainer" or not victim.node.log.is_open(TRAIN):
+            return
+        log, corrupt = victim.node.log, self.world.checker.corrupt
+        step = {
+            p.voter
+            for p in self.world.running()
+            if p.awake and p.node.log.synced and p not in corrupt and p.node.log.head == log.head
+        }
+        trainers, sound = set(log.state.trainers), (step & set(log.state.trainers)) - {victim.voter}
+        if victim.voter not in step or len(sound) + 1 < SOUND_MIN or 2 * len(sound) <= len(trainers):
+            return
+        self.struck["corrupt"] += 1
+        self.world.say(victim, "is corrupted")
+        state = log.attached[TRAIN].state
+        assert isinstance(state, ToyState)
+        state.flip()
+        self.world.checker.corrupted(victim)
+
+    def _nap(self, process: Process, until_s: float) -> None:
+        """A slow machine: short sleeps, one after the other."""
+        world = self.world
+        if not process.running or world.quiet or world.now >= until_s:
+            return
+        nap_s = world.rng.uniform(*NAP_S)
+        if process.awake:
+            world.freeze(process, nap_s, "nap")
+        world.clock.at(world.now + nap_s + world.rng.uniform(*AWAKE_S), self._nap, process, until_s)
 
     # ---------------------------------------------------------------- targeted faults
 

@@ -7,23 +7,37 @@ last event changed, so that checking costs less than what is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import IDLE
 from dlc.comm.entries import EMPTY, ROUND, Entry, LogState, manifest_hash
-from dlc.comm.events import RoundDone
+from dlc.comm.events import ContributionDropped, HistoryLost, RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Past, counted_of
+from dlc.sim import limits
 from dlc.sim.history import History
-from dlc.sim.oracle import check_ledger, check_means
+from dlc.sim.oracle import check_delivered, check_ledger, check_means, check_report
+from dlc.sim.paths import Paths
+from dlc.sim.schedule import TRAIN
+from dlc.sim.toy import Means, ToyState
+from dlc.sim.truth import Truth
 
 if TYPE_CHECKING:
     from dlc.sim.world import Process, World
 
 NO_ONE: frozenset[Voter] = frozenset()
+LIMITS_EVERY = 32
+"""Every so many events the buffers of the process at hand are measured."""
+BEHIND_MAX = 3
+"""Entries that a peer may be behind the greatest head while rounds go on."""
+ROUNDS_AFTER = 3
+"""Rounds that show that a run goes on."""
+ROUND_S = 30.0
+"""For a round, detection and eviction apart: an inner phase of 5 s, waiting for stragglers, chunks at 5 kB/s, what was
+lost fetched again."""
 
 
 class Violation(Exception):
@@ -45,18 +59,34 @@ class Checker:
         self.histories_lost = 0
         self._seen: dict[Process, tuple[bytes, tuple[float, int, bytes]]] = {}
         """Head and key of each process after its last event."""
-        self._digests: dict[bytes, bytes] = {}
         self._manifests: dict[tuple[bytes, Ballot], bytes] = {}
         self._results: dict[tuple[bytes, Ballot, int], msg.Result] = {}
+        self._hashes: dict[int, tuple[msg.Result, bytes]] = {}
+        """By the identity of a result, which is kept with its hash so that no other takes its place."""
         self._votes: dict[tuple[bytes, Ballot], set[Voter]] = {}
         self._values: dict[tuple[bytes, Ballot], bytes] = {}
         self._decided: dict[bytes, list[tuple[frozenset[Voter], bytes]]] = {}
-        self._apart_now: set[tuple[str, str]] = set()
-        self._apart_s: dict[tuple[str, str], float] = {}
-        """Seconds that both were awake without a two-way path since they last had one."""
-        self._apart_noted = 0.0
-        self.partitioned = False
-        """Two awake processes had no two-way path for longer than T_evict - T_gap - T_dead."""
+        self._pasts: dict[str, Past] = {}
+        """Every round, by its hash in hex."""
+        self._applied_at: dict[bytes, float] = {}
+        """When each entry was first applied."""
+        self._offers: dict[tuple[Process, str], float] = {}
+        """Contributions whose end their trainer was not told yet: (process, channel), since when."""
+        self._events = 0
+        self._round_by = float("inf")
+        """When the first round after the last fault must have been, at the latest."""
+        self._moved: Process | None = None
+        """Whose head the last event moved."""
+        self._truth = Truth(self._first_state)
+        self.paths = Paths(world)
+
+    @property
+    def corrupt(self) -> Collection[Process]:
+        """Processes whose state was wrong and is not known to be right again."""
+        return self._truth.corrupt
+
+    def paths_changed(self) -> None:
+        self.paths.changed()
 
     # ---------------------------------------------------------------- what is sent
 
@@ -82,6 +112,8 @@ class Checker:
             self._voted(process, m)
         elif isinstance(m, msg.Promise | msg.Plan | msg.Prepare) and process.node.ctx.stale:
             raise Violation("I7", f"{process.voter} is stale and sends {type(m).__name__}")
+        if isinstance(m, msg.Plan) and self._truth.corrupt:
+            self._planned(m)
 
     def _voted(self, process: Process, m: msg.Held) -> None:
         node, voter = process.node, process.voter
@@ -95,20 +127,28 @@ class Checker:
         if voter in voters and self._values[key] is not None:
             return
         decree, results = slot.accepted[1], slot.accepted_results
+        entry_hash = decree.entry.hash
         plan = slot.plan
         deciders = frozenset(plan.deciders) if plan is not None and plan.ballot == m.ballot else NO_ONE
         if voter not in (deciders or state.electorate):
             raise Violation("I2", f"{voter} votes at {m.head[:3].hex()} and is no decider there")
         if decree.entry.kind == ROUND:
-            hashes = tuple(result_hash(r) for r in results)
+            hashes = tuple(self._hash_of(r) for r in results)
             if hashes != decree.hashes or manifest_hash(hashes) != m.manifest:
                 raise Violation("I2", f"{voter} votes for a manifest whose bytes it does not hold")
         known = self._manifests.setdefault(key, m.manifest)
-        value = self._values.setdefault(key, decree.entry.hash)
-        if known != m.manifest or value != decree.entry.hash:
+        value = self._values.setdefault(key, entry_hash)
+        if known != m.manifest or value != entry_hash:
             raise Violation("I3", f"two values in ballot {m.ballot} of slot {m.head[:3].hex()}")
         voters.add(voter)
         self._decide(state, key, deciders)
+
+    def _hash_of(self, result: msg.Result) -> bytes:
+        """Hashed once for each object: results cannot be changed, and mostly are the same objects everywhere here."""
+        known = self._hashes.get(id(result))
+        if known is None:
+            known = self._hashes[id(result)] = (result, result_hash(result))
+        return known[1]
 
     def _decide(self, state: LogState, key: tuple[bytes, Ballot], deciders: frozenset[Voter]) -> None:
         """I1: deciding sets of one slot that intersect decide the same entry."""
@@ -140,10 +180,24 @@ class Checker:
         node = process.node
         if node.ctx.stale and node.coordinator.phase != IDLE:
             raise Violation("I7", f"{process.voter} coordinates while it is stale")
+        self._events += 1
+        if self._events % LIMITS_EVERY == 0 and (over := limits.over(process)):
+            raise Violation("memory", f"{process.voter} keeps {over}")
         head, key = self._seen[process]
         log = node.log
-        if log.head == head:
-            return
+        moved = log.head != head
+        if moved:
+            self._moved = process
+            self._head_moved(process, key)
+        if process in self._truth.corrupt:
+            why = self._truth.look(process, jumped=moved and log.after(head) is None)
+            if why:
+                raise Violation("S1", f"{process.voter}, whose state was wrong, {why}")
+        elif moved:
+            self._check_digests(process, jumped=log.after(head) is None)
+
+    def _head_moved(self, process: Process, key: tuple[float, int, bytes]) -> None:
+        log = process.node.log
         if log.state.key <= key:
             raise Violation("I6", f"{process.voter} goes from {key} down to {log.state.key}")
         self._seen[process] = (log.head, log.state.key)
@@ -154,12 +208,45 @@ class Checker:
         known = self.states.setdefault(log.head, log.state)
         if known != log.state:
             raise Violation("S1", f"two log states at head {log.head[:3].hex()}")
-        attached = log.attached.get("train")
-        if attached is not None and attached.synced and log.is_open("train"):
+
+    # ---------------------------------------------------------------- states
+
+    def _check_digests(self, process: Process, jumped: bool) -> None:
+        """S1: equal heads have equal states, and these are what the entries make of the first one."""
+        log = process.node.log
+        for channel, attached in log.attached.items():
+            if not (attached.synced and log.is_open(channel)):
+                continue
             if attached.digest != attached.state.digest():
-                raise Violation("S1", f"{process.voter} reports another digest than its state has")
-            if self._digests.setdefault(log.head, attached.digest) != attached.digest:
-                raise Violation("S1", f"{process.voter}: another digest at head {log.head[:3].hex()}")
+                raise Violation("S1", f"{process.voter} reports another digest than its state of {channel} has")
+            if attached.digest == self._truth.digest(log.head, channel):
+                continue
+            if not (jumped and self._truth.corrupt):
+                raise Violation("S1", f"{process.voter} has a wrong state of {channel} at head {log.head[:3].hex()}")
+            self.corrupted(process)  # it fetched the state of one that was not told yet that it is wrong
+
+    def corrupted(self, process: Process) -> None:
+        """This process holds a wrong state."""
+        self._truth.corrupt[process] = False
+
+    def _planned(self, plan: msg.Plan) -> None:
+        sound = sum(
+            p.node.log.head == plan.head and p.node.log.synced and p not in self.corrupt and not p.left
+            for p in self.world.running()
+        )
+        why = self._truth.planned(plan, sound)
+        if why:
+            raise Violation("S1", why)
+
+    def _first_state(self, channel: str, digest: bytes) -> ToyState | None:
+        """The first state with this digest: the hosts' own, in the order of their numbers."""
+        for number in range(len(self.world.hosts)):
+            state = ToyState(self.world.grids[channel].numel, number)
+            if state.digest() == digest:
+                return state
+        return None
+
+    # ---------------------------------------------------------------- entries
 
     def _new_entry(self, process: Process, past: Past) -> None:
         """The first time that this entry is applied anywhere."""
@@ -170,12 +257,18 @@ class Checker:
         counted = counted_of(entry, past.results)
         after = before.apply(entry, counted)
         self.states[after.head] = after
+        self._applied_at[after.head] = self.world.now
         self._check_decided(process, entry)
         if entry.kind == ROUND:
-            check_means(before, past, self.world.grid.numel)
+            check_means(before, past, self.world.grids[entry.channel].numel)
             self.rounds += 1
-            self.round_times.append(self.world.now)
-        check_ledger(before, after, counted)
+            self._pasts[after.head.hex()] = past
+            if entry.channel == TRAIN:
+                self.round_times.append(self.world.now)
+        check_ledger(before, after, counted if entry.channel == TRAIN else ())
+        why = self._truth.add(after.head, past, process.node.log.attached.get(entry.channel))
+        if why:
+            raise Violation("S1", why)
         self.history.add(entry)
         self._check_forks(process, entry)
 
@@ -193,74 +286,85 @@ class Checker:
             fork = self.history.fork(entry.hash, other.node.log.head)
             if fork is None or not self.history.commits(fork):
                 continue
-            self._note_apart()
-            if not self.partitioned:
+            # The fork was there when the second of its sides was decided; that must have been in a partition.
+            sides = (self._applied_at[fork[1]], self._applied_at[fork[2]])
+            if not self.paths.partitioned(min(sides), max(sides)):
                 raise Violation("S2", f"both sides of the fork at {fork[0][:3].hex()} commit rounds: {fork}")
 
+    # ---------------------------------------------------------------- what applications see
+
     def told(self, process: Process, event: object) -> None:
-        """I4: the report equals the committed entry."""
-        if type(event).__name__ == "HistoryLost":
+        """I4: the report says what the committed entry says."""
+        self._truth.told(process, event)
+        if isinstance(event, HistoryLost):
             self.histories_lost += 1
-        if not isinstance(event, RoundDone):
+        elif isinstance(event, ContributionDropped):
+            self._offers.pop((process, event.channel), None)
+        elif isinstance(event, RoundDone):
+            self._offers.pop((process, event.report.channel), None)
+            past = self._pasts[event.report.head]
+            check_report(past, self.states[past.entry.parent], event, process.voter)
+
+    def offered(self, process: Process, channel: str) -> None:
+        """A contribution is about to be offered: it must end in RoundDone or ContributionDropped."""
+        self._offers[(process, channel)] = self.world.now
+
+    def after_effects(self, process: Process) -> None:
+        """L4: a contribution that ended with this event has been told so."""
+        if self._moved is not process or not process.awake or process.unsent:
             return
-        report = event.report
-        past = next((p for p in reversed(process.node.log.past) if p.entry.hash.hex() == report.head), None)
-        if past is None:
-            return
-        included = {p.voter.peer for r in past.results for p in r.header.included}
-        if {share.peer for share in report.contributors} != included:
-            raise Violation("I4", f"report of round {report.t} names {report.contributors}, the chunks {included}")
-        counted = process.voter in {p.voter for p in counted_of(past.entry, past.results)}
-        if counted != event.counted:
-            raise Violation("I4", f"{process.voter} is told counted={event.counted} for round {report.t}")
+        self._moved = None
+        for channel in process.trainers:
+            if (process, channel) in self._offers and channel not in process.node.exchange.offered:
+                raise Violation("L4", f"a contribution of {process.voter} to {channel} has vanished without a word")
 
-    # ---------------------------------------------------------------- paths
-
-    def paths_changed(self) -> None:
-        """A cut, freeze, start or end: note which awake processes have no two-way path from now on."""
-        self._note_apart()
-        world = self.world
-        awake = [p.host.name for p in world.running() if not p.frozen]
-        self._apart_now = {
-            (a, b) for i, a in enumerate(awake) for b in awake[i + 1 :] if not world.network.joined(a, b, awake)
-        }
-        running = {p.host.name for p in world.running()}
-        for pair in [p for p in self._apart_s if p not in self._apart_now and running.issuperset(p)]:
-            if set(pair) <= set(awake):
-                del self._apart_s[pair]  # joined again; a freeze only stops the clock
-
-    def _note_apart(self) -> None:
-        """Add the time since the last change to every pair that is apart, and judge whether that is a partition.
-
-        When a cut begins, the last proof of the other may be as old as T_dead; a freeze shorter than T_gap is noticed
-        by nobody. So T_evict without a proof means this much time awake and apart.
-        """
-        world = self.world
-        passed_s, self._apart_noted = world.now - self._apart_noted, world.now
-        for pair in self._apart_now:
-            self._apart_s[pair] = self._apart_s.get(pair, 0.0) + passed_s
-        timeouts = world.scenario.timeouts
-        proof_age_s = timeouts.t_gap_s()  # T_dead, which measured round trips widen to about this
-        limit_s = timeouts.evict_s - timeouts.t_gap_s() - proof_age_s
-        if any(apart_s > limit_s for apart_s in self._apart_s.values()):
-            self.partitioned = True
+    def delivered(self, event: RoundDone, means: Means) -> None:
+        """An all-reduce ended, and `means` is what it gave to its caller."""
+        if event.fits:
+            check_delivered(self._pasts[event.report.head], means)
 
     # ---------------------------------------------------------------- liveness
 
+    def faults_end(self) -> None:
+        """From here on the next round has a limit: where a quorum is awake and in step, what it takes to see who is
+        dead, and to take over once; else T_evict, for those who wake now and for a forced ballot after that."""
+        awake = [p for p in self.world.running() if p.awake and not p.left]
+        if not awake:
+            return
+        top = max((p.node.log.state for p in awake), key=lambda s: s.key)
+        in_step = [p.voter for p in awake if p.node.log.head == top.head and not p.node.ctx.stale]
+        members = [p.node.members for p in awake]
+        quorum = bool(top.electorate) and proper_quorum(in_step, top)
+        detection_s = 2 * max(m.t_dead_s for m in members) if quorum else 1.5 * max(m.t_evict_s for m in members)
+        self._round_by = self.world.now + detection_s + ROUND_S
+
     def unsettled(self, since: float) -> str:
-        """Why L1 to L3 do not hold (yet): empty when all do."""
+        """Why L1 to L4, and the repair of states, do not hold (yet): empty when all do."""
         alive = [p for p in self.world.running() if not p.left]
         if not alive:
             return ""
+        rounds = sum(at >= since for at in self.round_times[-50:])
+        trains = any(p.host.role == "trainer" for p in alive)
+        if trains and not rounds and self.world.now > self._round_by:
+            raise Violation("L3", f"no round from {since:.0f} s to {self._round_by:.0f} s")
         top = max((p.node.log.state for p in alive), key=lambda s: s.key)
         for p in alive:
             behind = self.history.distance(p.node.log.head, top.head)
-            if behind is None or behind > 3:
+            if behind is None or behind > BEHIND_MAX:
                 return f"L1: {p.voter} stands at {p.node.log.head[:3].hex()}, the greatest head is {top.head[:3].hex()}"
-            if p.voter not in top.electorate:
+            if p.host.role != "observer" and p.voter not in top.electorate:
                 return f"L2: {p.voter} is no voter"
-        if sum(at >= since for at in self.round_times[-50:]) < 3:
-            return f"L3: less than 3 rounds since {since:.0f} s"
+            if p in self.corrupt:
+                return f"S1: the wrong state of {p.voter} is not repaired"
+        if trains and rounds < ROUNDS_AFTER:
+            return f"L3: less than {ROUNDS_AFTER} rounds since {since:.0f} s"
+        return self._waits_for_ever(alive, since)
+
+    def _waits_for_ever(self, alive: Sequence[Process], since: float) -> str:
+        """L4: what was offered before `since` has ended, and its trainer knows."""
+        for (process, channel), at in self._offers.items():
+            if process in alive and at < since:
+                return f"L4: {process.voter} waits for its contribution to {channel} since {at:.1f} s"
         return ""
 
 

@@ -12,6 +12,7 @@ the next bulk message when the last one has left), so a control message is never
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Clock:
 
     def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
         self._tie += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._tie, act, args))
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._tie, act, args))
 
     def step(self) -> bool:
         """Let the next event happen; False where there is none."""
@@ -42,6 +43,22 @@ class Clock:
         self.events += 1
         act(*args)
         return True
+
+    def run_until(self, when: float, events_max: int) -> bool:
+        """Let everything happen that is due before `when`, and come to that time; False after too many events."""
+        self.at(when, _nothing)
+        heap, pop = self._heap, heapq.heappop
+        while self.now < when:
+            self.now, _, act, args = pop(heap)
+            self.events += 1
+            act(*args)
+            if self.events > events_max:
+                return False
+        return True
+
+
+def _nothing() -> None:
+    """What happens at the time that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +94,23 @@ class Network:
         if source == target:
             self.clock.at(self.clock.now, deliver, *args)
             return
+        link = (source, target)
         loss = weather.loss * BULK_LOSS_SHARE if bulk else weather.loss
-        if (source, target) in self.cuts or (loss and rng.random() < loss):
+        if link in self.cuts or (loss and rng.random() < loss):
             self.lost += 1
             return
         self.delivered += 1
-        self.clock.at(self.clock.now + self._delay(source, target), deliver, *args)
+        clock = self.clock
+        clock.at(clock.now + self._delay(link), deliver, *args)
         if weather.duplicates and rng.random() < weather.duplicates:
-            self.clock.at(self.clock.now + 3 * self._delay(source, target), deliver, *args)
+            clock.at(clock.now + 3 * self._delay(link), deliver, *args)
 
-    def _delay(self, source: str, target: str) -> float:
+    def _delay(self, link: tuple[str, str]) -> float:
         weather, rng = self.weather, self.rng
-        link = (source, target)
         latency_s = self._latency.get(link)
         if latency_s is None:
             latency_s = self._latency[link] = rng.uniform(weather.latency_min_s, weather.latency_max_s)
-        delay_s = latency_s * (1 + weather.jitter * rng.expovariate(1.0))
+        delay_s = latency_s * (1 - weather.jitter * math.log(1 - rng.random()))
         if rng.random() < weather.spike:
             delay_s += rng.uniform(0, weather.spike_max_s)
         return delay_s

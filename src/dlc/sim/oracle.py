@@ -8,14 +8,23 @@ import torch
 
 from dlc.comm.codecs import get_codec
 from dlc.comm.entries import LogState, Part, manifest_hash
+from dlc.comm.events import RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
 from dlc.comm.ledger import Ledger
-from dlc.comm.log import Past
-from dlc.sim.toy import TOKENS_PER_BLOCK, vector
+from dlc.comm.log import Past, means
+from dlc.comm.reducer import scaled_weights
+from dlc.sim.toy import TOKENS_PER_BLOCK, Means, vector
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3}
 """Rounding of contributions and of the mean, for elements of at most 1."""
+
+WEIGHTS_TOLERANCE = 1e-6
+"""Of the sum of a few dozen fp32 numbers."""
+FRACTION_TOLERANCE = 1e-9
+OUTSIDE = frozenset({"left", "dead", "not ready"})
+"""Why a trainer may not stand in a roster."""
 
 
 class OracleError(Exception):
@@ -38,15 +47,79 @@ def check_means(before: LogState, past: Past, numel: int) -> None:
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} is of another chunk, base or slot")
         if not set(header.included) <= set(entry.roster):
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} includes somebody outside the roster")
+        named = [p.voter for p in header.included] + [x.voter for x in header.excluded]
+        if sorted(named) != sorted(p.voter for p in entry.roster):
+            raise OracleError(f"I4 chunk {chunk} of round {entry.t} does not say of everybody in or out: {header}")
         if not header.included:
             continue
         start, stop = grid.span(chunk)
-        vectors = torch.stack([vector(p.voter.peer, p.upto, numel)[start:stop].double() for p in header.included])
+        vectors = torch.stack([vector(entry.channel, p, numel)[start:stop].double() for p in header.included])
         weights = torch.tensor([p.weight for p in header.included], dtype=torch.float64)
+        scaled, divisor = scaled_weights(weights.tolist())
+        if abs(sum(scaled) / divisor - 1) > WEIGHTS_TOLERANCE:
+            raise OracleError(f"I4 the weights in chunk {chunk} of round {entry.t} sum to {sum(scaled) / divisor}")
         mean = (vectors * (weights / weights.sum())[:, None]).sum(0)
         error = (codec.decode(result.payload, stop - start).double() - mean).abs().max().item()
         if not error <= TOLERANCE[entry.codec]:
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} is off by {error:.2e}")
+
+
+def check_report(past: Past, before: LogState, event: RoundDone, me: Voter) -> None:
+    """I4: the report names exactly who is in which part of the elements, and why the others are not."""
+    report, entry = event.report, past.entry
+    name = f"round {entry.t} of {entry.channel}"
+    shares = _shares(past)
+    true = {part.voter.peer: (part.weight, share) for part, share in shares.items() if share}
+    told = {share.peer: (share.weight, share.fraction) for share in report.contributors}
+    if true.keys() != told.keys() or not all(_close(told[peer], true[peer]) for peer in true):
+        raise OracleError(f"I4 {name}: contributors {true} are reported as {told}")
+    weight = sum(weight for weight, _ in true.values())
+    if (report.channel, report.t) != (entry.channel, entry.t) or not _close((report.weight,), (weight,)):
+        raise OracleError(f"I4 {name}, of weight {weight}, is reported as {report}")
+    by_voter = {part.voter: share for part, share in shares.items()}
+    for voter in {*before.trainers, *by_voter}:
+        missing = [m for m in report.missing if m.peer == voter.peer]
+        lacking = 1.0 - by_voter.get(voter, 0.0)
+        reasons = {_told(x.reason) for r in past.results for x in r.header.excluded if x.voter == voter}
+        if not _close((sum(m.fraction for m in missing),), (lacking,)):
+            raise OracleError(f"I4 {name}: {voter} is missing from {lacking:.1%}, the report says {missing}")
+        if not {m.reason for m in missing} <= (reasons if voter in by_voter else OUTSIDE):
+            raise OracleError(f"I4 {name}: {voter} is missing for {reasons}, the report says {missing}")
+    counted = 2 * by_voter.get(me, 0.0) > 1 + FRACTION_TOLERANCE
+    if counted != event.counted:
+        raise OracleError(f"I4 {name}: {me} is told counted={event.counted}, and is in {by_voter.get(me, 0.0):.1%}")
+
+
+def _told(reason: str) -> str:
+    """A report has one word for whatever an owner refused."""
+    return reason if reason in ("late", "dead", "left") else "refused: not finite"
+
+
+def _shares(past: Past) -> dict[Part, float]:
+    """Part of the elements that each member of the roster is in."""
+    entry = past.entry
+    grid, shares = Grid(entry.numel, entry.chunk_elems, entry.codec), dict.fromkeys(entry.roster, 0.0)
+    for result in past.results:
+        for part in result.header.included:
+            shares[part] += grid.elems(result.header.chunk) / entry.numel
+    return shares
+
+
+def _close(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(abs(x - y) <= FRACTION_TOLERANCE * max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
+
+
+def check_delivered(past: Past, got: Means) -> None:
+    """I4: the caller of an all-reduce was given the means of that round."""
+    true = list(means(past.entry, past.results))
+    if got.t != past.entry.t or [c[:2] for c in got.chunks] != [c[:2] for c in true]:
+        raise OracleError(f"I4 round {past.entry.t} of {past.entry.channel} delivered round {got.t}: {got.chunks}")
+    for (start, _, mean), (_, _, want) in zip(got.chunks, true, strict=True):
+        same = mean is want if mean is None or want is None else torch.equal(mean, want)
+        if not same:
+            raise OracleError(
+                f"I4 round {past.entry.t} of {past.entry.channel} delivered {mean} at {start}, not {want}"
+            )
 
 
 def check_ledger(before: LogState, after: LogState, counted: Sequence[Part]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ SETTLE_EVICTIONS = 4
 """Bound on settling, in T_evict of the run: eviction itself, widened by local health, and what follows it."""
 ROUNDS_S = 60.0
 FAULT_FREE_S = 30.0
+RAISED = "a peer raised"
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,19 @@ class Outcome:
     settled_s: float
     """From the end of faults until all live peers were on one log and committing."""
 
+    @property
+    def broken(self) -> str:
+        """Name of the invariant that does not hold, or of the exception that a peer raised; empty: none."""
+        if self.violation.startswith(RAISED):
+            return self.violation.strip().splitlines()[-1].partition(":")[0]
+        return self.violation.replace(":", " ").partition(" ")[0]
+
 
 def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
     world = World(scenario, transcript)
     violation, settled_s = "", 0.0
+    collecting = gc.isenabled()
+    gc.disable()  # a world is small, and nearly all of it lives to the end: not worth a search for cycles on the way
     try:
         world.run_until(max(scenario.last_fault_s, FAULT_FREE_S))
         world.settle()
@@ -43,7 +54,10 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
     except (Violation, OracleError) as broken:
         violation = f"{broken} (at {world.now:.3f} s)"
     except Exception:
-        violation = f"a peer raised (at {world.now:.3f} s): {traceback.format_exc()}"
+        violation = f"{RAISED} (at {world.now:.3f} s): {traceback.format_exc()}"
+    finally:
+        if collecting:
+            gc.enable()
     checker = world.checker
     return Outcome(
         scenario.seed, violation, checker.rounds, dict(world.faults.struck), checker.history.forks, world.clock.events,

@@ -2,18 +2,49 @@
 
 A `Scenario` is plain data that can be read, shortened (`dataclasses.replace`) and run again. Peers are named by number
 modulo those that exist when the fault happens, so that a shortened schedule still means something.
+
+`FAULTS` names everything that may be asked for. The first eight kinds draw from one stream of random numbers, in the
+order of FIRST_KINDS, all others from a second one, so that a seed keeps its schedule when kinds are added.
+
+Sizes: where the range of peers goes from below SMALL_PEERS to above, four of five swarms have SMALL_PEERS at most.
+Small swarms show as many faults as great ones, and cost a tenth.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from dlc.comm.donations import PIECE_BYTES
+from dlc.comm.log import HISTORY_BYTES_MAX
 from dlc.comm.timeouts import Timeouts
 from dlc.sim.network import Weather
 
-FAULTS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
+FAULTS = {
+    "crash": "a process dies, at once or in the middle of a batch of messages",
+    "freeze": "a process sleeps, for less or more than T_evict; its input waits for it",
+    "cut": "one direction of one link carries nothing for a while",
+    "loss": "messages are lost and doubled throughout",
+    "restart": "a process dies; another one starts on that host, with or without its checkpoint",
+    "join": "a newcomer, with two addresses",
+    "leave": "a process says that it goes",
+    "partition": "two sides, for less or more than T_evict",
+    "slow": "a process gets to its events up to a second late, for a while",
+    "corrupt": "an element of one peer's state flips",
+    "move": "a restart at another address",
+    "drift": "clocks begin anywhere and run up to a thousandth too fast or slow",
+    "roles": "some joiners are helpers or observers",
+    "channels": "a second channel with state, or an all-reduce without, beside the training",
+    "images": "images of several pieces, histories of a few rounds",
+}
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images) shapes the whole schedule."""
+FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
+"""Drawn from the first stream."""
+MORE_KINDS = ("slow", "corrupt", "move")
+"""Events drawn from the second stream."""
+TRAIN, SECOND, REDUCE = "train", "second", "reduce"
+"""Channels: with state and leases; with state only; a library all-reduce."""
 TIMEOUTS = Timeouts(evict_s=20.0)
 """T_evict is a third of the default: virtual seconds cost real time. All relations between the deadlines hold."""
 SPLIT_S_MAX = 0.7 * TIMEOUTS.evict_s
@@ -21,6 +52,14 @@ SPLIT_S_MAX = 0.7 * TIMEOUTS.evict_s
 TARGETS = ("Plan", "Result", "Held", "Promise", "Commit")
 """A targeted fault strikes after a random part of one batch of these."""
 FIRST_FAULT_S = 8.0
+SMALL_PEERS = 8
+SMALL_SHARE = 0.8
+"""Swarms of at most SMALL_PEERS where the range allows both."""
+DRIFT_MAX = 1e-3
+SMALL_PIECE_BYTES = 64
+"""An image of the toy state has 32 to 320 bytes: up to five pieces."""
+ROUNDS_KEPT = 3
+"""Rounds of the training whose results a short history holds."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +86,7 @@ class Start:
     at_s: float
     listed: tuple[int, ...]
     """Numbers of the peers whose addresses it was given; empty: it founds."""
+    role: str = "trainer"
 
 
 @dataclass(frozen=True)
@@ -64,6 +104,11 @@ class Scenario:
     """Slow against the toy's few hundred bytes, so that faults strike while chunks are on their way."""
     equal_states: bool = True
     """All peers start from the same first state; else they differ, and the opening decides."""
+    drift: float = 0.0
+    """Clocks run at up to 1 ± this; 0: all clocks are one."""
+    channels: tuple[str, ...] = (TRAIN,)
+    piece_bytes: int = PIECE_BYTES
+    history_bytes: int = HISTORY_BYTES_MAX
 
     @property
     def last_fault_s(self) -> float:
@@ -71,27 +116,43 @@ class Scenario:
         return max(ends, default=0.0)
 
 
-def scenario(seed: int, peers_min: int, peers_max: int, kinds: Sequence[str]) -> Scenario:
-    """The schedule of this seed."""
-    rng = random.Random(f"schedule {seed}")
+def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) -> Scenario:
+    """The schedule of this seed: `kinds` of FAULTS, from `peers_min` to `peers_max` peers at the start."""
+    rng, more = random.Random(f"schedule {seed}"), random.Random(f"more {seed}")
     n = rng.randint(peers_min, peers_max)
+    if peers_min < SMALL_PEERS < peers_max:
+        small = more.random() < SMALL_SHARE
+        n = more.randint(peers_min, SMALL_PEERS) if small else more.randint(SMALL_PEERS + 1, peers_max)
     weather = Weather(
         latency_max_s=rng.choice((0.02, 0.1, 0.2)),
         jitter=rng.choice((0.1, 0.3, 1.0)),
         loss=rng.choice((0.0, 0.01, 0.05, 0.1)) if "loss" in kinds else 0.0,
         duplicates=rng.choice((0.0, 0.05)) if "loss" in kinds else 0.0,
     )
+    starts = _starts(rng, n)
+    faults = _faults(rng, [k for k in FIRST_KINDS if k in kinds and k != "loss"])
+    n_chunks, chunk_elems, codec = rng.randint(1, 5), rng.choice((4, 8)), rng.choice(("fp32", "fp16"))
+    inner_s, uplink_Bps = rng.uniform(0.5, 3.0), rng.choice((5_000.0, 50_000.0, 1e6))
+    equal_states = rng.random() < 0.7
+    if "roles" in kinds and more.random() < 0.4:
+        starts = _roles(more, starts)
+    beside = more.choice(((), (), (), (SECOND,), (REDUCE,), (SECOND, REDUCE))) if "channels" in kinds else ()
+    small_images = "images" in kinds and more.random() < 0.5
     return Scenario(
         seed=seed,
-        starts=_starts(rng, n),
-        faults=_faults(rng, [k for k in kinds if k != "loss"]),
+        starts=starts,
+        faults=_more_faults(more, faults, [k for k in MORE_KINDS if k in kinds]),
         weather=weather,
-        n_chunks=rng.randint(1, 5),
-        chunk_elems=rng.choice((4, 8)),
-        codec=rng.choice(("fp32", "fp16")),
-        inner_s=rng.uniform(0.5, 3.0),
-        uplink_Bps=rng.choice((5_000.0, 50_000.0, 1e6)),
-        equal_states=rng.random() < 0.7,
+        n_chunks=n_chunks,
+        chunk_elems=chunk_elems,
+        codec=codec,
+        inner_s=inner_s,
+        uplink_Bps=uplink_Bps,
+        equal_states=equal_states,
+        drift=DRIFT_MAX if "drift" in kinds and more.random() < 0.5 else 0.0,
+        channels=(TRAIN, *beside),
+        piece_bytes=SMALL_PIECE_BYTES if small_images else PIECE_BYTES,
+        history_bytes=ROUNDS_KEPT * 4 * n_chunks * chunk_elems if small_images else HISTORY_BYTES_MAX,
     )
 
 
@@ -104,7 +165,15 @@ def _starts(rng: random.Random, n: int) -> tuple[Start, ...]:
     return (Start(0.0, ()), *joiners)
 
 
-def _faults(rng: random.Random, kinds: Sequence[str]) -> tuple[Fault, ...]:
+def _roles(rng: random.Random, starts: tuple[Start, ...]) -> tuple[Start, ...]:
+    """Some of the joiners are helpers or observers; who is listed by all founds with all, and must be able to vote."""
+    together = bool(starts[0].listed)
+    roles = ("trainer", "trainer", "helper") if together else ("trainer", "trainer", "helper", "observer")
+    joiners = (Start(s.at_s, s.listed, rng.choice(roles)) for s in starts[1:])
+    return (starts[0], *joiners)
+
+
+def _faults(rng: random.Random, kinds: list[str]) -> tuple[Fault, ...]:
     """A dozen or less in a minute or two, sometimes in bursts."""
     if not kinds:
         return ()
@@ -112,7 +181,7 @@ def _faults(rng: random.Random, kinds: Sequence[str]) -> tuple[Fault, ...]:
     pace_s = rng.choice((2.0, 6.0, 15.0))
     for _ in range(rng.randint(1, 10)):
         at += rng.expovariate(1 / pace_s)
-        faults.append(_fault(rng, rng.choice(list(kinds)), at))
+        faults.append(_fault(rng, rng.choice(kinds), at))
     return tuple(faults)
 
 
@@ -131,3 +200,16 @@ def _fault(rng: random.Random, kind: str, at: float) -> Fault:
     elif kind == "partition":
         for_s = rng.choice((rng.uniform(1.0, SPLIT_S_MAX), rng.uniform(evict_s, 4 * evict_s)))
     return Fault(at, kind, who, other, for_s, target, part)
+
+
+def _more_faults(rng: random.Random, faults: tuple[Fault, ...], kinds: list[str]) -> tuple[Fault, ...]:
+    """Up to two of the later kinds among the others."""
+    if not kinds:
+        return faults
+    end_s = max([f.at_s for f in faults], default=30.0)
+    added = []
+    for _ in range(rng.randint(0, 2)):
+        kind = rng.choice(kinds)
+        for_s = rng.uniform(1.0, 15.0) if kind == "slow" else 0.0
+        added.append(Fault(rng.uniform(FIRST_FAULT_S, end_s), kind, rng.randrange(1 << 16), 0, for_s))
+    return tuple(sorted((*faults, *added), key=lambda fault: fault.at_s))

@@ -1,13 +1,13 @@
-"""What the simulated peers train: a state of a few dozen elements, and a trainer that is a function of the seed.
+"""What the simulated peers train: a state of a few dozen elements, and trainers that are a function of the seed.
 
-The vector of a contribution is a function of (peer, upto), so that the checker can compute every mean again from the
-roster alone.
+The vector of a contribution is a function of channel and roster entry, so that the checker can compute every mean again
+from the roster alone.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,18 +15,23 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.comm.events import ChannelSynced, RoundDone
+from dlc.comm.entries import Part
+from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.grid import Grid
 from dlc.errors import CheckpointError
+from dlc.sim.schedule import REDUCE, TRAIN
 
 if TYPE_CHECKING:
     from dlc.sim.world import Process, World
 
-CHANNEL = "train"
+CHANNEL = TRAIN
+"""The one that every scenario has."""
 LEASE_LEN = 12
 """Blocks per lease range: a few contributions, so that ranges change often."""
 TOKENS_PER_BLOCK = 100
 RETRY_S = 0.5
+PATIENCE_S = 5.0
+"""How long an all-reduce waits for the others after the first."""
 
 
 class ToyState:
@@ -51,6 +56,15 @@ class ToyState:
                 m.mul_(0.5).add_(mean)
                 self.theta[start:stop].add_(m)
 
+    def copy(self) -> ToyState:
+        twin = ToyState(0, 0)
+        twin.theta, twin.m, twin.t = self.theta.clone(), self.m.clone(), self.t
+        return twin
+
+    def flip(self) -> None:
+        """Corrupt one element."""
+        self.theta[0] += 1.0
+
     def digest(self) -> bytes:
         return blake3(bytes(self.export())).digest()
 
@@ -59,6 +73,9 @@ class ToyState:
 
     def export(self) -> memoryview:
         return memoryview(self.theta.numpy().tobytes() + self.m.numpy().tobytes() + self.t.to_bytes(8, "little"))
+
+    def copy_image(self, start: int, out: memoryview) -> None:
+        out[:] = self.export()[start : start + len(out)]
 
     def restore(self, image: memoryview) -> None:
         n = 4 * self.numel
@@ -69,22 +86,43 @@ class ToyState:
         self.t = int.from_bytes(image[2 * n :], "little")
 
 
+class Means:
+    """Takes the means of one all-reduce; satisfies dlc.comm.log.Sink."""
+
+    def __init__(self) -> None:
+        self.t = 0
+        self.chunks: list[tuple[int, int, Tensor | None]] = []
+
+    def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None:
+        if self.t:
+            raise AssertionError(f"the means of round {t} after those of round {self.t}: an offer is for one round")
+        self.t, self.chunks = t, [(a, b, mean if mean is None else mean.clone()) for a, b, mean in means]
+
+
+def vector(channel: str, part: Part, numel: int) -> Tensor:
+    """The contribution that a roster names: of the training, a pseudo-gradient from the blocks before `upto`."""
+    peer = part.voter.peer
+    return _vector(f"{peer}/{part.upto}" if channel == TRAIN else f"{peer}/{channel}/{part.weight:g}", numel)
+
+
 @lru_cache(maxsize=4096)
-def vector(peer: str, upto: int, numel: int) -> Tensor:
-    """The pseudo-gradient that `peer` computed from its blocks before `upto`."""
-    phase = zlib.crc32(f"{peer}/{upto}".encode()) % 10_000 / 100
+def _vector(name: str, numel: int) -> Tensor:
+    phase = zlib.crc32(name.encode()) % 10_000 / 100
     return torch.sin(torch.arange(numel, dtype=torch.float32) * 0.7 + phase)
 
 
 class Trainer:
-    """Inner phases of one process: works for a while, contributes, and on RoundDone goes on or contributes again."""
+    """Inner phases of one process in one channel: works for a while, contributes, and begins anew or tries again."""
 
-    def __init__(self, world: World, process: Process, grid: Grid, inner_s: float) -> None:
-        self.world, self.process, self.grid = world, process, grid
+    def __init__(self, world: World, process: Process, channel: str, inner_s: float) -> None:
+        self.world, self.process, self.channel = world, process, channel
+        self.grid: Grid = world.grids[channel]
         self.inner_s = inner_s
         self.blocks: list[int] = []
         """Trained and not yet counted."""
         self.upto = 0
+        self.weight = 0.0
+        self.sink: Means | None = None
         self.rounds = 0
         self.due = False
         """An inner phase has ended and its contribution is not offered yet."""
@@ -92,7 +130,7 @@ class Trainer:
     def begin(self) -> None:
         """Start an inner phase."""
         rng = self.process.rng
-        self.blocks = []
+        self.blocks, self.weight = [], 0.0
         self.due = False
         self.world.later(self.process, self.inner_s * rng.uniform(0.7, 1.3), self._finished)
 
@@ -105,47 +143,55 @@ class Trainer:
         process, node = self.process, self.process.node
         if not self.due or process.left:
             return
-        attached = node.log.attached.get(CHANNEL)
-        lease = node.lease()
-        ready = attached is not None and attached.synced and node.log.is_open(CHANNEL) and lease is not None
-        if not ready or CHANNEL in node.exchange.offered:
-            self.world.later(process, RETRY_S, self._offer)
-            return
-        assert lease is not None
-        if not self.blocks or lease.take(len(self.blocks)) != (self.blocks, self.upto):
-            self.blocks, self.upto = lease.take(process.rng.randint(1, 5))
-        if not self.blocks:
+        if self.channel in node.exchange.offered or not self._seated() or not self._work():
             self.world.later(process, RETRY_S, self._offer)
             return
         self.due = False
-        weight = float(len(self.blocks) * TOKENS_PER_BLOCK)
-        x = vector(process.host.name, self.upto, self.grid.numel)
+        x = vector(self.channel, Part(process.voter, self.weight, self.upto), self.grid.numel)
+        patience_s, self.sink = (PATIENCE_S, Means()) if self.channel == REDUCE else (0.0, None)
+        self.world.checker.offered(process, self.channel)
         self.world.act(
             process,
             lambda now: node.contribute(
-                CHANNEL, x, self.grid, weight=weight, upto=self.upto, patience_s=0.0, sink=None, now=now
+                self.channel, x, self.grid, weight=self.weight, upto=self.upto, patience_s=patience_s, sink=self.sink,
+                now=now,
             ),
-        )
-        self.world.later(process, RETRY_S, self._watch)
+        )  # fmt: skip
 
-    def _watch(self) -> None:
-        """An offer vanishes without a RoundDone when its base has moved by a snapshot."""
-        if self.due or self.process.left:
-            return
-        if CHANNEL in self.process.node.exchange.offered:
-            self.world.later(self.process, RETRY_S, self._watch)
-        elif self.blocks:
-            self.due = True
-            self._offer()
+    def _seated(self) -> bool:
+        node = self.process.node
+        if self.process.voter not in node.log.state.trainers:
+            return False
+        attached = node.log.attached.get(self.channel)
+        return self.channel == REDUCE or (attached is not None and attached.synced and node.log.is_open(self.channel))
+
+    def _work(self) -> bool:
+        """What was trained; the same work again where it was not counted and, in the training, is still leased."""
+        rng = self.process.rng
+        if self.channel != TRAIN:
+            self.weight = self.weight or float(TOKENS_PER_BLOCK * rng.randint(1, 5))
+            return True
+        lease = self.process.node.lease()
+        if lease is None:
+            return False
+        if not self.blocks or lease.take(len(self.blocks)) != (self.blocks, self.upto):
+            self.blocks, self.upto = lease.take(rng.randint(1, 5))
+        self.weight = float(len(self.blocks) * TOKENS_PER_BLOCK)
+        return bool(self.blocks)
 
     def told(self, event: object) -> None:
-        if isinstance(event, RoundDone) and event.report.channel == CHANNEL:
+        if isinstance(event, RoundDone) and event.report.channel == self.channel:
             self.rounds += 1
+            if self.sink is not None:
+                self.world.checker.delivered(event, self.sink)
+                self.sink = None
             if event.counted:
                 self.begin()
-            elif self.blocks and CHANNEL not in self.process.node.exchange.offered:
-                self.due = True
-                self.world.later(self.process, 0.0, self._offer)
-        elif isinstance(event, ChannelSynced) and self.blocks and CHANNEL not in self.process.node.exchange.offered:
+                return
+        elif isinstance(event, ContributionDropped) and event.channel == self.channel:
+            self.sink = None
+        else:
+            return
+        if not self.due and self.weight and self.channel not in self.process.node.exchange.offered:
             self.due = True
             self.world.later(self.process, 0.0, self._offer)

@@ -28,8 +28,8 @@ from dlc.comm.wire import pack, unpack
 from dlc.sim.faults import Faults
 from dlc.sim.invariants import Checker, Violation
 from dlc.sim.network import Clock, Network
-from dlc.sim.schedule import Scenario, Start
-from dlc.sim.toy import CHANNEL, LEASE_LEN, ToyState, Trainer
+from dlc.sim.schedule import REDUCE, SECOND, TRAIN, Scenario, Start
+from dlc.sim.toy import LEASE_LEN, ToyState, Trainer
 from dlc.sim.transcript import Transcript
 
 BULK_HEADER_BYTES = 200
@@ -42,6 +42,10 @@ EVENTS_MAX = 1_000_000
 """A schedule with more is a message storm."""
 TIMER_STEP_S = 1e-3
 """Resolution of timers, as of a real poll; a deadline that is due by rounding alone does not spin."""
+CLOCK_OFFSET_S_MAX = 1e5
+"""Clocks that drift also begin anywhere."""
+CLOCK_ROUNDING_S = 1e-6
+"""Added to a timer that was converted from a drifting clock, so that it is due when it rings."""
 
 
 @dataclass
@@ -49,19 +53,34 @@ class Checkpoint:
     """What a host's disk holds."""
 
     state: LogState
-    image: bytes
+    images: dict[str, bytes]
+    """By channel."""
 
 
 @dataclass
 class Host:
     name: str
+    role: str = "trainer"
     boots: int = 0
+    moves: int = 0
+    """How often its address changed."""
     process: Process | None = None
     disk: Checkpoint | None = None
+    offset_s: float = 0.0
+    rate: float = 1.0
+    """Its clock shows offset_s + rate * t."""
 
     @property
     def address(self) -> str:
-        return f"sim:{self.name}"
+        return f"sim:{self.name}.{self.moves}" if self.moves else f"sim:{self.name}"
+
+    def clock_s(self, t: float) -> float:
+        return self.offset_s + self.rate * t
+
+    def when(self, clock_s: float) -> float:
+        """The true time at which its clock shows this."""
+        late_s = 0.0 if self.rate == 1.0 else CLOCK_ROUNDING_S
+        return (clock_s - self.offset_s) / self.rate + late_s
 
 
 @dataclass(eq=False)
@@ -69,7 +88,8 @@ class Process:
     host: Host
     node: Node
     rng: random.Random
-    trainer: Trainer = field(init=False)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    """By channel."""
     running: bool = True
     frozen: bool = False
     left: bool = False
@@ -89,6 +109,10 @@ class Process:
     def awake(self) -> bool:
         return self.running and not self.frozen
 
+    @property
+    def trainer(self) -> Trainer:
+        return self.trainers[TRAIN]
+
 
 class World:
     def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
@@ -97,7 +121,9 @@ class World:
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(f"network {scenario.seed}"), scenario.weather)
         self.hosts: dict[str, Host] = {}
-        self.grid = Grid(scenario.n_chunks * scenario.chunk_elems - 1, scenario.chunk_elems, scenario.codec)
+        elems, codec = scenario.chunk_elems, scenario.codec
+        sizes = {TRAIN: scenario.n_chunks * elems - 1, SECOND: 2 * elems - 1, REDUCE: elems + 1}
+        self.grids = {channel: Grid(sizes[channel], elems, codec) for channel in scenario.channels}
         self.checker = Checker(self)
         self.faults = Faults(self)
         self.quiet = False
@@ -110,8 +136,12 @@ class World:
 
     # ---------------------------------------------------------------- running
 
-    def new_host(self) -> Host:
-        return Host(f"p{len(self.hosts)}")
+    def new_host(self, role: str = "trainer", number: int | None = None) -> Host:
+        name = f"p{len(self.hosts) if number is None else number}"
+        if not self.scenario.drift:
+            return Host(name, role)
+        rng, drift = random.Random(f"clock {self.scenario.seed} {name}"), self.scenario.drift
+        return Host(name, role, offset_s=rng.uniform(0, CLOCK_OFFSET_S_MAX), rate=rng.uniform(1 - drift, 1 + drift))
 
     @property
     def now(self) -> float:
@@ -121,15 +151,13 @@ class World:
         return [h.process for h in self.hosts.values() if h.process is not None and h.process.running]
 
     def run_until(self, when: float) -> None:
-        clock = self.clock
-        clock.at(when, lambda: None)
-        while clock.now < when and clock.step():
-            if clock.events > EVENTS_MAX:
-                raise Violation("storm", f"more than {EVENTS_MAX} events")
+        if not self.clock.run_until(when, EVENTS_MAX):
+            raise Violation("storm", f"more than {EVENTS_MAX} events")
 
     def settle(self) -> None:
         """Faults stop: heal the network, disarm the traps, let everybody wake."""
         self.quiet = True
+        self.checker.faults_end()
         self.faults.traps.clear()
         self.network.cuts.clear()
         self.network.weather = dataclasses.replace(self.network.weather, loss=min(0.01, self.network.weather.loss))
@@ -141,7 +169,7 @@ class World:
 
     def _start_first(self, number: int, start: Start) -> None:
         listed = tuple(f"sim:p{i}" for i in start.listed)
-        self.start(Host(f"p{number}"), listed, founder=not start.listed)
+        self.start(self.new_host(start.role, number), listed, founder=not start.listed)
 
     def start(self, host: Host, listed: tuple[str, ...], founder: bool = False, from_disk: bool = False) -> Process:
         """Start a process on a host: the first one, or one after a crash (greater inc, another voter)."""
@@ -150,33 +178,43 @@ class World:
         rng = random.Random(f"{self.scenario.seed} {host.name} {host.boots}")
         voter = Voter(host.name, (host.boots << 32) + rng.getrandbits(32))
         record = msg.Record(
-            voter=voter, public_key=b"", control=(host.address,), bulk=(host.address,), role="trainer", head=bytes(32),
+            voter=voter, public_key=b"", control=(host.address,), bulk=(host.address,), role=host.role, head=bytes(32),
             tokens=0.0, depth=0, active=False, synced=True, speed=0.0, eta_s=-1.0, seq=0, left=False,
         )  # fmt: skip
-        config = NodeConfig("sim", b"spec", b"spec", listed, founder, self.scenario.timeouts)
+        config = NodeConfig(
+            "sim", b"spec", b"spec", listed, founder, self.scenario.timeouts,
+            self.scenario.piece_bytes, self.scenario.history_bytes,
+        )  # fmt: skip
         disk = host.disk if from_disk else None
         node = Node(
-            record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=self.now,
+            record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=host.clock_s(self.now),
             resumed=disk.state if disk else None,
         )  # fmt: skip
         process = host.process = Process(host, node, rng)
-        process.trainer = Trainer(self, process, self.grid, self.scenario.inner_s * rng.uniform(0.8, 1.3))
+        for channel in self.grids:
+            process.trainers[channel] = Trainer(self, process, channel, self.scenario.inner_s * rng.uniform(0.8, 1.3))
         self.say(process, "starts", f"listed {', '.join(listed) or 'nobody'}{', from disk' if disk else ''}")
         self.checker.started(process)
-        state = ToyState(self.grid.numel, 0 if self.scenario.equal_states else int(host.name[1:]))
-        if disk is not None:
-            state.restore(memoryview(disk.image))
-        self.act(process, lambda now: node.attach(CHANNEL, state, self.grid, LEASE_LEN, now))
-        process.trainer.begin()
+        for channel, trainer in process.trainers.items():
+            if channel != REDUCE:
+                self._attach(process, channel, disk)
+            trainer.begin()
         self.later(process, CHECKPOINT_EVERY_S * rng.random(), self._checkpoint, process)
         self.checker.paths_changed()
         return process
 
+    def _attach(self, process: Process, channel: str, disk: Checkpoint | None) -> None:
+        grid, lease_len = self.grids[channel], LEASE_LEN if channel == TRAIN else 0
+        state = ToyState(grid.numel, 0 if self.scenario.equal_states else int(process.host.name[1:]))
+        if disk is not None:
+            state.restore(memoryview(disk.images[channel]))
+        self.act(process, lambda now: process.node.attach(channel, state, grid, lease_len, now))
+
     def _checkpoint(self, process: Process) -> None:
         log = process.node.log
-        attached = log.attached[CHANNEL]
-        if attached.synced and log.is_open(CHANNEL):
-            process.host.disk = Checkpoint(log.state, bytes(attached.state.export()))
+        if process not in self.checker.corrupt and all(a.synced and log.is_open(c) for c, a in log.attached.items()):
+            images = {channel: bytes(a.state.export()) for channel, a in log.attached.items()}
+            process.host.disk = Checkpoint(log.state, images)
         self.later(process, CHECKPOINT_EVERY_S, self._checkpoint, process)
 
     def end(self, process: Process) -> None:
@@ -200,16 +238,17 @@ class World:
 
     def act(self, process: Process, command: Callable[[float], list[Effect]], answer_to: Host | None = None) -> None:
         """Let the node do one thing, check it, carry out what it wants."""
-        effects = command(self.now)
+        effects = command(process.host.clock_s(self.now))
         self.checker.after_event(process)
         self.perform(process, effects, answer_to)
+        self.checker.after_effects(process)
         if process.awake:
-            if process.node.pending_bulk():
+            if not process.uplink_busy and process.node.pending_bulk():
                 self._pull(process)
             self._arm(process)
 
     def _arm(self, process: Process) -> None:
-        at = process.node.next_deadline()
+        at = process.host.when(process.node.next_deadline())
         if at < process.tick_at:
             process.tick_at = max(at, self.now + TIMER_STEP_S)
             self.clock.at(process.tick_at, self._call, process, self._tick, (process, process.tick_at))
@@ -238,14 +277,25 @@ class World:
             effects = self.faults.spring(process, effects)
         for effect in effects:
             if isinstance(effect, Send):
-                self._send(process, self.hosts.get(effect.to), effect.message)
+                self._send(process, self._found(process, effect.to), effect.message)
             elif isinstance(effect, Dial):
-                self._send(process, self.hosts.get(effect.address.removeprefix("sim:")), effect.message)
+                name = effect.address.removeprefix("sim:").partition(".")[0]
+                target = self.hosts.get(name)
+                if target is not None and target.address == effect.address:
+                    self._send(process, target, effect.message)
             elif isinstance(effect, Answer):
                 if answer_to is not None:
                     self._send(process, answer_to, effect.message)
             elif process.running:
                 self._notify(process, effect.event)
+
+    def _found(self, process: Process, peer: str) -> Host | None:
+        """The host of a peer; None where this process knows only an address that it has left."""
+        host = self.hosts.get(peer)
+        if host is None or not host.moves:
+            return host
+        record = process.node.record_of(peer)
+        return host if record is not None and host.address in record.control else None
 
     def _send(self, process: Process, target: Host | None, message: msg.Message) -> None:
         self._sent += 1
@@ -263,7 +313,8 @@ class World:
     def _notify(self, process: Process, event: object) -> None:
         self.say(process, "is told", event)
         self.checker.told(process, event)
-        process.trainer.told(event)
+        for trainer in process.trainers.values():
+            trainer.told(event)
         if isinstance(event, SelfReplaced):
             self.end(process)
 
@@ -295,7 +346,7 @@ class World:
         process.uplink_busy = False
         if not process.running:
             return
-        target = self.hosts.get(peer)
+        target = self._found(process, peer)
         if target is not None:
             source = process.host
             self.network.carry(
@@ -319,8 +370,8 @@ class World:
         if dead.host.process is None:
             self.act(process, lambda now: process.node.refused(dead.host.name, now))
 
-    def freeze(self, process: Process, for_s: float) -> None:
-        self.faults.struck["freeze"] += 1
+    def freeze(self, process: Process, for_s: float, kind: str = "freeze") -> None:
+        self.faults.struck[kind] += 1
         self.say(process, "FREEZES", f"for {for_s:.1f} s")
         process.frozen = True
         self.checker.paths_changed()

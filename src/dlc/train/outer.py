@@ -19,6 +19,7 @@ An error in the middle of a step (from the iterable of means) leaves a torn stat
 from __future__ import annotations
 
 import struct
+import sys
 import threading
 from collections.abc import Iterable
 
@@ -143,8 +144,23 @@ class OuterState:
             np.frombuffer(image, "<f4", self.numel, middle)[:] = self._m.numpy()
         return memoryview(image).toreadonly()
 
+    def copy_image(self, start: int, out: memoryview) -> None:
+        """The bytes of the image from `start` on that fill `out`; the same image until the next step."""
+        end = start + out.nbytes
+        with self._lock:
+            self._check_whole()
+            at = 0
+            for part in (memoryview(self._header()), _portable(self._theta), _portable(self._m)):
+                a, b = max(start, at), min(end, at + part.nbytes)
+                if a < b:
+                    out[a - start : b - start] = part[a - at : b - at]
+                at += part.nbytes
+
     def restore(self, image: memoryview | bytes) -> None:
-        """Become the state of `image`; CheckpointError, with nothing changed, where it belongs to another run."""
+        """Become the state of `image`; CheckpointError, with nothing changed, where it belongs to another run.
+
+        A writable image is not copied where its byte order is ours: its memory is the state's from now on.
+        """
         view = memoryview(image).cast("B")
         if view.nbytes != self.image_bytes():
             raise CheckpointError(f"the state image has {view.nbytes} bytes, this model needs {self.image_bytes()}")
@@ -155,9 +171,14 @@ class OuterState:
             raise CheckpointError(f"the state image holds {numel} parameters, this model {self.numel}")
         if (lr, mu) != (self._lr, self._mu):
             raise CheckpointError(f"the state image is of outer lr {lr}, momentum {mu}; here {self._lr}, {self._mu}")
+        theta = np.frombuffer(view, "<f4", numel, IMAGE_HEADER.size)
+        m = np.frombuffer(view, "<f4", numel, IMAGE_HEADER.size + 4 * numel)
         with self._lock:
-            self._theta.numpy()[:] = np.frombuffer(view, "<f4", numel, IMAGE_HEADER.size)
-            self._m.numpy()[:] = np.frombuffer(view, "<f4", numel, IMAGE_HEADER.size + 4 * numel)
+            if not view.readonly and theta.flags.aligned and sys.byteorder == "little" and numel:
+                self._theta, self._m = torch.from_numpy(theta), torch.from_numpy(m)
+            else:
+                self._theta.numpy()[:] = theta
+                self._m.numpy()[:] = m
             self._t = t
             self._torn = False
 

@@ -4,12 +4,19 @@
     local   the parameters, moved by the inner steps
     d       base - local: the pseudo-gradient
 
-A phase ends with `exchange`: d is offered to the next round; once a round counted it, the model becomes the new theta.
+At its sync point a peer offers d to the next round. Once a round counted it, the model becomes the new theta:
 
-A round can be committed without us: we were late, or joined in the middle. Then d is not lost. Between inner steps
-`rebase` sets base := theta_new, local := theta_new - d, so that d stays what it was; while d is already offered, it is
-offered again. Either holds only as long as the lease still names the blocks that d was trained on: otherwise somebody
-else trains them now, and d is dropped (promise P7).
+    offer ──> wait ──> settle     exchange() is these three, again until d is counted
+
+Two things can happen meanwhile, and neither loses work or counts it twice (promise P7):
+
+- A round is committed without us: we were late, or joined in the middle. `rebase` sets base := theta_new,
+  local := theta_new - d, so that d stays what it was, and is offered to a later round.
+- Inner steps go on while d is offered. `grow` offers what has come since along with it, as long as no plan names d;
+  after that the new steps are no part of the round, and `settle` keeps them: local := theta_new - (d_now - d).
+
+Either holds only as long as the lease still names the blocks that the work was trained on: otherwise somebody else
+trains them now, and it is dropped.
 
 Parameters of fewer bits than fp32 hold a rounded theta. d is measured from what they did hold, not from theta, so the
 rounding is no part of it and theta serves as the master copy.
@@ -50,6 +57,25 @@ class Work(NamedTuple):
     """The lease position after them."""
 
 
+class Offer(NamedTuple):
+    """A frozen d on its way to a round."""
+
+    pending: Pending
+    d: Tensor
+    work: Work
+
+
+class Settled(NamedTuple):
+    """What became of an offer."""
+
+    report: RoundReport | None
+    """Of the round that ended; None: this peer's state was replaced instead."""
+    counted: bool
+    """The offered work is part of that round."""
+    kept: bool
+    """What is not counted is still local progress; otherwise it was dropped."""
+
+
 class OuterLoop:
     """Keeps one model in step with channel `channel` of `peer`. Used from one thread."""
 
@@ -65,13 +91,19 @@ class OuterLoop:
     ) -> None:
         self._peer, self._view, self._channel, self._clock = peer, view, channel, clock
         self._base = view.gather(torch.empty(view.numel, dtype=torch.float32))
-        self._delta = torch.empty_like(self._base)
+        self._spare: Tensor | None = None
+        """Memory for d; none while the only vector is offered, so that a second one is made only if steps go on."""
         exact = all(t.dtype == torch.float32 for t in view.tensors)
         self._start: Tensor = self._base if exact else self._base.clone()
         """What the parameters held before the inner steps, less what a rebase kept."""
         self._position: Position | None = None
         self._leased = False
         self._poll_at = -math.inf
+        self._offer: Offer | None = None
+        self._again: Tensor | None = None
+        """d of an offer that no round counted: it is offered again as it is, bit for bit, if no step comes between."""
+        self.displaced = False
+        """The parameters belong to an older base than d does: `resume` before the next inner step."""
         self.state = OuterState(self._base, lr=lr, momentum=momentum)
 
     @property
@@ -89,8 +121,13 @@ class OuterLoop:
         )
         return self.adopt()
 
+    # ---------------------------------------------------------------- between inner steps
+
     def adopt(self) -> Position:
         """Set the model to the swarm's theta; local progress is dropped."""
+        if self._again is not None:
+            self._spare, self._again = self._again, None
+        self.displaced = False
         self._position = self._peer.pull(self._channel, self._base)
         self._view.scatter(self._base)
         if self._start is not self._base:
@@ -105,70 +142,164 @@ class OuterLoop:
         self._position = newest
         return newest
 
-    def moved(self) -> bool:
-        """Whether theta changed under our inner steps. Cheap: most calls do not even ask the peer."""
+    def newest(self) -> Position:
+        """Where the swarm stands, whatever the model's base is: for its lease."""
+        return self._peer.position(self._channel)
+
+    def moved(self, at_once: bool = False) -> bool:
+        """Whether theta changed under our inner steps. Cheap: but for `at_once`, most calls do not ask the peer."""
         now = self._clock()
-        if now < self._poll_at:
+        if now < self._poll_at and not at_once:
             return False
         self._poll_at = now + POLL_S
         return self._differs(self._peer.position(self._channel))
 
     def rebase(self, work: Work) -> bool:
         """Go on from the swarm's newest theta. True: local progress is kept; False: it was dropped."""
-        self._measure()
-        self._position = self._peer.pull(self._channel, self._base)
-        kept = self._stands(self._position, work)
-        exact = self._start is self._base
-        if not kept:
-            self._view.scatter(self._base)
-        else:  # theta_new - d
-            self._view.scatter(torch.sub(self._base, self._delta, out=self._delta if exact else self._start))
-        if not exact:
-            self._view.gather(self._start)
-            if kept:
-                self._start.add_(self._delta)
-        return kept
+        d = self._again if self._again is not None else self._measure()
+        self._again = None
+        return self._replant(d, work)
 
-    def exchange(
-        self,
-        weight: float,
-        work: Work,
-        *,
-        give_up: Callable[[], bool] = lambda: False,
-        on_round: Callable[[RoundReport, bool], None] = lambda report, counted: None,
-    ) -> RoundReport | None:
-        """Offer d until a round counts it; returns that round's report, with the model at the new theta.
+    def resume(self, work: Work) -> bool:
+        """Where `displaced`, before further inner steps: put the model where they begin. False: `work` was dropped."""
+        if self._offer is None:
+            return self.rebase(work)
+        self.put_back()
+        return True
 
-        None: d was dropped (its lease is gone, an owner refused it, this peer's state was replaced, or `give_up` said
-        so, after which nothing more may be offered); the model is at theta then too. `on_round` hears of every round
-        that ended meanwhile, and whether d was counted in it.
+    # ---------------------------------------------------------------- rounds
+
+    def offer(self, weight: float, work: Work) -> bool:
+        """Freeze d and offer it to the next round. False: its lease is gone, d is dropped and the model is at theta.
+
         NotFinite: d holds NaN or Inf.
         """
-        self._measure()
-        if not math.isfinite(float(torch.linalg.vector_norm(self._delta, ord=math.inf))):
+        d = self._again if self._again is not None else self._measure()
+        self._again = None
+        if not math.isfinite(float(torch.linalg.vector_norm(d, ord=math.inf))):
+            self._spare = d
             self.adopt()
             raise NotFinite("the inner steps ended in values that are not finite; the swarm's model was loaded again")
-        while self._stands(self._peer.position(self._channel), work):
-            pending = self._peer.contribute(self._channel, self._delta, weight=weight, upto=work.upto)
-            if not _finished(pending, give_up):
-                self._delta = torch.empty_like(self._delta)  # the peer may still send from the other one
-                break
-            report, counted = pending.report, pending.counted
-            # Not the model yet: if d is offered again, base only tells `give_up` where the swarm stands.
-            self._position = self.adopt() if counted else self._peer.pull(self._channel, self._base)
-            if report is None:
-                break
-            on_round(report, counted)
-            if counted:
-                return report
-            if _refused(report, self._peer.id) or give_up():
+        if not self._stands(self._peer.position(self._channel), work):
+            self._spare = d
+            self.adopt()
+            return False
+        self._offer = Offer(self._peer.contribute(self._channel, d, weight=weight, upto=work.upto), d, work)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the offer's round is over."""
+        assert self._offer is not None
+        try:
+            self._offer.pending.wait(timeout_s)
+        except RoundTimeout:
+            return False
+        return True
+
+    def grow(self, weight: float, work: Work) -> bool:
+        """Offer the inner steps done since along with the rest; where a plan names the old offer, that one stands.
+
+        False: the lease is gone, all of d is dropped and nothing is offered. NotFinite: as `offer`.
+        """
+        assert self._offer is not None
+        if not self._peer.withdraw(self._channel):
+            return True
+        before, self._offer = self._offer, None
+        grown = self.offer(weight, work)
+        self._spare = before.d
+        return grown
+
+    def put_back(self) -> None:
+        """Set the model to what is offered: inner steps made since then are undone."""
+        assert self._offer is not None
+        scratch = self._spare if self._spare is not None else torch.empty_like(self._base)
+        self._place(self._offer.d, scratch)
+        self._spare = scratch
+
+    @property
+    def offered(self) -> Work:
+        """What the present offer was trained on."""
+        return self._offer.work if self._offer is not None else Work()
+
+    def settle(self, work: Work) -> Settled:
+        """After `wait` said True. `work`: all that was trained and not counted before, the offered part included.
+
+        What was not counted is kept if its lease stands, and the model goes on from it once `resume` was called.
+        """
+        assert self._offer is not None
+        (pending, d, offered), self._offer = self._offer, None
+        report, counted = pending.report, pending.counted
+        more = len(work.blocks) > len(offered.blocks)
+        if counted:
+            rest = Work(work.blocks[len(offered.blocks) :], work.upto)
+            kept = self._replant(self._measure().sub_(d), rest) if more else self.adopt() is not None
+            self._spare = d
+        elif report is not None and _refused(report, self._peer.id):
+            self._spare, kept = d, False
+            self.adopt()
+        elif more:
+            kept = self._replant(self._measure(), work)
+            self._spare = d
+        else:
+            # Not the model yet: if d is offered again, base only tells where the swarm stands.
+            self._position, self._again = self._peer.pull(self._channel, self._base), d
+            self.displaced = True
+            kept = self._stands(self._position, work)
+            if not kept:
+                self.adopt()
+        return Settled(report, counted, kept)
+
+    def give_up(self) -> None:
+        """Nothing more will be offered: the model is set to theta, and the peer may still send the frozen d."""
+        self._offer = None
+        self.adopt()
+
+    def exchange(self, weight: float, work: Work) -> RoundReport | None:
+        """Offer d until a round counts it; returns that round's report, with the model at the new theta.
+
+        None: d was dropped (its lease is gone, an owner refused it, this peer's state was replaced); the model is at
+        theta then too. NotFinite: d holds NaN or Inf.
+        """
+        while self.offer(weight, work):
+            while not self.wait(WAIT_SLICE_S):
+                pass
+            settled = self.settle(work)
+            if settled.counted:
+                return settled.report
+            if settled.report is None or not settled.kept:
                 break
         self.adopt()
         return None
 
-    def _measure(self) -> None:
-        """delta <- start - local."""
-        pseudo_gradient(self._start, self._view.gather(self._delta), out=self._delta)
+    # ---------------------------------------------------------------- inside
+
+    def _measure(self) -> Tensor:
+        """start - local, in the spare vector, which is the caller's then."""
+        d = self._spare if self._spare is not None else torch.empty_like(self._base)
+        self._spare = None
+        return pseudo_gradient(self._start, self._view.gather(d), out=d)
+
+    def _replant(self, d: Tensor, work: Work) -> bool:
+        """base := theta_new, local := theta_new - d; d becomes spare. False: the lease of `work` is gone, d dropped."""
+        self._position = self._peer.pull(self._channel, self._base)
+        kept = self._stands(self._position, work)
+        if kept:
+            self._place(d, d)
+        else:
+            self._view.scatter(self._base)
+            if self._start is not self._base:
+                self._view.gather(self._start)
+            self.displaced = False
+        self._spare = d
+        return kept
+
+    def _place(self, d: Tensor, scratch: Tensor) -> None:
+        """local := base - d; `scratch` is overwritten, and may be d where the parameters are fp32."""
+        exact = self._start is self._base
+        self._view.scatter(torch.sub(self._base, d, out=scratch if exact else self._start))
+        if not exact:
+            self._view.gather(self._start).add_(d)
+        self.displaced = False
 
     def _stands(self, position: Position, work: Work) -> bool:
         if not self._leased:
@@ -180,17 +311,6 @@ class OuterLoop:
         if not newest.digest:
             return False  # being fetched again: nothing to go on from yet
         return newest.t != self.position.t or newest.digest != self.position.digest
-
-
-def _finished(pending: Pending, give_up: Callable[[], bool]) -> bool:
-    """Wait for a contribution. False: `give_up` said so first."""
-    while True:
-        try:
-            pending.wait(WAIT_SLICE_S)
-            return True
-        except RoundTimeout:
-            if give_up():
-                return False
 
 
 def _refused(report: RoundReport, peer: str) -> bool:

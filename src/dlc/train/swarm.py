@@ -131,6 +131,9 @@ class TrainPeer(Protocol):
     def contribute(self, channel: str, vector: Tensor, *, weight: float, upto: int = 0) -> Pending:
         """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done."""
 
+    def withdraw(self, channel: str) -> bool:
+        """Take back what was offered, so that it may change. False: its round is running or over."""
+
 
 class TrainerPeer(TrainPeer, Protocol):
     """The part of `dlc.Peer` that a `Trainer` uses."""

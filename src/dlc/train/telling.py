@@ -7,6 +7,7 @@ listens hears one thing at a time and in order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import queue
 import time
@@ -30,6 +31,22 @@ MEMBER_CHANGES: dict[type, str] = {
 }
 
 
+@dataclasses.dataclass
+class Setbacks:
+    """What faults cost this peer, since it started."""
+
+    rounds_lost: int = 0
+    """Rounds of a part of the swarm whose history was given up, with us."""
+    tokens_lost: float = 0.0
+    """Of all peers, in those rounds."""
+    digest_mismatches: int = 0
+    """How often our state differed from the swarm's and was fetched again."""
+    contributions_dropped: int = 0
+    """Offers that no round can count any more; the work behind them may still be in a later one."""
+    tokens_dropped: int = 0
+    """Of our own inner steps that no round counted: they are left to others, or not needed any more at the end."""
+
+
 class Teller:
     """Speed, phase and position of one trainer, told to both sides. Used from the trainer's thread."""
 
@@ -43,9 +60,11 @@ class Teller:
         self._peer, self._on_event, self._queue, self._clock = peer, on_event, peer_events, clock
         self._status: dict[str, Any] = {"phase": "syncing"}
         self._told_at = -math.inf
-        self._step_s = 0.0
+        self.step_s = 0.0
+        """Of an inner step, a running mean; 0: none was made yet."""
         self._synced_t = -1
         self.tokens_per_s = 0.0
+        self.setbacks = Setbacks()
 
     def event(self, name: str, **fields: Any) -> None:
         """Tell our own process; values that are not finite become null, since JSON has none."""
@@ -68,19 +87,29 @@ class Teller:
         """Inner steps start, at `inner` of `of`."""
         self._status.update(t=t, inner=inner, of=of)
         self.phase("training")
-        self._describe(eta_s=self._step_s * (of - inner) if self._step_s else None)
+        self._describe(eta_s=self.step_s * (of - inner) if self.step_s else None)
 
     def step(self, t: int, inner: int, of: int, loss: float, tokens: int, seconds: float) -> None:
         """An inner step was done."""
         seconds = max(seconds, 1e-9)
-        weight = RATE_WEIGHT if self._step_s else 1.0
-        self._step_s += weight * (seconds - self._step_s)
+        weight = RATE_WEIGHT if self.step_s else 1.0
+        self.step_s += weight * (seconds - self.step_s)
         self.tokens_per_s += weight * (tokens / seconds - self.tokens_per_s)
         self._status.update(
-            t=t, inner=inner, of=of, loss=_finite(round(loss, 4)), tokens_per_s=round(self.tokens_per_s)
+            t=t,
+            inner=inner,
+            of=of,
+            step_s=float(f"{self.step_s:.3g}"),
+            loss=_finite(round(loss, 4)),
+            tokens_per_s=round(self.tokens_per_s),
         )
         if self._clock() - self._told_at >= DESCRIBE_EVERY_S:
-            self._describe(eta_s=self._step_s * (of - inner))
+            self._describe(eta_s=self.step_s * (of - inner))
+
+    def work_dropped(self, t: int, steps: int, tokens: int) -> None:
+        """Inner steps of ours will not be counted."""
+        self.setbacks.tokens_dropped += tokens
+        self.event("work_dropped", t=t, steps=steps, tokens=tokens)
 
     def _describe(self, eta_s: float | None) -> None:
         self._told_at = self._clock()
@@ -96,9 +125,15 @@ class Teller:
                 case events.ChannelSynced(_, t):
                     self.synced(t)
                 case events.DigestMismatch(_, t):
+                    self.setbacks.digest_mismatches += 1
                     self.event("digest_mismatch", t=t)
                 case events.HistoryLost(lost, tokens):
+                    self.setbacks.rounds_lost += lost
+                    self.setbacks.tokens_lost += tokens
                     self.event("history_lost", rounds=lost, tokens=tokens)
+                case events.ContributionDropped(channel):
+                    self.setbacks.contributions_dropped += 1
+                    self.event("contribution_dropped", channel=channel)
                 case events.Waiting(reason, peers, left_s):
                     self.event("waiting", reason=reason, peers=list(peers), left_s=left_s)
                 case events.MemberUp() | events.MemberSuspect() | events.MemberDown() | events.MemberLeft() as news:

@@ -1,51 +1,43 @@
 """The training of `dlc join`: inner steps on leased blocks, a round, again, until the run is over.
 
-    open ──> [ lease ──> H inner steps ──> exchange ──> now and then: checkpoint, validation ] ──> end
-                             │     ↑
-                             └─────┘ a round passed without us: rebase, go on
+    open ──> [ lease ──> H inner steps ──> round ──> now and then: checkpoint, validation ] ──> end
+             └───────────── phases ────────────┘
 
-- The swarm's RunSpec says everything: model, data, H, optimizers. The model starts from the swarm's theta.
-- The learning rate of inner step i after round t is that of global step t * H + i, on every peer.
-- A peer that comes in the middle of a round starts at the inner step at which the others are, so that it is ready when
-  they are and nobody waits for it. Its weight is what it did train.
+- The swarm's RunSpec says everything: model, data, H, optimizers. The model starts from the swarm's theta. What
+  happens between and in rounds, with faults too, stands in `phases`.
 - The inner optimizer's state is local and survives rounds.
-- A phase whose loss is not finite contributes nothing: the swarm's model is loaded again, and after `DIVERGED_MAX`
-  such phases in a row the trainer gives up.
-- `stop` ends it within seconds: a consistent copy is taken, the leave announced, then the files are written.
+- `stop` ends it within seconds: where the next round is nearer than `LAST_ROUND_S`, our work is offered to it first. A
+  consistent copy is taken, the leave announced, then the files are written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import queue
-import statistics
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from dlc.comm.events import RoundDone
-from dlc.comm.ledger import Lease
-from dlc.errors import DlcError, UsageError
+from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.report import RoundReport
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.data import BlockSource
 from dlc.train.inner import evaluate
-from dlc.train.outer_loop import NotFinite, OuterLoop, Work
+from dlc.train.others import Others
+from dlc.train.outer_loop import NotFinite, OuterLoop
+from dlc.train.phases import Calls, Phases
 from dlc.train.saver import Saved, Saver
 from dlc.train.setup import inner_loop_of, model_of, pick_device
 from dlc.train.swarm import TrainerPeer
-from dlc.train.telling import Event, Teller
+from dlc.train.telling import Event, Setbacks, Teller
 
 log = logging.getLogger(__name__)
 
 CHANNEL = "train"
-DIVERGED_MAX = 3
-"""Phases in a row that may end in NaN or Inf: one can be bad luck, three are a wrong learning rate."""
 LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
 LINGER_S = 5.0
@@ -71,16 +63,11 @@ class Summary:
     """Time this peer's inner steps stood still for rounds."""
     bytes_sent: int
     bytes_received: int
+    setbacks: Setbacks
+    """What faults cost this peer."""
     model: Path | None
     """Folder for `from_pretrained`; None if it could not be written."""
     checkpoint: Path | None
-
-
-class _Trained(NamedTuple):
-    work: Work
-    tokens: int
-    loss: float
-    """Mean over the steps of the phase."""
 
 
 class Trainer:
@@ -116,13 +103,20 @@ class Trainer:
         self._outer = OuterLoop(
             peer, FlatView.of(self.model), channel=CHANNEL, lr=spec.outer.lr, momentum=spec.outer.momentum, clock=clock
         )
-        self._inner = inner_loop_of(spec, self.model, self.device)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._saver = Saver(folder, spec)
         self._tell = Teller(peer, on_event, peer_events, clock)
-        self._first_phase = True
-        self._diverged = 0
+        self._phases = Phases(
+            spec,
+            self._outer,
+            self._source,
+            Others(peer.members, clock),
+            self._tell,
+            lambda: inner_loop_of(spec, self.model, self.device),
+            clock,
+            Calls(self._over, self._hear, self._listen, self._report, self._now_and_then),
+        )
         self._heard: list[RoundDone] = []
         """Rounds that the peer told of, and that are not reported yet."""
         self._reported_t = 0
@@ -133,25 +127,31 @@ class Trainer:
         """Train until the run's limit or `stop`. DlcError: the training diverged, or the peer had to leave."""
         self._open()
         while (reason := self._over(stop)) is None:
-            lease = self._outer.refresh().lease
             self._hear()
-            if lease is None or not lease.blocks:
+            if not self._phases.at_work and not self._seated():
                 self._tell.phase("waiting")
                 stop.wait(LEASE_LOOK_S)
                 continue
             try:
-                trained = self._inner_phase(lease, stop)
-                if trained is not None:
-                    self._exchange(trained, stop)
+                if self._phases.inner_phase(stop):
+                    self._phases.exchange(stop)
             except NotFinite:
-                self._start_again()
+                self._phases.start_again()
+        if reason == "interrupted":
+            self._phases.last_round(stop)
+        self._phases.drop()
         return self._finish(reason, stop)
+
+    def _seated(self) -> bool:
+        """Whether there are blocks for us; called where there is no local progress."""
+        lease = self._outer.refresh().lease
+        return lease is not None and lease.blocks > 0
 
     def _open(self) -> None:
         self._tell.event("phase", phase="syncing")
         if self._resume is not None:
             self._outer.state.restore(self._resume.image)
-            self._inner.load(self._resume.inner)
+            self._phases.inner.load(self._resume.inner)
         spec = self.spec
         position = self._outer.open(codec=spec.codec, chunk_elems=spec.chunk_elems, lease_len=spec.blocks_per_lease)
         self._reported_t = position.t
@@ -168,94 +168,23 @@ class Trainer:
             return "tokens"
         return "interrupted" if stop.is_set() else None
 
-    def _inner_phase(self, lease: Lease, stop: threading.Event) -> _Trained | None:
-        """Train on the next blocks of the lease; None: stopped, or the local progress was dropped."""
-        h, batch_size = self.spec.sync_every, self.spec.inner.batch_size
-        per_step = batch_size * self.spec.inner.accumulate
-        first = self._first_step(self._outer.position.t)
-        blocks, upto = lease.take((h - first) * per_step)
-        work, losses, tokens = Work(tuple(blocks), upto), [], 0
-        self._tell.round_begins(self._outer.position.t, first, h)
-        for start in range(0, len(blocks), per_step):
-            self._hear()
-            if self._outer.moved() and not self._outer.rebase(work):
-                return None
-            if self._over(stop) is not None:
-                return None
-            began, t, inner = self._clock(), self._outer.position.t, first + start // per_step
-            group = blocks[start : start + per_step]
-            batches = [self._source.batch(group[a : a + batch_size]) for a in range(0, len(group), batch_size)]
-            result = self._inner.train_step(batches, t * h + inner)
-            if not result.applied or not math.isfinite(result.loss):
-                raise NotFinite(f"the loss of inner step {inner} after round {t} is not finite")
-            losses.append(result.loss)
-            tokens += result.tokens
-            self._tell.step(t, inner + 1, h, result.loss, result.tokens, self._clock() - began)
-            self._tell.event(
-                "step",
-                t=t,
-                step=t * h + inner,
-                inner=inner + 1,
-                of=h,
-                loss=result.loss,
-                tokens_per_s=self._tell.tokens_per_s,
-                lr=self._inner.optimizer.param_groups[0]["lr"],
-            )
-        return _Trained(work, tokens, statistics.fmean(losses))
-
-    def _first_step(self, t: int) -> int:
-        """Where to start the first phase: at the inner step of the others, if they are in one."""
-        if not self._first_phase:
-            return 0
-        self._first_phase = False
-        at = [m.status.get("inner") for m in self._peer.members() if m.alive and not m.me and m.status.get("t") == t]
-        inner = [i for i in at if type(i) is int and 0 <= i]
-        return min(statistics.median_low(inner), self.spec.sync_every - 1) if inner else 0
-
-    def _exchange(self, trained: _Trained, stop: threading.Event) -> None:
-        self._tell.phase("waiting")
-        since = self._clock()
-
-        def give_up() -> bool:
-            self._heard.extend(self._tell.peer_events())
-            return self._over(stop) is not None
-
-        def on_round(report: RoundReport, counted: bool) -> None:
-            nonlocal since
-            waited_s, since = self._clock() - since, self._clock()
-            self._report(report, counted, trained.loss if counted else None, waited_s)
-
-        counted = self._outer.exchange(float(trained.tokens), trained.work, give_up=give_up, on_round=on_round)
-        if counted is not None:
-            self._diverged = 0
-            if self._over(stop) is None:
-                self._now_and_then(counted.t)
-
-    def _now_and_then(self, t: int) -> None:
+    def _now_and_then(self, t: int, stop: threading.Event) -> None:
+        if self._over(stop) is not None:
+            return
         if self._checkpoint_every and t % self._checkpoint_every == 0 and not self._saver.busy:
-            self._saver.start(self._peer.checkpoint(CHANNEL), self._inner.tensors())
+            self._saver.start(self._peer.checkpoint(CHANNEL), self._phases.inner.tensors())
         if self._eval_every and t % self._eval_every == 0:
             self._validate()
 
-    def _start_again(self) -> None:
-        """From the swarm's model, with a new inner optimizer, after a phase that was not finite."""
-        self._diverged += 1
-        position = self._outer.adopt()
-        self._tell.event("diverged", t=position.t, in_a_row=self._diverged)
-        log.warning("the loss is not finite; nothing is contributed, the swarm's model is loaded again")
-        if self._diverged >= DIVERGED_MAX:
-            raise DlcError(
-                f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {position.t}): "
-                "found the run anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
-            )
-        self._inner = inner_loop_of(self.spec, self.model, self.device)
-
     def _hear(self) -> None:
         """Report what happened without us: members, and rounds that were committed during our inner steps."""
-        self._heard.extend(self._tell.peer_events())
+        self._listen()
         while self._heard:
             done = self._heard.pop(0)
             self._report(done.report, done.counted, None, 0.0)
+
+    def _listen(self) -> None:
+        self._heard.extend(self._tell.peer_events())
 
     def _report(self, report: RoundReport, counted: bool, loss: float | None, waited_s: float) -> None:
         """Tell of a round once, after those before it."""
@@ -288,7 +217,7 @@ class Trainer:
             self._peer.leave()
         loss = None if interrupted else self._validate()
         self._saver.finish()
-        self._saver.save(frozen, self._inner.tensors())
+        self._saver.save(frozen, self._phases.inner.tensors())
         model = self._save_model()
         if not interrupted:
             self._linger(stop)
@@ -302,6 +231,7 @@ class Trainer:
             waited_s=self._waited_s,
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
+            setbacks=self._tell.setbacks,
             model=model,
             checkpoint=self._saver.last,
         )

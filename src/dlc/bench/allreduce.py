@@ -1,0 +1,313 @@
+"""`dlc bench allreduce`: `Peer.all_reduce` again and again, on this host alone or together with others.
+
+    all peers there? ──> for each round: fill the vector, meet, the timed all-reduce, compare the mean
+
+To *meet* is a small all-reduce that is repeated until all N are in it: its report is the same on all of them, so all
+leave it after the same round, and start the timed one together.
+
+Every peer fills the same pattern, times a factor that follows from its id; so each peer knows the mean of any set of
+contributors, and a mean that is off by more than the codec loses ends the benchmark. A round that somebody was missing
+from is reported, and is in no figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.bench.plain import rounded
+from dlc.comm.codecs import get_codec
+from dlc.comm.driver import clock
+from dlc.errors import DlcError, UsageError
+from dlc.peer import Peer
+from dlc.report import RoundReport
+
+WARM_UP_ROUNDS = 2
+"""Not timed: first connections, page faults, pace estimates."""
+MB_MAX = 8000.0
+"""The vector, its pattern and the results that are held: about four times this in memory."""
+ROUND_TIMEOUT_S = 600.0
+"""Others are waited for during half of it."""
+GATE_S_MAX = 60.0
+"""For all to meet again after a round: by then a peer that has died is known to be dead."""
+LOOK_EVERY_S = 0.1
+PROBE_ELEMS = 1 << 18
+"""What the loss of the codec is measured on."""
+LOSSES = 6.0
+"""A mean is off by at most this many times what the codec loses on one vector: the factors are between 1 and 2, and
+both the contributions and the mean are encoded."""
+ROUNDING = 1e-5
+"""Of the greatest number: the sum in fp32."""
+CHILD_END_S = 10.0
+
+
+class WrongMean(DlcError):
+    """An all-reduce returned something else than the mean."""
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    """What one peer saw; times are medians over the timed rounds."""
+
+    peer: str
+    address: str
+    seconds: tuple[float, ...]
+    """Each timed round that was complete, from the call to the mean."""
+    waiting_s: float
+    """Of a round: before its plan, for others to be ready."""
+    reduce_s: float
+    """Of a round: from the plan to the last byte of the result."""
+    rest_s: float
+    """Of a round: votes, commit, and handing the result over."""
+    sent_mb: float
+    received_mb: float
+    incomplete_rounds: int
+    """Timed rounds that somebody was missing from."""
+
+
+@dataclass(frozen=True)
+class AllReduceReport:
+    """The benchmark; a round's time is that of the slowest of `peers` (in a swarm of several hosts: this one only)."""
+
+    n_peers: int
+    mb: float
+    """10^6 bytes of fp32 per peer."""
+    codec: str
+    encrypted: bool
+    rounds: int
+    incomplete_rounds: int
+    seconds_median: float
+    seconds_min: float
+    effective_mbps: float
+    """2 (N - 1) / N times the vector on the wire, per median round: what each peer sends, and receives."""
+    slowest_link_mbps: float | None
+    """Of --links; None without."""
+    limit_s: float | None
+    """The same bytes over the slowest link."""
+    limit_share: float | None
+    """limit_s / seconds_median: 1 is perfect."""
+    seconds: tuple[float, ...]
+    peers: tuple[PeerReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, rounded to what was measured."""
+        plain: dict[str, Any] = rounded(dataclasses.asdict(self))
+        return plain
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is averaged, and how often."""
+
+    n_peers: int
+    mb: float
+    codec: str
+    rounds: int
+    pause_s: float = 0.0
+    """Between rounds."""
+
+    def __post_init__(self) -> None:
+        get_codec(self.codec)
+        if not 0 < self.mb <= MB_MAX:
+            raise UsageError(f"--mb is {self.mb:g}; choose up to {MB_MAX:g} MB")
+        if self.n_peers < 2 or self.rounds < 1:
+            raise UsageError("an all-reduce needs at least 2 peers and 1 round")
+
+    @property
+    def numel(self) -> int:
+        return max(int(self.mb * 1e6 / 4), 1)
+
+
+def take_part(peer: Peer, work: Work, say: Callable[[str], None], join_timeout_s: float) -> PeerReport:
+    """All rounds, as one of `work.n_peers`. Raises RoundTimeout, WrongMean, UsageError (not everybody came)."""
+    _wait_for_all(peer, work.n_peers, say, join_timeout_s)
+    pattern = torch.randn(work.numel, generator=torch.Generator().manual_seed(0))
+    vector, gate = torch.empty_like(pattern), torch.zeros(1)
+    _meet(peer, gate, work.n_peers, join_timeout_s)
+    tolerance = _tolerance(pattern[:PROBE_ELEMS] * _factor(peer.id), pattern, work.codec)
+    seconds: list[float] = []
+    reports: list[RoundReport] = []
+    for number in range(-WARM_UP_ROUNDS, work.rounds):
+        say("warm-up" if number < 0 else f"round {number + 1} of {work.rounds}")
+        torch.mul(pattern, _factor(peer.id), out=vector)
+        if work.pause_s and number > -WARM_UP_ROUNDS:
+            threading.Event().wait(work.pause_s)
+        _meet(peer, gate, work.n_peers, GATE_S_MAX)
+        begin = clock()
+        report = peer.all_reduce(vector, codec=work.codec, timeout_s=ROUND_TIMEOUT_S)
+        took_s = clock() - begin
+        if report.complete:
+            _check(vector, pattern, report, tolerance)
+        if number >= 0:
+            seconds.append(took_s)
+            reports.append(report)
+    return _summary(peer, work, seconds, reports)
+
+
+def _wait_for_all(peer: Peer, n_peers: int, say: Callable[[str], None], timeout_s: float) -> None:
+    deadline, told = clock() + timeout_s, -1
+    while (here := sum(member.alive for member in peer.members())) < n_peers:
+        if clock() >= deadline:
+            raise UsageError(
+                f"only {here} of {n_peers} peers came within {timeout_s:g} s; start the same command on every host"
+            )
+        if here != told:
+            say(f"{here} of {n_peers} peers are here")
+            told = here
+        threading.Event().wait(LOOK_EVERY_S)
+
+
+def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float) -> None:
+    """A round with everybody in it. Alive is not enough: a newcomer takes part only when it has a seat."""
+    deadline = clock() + timeout_s
+    while (
+        len((report := peer.all_reduce(gate, name="gate", codec="fp32", timeout_s=GATE_S_MAX)).contributors) < n_peers
+    ):
+        if clock() >= deadline:
+            raise DlcError(f"not all {n_peers} peers took part within {timeout_s:g} s: {report.summary()}")
+        threading.Event().wait(LOOK_EVERY_S)
+
+
+def _factor(peer: str) -> float:
+    """Between 1 and 2, exact in every codec."""
+    return 1.0 + blake3(peer.encode()).digest(1)[0] / 256
+
+
+def _tolerance(probe: Tensor, pattern: Tensor, codec: str) -> float:
+    coder = get_codec(codec)
+    lost = (coder.decode(coder.encode(probe), probe.numel()) - probe).abs().max().item()
+    return LOSSES * lost + ROUNDING * float(pattern.abs().max())
+
+
+def _check(vector: Tensor, pattern: Tensor, report: RoundReport, tolerance: float) -> None:
+    factor = sum(_factor(share.peer) for share in report.contributors) / len(report.contributors)
+    off = torch.add(vector, pattern, alpha=-factor).abs_().max().item()
+    if not off <= tolerance:
+        raise WrongMean(
+            f"round {report.t} gave a wrong mean: an element is off by {off:.3g}, and the codec loses up to "
+            f"{tolerance:.3g}; please report this, with {report.to_dict()}"
+        )
+
+
+def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundReport]) -> PeerReport:
+    complete = [r.complete and len(r.contributors) == work.n_peers for r in reports]
+    kept = [(s, r) for s, r, whole in zip(seconds, reports, complete, strict=True) if whole]
+    if not kept:
+        raise DlcError(f"no round had all {work.n_peers} peers: {reports[-1].summary()}")
+
+    def mid(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    return PeerReport(
+        peer=peer.id,
+        address=peer.address,
+        seconds=tuple(s for s, _ in kept),
+        waiting_s=mid([r.waiting_s for _, r in kept]),
+        reduce_s=mid([r.reduce_s for _, r in kept]),
+        rest_s=mid([max(s - r.waiting_s - r.reduce_s, 0.0) for s, r in kept]),
+        sent_mb=mid([r.bytes_sent for _, r in kept]) / 1e6,
+        received_mb=mid([r.bytes_received for _, r in kept]) / 1e6,
+        incomplete_rounds=len(complete) - len(kept),
+    )
+
+
+def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, slowest_mbps: float | None) -> AllReduceReport:
+    """One report of all. Where rounds were incomplete they no longer pair up, and the slowest peer's times count."""
+    lost = max(p.incomplete_rounds for p in peers)
+    if lost:
+        seconds = max((p.seconds for p in peers), key=statistics.median)
+    else:
+        seconds = tuple(max(of_round) for of_round in zip(*(p.seconds for p in peers), strict=True))
+    median_s = statistics.median(seconds)
+    wire_mbit = get_codec(work.codec).wire_bytes(work.numel) * 8e-6
+    each_mbit = 2 * (work.n_peers - 1) / work.n_peers * wire_mbit
+    limit_s = each_mbit / slowest_mbps if slowest_mbps else None
+    return AllReduceReport(
+        n_peers=work.n_peers,
+        mb=work.mb,
+        codec=work.codec,
+        encrypted=encrypted,
+        rounds=work.rounds,
+        incomplete_rounds=lost,
+        seconds_median=median_s,
+        seconds_min=min(seconds),
+        effective_mbps=each_mbit / median_s,
+        slowest_link_mbps=slowest_mbps,
+        limit_s=limit_s,
+        limit_share=limit_s / median_s if limit_s is not None else None,
+        seconds=seconds,
+        peers=tuple(peers),
+    )
+
+
+def slowest_link_mbps(links: Path, sites: Sequence[str]) -> float:
+    """The slowest direction between any two of `sites`, out of what `dlc bench matrix --json` printed."""
+    try:
+        pairs = json.loads(links.read_text(encoding="utf-8"))["pairs"]
+        rates = {(p["from"], p["to"]): p["up_mbps"] for p in pairs}
+    except OSError as error:
+        raise UsageError(f"the file {links} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{links} is no output of `dlc bench matrix --json`") from None
+    wanted = [(a, b) for a in sites for b in sites if a != b]
+    unknown = [f"{a} to {b}" for a, b in wanted if not isinstance(rates.get((a, b)), (int, float))]
+    if unknown:
+        raise UsageError(f"{links} has no rate for {', '.join(unknown[:3])}; measure these, or leave out --links")
+    return float(min(rates[pair] for pair in wanted))
+
+
+class Children:
+    """The other peers of `--local`: processes that run this very command. Closing ends those that still live."""
+
+    def __init__(self, n: int, options: Mapping[str, str]) -> None:
+        words = [word for option in options.items() for word in option]
+        command = [sys.executable, "-m", "dlc", "bench", "allreduce", "--json", "--log-level", "error", *words]
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            for _ in range(n):
+                self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def reports(self) -> list[PeerReport]:
+        """What each of them printed; waits for their end."""
+        found = []
+        for process in self._processes:
+            text, _ = process.communicate()
+            if process.returncode:
+                raise DlcError(f"a peer ended with exit status {process.returncode}; its error stands above")
+            (plain,) = json.loads(text)["peers"]
+            found.append(PeerReport(**plain | {"seconds": tuple(plain["seconds"])}))
+        return found
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(CHILD_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

@@ -1,0 +1,126 @@
+"""`dlc bench codec`: how fast this host encodes and decodes, and what each codec loses.
+
+A vector of unit normal numbers goes through each codec in chunks of CHUNK_ELEMS, as in a round. GB/s are of fp32 (10^9
+bytes) on one thread, as the driver works; the best of REPEATS passes counts, since everything else on the host only
+makes a pass slower. With `cuda` the copy between device and host is part of it, as in a round: codecs work on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlc.bench.plain import rounded
+from dlc.comm.allocator import keep_freed_chunks
+from dlc.comm.codecs import CODECS, Codec
+from dlc.comm.driver import clock
+from dlc.errors import UsageError
+from dlc.train.setup import pick_device
+
+CHUNK_ELEMS = 1 << 18
+"""1 MiB of fp32: what the library's all-reduce uses."""
+REPEATS = 5
+MB_MAX = 4000.0
+"""The vector is held once, and once more decoded: more only takes longer."""
+SEED = 0
+
+
+@dataclass(frozen=True)
+class CodecReport:
+    """One codec on one device."""
+
+    codec: str
+    device: str
+    wire_share: float
+    """Bytes on the wire / bytes of fp32."""
+    encode_gb_per_s: float
+    decode_gb_per_s: float
+    rms_relative_error: float
+    """Root mean square of the error / that of the numbers."""
+    max_relative_error: float
+    """Greatest error / root mean square of the numbers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, rounded to what was measured."""
+        plain: dict[str, Any] = rounded(dataclasses.asdict(self))
+        return plain
+
+
+def devices(name: str) -> tuple[list[torch.device], str]:
+    """What to measure for `auto`, `cpu`, `cuda`, ..., and a sentence where something that was meant is not there."""
+    if name in ("auto", "cpu"):
+        found = [torch.device("cpu")]
+        if name == "auto" and torch.cuda.is_available():
+            found.append(torch.device("cuda"))
+        missing = name == "auto" and len(found) == 1
+        return (
+            found,
+            f"torch {torch.__version__} sees no CUDA device here: only the CPU was measured" if missing else "",
+        )
+    return [pick_device(name)], ""
+
+
+def measure_codecs(mb: float, on: list[torch.device], say: Callable[[str], None]) -> list[CodecReport]:
+    """Every codec on every device, for a vector of `mb` (10^6 bytes of fp32)."""
+    if not 0 < mb <= MB_MAX:
+        raise UsageError(f"--mb is {mb:g}; choose up to {MB_MAX:g} MB")
+    keep_freed_chunks()
+    torch.set_num_threads(1)
+    vector = torch.randn(max(int(mb * 1e6 / 4), 1), generator=torch.Generator().manual_seed(SEED))
+    reports = []
+    for device in on:
+        for codec in CODECS.values():
+            say(f"{codec.name} on {device}")
+            reports.append(_measured(codec, vector, device))
+    return reports
+
+
+def _measured(codec: Codec, vector: Tensor, device: torch.device) -> CodecReport:
+    chunks = [chunk.clone() for chunk in torch.split(vector.to(device), CHUNK_ELEMS)]
+    scratch = torch.empty(CHUNK_ELEMS)
+
+    def encode() -> list[bytes]:
+        return [codec.encode(chunk.cpu(), scratch) for chunk in chunks]
+
+    payloads = encode()  # also the warm-up
+    out = [torch.empty_like(chunk) for chunk in chunks]
+
+    def decode() -> None:
+        for payload, target in zip(payloads, out, strict=True):
+            target.copy_(codec.decode(payload, target.numel()))
+
+    decode()
+    n_bytes = 4 * vector.numel()
+    encode_s, decode_s = _best_s(encode, device), _best_s(decode, device)
+    error = torch.cat(out).cpu().double().sub_(vector.double())
+    rms = vector.double().square().mean().sqrt().item()
+    return CodecReport(
+        codec=codec.name,
+        device=str(device),
+        wire_share=sum(map(len, payloads)) / n_bytes,
+        encode_gb_per_s=n_bytes / encode_s / 1e9,
+        decode_gb_per_s=n_bytes / decode_s / 1e9,
+        rms_relative_error=error.square().mean().sqrt().item() / rms,
+        max_relative_error=error.abs().max().item() / rms,
+    )
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        _synchronize(device)
+        begin = clock()
+        work()
+        _synchronize(device)
+        best = min(best, clock() - begin)
+    return best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,53 @@
+"""A matrix of links as a picture. matplotlib is an extra, and is only imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+from dlc.bench.matrix import MatrixReport
+from dlc.bench.show import rate
+from dlc.errors import UsageError
+
+INCHES_PER_SITE = 0.9
+INCHES_FRAME = 3.0
+
+
+def check(path: Path) -> None:
+    """Raise UsageError now, rather than after the measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png needs matplotlib, of the extra `plots`: pip install 'dlc[plots]'")
+    if path.suffix.lower() != ".png" or not path.absolute().parent.is_dir():
+        raise UsageError(f"--png wants the name of a .png file in a folder that exists, not {path}")
+
+
+def draw(report: MatrixReport, path: Path) -> None:
+    """Write the picture: rows send, columns receive, colour is the logarithm of the rate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sites = report.sites
+    rates = {(pair.sender, pair.receiver): pair.up_mbps for pair in report.pairs}
+    grid = [[_log(rates.get((a, b))) for b in sites] for a in sites]
+    side = INCHES_PER_SITE * len(sites) + INCHES_FRAME
+    figure = Figure(figsize=(side, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(grid, cmap="viridis")
+    middle = sum(image.get_clim()) / 2
+    for row, sender in enumerate(sites):
+        for column, receiver in enumerate(sites):
+            text = "" if row == column else rate(rates.get((sender, receiver)))
+            dark = grid[row][column] <= middle
+            axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
+    axes.set_xticks(range(len(sites)), sites, rotation=45, ha="right")
+    axes.set_yticks(range(len(sites)), sites)
+    axes.set_xlabel("receives")
+    axes.set_ylabel("sends")
+    axes.set_title("Mbit/s of payload")
+    figure.savefig(path)
+
+
+def _log(mbps: float | None) -> float:
+    return math.log10(mbps) if mbps else math.nan

@@ -1,0 +1,218 @@
+"""One connection of a client to a site that serves measurements: a transport of its own, driven by one thread.
+
+    Stream.open      HOST:PORT answers, shares our key, and has time for us
+    Stream.ping      round trips
+    Stream.transfer  payload in one direction
+
+All of them return early with `Stopped` when `stop` is set.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+
+from dlc.bench.limits import CHUNK_BYTES_MAX, TAG
+from dlc.bench.transfer import STALL_S, Pinger, Transfer
+from dlc.comm.addresses import join_address, parse_address
+from dlc.comm.driver import clock
+from dlc.comm.framing import decode, encode
+from dlc.comm.ids import Voter
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable
+from dlc.comm.messages import (
+    MeasureAnswer,
+    MeasureClose,
+    MeasureCount,
+    MeasureOpen,
+    MeasurePing,
+    Message,
+)
+from dlc.comm.security import LinkSecurity
+from dlc.comm.transport import Transport
+from dlc.errors import DlcError, JoinError, ProtocolError, UnreachableError, WrongKeyError
+
+POLL_S_MAX = 0.1
+"""Until `stop` is noticed."""
+ASK_AGAIN_S = 0.5
+OPEN_S = 10.0
+"""To reach a site: a connection attempt that lost two packets, and a handshake."""
+BUSY_S = 60.0
+"""How long a client waits for a site that measures with somebody else."""
+AUTH_FAILURES = 2
+"""A site that dies in the middle of a handshake looks like one with another key; twice in a row it is the key."""
+KEEP_ALIVE_S = 1.0
+CLOSE_S = 0.5
+"""For the word that the session is over to leave this host."""
+
+
+class Stopped(DlcError):
+    """The measurement was ended from outside."""
+
+
+class MeasureFailed(DlcError):
+    """The site was reached, but the measurement did not come to an end."""
+
+
+class Stream:
+    """See the module. Belongs to one thread at a time; close it in the end."""
+
+    def __init__(
+        self, address: str, security: LinkSecurity | None, session: bytes, block: memoryview, stop: threading.Event
+    ) -> None:
+        self._address, self._has_key = address, security is not None
+        self._session, self._block, self._stop = session, block, stop
+        self._transport = Transport("127.0.0.1:0", security=security, ident=b"bench" + secrets.token_bytes(8))
+        self._me = Voter("", secrets.randbits(32))
+        self._asked = False
+        self._bulk = ""
+        self._counted = 0
+        self._kept_alive_at = 0.0
+
+    def close(self) -> None:
+        """Let go of everything; a session that was asked for is ended."""
+        if self._asked:
+            self._send(MeasureClose(self._session))
+        self._transport.close(CLOSE_S if self._asked else 0.0)
+
+    def open(self, seconds: float, bytes_max: int, say: Callable[[str], None]) -> int:
+        """Ask for a measurement; the site's bulk port. Raises UnreachableError, WrongKeyError, MeasureFailed."""
+        begin = clock()
+        asked_at, failures, last, busy = -1e9, 0, "", False
+        connected = False
+        while True:
+            now = clock()
+            limit_s = BUSY_S if busy else OPEN_S
+            if now >= begin + limit_s:
+                raise _no_answer(self._address, limit_s, busy, connected, last)
+            if now >= asked_at + ASK_AGAIN_S and (connected or asked_at < 0):
+                asked_at, self._asked = now, True
+                self._send(MeasureOpen(self._session, seconds, bytes_max))
+            for event in self._poll(ASK_AGAIN_S):
+                if isinstance(event, LinkEvent):
+                    connected = event.kind == "connected"
+                    failures += event.kind == "auth_failed"
+                    last = "" if connected else event.detail
+                    if failures >= AUTH_FAILURES:
+                        raise WrongKeyError(wrong_key(self._address, self._has_key))
+                answer = self._message(event)
+                if not isinstance(answer, MeasureAnswer) or answer.session != self._session:
+                    continue
+                if answer.refusal:
+                    raise MeasureFailed(f"{self._address} refuses: {answer.refusal}")
+                if not answer.wait_s:
+                    return answer.bulk_port
+                if not busy:
+                    say(f"{self._address} is busy with another measurement, for {answer.wait_s:.0f} s at most; waiting")
+                busy = True
+
+    def use(self, bulk_port: int) -> None:
+        """The session is open, by this stream or another: its bulk goes to that port."""
+        self._bulk = join_address(parse_address(self._address)[0], bulk_port)
+
+    def ping(self, seconds: float) -> list[float]:
+        """Round-trip times, in seconds; at least one."""
+        pinger = Pinger(self._session, seconds, clock())
+        while not pinger.done(clock()):
+            for message in pinger.tick(clock()):
+                self._send(message)
+            for event in self._poll(pinger.next_deadline() - clock()):
+                message_in = self._message(event)
+                if message_in is not None:
+                    pinger.receive(message_in, clock())
+        if not pinger.rtts_s:
+            raise MeasureFailed(f"{self._address} stopped answering; is `dlc bench serve` still running there?")
+        return pinger.rtts_s
+
+    def transfer(self, up: bool, seconds: float, bytes_max: int, rtt_s: float) -> Transfer:
+        """Move payload in one direction for that time, or until so many bytes have moved."""
+        now = clock()
+        transfer = Transfer(
+            up,
+            self._session,
+            self._block,
+            seconds=seconds,
+            bytes_max=bytes_max,
+            rtt_s=rtt_s,
+            counted=self._counted,
+            now=now,
+        )
+        while not transfer.done(now):
+            if transfer.stalled(now):
+                raise MeasureFailed(self._stall(transfer))
+            self._keep_alive(now)
+            wait_s = min(transfer.next_deadline() - now, POLL_S_MAX)
+            for event in self._poll(wait_s, [self._bulk] if transfer.wants_room else []):
+                if isinstance(event, Writable):
+                    self._fill(transfer)
+                message = self._message(event)
+                if isinstance(message, MeasureCount):
+                    self._counted = message.total_bytes
+                if message is not None:
+                    transfer.receive(message, clock())
+            now = clock()
+            transfer.tick(now)
+        if not transfer.drained():
+            self._transport.forget(self._bulk)  # what is still on the way must not disturb what is measured next
+            self._counted = 0
+        return transfer
+
+    def _fill(self, transfer: Transfer) -> None:
+        while transfer.wants_room:
+            bulk = transfer.next_bulk()
+            if not self._transport.send_bulk(self._bulk, encode(self._me, TAG, bulk)):
+                return
+            transfer.sent(bulk)
+
+    def _stall(self, transfer: Transfer) -> str:
+        if transfer.moved or self._counted:
+            return f"nothing came through to {self._address} for {STALL_S:g} s in the middle of a transfer"
+        port = parse_address(self._bulk)[1]
+        return f"{self._address} answers, but nothing passes on its bulk port: open TCP {port} in the firewall there"
+
+    def _keep_alive(self, now: float) -> None:
+        if now >= self._kept_alive_at + KEEP_ALIVE_S:
+            self._kept_alive_at = now
+            self._send(MeasurePing(self._session, 0))
+
+    def _send(self, message: Message) -> None:
+        self._transport.send_control(self._address, encode(self._me, TAG, message))
+
+    def _poll(self, timeout_s: float, want_write: list[str] | None = None) -> list[Event]:
+        if self._stop.is_set():
+            raise Stopped("the measurement was stopped")
+        return self._transport.poll(min(max(timeout_s, 0.0), POLL_S_MAX), want_write or [])
+
+    def _message(self, event: Event) -> Message | None:
+        if not isinstance(event, Incoming):
+            return None
+        try:
+            return decode(event.frames, TAG)[1]
+        except ProtocolError:
+            return None
+
+
+def new_block() -> memoryview:
+    """Payload that nothing on the way can compress."""
+    return memoryview(secrets.token_bytes(CHUNK_BYTES_MAX))
+
+
+def wrong_key(address: str, has_key: bool) -> str:
+    if has_key:
+        return f"{address} answered, but refused our key: use the key file that `dlc bench serve` was given there"
+    return f"{address} answered, but wants a key: add --key-file with the key file that it uses"
+
+
+def _no_answer(address: str, limit_s: float, busy: bool, connected: bool, detail: str) -> JoinError:
+    if busy:
+        return UnreachableError(f"{address} was busy with other measurements for {limit_s:g} s; try again later")
+    if connected:
+        return UnreachableError(
+            f"{address} was reached, but does not answer measurements: run `dlc bench serve` there, on a port of its "
+            "own (a peer of a run does not serve them), of the same version as here"
+        )
+    why = f" ({detail})" if detail else ""
+    return UnreachableError(
+        f"no answer within {limit_s:g} s from {address}{why}; "
+        "check the address, that `dlc bench serve` runs there, and that its port is open"
+    )

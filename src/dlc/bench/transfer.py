@@ -1,0 +1,164 @@
+"""The client's machines: round trips, and one direction of one stream. Time comes in as an argument.
+
+    Pinger      one MeasurePing at a time; the next when its answer is there, or after PING_LOST_S
+    Transfer    up:   MeasurePush while the window has room; MeasureCount says what came in over there, and when
+                down: MeasurePull while the window has room; MeasureData is counted here
+
+A transfer begins to count with the first sign of progress, so connecting is no part of it. It stops asking when its
+time is over or its bytes are used up, and is done when nothing is on the way any more (or not within DRAIN_S: then the
+connection must not be used again). Nothing moving for STALL_S is a failure.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from dlc.bench.flow import Meter, Window
+from dlc.comm.messages import (
+    MeasureCount,
+    MeasureData,
+    MeasurePing,
+    MeasurePong,
+    MeasurePull,
+    MeasurePush,
+    Message,
+)
+
+PING_LOST_S = 2.0
+"""Longer than any round trip on earth, buffers included; a lost one is not counted."""
+PINGS_MAX = 50
+STALL_S = 10.0
+"""Longer than a connection attempt that lost two packets, and than a few of TCP's retransmissions."""
+DRAIN_S = 2.0
+
+
+class Pinger:
+    """Round trips, one after the other, until PINGS_MAX or the time is over; at least one if anything answers."""
+
+    def __init__(self, session: bytes, seconds: float, now: float) -> None:
+        self.rtts_s: list[float] = []
+        self._session = session
+        self._end = now + seconds
+        self._last = now + max(seconds, PING_LOST_S)
+        self._serial = 0
+        self._sent_at: float | None = None
+
+    def tick(self, now: float) -> list[Message]:
+        """What to send on the control lane now."""
+        if self._sent_at is not None and now < self._sent_at + PING_LOST_S:
+            return []
+        if self.done(now):
+            return []
+        self._serial += 1
+        self._sent_at = now
+        return [MeasurePing(self._session, self._serial)]
+
+    def receive(self, message: Message, now: float) -> None:
+        if isinstance(message, MeasurePong) and message.serial == self._serial and self._sent_at is not None:
+            self.rtts_s.append(now - self._sent_at)
+            self._sent_at = None
+
+    def done(self, now: float) -> bool:
+        return now >= (self._end if self.rtts_s else self._last) or self._serial >= PINGS_MAX and self._sent_at is None
+
+    def next_deadline(self) -> float:
+        end = self._end if self.rtts_s else self._last
+        return end if self._sent_at is None else min(end, self._sent_at + PING_LOST_S)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+class Transfer:
+    """One direction of one stream; see the module."""
+
+    def __init__(
+        self,
+        up: bool,
+        session: bytes,
+        block: memoryview,
+        *,
+        seconds: float,
+        bytes_max: int,
+        rtt_s: float,
+        counted: int,
+        now: float,
+    ) -> None:
+        """`block`: what is sent, CHUNK_BYTES_MAX bytes; `counted`: what the other side had counted before."""
+        self.meter = Meter()
+        """up: by the other side's clock; down: by ours."""
+        self.moved = 0
+        """Bytes that have come through."""
+        self._up, self._session, self._block = up, session, block
+        self._window = Window(rtt_s)
+        self._seconds, self._bytes_max = seconds, bytes_max
+        self._asked = 0
+        self._counted = counted
+        self._moved_at = now
+        self._end: float | None = None
+        self._time_over = False
+
+    @property
+    def _over(self) -> bool:
+        return self._time_over or self._asked >= self._bytes_max
+
+    @property
+    def wants_room(self) -> bool:
+        """`next_bulk` has something to give."""
+        on_the_way = self._asked - self.moved
+        return not self._over and (on_the_way == 0 or on_the_way + self._window.chunk_bytes <= self._window.n_bytes)
+
+    def next_bulk(self) -> MeasurePush | MeasurePull:
+        """The next message, while `wants_room`; it stays the next one until `sent`."""
+        n_bytes = min(self._window.chunk_bytes, self._bytes_max - self._asked)
+        if self._up:
+            return MeasurePush(self._session, payload=self._block[:n_bytes])  # type: ignore[arg-type]
+        return MeasurePull(self._session, n_bytes)
+
+    def sent(self, bulk: MeasurePush | MeasurePull) -> None:
+        """The link took what `next_bulk` gave."""
+        self._asked += len(bulk.payload) if isinstance(bulk, MeasurePush) else bulk.n_bytes
+
+    def receive(self, message: Message, now: float) -> None:
+        if self._up and isinstance(message, MeasureCount):
+            self._progress(message.total_bytes - self._counted, message.at_s, now)
+        if not self._up and isinstance(message, MeasureData):
+            self._progress(self.moved + len(message.payload), now, now)
+
+    def _progress(self, moved: int, at_s: float, now: float) -> None:
+        if moved <= self.moved:
+            return
+        self.moved, self._moved_at = moved, now
+        if self._end is None:
+            self._end = now + self._seconds
+        if not self._time_over:
+            self.meter.add(at_s, moved)
+        self._window.progress(now, moved)
+
+    def tick(self, now: float) -> None:
+        """Stop asking when the time is over."""
+        self._time_over = self._time_over or (self._end is not None and now >= self._end)
+
+    def drained(self) -> bool:
+        """Nothing is on the way."""
+        return self._over and self._asked == self.moved
+
+    def done(self, now: float) -> bool:
+        return self.drained() or (self._over and self._end is not None and now >= self._end + DRAIN_S)
+
+    def stalled(self, now: float) -> bool:
+        """Nothing has come through for STALL_S, though something was asked for."""
+        asking = not self._over or self._end is None
+        return asking and now >= self._moved_at + STALL_S
+
+    def next_deadline(self) -> float:
+        if self._end is None:
+            return self._moved_at + STALL_S
+        return self._end + DRAIN_S if self._over else min(self._end, self._moved_at + STALL_S)

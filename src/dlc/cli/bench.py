@@ -1,0 +1,337 @@
+"""`dlc bench`: what links, hosts and codecs can do, before a run is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlc.cli.interrupt import Interrupts
+from dlc.cli.places import key_file
+from dlc.errors import UsageError
+
+if TYPE_CHECKING:
+    from dlc.bench.serve import Site
+    from dlc.comm.security import LinkSecurity
+
+log = logging.getLogger(__name__)
+
+OK, NOT_MEASURED, PARTLY = 0, 3, 4
+LOOPBACK = "127.0.0.1:0"
+
+SERVE_EXAMPLE = """\
+example:
+  dlc bench serve --listen 0.0.0.0:4700 --key-file run.key    until Ctrl-C; uses TCP 4700 and 4701
+
+Whoever has the key can measure to and from this host, one at a time; nobody else can. No GPU, no model, no run.
+"""
+LINK_EXAMPLE = """\
+example:
+  dlc bench link --to 192.0.2.7:4700 --key-file run.key       where `dlc bench serve` runs
+
+Exit codes: 0 measured; 2 usage; 3 not reached, or another key; 4 broken off; 130 interrupted.
+"""
+MATRIX_EXAMPLE = """\
+examples:
+  dlc bench matrix --peers A:4700,B:4700,C:4700 --key-file run.key --png links.png
+  dlc bench matrix --peers A:4700,B:4700 --listen 0.0.0.0:4700 --advertise C --key-file run.key --json > links.json
+
+Exit codes: 0 all measured; 2 usage; 3 nothing could be measured; 4 some pairs could not; 130 interrupted.
+"""
+ALLREDUCE_EXAMPLE = """\
+examples:
+  dlc bench allreduce --local 4 --mb 100
+  dlc bench allreduce --peers A:4600,B:4600 --listen 0.0.0.0:4600 --advertise A --key-file run.key   on A; on B likewise
+
+With --peers, start the same command on every host of the list, with an --advertise of its own.
+"""
+CODEC_EXAMPLE = """\
+example:
+  dlc bench codec --mb 64 --device auto
+"""
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """The tools of `dlc bench`, with their options."""
+    from dlc.cli.options import _count, _seconds
+
+    tools = bench.add_subparsers(dest="tool", metavar="TOOL", required=True)
+    serve = _tool(tools, "serve", "let others measure the links of this host, until Ctrl-C", SERVE_EXAMPLE)
+    serve.add_argument("--listen", metavar="HOST:PORT", required=True, help="this port and the next one are used")
+    _add_key(serve, listens=True)
+
+    link = _tool(tools, "link", "measure the link to a host that runs `dlc bench serve`", LINK_EXAMPLE)
+    link.add_argument("--to", metavar="HOST:PORT", required=True, help="where it listens")
+    _add_key(link, listens=False)
+    link.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="in all (default 30)")
+    link.add_argument("--max-mb", type=float, default=2000.0, metavar="MB", help="payload in all (default 2000)")
+    link.add_argument("--streams", default="1,2,4,8", metavar="N,...", help="connections to try (default 1,2,4,8)")
+
+    matrix = _tool(tools, "matrix", "measure every direction between hosts that run `dlc bench serve`", MATRIX_EXAMPLE)
+    matrix.add_argument("--peers", metavar="HOST:PORT,...", required=True, help="as each of them dials the others")
+    matrix.add_argument("--listen", metavar="HOST:PORT", help="this host takes part too, and listens here meanwhile")
+    matrix.add_argument("--advertise", metavar="HOST[:PORT]", help="with --listen: what others dial; default: a guess")
+    _add_key(matrix, listens=True)
+    matrix.add_argument("--seconds", type=_seconds, default=5.0, metavar="S", help="for each direction (default 5)")
+    matrix.add_argument("--max-mb", type=float, default=500.0, metavar="MB", help="for each direction (default 500)")
+    matrix.add_argument("--png", type=Path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
+
+    reduce = _tool(tools, "allreduce", "time the all-reduce, here or together with other hosts", ALLREDUCE_EXAMPLE)
+    where = reduce.add_mutually_exclusive_group(required=True)
+    where.add_argument("--local", type=_count, metavar="N", help="N processes on this host")
+    where.add_argument("--peers", metavar="HOST:PORT,...", help="all hosts, this one included; the same list on each")
+    reduce.add_argument("--n-peers", type=_count, metavar="N", help="with --peers: default: as many as are listed")
+    reduce.add_argument("--listen", default=LOOPBACK, metavar="HOST:PORT", help="with --peers: where this host is")
+    reduce.add_argument("--advertise", metavar="HOST[:PORT]", help="with --peers: what others dial")
+    _add_key(reduce, listens=True)
+    reduce.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per peer (default 100)")
+    reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
+    reduce.add_argument("--rounds", type=_count, default=5, metavar="R", help="timed rounds (default 5)")
+    reduce.add_argument("--pause", type=float, default=0.0, metavar="S", help="between rounds (default 0)")
+    reduce.add_argument("--links", type=Path, metavar="FILE", help="what `matrix --json` printed: gives the limit")
+    reduce.add_argument(
+        "--threads", type=_count, default=0, metavar="T", help="torch threads of a peer; default: share"
+    )
+    reduce.add_argument("--join-timeout", type=_seconds, default=60.0, metavar="S", help="for all to come (default 60)")
+
+    codec = _tool(tools, "codec", "time encoding and decoding on this host, and what each codec loses", CODEC_EXAMPLE)
+    codec.add_argument("--mb", type=float, default=64.0, help="MB (10^6 bytes) of fp32 (default 64)")
+    codec.add_argument(
+        "--device", default="auto", help="auto (default: the CPU, and CUDA where there is one), cpu, cuda"
+    )
+    for tool in (serve, link, matrix, reduce, codec):
+        tool.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run one tool; returns its exit status."""
+    tools = {"serve": _serve, "link": _link, "matrix": _matrix, "allreduce": _allreduce, "codec": _codec}
+    with Interrupts():
+        return tools[args.tool](args)
+
+
+def _tool(tools: Any, name: str, what: str, example: str) -> argparse.ArgumentParser:
+    tool: argparse.ArgumentParser = tools.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tool.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=argparse.SUPPRESS)
+    return tool
+
+
+def _add_key(tool: argparse.ArgumentParser, listens: bool) -> None:
+    tool.add_argument("--key-file", metavar="FILE", help="the run key; needed beyond this machine")
+    if listens:
+        tool.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
+
+
+def _security(args: argparse.Namespace) -> LinkSecurity | None:
+    from dlc.comm.security import LinkSecurity, load_run_key
+
+    path = key_file(args.key_file)
+    return None if path is None else LinkSecurity.derive(load_run_key(path), "")
+
+
+def _budget(args: argparse.Namespace, streams: str, down: bool) -> Any:
+    from dlc.bench.link import Budget
+
+    try:
+        numbers = tuple(int(n) for n in streams.split(","))
+    except ValueError:
+        raise UsageError(f"--streams wants numbers like 1,2,4,8, not {streams!r}") from None
+    if not 0 < args.max_mb < 1e9:
+        raise UsageError(f"--max-mb is {args.max_mb:g}; choose a number of MB above 0")
+    return Budget(args.seconds, int(args.max_mb * 1e6), numbers, down)
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, allow_nan=False), flush=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is going on, on stderr: one line that changes for people, log lines for others."""
+    if not sys.stderr.isatty():
+        yield lambda text: log.info("%s", text)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(escape(text))
+
+
+# ---------------------------------------------------------------- the tools
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from dlc.bench.serve import Site
+
+    site = Site(args.listen, _security(args), args.insecure)
+    try:
+        if args.json:
+            _print_json({"event": "serving", "host": site.host, "port": site.port, "bulk_port": site.bulk_port})
+        log.info("serving measurements on %s, TCP %d and %d; Ctrl-C ends it", site.host, site.port, site.bulk_port)
+        site.run(threading.Event())
+    except KeyboardInterrupt:
+        log.info("no longer serving")
+    finally:
+        site.close()
+    return OK
+
+
+def _link(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dlc.bench import show
+    from dlc.bench.link import measure
+    from dlc.joining import addresses_of
+
+    if len(to := addresses_of(args.to)) != 1:
+        raise UsageError("--to wants one address; for several use `dlc bench matrix`")
+    budget = _budget(args, args.streams, down=True)
+    with _progress() as say:
+        report = measure(to[0], _security(args), budget, say=say)
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        show.link(report, Console())
+    return OK
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dlc.bench import heatmap, show
+    from dlc.bench.matrix import measure_matrix
+    from dlc.joining import addresses_of
+
+    sites, security, budget = addresses_of(args.peers), _security(args), _budget(args, "1", down=False)
+    if args.png is not None:
+        heatmap.check(args.png)
+    if args.advertise and not args.listen:
+        raise UsageError("--advertise goes with --listen: without it this host only asks the others")
+    with _own_site(args, security) as own:
+        reach = {}
+        if own is not None:
+            mine = _advertised(own, args.advertise)
+            reach[mine] = own.address
+            sites = (mine, *(site for site in sites if site != mine))
+        if len(sites) < 2:
+            raise UsageError("a matrix needs two hosts: list more in --peers, or take part with --listen")
+        with _progress() as say:
+            report = measure_matrix(sites, security, budget, reach=reach, say=say)
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        show.matrix(report, Console())
+    if args.png is not None:
+        heatmap.draw(report, args.png)
+        log.info("drawn to %s", args.png)
+    if report.failed:
+        print(f"dlc bench: {report.failed} of {len(report.pairs)} directions were not measured", file=sys.stderr)
+    return OK if not report.failed else NOT_MEASURED if report.failed == len(report.pairs) else PARTLY
+
+
+@contextmanager
+def _own_site(args: argparse.Namespace, security: LinkSecurity | None) -> Iterator[Site | None]:
+    """This host, serving beside the matrix, where --listen says so."""
+    from dlc.bench.serve import Site
+
+    if not args.listen:
+        yield None
+        return
+    site, stop = Site(args.listen, security, args.insecure), threading.Event()
+    thread = threading.Thread(target=site.run, args=(stop,), name="dlc-site", daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        stop.set()
+        site.wake()
+        thread.join()
+        site.close()
+
+
+def _advertised(site: Site, given: str | None) -> str:
+    import ipaddress
+
+    from dlc.comm.addresses import join_address, parse_address
+    from dlc.joining import outbound_host
+
+    if given:
+        return join_address(*parse_address(given if ":" in given else f"{given}:{site.port}"))
+    host = outbound_host(site.host) if ipaddress.ip_address(site.host).is_unspecified else site.host
+    return join_address(host, site.port)
+
+
+def _allreduce(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from dlc.bench import allreduce, show
+    from dlc.joining import addresses_of
+    from dlc.peer import Peer
+
+    peers, key = addresses_of(args.peers or ()), key_file(args.key_file)
+    if args.local is not None and (args.links or args.n_peers or args.advertise or args.listen != LOOPBACK):
+        raise UsageError("--links, --n-peers, --listen and --advertise go with --peers, not with --local")
+    n_peers = args.local if args.local is not None else args.n_peers or len(peers)
+    work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
+    slowest_mbps = allreduce.slowest_link_mbps(args.links, peers) if args.links else None
+    if args.local is not None and not args.threads:
+        args.threads = max(1, (os.cpu_count() or 1) // n_peers)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with _progress() as say:
+        say("joining")
+        with Peer.join(
+            peers,
+            run="dlc-bench",
+            key=key,
+            listen=args.listen,
+            advertise=args.advertise,
+            insecure=args.insecure,
+            join_timeout_s=args.join_timeout,
+        ) as peer:
+            n_children = n_peers - 1 if args.local is not None else 0
+            with allreduce.Children(n_children, _child_options(args, peer.address, n_peers, key)) as children:
+                reports = [allreduce.take_part(peer, work, say, args.join_timeout), *children.reports()]
+    report = allreduce.combine(reports, work, key is not None, slowest_mbps)
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        show.allreduce(report, Console())
+    return OK
+
+
+def _child_options(args: argparse.Namespace, address: str, n_peers: int, key: Path | None) -> dict[str, str]:
+    """What makes another process on this host a peer of the same benchmark."""
+    same = {f"--{name}": str(getattr(args, name)) for name in ("mb", "codec", "rounds", "pause", "threads")}
+    options = same | {"--peers": address, "--n-peers": str(n_peers), "--join-timeout": str(args.join_timeout)}
+    return options | ({"--key-file": str(key)} if key is not None else {})
+
+
+def _codec(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dlc.bench import codec, show
+
+    on, note = codec.devices(args.device)
+    with _progress() as say:
+        reports = codec.measure_codecs(args.mb, on, say)
+    if args.json:
+        _print_json({"mb": args.mb, "note": note, "codecs": [report.to_dict() for report in reports]})
+    else:
+        show.codecs(reports, note, Console())
+    return OK

@@ -1,0 +1,95 @@
+"""When the other trainers will be at their sync point, from what they say of themselves.
+
+Each trainer's status names its round, its inner step and the seconds a step takes. It comes by gossip, now and then, so
+a prediction is aged by the time since it was first seen here. A peer that stopped telling is taken at its last word
+until membership finds it dead.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dlc.train.swarm import MemberView
+
+LOOK_EVERY_S = 0.2
+"""Between two looks at the members, which cost a moment of the peer's own thread."""
+TOLD_AGE_S = 1.0
+"""How old a status is when it comes: it is told at most twice a second, and gossip takes a while to reach everybody."""
+STEP_S_MAX = 24 * 3600.0
+"""A longer inner step is no report of a working trainer."""
+
+
+class _Told(NamedTuple):
+    t: int
+    inner: int
+    of: int
+    step_s: float | None
+    """None: not known yet."""
+
+
+class Others:
+    """Call `look` between inner steps; the rest answers from what was seen."""
+
+    def __init__(self, members: Callable[[], Sequence[MemberView]], clock: Callable[[], float]) -> None:
+        self._members, self._clock = members, clock
+        self._look_at = -math.inf
+        self._told: dict[str, tuple[_Told, float]] = {}
+        """Peer id: what it told last, and when that was new here."""
+
+    def look(self) -> None:
+        """See what is new; cheap if called often."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        told = {m.id: _told(m.status) for m in self._members() if m.alive and not m.left and not m.me}
+        before = self._told
+        self._told = {
+            peer: before[peer] if peer in before and before[peer][0] == new else (new, now)
+            for peer, new in told.items()
+            if new is not None
+        }
+
+    def inner(self, t: int) -> int | None:
+        """The inner step at which most of the others are by now that train after round `t`; None: nobody does."""
+        self.look()
+        at = [self._by_now(told, since) for told, since in self._told.values() if told.t == t]
+        return statistics.median_low(at) if at else None
+
+    def _by_now(self, told: _Told, since: float) -> int:
+        made = (TOLD_AGE_S + self._clock() - since) // told.step_s if told.step_s else 0
+        return int(min(told.of, told.inner + made))
+
+    def etas_s(self, t: int) -> list[float]:
+        """Seconds until each of the others is at its sync point after round `t`, 0 for those that are.
+
+        Who told of the round before only is taken to begin just now; who is further behind is not in step with us.
+        """
+        self.look()
+        now = self._clock()
+        return [
+            max(0.0, (told.of - told.inner) * told.step_s - TOLD_AGE_S - (now - since))
+            if told.t == t
+            else told.of * told.step_s
+            for told, since in self._told.values()
+            if t - 1 <= told.t <= t and told.step_s is not None
+        ]
+
+
+def _told(status: Mapping[str, Any]) -> _Told | None:
+    """What another host says is checked."""
+    t, inner, of = (_whole(status.get(name)) for name in ("t", "inner", "of"))
+    if t is None or inner is None:
+        return None
+    return _Told(t, inner, inner if of is None else of, _step_s(status.get("step_s")))
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def _step_s(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and 0 < value <= STEP_S_MAX else None

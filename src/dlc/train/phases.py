@@ -1,0 +1,328 @@
+"""The inner steps of a trainer between rounds, and its part in them.
+
+    inner_phase: H inner steps ──> exchange: offer ──> wait ──> settle ──> inner_phase ...
+                   │       ↑                  ↑          │
+                   └───────┘ rebase           └──────────┘ more inner steps, while the round waits for others
+
+- The learning rate of inner step i after round t is that of global step t * H + i, on every peer; beyond H steps it is
+  that of the last one.
+- Who comes in the middle of a round begins at the inner step at which the others are, so that it is ready when they are
+  and nobody waits for it. Its weight is what it did train.
+- Work that a round did not count is kept, and is part of a later one: weights are tokens, so this is exact. After a
+  round without us we go on until the others are at their sync point. The lease alone limits how far that can be.
+- Inner steps stand still only for as long as rounds usually take. Where one takes longer (somebody is late or has died,
+  the quorum is lost), they go on; see `outer_loop` for what becomes of them.
+- A phase whose loss is not finite contributes nothing: the swarm's model is loaded again, and after `DIVERGED_MAX`
+  such phases in a row the trainer gives up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from dlc.errors import DlcError
+from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+from dlc.train.data import BlockSource
+from dlc.train.inner import InnerLoop
+from dlc.train.others import Others
+from dlc.train.outer_loop import WAIT_SLICE_S, NotFinite, OuterLoop
+from dlc.train.progress import Progress
+from dlc.train.telling import Teller
+
+log = logging.getLogger(__name__)
+
+DIVERGED_MAX = 3
+"""Phases in a row that may end in NaN or Inf: one can be bad luck, three are a wrong learning rate."""
+GROW_EVERY_S = 5.0
+"""Between two tries to offer more while a round waits for others: where a plan crosses it, the round waits in vain."""
+LAST_ROUND_S = 5.0
+"""A peer that was asked to stop takes part in a round that is no further away than this."""
+PATIENCE_S_MIN = 0.1
+EXCHANGES_KEPT = 8
+"""Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What a trainer does meanwhile."""
+
+    over: Callable[[threading.Event], str | None]
+    """Why the training is over, or None."""
+    hear: Callable[[], None]
+    """Between two inner steps."""
+    listen: Callable[[], None]
+    """While a round is waited for: what is heard is reported in order, with the round."""
+    on_round: Callable[[RoundReport, bool, float | None, float], None]
+    """The round that an offer waited for: its report, whether it counted us, our mean loss, seconds we stood still."""
+    counted: Callable[[int, threading.Event], None]
+    """After a round that counted us, with its number."""
+
+
+class Phases:
+    """Used from the trainer's thread. `inner`: the inner optimizer; a new one is made after steps that diverged."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        outer: OuterLoop,
+        source: BlockSource,
+        others: Others,
+        tell: Teller,
+        new_inner: Callable[[], InnerLoop],
+        clock: Callable[[], float],
+        calls: Calls,
+    ) -> None:
+        self._spec, self._outer, self._source, self._others, self._tell = spec, outer, source, others, tell
+        self._new_inner, self._clock, self._calls = new_inner, clock, calls
+        self.inner = new_inner()
+        self._done = Progress()
+        self._ahead: deque[int] = deque()
+        """Blocks of the lease that come after what is done, as far as they were looked up."""
+        self._inner_step = 0
+        """Of this phase; beyond H if it goes on."""
+        self._in_step = False
+        """The last round counted us: the others began their phase when we did."""
+        self._begun = 0
+        """Steps of the next phase that are made already: we were in the middle of one when the round was committed."""
+        self._passed = False
+        """A round was committed without the work of this phase."""
+        self._exchanges_s: deque[float] = deque(maxlen=EXCHANGES_KEPT)
+        self._leave_at: float | None = None
+        self._diverged = 0
+
+    @property
+    def at_work(self) -> bool:
+        """Something is done that no round has counted."""
+        return len(self._done) > 0
+
+    # ---------------------------------------------------------------- inner steps
+
+    def inner_phase(self, stop: threading.Event) -> bool:
+        """Inner steps until it is time for a round. False: stopped, or the local progress was dropped."""
+        h = self._spec.sync_every
+        if not self._passed:
+            self._inner_step = self._first_step(self._outer.position.t)
+        self._ahead.clear()
+        if self._inner_step < h:
+            self._tell.round_begins(self._outer.position.t, self._inner_step, h)
+        while True:
+            self._calls.hear()
+            self._others.look()
+            if self._outer.moved(at_once=self._inner_step >= h) and not self._rebase():
+                return False
+            if self._calls.over(stop) is not None:
+                return False
+            if self._inner_step >= h and not (self._passed and self._too_early()):
+                break
+            if not self._step():
+                break  # the lease is used up
+        return len(self._done) > 0
+
+    def _first_step(self, t: int) -> int:
+        """Where to start a phase: at the inner step of the others, if they are in one and we were not with them."""
+        made = self._begun if self._in_step else self._others.inner(t) or 0
+        return min(made, self._spec.sync_every - 1)
+
+    def _too_early(self) -> bool:
+        """Most of the others have more than one of our steps before them: who is ready now would only wait."""
+        etas_s = self._others.etas_s(self._outer.position.t)
+        return bool(etas_s) and statistics.median(etas_s) > self._tell.step_s
+
+    def _rebase(self) -> bool:
+        """A round passed without us: our work so far goes on from its theta."""
+        self._ahead.clear()
+        if not len(self._done):
+            self._in_step = False  # begin where the others are now
+            return False
+        if not self._outer.rebase(self._done.work):
+            self.drop()
+            return False
+        self._passed = True
+        return True
+
+    def drop(self) -> None:
+        """What is not counted will not be: its blocks go, or went, to others."""
+        lost, tokens = len(self._done), self._done.tokens
+        self._done.keep(0)
+        self._ahead.clear()
+        self._in_step = self._passed = False
+        if lost:
+            self._tell.work_dropped(self._outer.position.t, lost, tokens)
+
+    def _step(self) -> bool:
+        """One inner step on the next blocks of the lease. False: there are none."""
+        if self._outer.displaced and not self._outer.resume(self._done.work):
+            self.drop()
+            return False
+        group = self._next_blocks()
+        if not group:
+            return False
+        h, batch_size = self._spec.sync_every, self._spec.inner.batch_size
+        began, t, inner = self._clock(), self._outer.position.t, min(self._inner_step, h - 1)
+        batches = [self._source.batch(group[a : a + batch_size]) for a in range(0, len(group), batch_size)]
+        result = self.inner.train_step(batches, t * h + inner)
+        if not result.applied or not math.isfinite(result.loss):
+            raise NotFinite(f"the loss of inner step {inner} after round {t} is not finite")
+        self._done.add(group, result.tokens, result.loss)
+        self._inner_step += 1
+        self._tell.step(t, inner + 1, h, result.loss, result.tokens, self._clock() - began)
+        self._tell.event(
+            "step",
+            t=t,
+            step=t * h + inner,
+            inner=inner + 1,
+            of=h,
+            loss=result.loss,
+            tokens_per_s=self._tell.tokens_per_s,
+            lr=self.inner.optimizer.param_groups[0]["lr"],
+        )
+        return True
+
+    def _next_blocks(self) -> list[int]:
+        """Of the next step; fewer at the end of the lease."""
+        count = self._spec.inner.batch_size * self._spec.inner.accumulate
+        if not self._ahead:
+            lease, done = self._outer.newest().lease, self._done.work.blocks
+            left = max(1, self._spec.sync_every - self._inner_step)
+            blocks = lease.take(len(done) + left * count)[0] if lease is not None else []
+            if tuple(blocks[: len(done)]) == done:
+                self._ahead.extend(blocks[len(done) :])
+        return [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
+
+    # ---------------------------------------------------------------- rounds
+
+    def exchange(self, stop: threading.Event) -> None:
+        """Offer what is done to the next round, and see it through; our steps go on if it takes longer than usual."""
+        outer, done, clock = self._outer, self._done, self._clock
+        self._tell.phase("waiting")
+        since = offered_at = tried_at = clock()
+        stepped_s, patience_s, may_step = 0.0, self._patience_s(), True
+        if not outer.offer(float(done.tokens), done.work):
+            self.drop()
+            return
+        offered, slice_s = len(done), WAIT_SLICE_S
+        while not outer.wait(slice_s):
+            slice_s = WAIT_SLICE_S
+            self._calls.listen()
+            if self._gives_up(stop):
+                outer.give_up()
+                self.drop()
+                return
+            if not may_step or (clock() - since < patience_s and not self._somebody_is_late()):
+                continue
+            if len(done) > offered and clock() - tried_at >= GROW_EVERY_S:
+                tried_at = clock()
+                if not outer.grow(float(done.tokens), done.work):
+                    self.drop()
+                    return
+                if outer.offered == done.work:
+                    offered, offered_at = len(done), tried_at
+            began, before = clock(), len(done)
+            may_step = not stop.is_set() and self._step_beyond(offered)
+            stepped_s += clock() - began
+            if len(done) > before:
+                slice_s = 0.0  # one step after the other
+        report = self._settle(offered, max(0.0, clock() - since - stepped_s))
+        if report is not None:
+            late_s = max(0.0, clock() - offered_at - report.seconds)
+            self._begun = min(len(done), round(late_s / self._tell.step_s)) if len(done) else 0
+            self._calls.counted(report.t, stop)
+
+    def _step_beyond(self, offered: int) -> bool:
+        """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone."""
+        try:
+            self._step()
+            return True
+        except NotFinite:
+            self._outer.put_back()
+            self._done.keep(offered)
+            self._ahead.clear()
+            self._tell_diverged()
+            return False
+
+    def _settle(self, offered: int, waited_s: float) -> RoundReport | None:
+        """The round is over: what it counted is no progress of ours any more, and the rest goes on from its theta.
+
+        Returns its report, if it counted us.
+        """
+        settled = self._outer.settle(self._done.work)
+        self._ahead.clear()
+        loss = self._done.counted(offered) if settled.counted else None
+        if not settled.kept:
+            self.drop()
+        elif not settled.counted:
+            self._passed = True
+        if settled.report is None:
+            return None
+        self._calls.on_round(settled.report, settled.counted, loss, waited_s)
+        self._exchanges_s.append(max(0.0, settled.report.seconds - settled.report.waiting_s))
+        if not settled.counted:
+            return None
+        self._passed, self._in_step, self._diverged = False, True, 0
+        return settled.report
+
+    def _patience_s(self) -> float:
+        """How long inner steps stand still for a round: as long as one usually takes, and a step more.
+
+        A step that is begun too early ends too late: the next round would have to wait for us.
+        """
+        usual_s = statistics.median(self._exchanges_s) if self._exchanges_s else 0.0
+        return max(PATIENCE_S_MIN, usual_s + self._tell.step_s)
+
+    def _somebody_is_late(self) -> bool:
+        """One of the others has more than one of our steps before it: there is time for one."""
+        return max(self._others.etas_s(self._outer.position.t), default=0.0) > self._tell.step_s
+
+    def _gives_up(self, stop: threading.Event) -> bool:
+        """Whether a round is no longer waited for; who is to stop still waits for one that is near."""
+        if not stop.is_set():
+            return self._calls.over(stop) is not None
+        return self._clock() >= self._leave_by()
+
+    def _leave_by(self) -> float:
+        """When a trainer that is to stop does so, settled at the first question."""
+        if self._leave_at is None:
+            etas_s = self._others.etas_s(self._outer.position.t)
+            near = bool(etas_s) and statistics.median(etas_s) <= LAST_ROUND_S
+            self._leave_at = self._clock() + LAST_ROUND_S if near else -math.inf
+        return self._leave_at
+
+    def last_round(self, stop: threading.Event) -> None:
+        """We are to stop: contribute what is done, if the others are about to have a round."""
+        try:
+            while len(self._done) and self._clock() < self._leave_by():
+                if not self._too_early():
+                    self.exchange(stop)
+                    if not self._passed:
+                        return
+                elif (self._outer.moved() and not self._rebase()) or not self._step():
+                    return
+                self._calls.hear()
+        except NotFinite:
+            self.drop()
+
+    def start_again(self) -> None:
+        """From the swarm's model, with a new inner optimizer, after a phase that was not finite."""
+        self.drop()
+        self._outer.adopt()
+        self._tell_diverged()
+
+    def _tell_diverged(self) -> None:
+        """The model is good again; so must the inner optimizer be. DlcError: it was so too often."""
+        self._diverged += 1
+        t = self._outer.position.t
+        self._tell.event("diverged", t=t, in_a_row=self._diverged)
+        log.warning("the loss is not finite; those inner steps are undone, and not contributed")
+        if self._diverged >= DIVERGED_MAX:
+            raise DlcError(
+                f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {t}): "
+                "found the run anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+            )
+        self.inner = self._new_inner()

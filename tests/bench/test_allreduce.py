@@ -1,0 +1,116 @@
+"""`dlc bench allreduce`: its arithmetic, that it notices a wrong mean, and that peers stay in step."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.bench import allreduce
+from dlc.bench.allreduce import PeerReport, Work, WrongMean, combine, slowest_link_mbps, take_part
+from dlc.errors import DlcError, UsageError
+from dlc.peer import Peer
+from dlc.report import Missing, RoundReport, Share
+from tests.swarm import swarm
+
+WORK = Work(n_peers=3, mb=2.0, codec="fp16", rounds=3)
+
+
+def test_three_peers_measure_and_agree() -> None:
+    with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(lambda peer: take_part(peer, WORK, lambda text: None, 60.0), peers))
+    whole = combine(reports, WORK, False, 100.0)
+    assert whole.incomplete_rounds == 0 and len(whole.seconds) == 3
+    for report in reports:
+        assert len(report.seconds) == 3 and report.waiting_s + report.reduce_s + report.rest_s > 0
+    assert sum(r.sent_mb for r in reports) == pytest.approx(3 * 2 * 2 / 3 * 1.0, rel=0.02), "2 (N - 1) / N each"
+    assert whole.limit_s == pytest.approx(4 / 3 * 8e6 / 100e6)
+    assert whole.limit_share == pytest.approx(whole.limit_s / whole.seconds_median)
+    assert json.loads(json.dumps(whole.to_dict()))["peers"][0]["peer"] == reports[0].peer
+
+
+def peer_report(seconds: tuple[float, ...], incomplete: int = 0) -> PeerReport:
+    return PeerReport("p", "a:1", seconds, 0.1, 0.2, 0.3, 1.0, 1.0, incomplete)
+
+
+def test_a_round_takes_as_long_as_its_slowest_peer() -> None:
+    whole = combine([peer_report((1.0, 5.0, 2.0)), peer_report((2.0, 1.0, 3.0))], WORK, False, None)
+    assert whole.seconds == (2.0, 5.0, 3.0) and (whole.seconds_median, whole.seconds_min) == (3.0, 2.0)
+    assert whole.effective_mbps == pytest.approx(4 / 3 * 8 / 3.0) and whole.limit_share is None
+    lossy = combine([peer_report((1.0, 1.5), 1), peer_report((2.0, 2.5, 3.0))], WORK, False, None)
+    assert lossy.incomplete_rounds == 1 and lossy.seconds == (2.0, 2.5, 3.0)
+
+
+class FakePeer:
+    """One whose all-reduce returns what it is told to."""
+
+    def __init__(self, wrong: float = 0.0, missing: bool = False) -> None:
+        self.id, self.address = "x" * 32, "h:1"
+        self.wrong, self.missing = wrong, missing
+
+    def members(self) -> list[Any]:
+        return [SimpleNamespace(alive=True)] * 2
+
+    def all_reduce(self, tensor: torch.Tensor, *, name: str = "default", codec: str, timeout_s: float) -> RoundReport:
+        other = "y" * 32
+        mean = (1 + allreduce._factor(other) / allreduce._factor(self.id)) / 2
+        tensor.mul_(mean).add_(self.wrong)
+        gone = self.missing and name == "default"
+        shares = (Share(self.id, 1.0, 1.0),) if gone else (Share(self.id, 1.0, 1.0), Share(other, 1.0, 1.0))
+        missing = (Missing(other, "late", 1.0),) if gone else ()
+        return RoundReport("c", 1, "", shares, missing, 2.0, 10, 10, 0.1, 0.0, 0.1, 1)
+
+
+def test_a_wrong_mean_is_never_a_figure() -> None:
+    work = Work(n_peers=2, mb=0.4, codec="fp16", rounds=2)
+
+    def run(fake: FakePeer) -> PeerReport:
+        return take_part(fake, work, lambda text: None, 5.0)  # type: ignore[arg-type]
+
+    assert run(FakePeer()).incomplete_rounds == 0
+    with pytest.raises(WrongMean, match="wrong mean"):
+        run(FakePeer(wrong=0.05))
+    with pytest.raises(WrongMean):
+        run(FakePeer(wrong=float("nan")))
+    with pytest.raises(DlcError, match="no round had all 2 peers"):
+        run(FakePeer(missing=True))
+
+
+def test_who_does_not_come_is_told() -> None:
+    with Peer.join() as peer, pytest.raises(UsageError, match="only 1 of 3 peers came"):
+        take_part(peer, WORK, lambda text: None, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"codec": "nix"}, "unknown codec"),
+        ({"mb": 0.0}, "--mb"),
+        ({"mb": 1e9}, "--mb"),
+        ({"n_peers": 1}, "at least 2 peers"),
+        ({"rounds": 0}, "1 round"),
+    ],
+)
+def test_work_that_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Work(**({"n_peers": 2, "mb": 1.0, "codec": "fp16", "rounds": 1} | options))
+
+
+def test_the_slowest_link_is_that_between_the_sites_that_take_part(tmp_path: Path) -> None:
+    links = tmp_path / "links.json"
+    rates = {("a:1", "b:1"): 90.0, ("b:1", "a:1"): 70, ("a:1", "c:1"): 5.0, ("c:1", "a:1"): None}
+    pairs = [{"from": a, "to": b, "up_mbps": rate} for (a, b), rate in rates.items()]
+    links.write_text(json.dumps({"pairs": pairs}))
+    assert slowest_link_mbps(links, ["a:1", "b:1"]) == 70.0
+    with pytest.raises(UsageError, match="no rate for c:1 to a:1"):
+        slowest_link_mbps(links, ["a:1", "c:1"])
+    links.write_text("[]")
+    with pytest.raises(UsageError, match="no output of"):
+        slowest_link_mbps(links, ["a:1", "b:1"])
+    with pytest.raises(UsageError, match="cannot be read"):
+        slowest_link_mbps(tmp_path / "nowhere", ["a:1"])

@@ -1,0 +1,198 @@
+"""The command line of `dlc bench`: help, sentences, exit codes, JSON, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dlc.cli import main
+from dlc.comm.security import generate_run_key
+from tests.helpers import wait_until
+
+END_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLC_KEY_FILE", raising=False)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "run.key"
+    path.write_text(generate_run_key())
+    path.chmod(0o600)
+    return str(path)
+
+
+class Running:
+    """`dlc bench ...` as a process of its own; killed in the end, with its children."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-m", "dlc", "bench", *words]
+        pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+    def line(self, stream: str = "stdout") -> str:
+        pipe = getattr(self.process, stream)
+        return str(pipe.readline()).strip()
+
+    def until(self, said: str) -> None:
+        """Read stderr until that is said."""
+        while said not in (line := self.line("stderr")):
+            assert line, f"it ended without saying {said!r}"
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=END_S)
+        return self.process.returncode, out, err
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    started: list[Running] = []
+
+    def start(*words: str) -> Running:
+        started.append(Running(*words))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    try:
+        code = main(["bench", *words])
+    except SystemExit as exit:  # argparse
+        code = int(str(exit.code))
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    return code, said.err
+
+
+@pytest.mark.parametrize("tool", ["", "serve", "link", "matrix", "allreduce", "codec"])
+def test_every_tool_has_help_with_an_example(capsys: pytest.CaptureFixture[str], tool: str) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", *([tool] if tool else []), "--help"])
+    said = capsys.readouterr().out
+    assert exit.value.code == 0 and f"  dlc bench {tool}".rstrip() in said
+    assert not tool or "--json" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "TOOL"),
+        (["speed"], "invalid choice: 'speed'"),
+        (["serve"], "--listen"),
+        (["serve", "--listen", "somewhere"], "no address"),
+        (["serve", "--listen", "0.0.0.0:0"], "needs a run key"),
+        (["link", "--to", "host"], "'host' is no address"),
+        (["link", "--to", "host:0"], "port 0"),
+        (["link", "--to", "a:1,b:1"], "dlc bench matrix"),
+        (["link", "--to", "a:1", "--streams", "many"], "--streams"),
+        (["link", "--to", "a:1", "--max-mb", "0"], "--max-mb"),
+        (["link", "--to", "a:1", "--max-mb", "nan"], "--max-mb"),
+        (["link", "--to", "a:1", "--seconds", "1e6"], "--seconds"),
+        (["link", "--to", "a:1", "--key-file", "nowhere.key"], "dlc key > nowhere.key"),
+        (["matrix", "--peers", "a:1"], "two hosts"),
+        (["matrix", "--peers", "a:1,b:1", "--advertise", "c"], "--listen"),
+        (["matrix", "--peers", "a:1,b:1", "--png", "m.jpg"], ".png"),
+        (["allreduce"], "--local"),
+        (["allreduce", "--local", "1"], "at least 2 peers"),
+        (["allreduce", "--local", "2", "--codec", "nix"], "unknown codec"),
+        (["allreduce", "--local", "2", "--links", "f"], "--peers"),
+        (["allreduce", "--peers", "a:1,b:1", "--links", "nowhere.json"], "nowhere.json"),
+        (["codec", "--device", "abacus"], "abacus"),
+        (["codec", "--mb", "-1"], "--mb"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    code, text = fails(capsys, *words)
+    assert code == 2 and said in text
+
+
+def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> None:
+    site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
+    serving = json.loads(site.line())
+    address = f"127.0.0.1:{serving['port']}"
+    budget = ("--key-file", key, "--seconds", "1", "--max-mb", "8", "--json")
+    code, out, err = run("link", "--to", address, "--streams", "1,2", *budget).end()
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["to"] == address and report["encrypted"] and [s["n"] for s in report["streams"]] == [1, 2]
+    assert "2 connections down" in err, "progress"
+    picture = tmp_path / "m.png"
+    code, out, err = run("matrix", "--peers", address, "--listen", "127.0.0.1:0", "--png", str(picture), *budget).end()
+    assert code == 0, err
+    matrix = json.loads(out)
+    assert len(matrix["pairs"]) == 2 and all(pair["up_mbps"] for pair in matrix["pairs"]) and picture.exists()
+    assert matrix["sites"][1] == address
+    assert main(["bench", "link", "--to", address]) == 3, "no key"
+    site.process.send_signal(signal.SIGINT)
+    code, _, err = site.end()
+    assert code == 0 and "no longer serving" in err
+    for port in (serving["port"], serving["bulk_port"]):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> None:
+    site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
+    address = f"127.0.0.1:{json.loads(site.line())['port']}"
+    link = run("link", "--to", address, "--key-file", key, "--seconds", "120", "--max-mb", "100000", "--streams", "3")
+    link.until("3 connections up")
+    link.process.send_signal(signal.SIGINT)
+    code, out, err = link.end()
+    assert code == 130 and out == "" and "interrupted" in err and "Traceback" not in err
+    again = ("--key-file", key, "--seconds", "1", "--max-mb", "4", "--streams", "1")
+    code, _, err = run("link", "--to", address, *again).end()
+    assert code == 0 and "busy" not in err
+
+
+def test_allreduce_of_processes_on_this_host(run: Any, key: str) -> None:
+    words = ("--local", "2", "--mb", "1", "--rounds", "2", "--codec", "fp32", "--key-file", key, "--json")
+    code, out, err = run("allreduce", *words).end()
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["n_peers"] == 2 and report["encrypted"] and len(report["seconds"]) == 2
+    assert len({peer["peer"] for peer in report["peers"]}) == 2
+    assert report["seconds_min"] <= report["seconds_median"] and report["limit_s"] is None
+
+
+def test_ctrl_c_ends_an_allreduce_and_its_processes(run: Any) -> None:
+    reduce = run("allreduce", "--local", "2", "--mb", "1", "--rounds", "100000")
+    reduce.until("round 2 of")
+    children = psutil.Process(reduce.process.pid).children(recursive=True)
+    assert children
+    reduce.process.send_signal(signal.SIGINT)
+    code, _, err = reduce.end()
+    assert code == 130 and "interrupted" in err
+    wait_until(lambda: not any(child.is_running() for child in children), what="the other peers end")
+
+
+def test_codec_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "codec", "--mb", "1", "--device", "cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {c["codec"] for c in document["codecs"]} >= {"fp32", "fp16", "bf16"} and document["note"] == ""
+    assert main(["bench", "codec", "--mb", "1", "--device", "cpu"]) == 0
+    assert "encode GB/s" in capsys.readouterr().out

@@ -1,0 +1,43 @@
+"""`dlc bench codec`: errors are those of the formats, whatever the speed of this host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dlc.bench.codec import MB_MAX, devices, measure_codecs
+from dlc.comm.codecs import CODECS
+from dlc.errors import UsageError
+
+
+def test_every_codec_is_measured_on_the_cpu() -> None:
+    said: list[str] = []
+    reports = {r.codec: r for r in measure_codecs(2.5, [torch.device("cpu")], said.append)}
+    assert list(reports) == list(CODECS) and len(said) == len(CODECS)
+    for report in reports.values():
+        assert report.encode_gb_per_s > 0 and report.decode_gb_per_s > 0 and report.device == "cpu"
+    assert reports["fp32"].wire_share == 1.0 and reports["fp32"].max_relative_error == 0.0
+    for name, bits in (("fp16", 11), ("bf16", 8)):
+        assert reports[name].wire_share == 0.5
+        assert 2.0**-bits / 4 < reports[name].rms_relative_error < 2.0**-bits
+        assert reports[name].max_relative_error <= 8 * 2.0**-bits
+
+
+def test_says_so_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on, note = devices("auto")
+    assert on == [torch.device("cpu")] and "no CUDA device" in note
+    assert devices("cpu") == ([torch.device("cpu")], "")
+    with pytest.raises(UsageError, match="abacus"):
+        devices("abacus")
+    with pytest.raises(UsageError, match="--mb"):
+        measure_codecs(MB_MAX + 1, on, print)
+
+
+@pytest.mark.gpu
+def test_cuda_is_measured_with_the_copy() -> None:
+    on, note = devices("auto")
+    assert [d.type for d in on] == ["cpu", "cuda"] and note == ""
+    cpu, cuda = (measure_codecs(8, [d], lambda text: None) for d in on)
+    for a, b in zip(cpu, cuda, strict=True):
+        assert (a.codec, a.max_relative_error) == (b.codec, b.max_relative_error)

@@ -1,0 +1,64 @@
+"""Rates out of marks, on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dlc.bench.flow import MARKS_MAX, WINDOW_BYTES_MAX, WINDOW_BYTES_MIN, Meter, Window, rate_mbps
+
+
+def steady(rate_mbit: float, begin: float, seconds: float, chunk: int = 10_000, bunch: int = 1) -> Meter:
+    """Chunks at a constant rate, read in bunches as a thread finds them."""
+    meter, per_s = Meter(), rate_mbit * 125_000
+    for i in range(bunch, int(seconds * per_s / chunk), bunch):
+        for j in range(bunch):
+            meter.add(begin + i * chunk / per_s + 1e-5 * j, (i - bunch + 1 + j) * chunk)
+    return meter
+
+
+@pytest.mark.parametrize("bunch", [1, 2, 7])
+@pytest.mark.parametrize("chunk", [10_000, 100_000])
+def test_a_steady_rate_is_found_exactly_however_chunks_are_bunched(bunch: int, chunk: int) -> None:
+    assert rate_mbps([steady(50, 3.0, 5.0, chunk, bunch)]) == pytest.approx(50, rel=2e-3)
+
+
+def test_the_slow_start_is_not_counted() -> None:
+    meter = Meter()
+    for i in range(1000):
+        at = i / 100
+        meter.add(at, int(1e6 * at if at < 2 else 2e6 + 5e6 * (at - 2)))
+    assert rate_mbps([meter]) == pytest.approx(40, rel=1e-3)
+
+
+def test_streams_are_added_up_over_the_time_in_which_all_of_them_run() -> None:
+    assert rate_mbps([steady(30, 0.0, 4.0), steady(20, 1.0, 4.0), steady(10, 0.5, 2.5)]) == pytest.approx(60, rel=3e-3)
+
+
+def test_too_little_gives_no_rate() -> None:
+    one, late = Meter(), steady(10, 100.0, 1.0)
+    one.add(0.0, 1)
+    assert rate_mbps([]) is None and rate_mbps([one]) is None
+    assert rate_mbps([steady(10, 0.0, 1.0), late]) is None, "they never ran together"
+
+
+def test_a_meter_holds_a_bounded_number_of_marks_and_stays_right() -> None:
+    meter, rng, total = Meter(), random.Random(1), 0
+    for i in range(10 * MARKS_MAX):
+        total += rng.randrange(1000, 3000)
+        meter.add(i * 0.005, total)
+    assert len(meter.times) <= MARKS_MAX and meter.totals[-1] == total
+    assert rate_mbps([meter]) == pytest.approx(2000 * 8e-6 / 0.005, rel=0.02)
+
+
+def test_the_window_grows_with_the_path_and_has_a_limit() -> None:
+    slow, fast, huge = Window(0.05), Window(0.05), Window(0.5)
+    for i in range(200):
+        slow.progress(i * 0.1, int(1e4 * i))
+        fast.progress(i * 0.01, int(1.25e5 * i))
+        huge.progress(i * 0.01, int(1e8 * i))
+    assert slow.n_bytes == WINDOW_BYTES_MIN
+    assert fast.n_bytes == pytest.approx(2 * 1.25e7 * 0.15, rel=0.01)
+    assert huge.n_bytes == WINDOW_BYTES_MAX
+    assert slow.chunk_bytes < fast.chunk_bytes < huge.chunk_bytes

@@ -1,0 +1,162 @@
+"""The serving machine, as transcripts: one measurement at a time, and limits on all that a client can ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlc.bench.host import Abandon, Begin, Host, HostEffect, Reply
+from dlc.bench.limits import (
+    BYTES_MAX,
+    CHUNK_BYTES_MAX,
+    IDLE_S,
+    OUTCOME_KEEP_S,
+    PULLS_MAX,
+    SECONDS_MAX,
+    SLACK_S,
+    STREAMS_MAX,
+)
+from dlc.comm.messages import (
+    MeasureAnswer,
+    MeasureClose,
+    MeasureCount,
+    MeasureData,
+    MeasureOpen,
+    MeasureOrder,
+    MeasureOutcome,
+    MeasurePing,
+    MeasurePong,
+    MeasurePull,
+    MeasurePush,
+)
+from dlc.errors import ProtocolError
+
+BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))
+ONE, TWO = b"1" * 16, b"2" * 16
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host(4701, BLOCK)
+
+
+def answer(effects: list[HostEffect]) -> object:
+    (reply,) = (e for e in effects if isinstance(e, Reply))
+    return reply.message
+
+
+def opened(host: Host, session: bytes = ONE, seconds: float = 10.0, n_bytes: int = 10**6, now: float = 0.0) -> object:
+    return answer(host.receive("c", MeasureOpen(session, seconds, n_bytes), now))
+
+
+def test_a_session_pings_counts_sends_and_ends(host: Host) -> None:
+    assert opened(host) == MeasureAnswer(ONE, "", 0.0, 4701) and host.busy
+    assert answer(host.receive("c", MeasurePing(ONE, 7), 0.1)) == MeasurePong(ONE, 7)
+    host.receive("b", MeasurePush(ONE, payload=bytes(300)), 0.2)
+    host.receive("b", MeasurePush(ONE, payload=bytes(200)), 0.3)
+    assert host.waiting() == ["b"]
+    assert host.next_bulk("b") == MeasureCount(ONE, 500, 0.3), "one count for both"
+    host.sent("b")
+    assert host.waiting() == [] and host.next_bulk("b") is None
+    host.receive("d", MeasurePull(ONE, 40), 0.4)
+    host.receive("d", MeasurePull(ONE, 50), 0.4)
+    sizes = []
+    while isinstance(data := host.next_bulk("d"), MeasureData):
+        assert host.next_bulk("d") == data, "it stays until it is sent"
+        host.sent("d")
+        sizes.append(len(data.payload))
+    assert sizes == [40, 50]
+    assert host.receive("c", MeasureClose(ONE), 0.5) == [] and not host.busy and host.waiting() == []
+
+
+def test_one_at_a_time_and_the_other_is_told_how_long(host: Host) -> None:
+    opened(host, seconds=10.0)
+    told = opened(host, TWO, now=4.0)
+    assert isinstance(told, MeasureAnswer) and told.wait_s == pytest.approx(6 + SLACK_S) and not told.refusal
+    assert host.receive("x", MeasurePing(TWO, 1), 4.0) == [], "the other one is not served"
+    host.receive("x", MeasurePull(TWO, 100), 4.0)
+    host.receive("x", MeasureClose(TWO), 4.0)
+    assert host.busy and host.waiting() == []
+    assert opened(host, now=5.0) == MeasureAnswer(ONE, "", 0.0, 4701), "the first may repeat itself"
+    host.receive("c", MeasureClose(ONE), 5.0)
+    assert opened(host, TWO, now=5.0) == MeasureAnswer(TWO, "", 0.0, 4701)
+
+
+def test_a_session_ends_by_silence_or_by_its_time(host: Host) -> None:
+    opened(host, seconds=1.0)
+    assert host.next_deadline() == IDLE_S
+    host.tick(IDLE_S - 0.1)
+    assert host.busy
+    host.tick(IDLE_S)
+    assert not host.busy and host.next_deadline() is None
+    opened(host, seconds=1.0, now=100.0)
+    for i in range(int(1 + SLACK_S)):
+        host.receive("c", MeasurePing(ONE, i), 100.0 + i)
+    assert host.busy
+    host.receive("c", MeasurePing(ONE, 99), 101.0 + SLACK_S)
+    assert not host.busy, "talking on does not help"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_bytes"), [(SECONDS_MAX + 1, 1), (0.0, 1), (-1.0, 1), (1.0, BYTES_MAX + 1), (1.0, 0)]
+)
+def test_too_much_is_refused_with_the_limit(host: Host, seconds: float, n_bytes: int) -> None:
+    told = opened(host, seconds=seconds, n_bytes=n_bytes)
+    assert isinstance(told, MeasureAnswer) and "up to" in told.refusal and not host.busy
+    effects = host.receive("c", MeasureOrder(TWO, "h:1", seconds, n_bytes), 0.0)
+    outcome = answer(effects)
+    assert isinstance(outcome, MeasureOutcome) and "up to" in outcome.error and len(effects) == 1 and not host.busy
+
+
+def test_more_bytes_than_announced_end_the_session(host: Host) -> None:
+    opened(host, n_bytes=1000)
+    host.receive("b", MeasurePush(ONE, payload=bytes(600)), 0.0)
+    host.receive("b", MeasurePull(ONE, 400), 0.0)
+    with pytest.raises(ProtocolError, match="more bytes"):
+        host.receive("b", MeasurePull(ONE, 1), 0.0)
+    assert not host.busy and host.waiting() == []
+
+
+def test_connections_waiting_chunks_and_sizes_have_limits(host: Host) -> None:
+    opened(host, n_bytes=BYTES_MAX)
+    for i in [0, *range(STREAMS_MAX), 0]:
+        host.receive(i, MeasurePull(ONE, 1), 0.0)
+    host.receive("one more", MeasurePull(ONE, 1), 0.0)
+    assert sorted(map(str, host.waiting())) == sorted(map(str, [0, *range(2, STREAMS_MAX), "one more"]))
+    for size in (0, -1, CHUNK_BYTES_MAX + 1):
+        with pytest.raises(ProtocolError, match="chunk"):
+            host.receive(0, MeasurePull(ONE, size), 0.0)
+    for _ in range(PULLS_MAX - 3):
+        host.receive(0, MeasurePull(ONE, 1), 0.0)
+    with pytest.raises(ProtocolError, match="wait already"):
+        host.receive(0, MeasurePull(ONE, 1), 0.0)
+
+
+def test_an_order_runs_once_is_asked_for_again_and_its_outcome_is_kept_for_a_while(host: Host) -> None:
+    order = MeasureOrder(ONE, "far:4700", 5.0, 10**6)
+    running = MeasureOutcome(ONE, True, "", 0.0, None, None)
+    assert host.receive("c", order, 0.0) == [Begin(order), Reply(running)]
+    assert host.receive("c", order, 1.0) == [Reply(running)], "it is not begun twice"
+    told = opened(host, TWO, now=1.0)
+    assert isinstance(told, MeasureAnswer) and told.wait_s > 0
+    other = answer(host.receive("x", MeasureOrder(TWO, "far:4700", 5.0, 10**6), 1.0))
+    assert isinstance(other, MeasureOutcome) and other.wait_s > 0 and not other.running
+    host.finished("", 93.5, 20.0, 6.0)
+    assert not host.busy
+    assert host.receive("c", order, 6.5) == [Reply(MeasureOutcome(ONE, False, "", 0.0, 93.5, 20.0))]
+    host.tick(6.5 + OUTCOME_KEEP_S)
+    assert host.receive("c", order, 7.0 + OUTCOME_KEEP_S)[0] == Begin(order), "forgotten"
+
+
+def test_an_order_that_nobody_asks_for_any_more_is_abandoned_once(host: Host) -> None:
+    host.receive("c", MeasureOrder(ONE, "far:4700", 5.0, 10**6), 0.0)
+    assert host.tick(IDLE_S - 0.1) == []
+    assert host.tick(IDLE_S) == [Abandon()]
+    assert host.tick(IDLE_S + 1) == [] and host.busy, "until it has really ended"
+    host.finished("the measurement was stopped", None, None, IDLE_S + 2)
+    assert not host.busy
+
+
+def test_an_order_waits_while_a_session_is_open(host: Host) -> None:
+    opened(host)
+    outcome = answer(host.receive("c", MeasureOrder(TWO, "far:4700", 5.0, 10**6), 1.0))
+    assert isinstance(outcome, MeasureOutcome) and outcome.wait_s > 0 and not outcome.running and not outcome.error

@@ -1,0 +1,116 @@
+"""Matrices over real sites on loopback, and how they look."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import dlc.bench.heatmap as heatmap
+import dlc.bench.matrix as matrix_module
+import dlc.bench.stream as stream_module
+from dlc.bench import show
+from dlc.bench.link import Budget
+from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
+from dlc.comm.messages import MeasureOrder
+from dlc.errors import UsageError
+from tests.bench.sites import KEYED, OTHER, serving
+from tests.helpers import wait_until
+
+SMALL = Budget(1.0, 4_000_000, (1,), down=False)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for long."""
+    monkeypatch.setattr(matrix_module, "OPEN_S", 2.0)
+    monkeypatch.setattr(stream_module, "OPEN_S", 2.0)
+
+
+def test_every_direction_is_measured_by_its_sender(soon: None) -> None:
+    before = set(threading.enumerate())
+    seen: list[PairReport] = []
+    with serving() as a, serving() as b, serving() as c:
+        sites = ("here.invalid:1", b.address, c.address)
+        reach = {"here.invalid:1": a.address}
+        report = measure_matrix(sites, KEYED, SMALL, reach=reach, on_pair=seen.append)
+    rates = {(p.sender, p.receiver): p for p in report.pairs}
+    assert set(rates) == {(x, y) for x in sites for y in sites if x != y} and seen == list(report.pairs)
+    for (sender, receiver), pair in rates.items():
+        if receiver == sites[0]:  # a name that only this host knows: its own error, and nobody else's
+            assert pair.up_mbps is None and "here.invalid" in pair.error
+        else:
+            assert pair.error == "" and pair.up_mbps and pair.rtt_ms, (sender, receiver)
+    assert report.failed == 2
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_site_that_cannot_be_reached_costs_its_own_pairs_only(soon: None) -> None:
+    with serving() as a, serving() as b, serving(OTHER) as stranger:
+        with serving() as gone:
+            pass
+        sites = (a.address, b.address, gone.address, stranger.address)
+        report = measure_matrix(sites, KEYED, SMALL, reach={})
+    good = {(a.address, b.address), (b.address, a.address)}
+    for pair in report.pairs:
+        assert ((pair.sender, pair.receiver) in good) == (pair.up_mbps is not None)
+        assert (pair.up_mbps is None) == bool(pair.error)
+    said = {p.sender: p.error for p in report.pairs if p.error and p.sender not in (a.address, b.address)}
+    assert "cannot be reached from here" in said[gone.address] and "refused our key" in said[stranger.address]
+    assert report.failed == 10
+
+
+def test_an_order_whose_asker_is_gone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.bench.host.IDLE_S", 0.3)
+    with serving() as a, serving() as b:
+        asker = matrix_module._Asker(KEYED, {})
+        order = MeasureOrder(b"o" * 16, b.address, 60.0, 10**11)
+        asker._transport.send_control(a.address, matrix_module.encode(asker._me, matrix_module.TAG, order))
+        asker._transport.poll(0.1)
+        wait_until(lambda: asker._transport.poll(0.05) is not None and a._host.busy, what="it has begun")
+        asker.close()
+        wait_until(lambda: not a._host.busy, what="a gives it up")
+        wait_until(lambda: not b._host.busy, what="b is free too")
+
+
+REPORT = MatrixReport(
+    ("a:1", "b:1"),
+    True,
+    (PairReport("a:1", "b:1", 123.456789, 20.0, ""), PairReport("b:1", "a:1", None, None, "[red]b:1 is not there")),
+    3.0,
+)
+
+
+def test_names_of_the_json_document() -> None:
+    plain = json.loads(json.dumps(REPORT.to_dict()))
+    assert plain["sites"] == ["a:1", "b:1"] and plain["seconds"] == 3.0 and plain["encrypted"] is True
+    assert plain["pairs"][0] == {"from": "a:1", "to": "b:1", "up_mbps": 123.457, "rtt_ms": 20.0, "error": ""}
+    assert plain["pairs"][1]["up_mbps"] is None
+
+
+def test_the_table_shows_rates_and_errors_and_no_markup_of_others() -> None:
+    out = io.StringIO()
+    show.matrix(REPORT, Console(file=out, width=80))
+    text = out.getvalue()
+    assert "123 (20.0)" in text and "[red]b:1 is not there" in text and "A  a:1" in text
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the heat map needs the extra `plots`")
+    heatmap.check(tmp_path / "m.png")
+    heatmap.draw(REPORT, tmp_path / "m.png")
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="png"):
+        heatmap.check(tmp_path / "m.jpg")
+    with pytest.raises(UsageError, match="folder that exists"):
+        heatmap.check(tmp_path / "nowhere" / "m.png")
+    monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"dlc\[plots\]"):
+        heatmap.check(tmp_path / "m.png")

@@ -1,0 +1,143 @@
+"""The client's machines against the serving one, over a fake link with a known rate and delay, on a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import pytest
+
+from dlc.bench.flow import rate_mbps
+from dlc.bench.host import Host, Reply
+from dlc.bench.limits import CHUNK_BYTES_MAX
+from dlc.bench.transfer import DRAIN_S, PING_LOST_S, PINGS_MAX, STALL_S, Pinger, Transfer, percentile
+from dlc.comm.messages import MeasureClose, MeasureOpen, MeasurePing, MeasurePong, MeasurePush, Message
+
+SESSION = b"s" * 16
+BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))
+STEP_S = 0.001
+SKEW_S = 1000.0
+"""The site's clock is not ours."""
+
+
+class FakeLink:
+    """Both directions of one connection: `rate_mbit` for payload, half the round trip for everything."""
+
+    def __init__(self, rate_mbit: float, rtt_s: float, up: bool, seconds: float, n_bytes: int) -> None:
+        self.now, self.rate, self.rtt_s = 0.0, rate_mbit * 125_000, rtt_s
+        self.host = Host(1, BLOCK)
+        self.host.receive("c", MeasureOpen(SESSION, 60.0, 10**10), SKEW_S)
+        self.transfer = Transfer(
+            up, SESSION, BLOCK, seconds=seconds, bytes_max=n_bytes, rtt_s=rtt_s, counted=0, now=0.0
+        )
+        self.free_at = {"there": 0.0, "here": 0.0}
+        self.flying: list[tuple[float, int, str, Message]] = []
+        self.serial = itertools.count()
+        self.cut = False
+
+    def send(self, to: str, message: Message) -> None:
+        n_bytes = len(getattr(message, "payload", b""))
+        self.free_at[to] = max(self.now, self.free_at[to]) + n_bytes / self.rate
+        heapq.heappush(self.flying, (self.free_at[to] + self.rtt_s / 2, next(self.serial), to, message))
+
+    def run(self) -> Transfer:
+        """Until the transfer is done or has stalled."""
+        t = self.transfer
+        while not t.done(self.now) and not t.stalled(self.now):
+            while t.wants_room and self.free_at["there"] < self.now + 0.01:
+                bulk = t.next_bulk()
+                self.send("there", bulk)
+                t.sent(bulk)
+            self.now += STEP_S
+            while self.flying and self.flying[0][0] <= self.now:
+                _, _, to, message = heapq.heappop(self.flying)
+                if self.cut:
+                    continue
+                if to == "here":
+                    t.receive(message, self.now)
+                    continue
+                self.host.receive("b", message, self.now + SKEW_S)
+            while (out := self.host.next_bulk("b")) is not None and self.free_at["here"] < self.now + 0.01:
+                self.host.sent("b")
+                self.send("here", out)
+            t.tick(self.now)
+        return t
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize(("rate_mbit", "rtt_s"), [(1, 0.03), (50, 0.05), (50, 0.3), (1000, 0.1), (3000, 0.001)])
+def test_the_rate_of_the_link_is_found(rate_mbit: float, rtt_s: float, up: bool) -> None:
+    link = FakeLink(rate_mbit, rtt_s, up, 4.0, 10**10)
+    done = link.run()
+    assert done.drained() and rate_mbps([done.meter]) == pytest.approx(rate_mbit, rel=0.03)
+    assert link.now < 4.0 + 2 * rtt_s + DRAIN_S + 0.5
+
+
+def test_bytes_are_bounded_exactly() -> None:
+    for up in (True, False):
+        link = FakeLink(100, 0.02, up, 10.0, 1_234_567)
+        done = link.run()
+        assert done.moved == 1_234_567 and done.drained() and link.now < 1.0
+        assert rate_mbps([done.meter]) is not None
+
+
+def test_a_link_that_dies_is_a_stall_and_no_rate_is_made_up() -> None:
+    link = FakeLink(10, 0.02, True, 4.0, 10**9)
+    link.cut = True
+    done = link.run()
+    assert done.stalled(link.now) and link.now == pytest.approx(STALL_S, abs=0.01)
+    assert done.moved == 0 and rate_mbps([done.meter]) is None
+
+
+def test_few_bytes_that_all_are_lost_are_a_stall_too() -> None:
+    link = FakeLink(10, 0.02, False, 4.0, 1000)
+    link.cut = True
+    assert link.run().stalled(link.now)
+
+
+def test_what_does_not_drain_is_left_behind() -> None:
+    link = FakeLink(10, 0.02, True, 1.0, 10**9)
+    while link.transfer.moved == 0:
+        link.transfer.receive(link.host.next_bulk("b") or MeasureClose(SESSION), link.now)
+        bulk = MeasurePush(SESSION, payload=BLOCK[:1000])  # type: ignore[arg-type]
+        link.transfer.sent(bulk)
+        link.host.receive("b", bulk, SKEW_S)
+    link.transfer.sent(bulk)  # this one is lost
+    link.transfer.tick(1.0)
+    assert not link.transfer.done(1.0) and link.transfer.done(1.0 + DRAIN_S) and not link.transfer.drained()
+
+
+def test_a_count_that_goes_back_changes_nothing() -> None:
+    link = FakeLink(10, 0.02, True, 1.0, 10**6)
+    done = link.run()
+    before = list(done.meter.totals)
+    late = link.host.receive("c", MeasurePing(SESSION, 1), SKEW_S)[0]
+    assert isinstance(late, Reply)
+    done.receive(late.message, link.now)
+    assert done.meter.totals == before
+
+
+def test_pings_go_one_after_the_other_and_lost_ones_do_not_count() -> None:
+    pinger, now = Pinger(SESSION, 1.0, 0.0), 0.0
+    while not pinger.done(now):
+        for message in pinger.tick(now):
+            assert isinstance(message, MeasurePing)
+            assert pinger.tick(now) == [], "one at a time"
+            now += 0.025
+            pinger.receive(MeasurePong(SESSION, message.serial - 1), now)  # a late answer to another one
+            pinger.receive(MeasurePong(SESSION, message.serial), now)
+    assert now == pytest.approx(1.0, abs=0.03) and {round(r, 6) for r in pinger.rtts_s} == {0.025}
+    quick = Pinger(SESSION, 1.0, 0.0)
+    while not quick.done(0.0):
+        for message in quick.tick(0.0):
+            assert isinstance(message, MeasurePing)
+            quick.receive(MeasurePong(SESSION, message.serial), 0.0)
+    assert len(quick.rtts_s) == PINGS_MAX
+    deaf = Pinger(SESSION, 0.1, 0.0)
+    deaf.tick(0.0)
+    assert not deaf.done(PING_LOST_S - 0.1) and deaf.done(PING_LOST_S) and deaf.rtts_s == []
+
+
+def test_percentiles() -> None:
+    assert percentile([float(i) for i in range(100)], 0.95) == 95.0
+    assert percentile([3.0], 0.95) == 3.0

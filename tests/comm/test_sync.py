@@ -1,0 +1,387 @@
+"""Fetching a state: from several donors, past deaths and silences, while the state moves on; and what is given away."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+
+from dlc.comm import messages as msg
+from dlc.comm.donations import IN_USE_S, STEPS_MAX
+from dlc.comm.download import Download, Staged
+from dlc.comm.entries import LogState
+from dlc.comm.ids import Voter
+from dlc.comm.images import Image, PieceLimits
+from dlc.sim.network import Weather
+from dlc.sim.schedule import TRAIN, Scenario, Start
+from dlc.sim.toy import ToyState
+from dlc.sim.world import Host, Process, World
+from dlc.train.outer import OuterState
+
+torch.set_num_threads(1)
+
+PIECE = 64
+LIMITS = PieceLimits(PIECE, hash_pieces=4, copy_pieces=2)
+A, B, C = (Voter(name, 1) for name in "abc")
+PATIENCE_S = 4.0
+
+
+# ------------------------------------------------------------------ the newcomer's side, without any network
+
+
+def image_of(data: bytes, channel: str = "train", piece_bytes: int = PIECE) -> msg.ImageOffer:
+    hashes = tuple(blake3(data[i : i + piece_bytes]).digest() for i in range(0, len(data), piece_bytes))
+    return msg.ImageOffer(channel, blake3(data).digest(), len(data), piece_bytes, hashes)
+
+
+class Fetch:
+    """A download from donors of given speeds (bytes/s) on a virtual clock."""
+
+    def __init__(self, data: bytes, rates_Bps: dict[Voter, float], kept: dict[str, Staged] | None = None) -> None:
+        self.data, self.rates_Bps = data, dict(rates_Bps)
+        image = image_of(data)
+        self.download = Download(msg.Offer(LogState(), (), (), (image,)), [image], LIMITS, kept or {})
+        self.now = 0.0
+        self.sent: Counter[Voter] = Counter()
+        self.silent: set[Voter] = set()
+        self.wrong: set[Voter] = set()
+        self._free_at = dict.fromkeys(rates_Bps, 0.0)
+        self._coming: list[tuple[float, int, Voter, msg.Piece]] = []
+        self._serial = 0
+
+    def ask(self) -> None:
+        for voter, request in self.download.ask(list(self.rates_Bps), PATIENCE_S, self.now):
+            for index in request.pieces:
+                payload = self.data[index * PIECE : (index + 1) * PIECE]
+                if voter in self.wrong:
+                    payload = bytes(len(payload))
+                self.sent[voter] += 1
+                if voter in self.silent:
+                    continue
+                self._free_at[voter] = max(self.now, self._free_at[voter]) + len(payload) / self.rates_Bps[voter]
+                self._serial += 1
+                piece = msg.Piece(request.channel, request.digest, index, payload)
+                heapq.heappush(self._coming, (self._free_at[voter] + 0.01, self._serial, voter, piece))
+
+    def run(self, until: Callable[[], object], limit_s: float = 1000.0) -> None:
+        self.ask()
+        while not until():
+            assert self.now < limit_s, f"{len(self.download.staged['train'].missing)} pieces are missing"
+            tick = self.now + 0.25
+            if self._coming and self._coming[0][0] <= tick:
+                self.now, _, voter, piece = heapq.heappop(self._coming)
+                if voter in self.rates_Bps:
+                    self.download.receive(voter, piece, self.now)
+            else:
+                self.now = tick
+            self.ask()
+
+    def finish(self) -> bytes:
+        self.run(lambda: self.download.complete)
+        while not self.download.verified:
+            self.download.verify()
+        staged = self.download.staged["train"]
+        assert staged.sound
+        return bytes(staged.memory)
+
+
+DATA = bytes(torch.randint(0, 256, (400 * PIECE - 7,), generator=torch.Generator().manual_seed(0)).tolist())
+
+
+def test_donors_give_in_proportion_to_their_speed() -> None:
+    fetch = Fetch(DATA, {A: 100 * PIECE, B: 10 * PIECE, C: 40 * PIECE})
+    assert fetch.finish() == DATA
+    assert fetch.now < 1.15 * 400 / 150
+    assert fetch.sent[B] < 0.12 * 400 and fetch.sent[A] > 0.55 * 400
+    assert sum(fetch.sent.values()) < 1.03 * 400, "hardly a piece is asked for twice"
+
+
+def test_a_donor_that_crawls_does_not_hold_up_the_end() -> None:
+    fetch = Fetch(DATA, {A: 100 * PIECE, B: 0.2 * PIECE})
+    assert fetch.finish() == DATA
+    assert fetch.now < 1.15 * 4
+
+
+def test_a_donor_dies_and_the_others_send_what_it_owed() -> None:
+    fetch = Fetch(DATA, {A: 50 * PIECE, B: 50 * PIECE})
+    fetch.run(lambda: len(fetch.download.staged["train"].missing) < 200)
+    del fetch.rates_Bps[A]
+    assert fetch.finish() == DATA
+    assert fetch.sent[B] >= 200
+
+
+def test_a_donor_that_is_silent_is_left_and_asked_again_later() -> None:
+    fetch = Fetch(DATA, {A: 10 * PIECE, B: 10 * PIECE})
+    fetch.silent = {A}
+    assert fetch.finish() == DATA
+    assert fetch.now < 1.15 * 40 + PATIENCE_S
+    assert LIMITS.in_flight_first < fetch.sent[A] < 20
+
+
+def test_nobody_is_waited_for_where_all_are_silent() -> None:
+    fetch = Fetch(DATA, {A: 10 * PIECE, B: 10 * PIECE})
+    fetch.silent = {A, B}
+    fetch.run(fetch.download.hopeless, limit_s=4 * PATIENCE_S)
+
+
+def test_wrong_bytes_are_not_taken_and_their_sender_not_asked_again() -> None:
+    fetch = Fetch(DATA, {A: 50 * PIECE, B: 50 * PIECE})
+    fetch.wrong = {A}
+    assert fetch.finish() == DATA
+    assert fetch.sent[A] <= LIMITS.in_flight_first
+
+
+def test_who_lacks_the_image_is_not_asked_again_and_without_anybody_it_is_hopeless() -> None:
+    fetch = Fetch(DATA, {A: 50 * PIECE, B: 50 * PIECE})
+    fetch.ask()
+    digest = fetch.download.staged["train"].image.digest
+    fetch.download.refuse(A, "train", digest)
+    asked = fetch.sent[A]
+    fetch.run(lambda: len(fetch.download.staged["train"].missing) < 300)
+    assert fetch.sent[A] == asked and not fetch.download.hopeless()
+    fetch.download.refuse(B, "train", digest)
+    assert fetch.download.hopeless()
+
+
+def test_another_offer_of_the_same_image_goes_on_where_the_first_ended() -> None:
+    first = Fetch(DATA, {A: 50 * PIECE})
+    first.run(lambda: len(first.download.staged["train"].missing) < 150)
+    left = len(first.download.staged["train"].missing)
+    second = Fetch(DATA, {B: 50 * PIECE}, first.download.staged)
+    assert second.finish() == DATA
+    assert second.sent[B] == left
+    other = Fetch(DATA[::-1], {B: 50 * PIECE}, first.download.staged)
+    assert other.finish() == DATA[::-1] and other.sent[B] == 400
+
+
+def test_an_image_that_is_not_what_its_digest_says_is_not_sound() -> None:
+    image = image_of(DATA)
+    staged = Staged(msg.ImageOffer("train", bytes(32), image.image_bytes, PIECE, image.piece_hashes))
+    for index in range(400):
+        assert staged.take(index, DATA[index * PIECE : (index + 1) * PIECE])
+    staged.verify(400)
+    assert staged.verified and not staged.sound
+
+
+# ------------------------------------------------------------------ the donor's side
+
+
+@pytest.mark.parametrize("make", [lambda: ToyState(500, 3), lambda: OuterState(torch.randn(500), lr=0.5, momentum=0.9)])
+@pytest.mark.parametrize("copied", [0, 1, 5, 1000])
+def test_an_image_stays_what_it_was_while_the_state_moves(make: Callable[[], Any], copied: int) -> None:
+    state = make()
+    before, digest = bytes(state.export()), state.digest()
+    image = Image(state, digest, LIMITS, 0.0)
+    asked = bytes(image.piece(7))
+    image.hash(3)
+    image.copy(copied)
+    image.finish()
+    state.step(1, [(0, 500, torch.ones(500))])
+    assert bytes(state.export()) != before and state.digest() != digest
+    image.hash(image.n_pieces)
+    pieces = [bytes(image.piece(i)) for i in range(image.n_pieces)]
+    assert b"".join(pieces) == before and pieces[7] == asked
+    assert image.hashes == [blake3(p).digest() for p in pieces] and image.hashed
+    assert blake3(before).digest() == digest, "a digest is that of the image"
+    while image.give_back():
+        pass
+
+
+def test_a_writable_image_becomes_the_memory_of_the_state() -> None:
+    state, other = (OuterState(torch.randn(500), lr=0.5, momentum=0.9) for _ in range(2))
+    state.step(1, [(0, 500, torch.ones(500))])
+    image = bytearray(state.export())
+    other.restore(memoryview(image))
+    assert other.digest() == state.digest()
+    for s in (state, other):
+        s.step(2, [(0, 500, torch.full((500,), 0.1))])
+    assert other.digest() == state.digest() and bytes(other.export()) == bytes(image[:8]) + bytes(state.export())[8:]
+    assert image[64:] == bytes(other.export())[64:], "no second copy was made"
+
+
+# ------------------------------------------------------------------ swarms
+
+
+def swarm(n: int, inner_s: float = 1.0, **more: Any) -> World:
+    """n peers that train a state of 32 pieces, each with an uplink of some 190 pieces a second."""
+    starts = (Start(0.0, ()), *(Start(0.1 * i, (0,)) for i in range(1, n)))
+    weather = Weather(latency_max_s=0.05, spike=0.0)
+    world = World(
+        Scenario(0, starts, weather=weather, n_chunks=4, chunk_elems=64, inner_s=inner_s, piece_bytes=PIECE, **more)
+    )
+    until(world, lambda: world.checker.rounds > 2 and all(synced(p) for p in world.running()))
+    world.run_until(world.now + IN_USE_S + 1.0)  # what they fetched themselves is offered no more
+    return world
+
+
+def synced(process: Process) -> bool:
+    attached = process.node.log.attached.get(TRAIN)
+    return attached is not None and attached.synced and process.node.log.is_open(TRAIN)
+
+
+def until(world: World, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    end = world.now + limit_s
+    while not condition():
+        assert world.now < end and world.clock.step(), "it does not come to that"
+
+
+class Wire:
+    """Hears all that is sent from now on; keeps back pieces while `closed`, as a stalled connection does."""
+
+    def __init__(self, world: World) -> None:
+        self.heard: list[tuple[str, str, Any]] = []
+        """(source, target, message)."""
+        self.closed = False
+        self._waiting: list[tuple[Any, ...]] = []
+        self._carry = world.network.carry
+        world.network.carry = self._carried  # type: ignore[method-assign]
+
+    def _carried(self, source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        self.heard.append((source, target, args[-1]))
+        if self.closed and isinstance(args[-1], msg.Piece):
+            self._waiting.append((source, target, deliver, *args))
+        else:
+            self._carry(source, target, deliver, *args, bulk=bulk)
+
+    def open(self) -> None:
+        self.closed = False
+        for source, target, deliver, *args in self._waiting:
+            self._carry(source, target, deliver, *args, bulk=True)
+
+    def givers(self, to: Process) -> Counter[str]:
+        return Counter(s for s, t, m in self.heard if isinstance(m, msg.Piece) and t == to.host.name)
+
+    def answers(self, to: Process, kind: type) -> int:
+        return sum(isinstance(m, kind) and t == to.host.name for _, t, m in self.heard)
+
+
+def newcomer(world: World) -> Process:
+    return world.start(Host(f"p{len(world.hosts)}"), ("sim:p0", "sim:p1"))
+
+
+def staged(process: Process) -> int:
+    """Pieces that have come."""
+    download = process.node.sync._download
+    return sum(len(s.image.piece_hashes) - len(s.missing) for s in download.staged.values()) if download else 0
+
+
+def agree(world: World, who: Sequence[Process]) -> None:
+    """All of them come to stand at one head with equal bits, and all vote."""
+
+    def together() -> bool:
+        return len({p.node.log.head for p in who}) == 1 and all(synced(p) for p in who)
+
+    until(world, lambda: together() and {p.voter for p in who} <= set(who[0].node.log.state.electorate), 120.0)
+    assert len({bytes(p.node.log.attached[TRAIN].state.export()) for p in who}) == 1
+    assert len({p.node.log.attached[TRAIN].digest for p in who}) == 1
+
+
+def depth_of(world: World) -> int:
+    return max(p.node.log.state.depth for p in world.running())
+
+
+def test_a_newcomer_loads_from_all_at_once() -> None:
+    world = swarm(3, inner_s=3.0)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: synced(late))
+    shares = wire.givers(late)
+    assert len(shares) == 3 and min(shares.values()) >= 5 and sum(shares.values()) <= 36
+    agree(world, world.running())
+
+
+def test_a_donor_dies_in_the_middle() -> None:
+    world = swarm(3, inner_s=3.0)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: staged(late) >= 8)
+    asked_first = late.node.sync.donor
+    assert asked_first is not None
+    world.crash(next(p for p in world.running() if p.voter == asked_first))
+    until(world, lambda: synced(late))
+    assert wire.answers(late, msg.Offer) == 1, "the offer outlives who made it"
+    agree(world, world.running())
+
+
+def test_all_donors_but_one_die_in_the_middle() -> None:
+    world = swarm(3, inner_s=3.0)
+    late = newcomer(world)
+    until(world, lambda: staged(late) >= 8)
+    for process in [p for p in world.running() if p is not late][:-1]:
+        world.crash(process)
+    until(world, lambda: synced(late))
+    agree(world, world.running())  # after the time for a forced ballot
+
+
+def test_the_state_moves_on_in_the_middle() -> None:
+    """Nobody waits for the newcomer; the image that it fetches stays, and so do the entries that it will need."""
+    world = swarm(3, inner_s=0.3)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: staged(late) >= 4)
+    wire.closed, begun = True, depth_of(world)
+    until(world, lambda: depth_of(world) >= begun + 4)
+    assert not synced(late)
+    assert all(len(p.node.sync.donations._images) <= 1 for p in world.running())
+    wire.open()
+    until(world, lambda: synced(late))
+    assert wire.answers(late, msg.Offer) == 1
+    until(world, lambda: late.node.log.state.depth > begun + 4)
+    assert wire.answers(late, msg.Offer) == 1 and wire.answers(late, msg.Steps) >= 1
+    agree(world, world.running())
+
+
+def test_a_second_newcomer_does_not_take_the_image_from_the_first() -> None:
+    """The state moves between them. A donor keeps one image; whoever comes later is offered it, or asks another."""
+    world = swarm(3, inner_s=0.3)
+    wire = Wire(world)
+    first = newcomer(world)
+    until(world, lambda: staged(first) >= 4)
+    wire.closed, begun = True, depth_of(world)
+    until(world, lambda: depth_of(world) >= begun + 2)
+    second = newcomer(world)
+    until(world, lambda: second.node.sync._download is not None)
+    assert all(len(p.node.sync.donations._images) <= 1 for p in world.running())
+    wire.open()
+    until(world, lambda: synced(first) and synced(second))
+    assert wire.answers(first, msg.Offer) == 1
+    agree(world, world.running())
+
+
+@pytest.mark.parametrize("history_bytes", [100, 1 << 30])
+def test_a_sleeper_catches_up_by_steps_or_by_an_image(history_bytes: int) -> None:
+    """With equal bits; by steps where the history reaches back to it."""
+    world = swarm(3, history_bytes=history_bytes)
+    sleeper = world.running()[-1]
+    depth = sleeper.node.log.state.depth
+    wire = Wire(world)
+    world.freeze(sleeper, 8.0)
+    until(world, lambda: not sleeper.frozen)
+    assert depth_of(world) > depth + 2
+    agree(world, world.running())
+    assert (wire.answers(sleeper, msg.Offer) > 0) == (history_bytes == 100)
+
+
+def test_an_answer_holds_few_steps_and_the_rest_follows() -> None:
+    """What a taker will need is kept beyond the usual eight entries, and given in several answers."""
+    world = swarm(2, inner_s=0.3)
+    donor = world.running()[0]
+    log = donor.node.log
+    head, depth = log.head, log.state.depth
+    log.pin(head)
+    donor.node.sync.donations.tick = lambda: None  # type: ignore[method-assign]
+    until(world, lambda: log.state.depth > depth + 20)
+    past = log.after(head)
+    assert past is not None and len(past) == log.state.depth - depth
+    asker = Voter("q", 1)
+    donor.node.ctx.out = []
+    donor.node.sync.donations.receive_request(asker, msg.SyncReq(head, depth, False, ()))
+    (effect,) = donor.node.ctx.out
+    assert len(effect.message.steps) == STEPS_MAX  # type: ignore[union-attr]
+    log.pin(b"")
+    assert len(log.past) <= 8

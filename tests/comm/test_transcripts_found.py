@@ -1,0 +1,348 @@
+"""Transcripts of the mistakes that this protocol is easily built with; each of them was made once, or nearly.
+
+| mistake | test |
+|---|---|
+| a chunk reduced under one roster is reused under another | an old chunk of another roster is reduced again |
+| the woken are no longer stale before they have caught up | the woken stay stale while the state is slow to come |
+| a contribution is known by its weight alone | a part of a revoked lease is not averaged |
+| after a long cut nobody pings any more | after a long cut all find each other again |
+| a restarted founder knows no address and goes on alone | a founder from disk does not go on alone |
+| in a long chunk phase the coordinator is taken for dead | a long chunk phase has one ballot; a slow downlink |
+| one peer with a wrong state convicts all others | a corrupt coordinator convicts nobody but itself |
+| who trains on while a round is in flight runs out of samples | nobody runs dry while its round is in flight |
+| two lone peers, cut in one direction | not mended: a partition, and one history is given up |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dlc.comm import messages as msg
+from dlc.comm.coordinator import RUN, Coordinator
+from dlc.comm.entries import CONFIG, ROUND
+from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
+from dlc.comm.ids import Voter
+from dlc.sim.schedule import TIMEOUTS, TRAIN
+from dlc.sim.world import Process
+from tests.comm.stage import Stage, past_round
+from tests.comm.test_transcripts_cases import names, nothing
+
+torch.set_num_threads(1)
+
+EVICT_S = TIMEOUTS.evict_s
+
+
+def cut(stage: Stage, some: list[Process], others: list[Process]) -> None:
+    for a in some:
+        for b in others:
+            stage.world.network.cut(a.host.name, b.host.name)
+            stage.world.network.cut(b.host.name, a.host.name)
+    stage.world.checker.paths_changed()
+
+
+def mend(stage: Stage) -> None:
+    stage.world.network.cuts.clear()
+    stage.world.checker.paths_changed()
+
+
+def ranked(stage: Stage) -> list[Process]:
+    by_voter = {p.voter: p for p in stage.peers()}
+    return [by_voter[v] for v in stage.peers()[0].node.log.state.ranked]
+
+
+def promises_counted(stage: Stage) -> list[msg.Promise]:
+    """Every promise that a coordinator takes from now on, its own included."""
+    taken: list[msg.Promise] = []
+    for process in stage.peers():
+        coordinator = process.node.coordinator
+        elect = coordinator._elect
+
+        def noted(coordinator: Coordinator = coordinator, elect: Callable[[], None] = elect) -> None:
+            taken.extend(coordinator.promises.values())
+            elect()
+
+        coordinator._elect = noted  # type: ignore[method-assign]
+    return taken
+
+
+# ------------------------------------------------------------------ rosters
+
+
+def test_an_old_chunk_of_another_roster_is_reduced_again() -> None:
+    """A and B begin round t alone and B holds chunks of it. C, D, E, who know nothing of that plan, begin it anew with
+    another roster; C dies; D coordinates, hears from B, and must not mix B's chunks into the new round."""
+    stage = Stage(5, n_chunks=6, uplink_Bps=10_000.0)
+    a, b, c, d, e = ranked(stage)
+    t = a.node.log.state.round_of(TRAIN) + 1
+    pair = {a.host.name, b.host.name}
+    across = (msg.Ready, msg.Plan)
+    stage.hold = lambda source, target, m: (source in pair) != (target in pair) and isinstance(m, across)
+    stage.until(lambda: a.node.coordinator.phase == RUN, 60.0)
+    first = a.node.coordinator.plan
+    assert first is not None and {p.voter for p in first.entry.roster} == {a.voter, b.voter}
+    stage.hold = lambda source, target, m: (source in pair) != (target in pair)
+    stage.until(lambda: b.node.exchange.held)
+    stage.world.crash(a)
+    cut(stage, [b], [c, d, e])
+    stage.hold, stage.held = nothing, []
+    stage.until(lambda: any(p.node.coordinator.phase == RUN for p in (c, d, e)))
+    second = next(p for p in (c, d, e) if p.node.coordinator.phase == RUN)
+    plan = second.node.coordinator.plan
+    assert plan is not None and {p.voter for p in plan.entry.roster} == {c.voter, d.voter, e.voter}
+    stage.hold = lambda source, target, m: isinstance(m, msg.Contrib | msg.Result)  # nobody gets any of this one
+    stage.until(lambda: all(p.node.slot.plan is not None for p in (c, d, e)))
+    held, hashes = dict(b.node.exchange.held), set(b.node.exchange.hashes.values())
+    assert held, "B still holds the old candidates"
+    stage.world.crash(second)
+    mend(stage)
+    third = stage.peers(b)
+    heard = promises_counted(stage)
+    stage.until(lambda: any(isinstance(m, msg.Plan) and m.ballot > plan.ballot for _, _, _, m in stage.sent))
+    stage.hold = nothing
+    stage.committed(t, [*third, b])
+    assert any(p.held and p.plan is not None and p.plan.ballot == first.ballot for p in heard), "B offered them"
+    plans = [m for _, _, _, m in stage.sent if isinstance(m, msg.Plan)]
+    assert not [f for m in plans for f in m.fixed if f.hash in hashes], "a plan reuses a chunk of another roster"
+    for process in third:
+        past = past_round(process.node, t)
+        assert {p.voter for p in past.entry.roster} == {c.voter, d.voter, e.voter}
+        assert not {r.header.ballot for r in held.values()} & {r.header.ballot for r in past.results}
+
+
+def test_a_part_of_a_revoked_lease_is_not_averaged() -> None:
+    """X's parts reach the owner O before the plan, which dies with its coordinator. The others go on without X for so
+    long that X's lease goes back to the pool; then X contributes the same weight for other samples."""
+    stage = Stage(7, n_chunks=42, uplink_Bps=50_000.0)
+    a, *rest = ranked(stage)
+    x = max(rest, key=lambda p: p.voter)
+    o, *others = [p for p in rest if p is not x]
+    assert a.voter < x.voter, "X gets the ranges of A, which comes before it in the pool, and not its own again"
+    for process in (a, o, x):
+        process.rng.randint = lambda low, high: 3  # type: ignore[method-assign]
+    t = a.node.log.state.round_of(TRAIN) + 1
+    slow, blind = {p.host.name for p in others}, {p.host.name for p in (o, *others)}
+    stage.hold = lambda s, t, m: (isinstance(m, msg.Ready) and s in slow) or (isinstance(m, msg.Plan) and t in blind)
+    stage.until(lambda: a.node.coordinator.phase == RUN, 60.0)
+    first = a.node.coordinator.plan
+    assert first is not None and {p.voter for p in first.entry.roster} >= {a.voter, x.voter}
+    mine = next(p for p in first.entry.roster if p.voter == x.voter)
+    cut(stage, [a, o, x], others)
+    stage.hold = nothing
+    base = o.node.log.state.base(TRAIN)
+
+    def parts_of_x() -> list[msg.Contrib]:
+        chunks = o.node.exchange._parts.get((TRAIN, base), {}).values()
+        return [by[x.voter] for by in chunks if x.voter in by]
+
+    stage.hold = lambda source, target, m: isinstance(m, msg.Plan) and target == o.host.name
+    stage.until(lambda: len(parts_of_x()) == 6)  # all that it owes to O
+    stage.world.crash(a)
+    cut(stage, [o], [x])
+    stage.hold, stage.held = nothing, []
+    for process in others:  # they have nothing to contribute for a while: the next entry is a config
+        if process.node.withdraw(TRAIN):
+            stage.world.checker.told(process, ContributionDropped(TRAIN))
+        process.trainer.inner_s = 1e6
+        process.trainer.begin()
+    stage.until(lambda: all(x.voter not in p.node.log.state.electorate for p in others), 60.0)
+    assert others[0].node.log.state.base(TRAIN) == base and parts_of_x(), "the round is still to come"
+    parts = parts_of_x()
+    mend(stage)
+    stage.until(lambda: all(x.voter in p.node.log.state.electorate for p in stage.peers()))
+    stage.until(lambda: TRAIN in x.node.exchange.offered)
+    assert parts_of_x()
+    for process in others:
+        process.trainer.inner_s = 1.0
+        process.trainer.begin()
+    stage.until(lambda: o.node.slot.plan is not None and o.node.slot.plan.entry.kind == ROUND)
+    plan = o.node.slot.plan
+    assert plan is not None and any(plan.owners[plan.assignment[part.chunk]] == o.voter for part in parts)
+    stage.committed(t, stage.peers(), 60.0)
+    roster = past_round(x.node, t).entry.roster
+    # The checker computes every mean again from the roster: a part of other samples would be seen.
+    again = [p for p in roster if p.voter == x.voter]
+    assert again and again[0].weight == mine.weight and again[0].upto != mine.upto
+
+
+# ------------------------------------------------------------------ sleep
+
+
+def test_the_woken_stay_stale_while_the_state_is_slow_to_come() -> None:
+    """Three of five sleep; two go on by force. The three wake, all at one old head and a quorum of it, and what would
+    bring them up to date is held up: until it comes they decide nothing."""
+    stage = Stage(5)
+    sleepers, others = ranked(stage)[:3], ranked(stage)[3:]
+    head, asleep = sleepers[0].node.log.head, {p.host.name for p in sleepers}
+    for process in sleepers:
+        stage.world.freeze(process, 3 * EVICT_S)
+    stage.until(lambda: all(set(p.node.log.state.electorate) == {q.voter for q in others} for p in others), 80.0)
+    stage.committed(others[0].node.log.state.round_of(TRAIN) + 2, others)
+    assert {p.node.log.head for p in sleepers} == {head}
+    slow = (msg.Steps, msg.Offer, msg.Piece, msg.Commit)
+    stage.hold = lambda source, target, m: target in asleep and isinstance(m, slow)
+    stage.until(lambda: all(p.awake for p in sleepers), 80.0)
+    stage.sent.clear()
+    until = stage.world.now + 1.5 * EVICT_S
+    stage.until(lambda: stage.world.now > until, 2 * EVICT_S)
+    assert all(p.node.ctx.stale for p in sleepers)
+    binding = (msg.Held, msg.Promise, msg.Plan, msg.Prepare)
+    assert not [m for _, s, _, m in stage.sent if s in asleep and isinstance(m, binding)]
+    stage.hold = nothing
+    stage.release()
+    stage.all_in()
+    assert not stage.world.checker.history.forks
+
+
+# ------------------------------------------------------------------ cuts
+
+
+@pytest.mark.parametrize("evictions", [0.5, 3.0])
+def test_after_a_long_cut_all_find_each_other_again(evictions: float) -> None:
+    """Nobody is given up: those across the cut are pinged all the time, and the cut's end is noticed within seconds."""
+    stage = Stage(4)
+    one, *others = ranked(stage)
+    cut(stage, [one], others)
+    end = stage.world.now + evictions * EVICT_S
+    stage.until(lambda: stage.world.now > end - 4.0, 4 * EVICT_S)
+    assert not any(p.node.members.alive(one.voter) for p in others)
+    stage.sent.clear()
+    stage.until(lambda: stage.world.now > end)
+    across = [
+        s for _, s, t, m in stage.sent if isinstance(m, msg.Ping) and (s == one.host.name) != (t == one.host.name)
+    ]
+    assert set(across) == names(stage), "both sides go on trying"
+    mend(stage)
+    stage.until(lambda: all(p.node.members.alive(q.voter) for p in stage.peers() for q in stage.peers()), 6.0)
+    stage.all_in(limit_s=25.0)
+    assert len({p.node.log.head for p in stage.peers()}) <= 2
+
+
+def test_two_lone_peers_with_a_one_way_cut_are_a_partition() -> None:
+    """What A says reaches B, and nothing comes back: neither has a two-way proof, and nobody is there to relay. Both go
+    on by themselves; the greater history wins when the cut is mended, and who loses its own is told."""
+    stage = Stage(2)
+    a, b = ranked(stage)
+    common = a.node.log.state.round_of(TRAIN)
+    stage.world.network.cut(b.host.name, a.host.name)
+    stage.world.checker.paths_changed()
+    stage.until(lambda: all(p.node.log.state.round_of(TRAIN) > common + 3 for p in (a, b)), 6 * EVICT_S)
+    assert stage.world.checker.history.forks
+    key = {p.host.name: p.node.log.state.key for p in (a, b)}
+    mend(stage)
+    stage.until(lambda: a.node.log.head == b.node.log.head, 20.0)
+    lost = [(name, e) for name, e in stage.told if isinstance(e, HistoryLost)]
+    assert len(lost) == 1 and lost[0][1].rounds > 3
+    assert key[lost[0][0]] < max(key.values()) or a.node.log.state.key > max(key.values())
+    stage.all_in()
+
+
+# ------------------------------------------------------------------ founding again
+
+
+def test_a_founder_from_disk_does_not_go_on_alone() -> None:
+    """It founded the run once; started again from its checkpoint with its address book, it is one peer like another."""
+    stage = Stage(3)
+    founder = stage.world.hosts["p0"].process
+    assert founder is not None
+    stage.until(lambda: founder.host.disk is not None)
+    stage.world.crash(founder)
+    others = stage.peers()
+    stage.committed(others[0].node.log.state.round_of(TRAIN) + 1, others)
+    again = stage.world.start(founder.host, tuple(p.host.address for p in others), from_disk=True)
+    cut(stage, [again], others)
+    saved = again.node.log.head
+    until = stage.world.now + 2 * EVICT_S
+    stage.until(lambda: stage.world.now > until, 3 * EVICT_S)
+    assert again.node.log.head == saved and not again.node.log.active
+    assert not stage.world.checker.history.forks
+    mend(stage)
+    stage.all_in()
+
+
+# ------------------------------------------------------------------ long phases
+
+
+def test_a_long_chunk_phase_has_one_ballot() -> None:
+    """Chunks come for many times T_coord, T_dead and T_stall: nobody takes over, nobody is given up, nothing is
+    reduced twice."""
+    stage = Stage(3, n_chunks=60, uplink_Bps=320e3, chunk_elems=1 << 13)  # a chunk of 32 KiB each 0.1 s
+    coordinator, plan = stage.planned()
+    began = stage.world.now
+    reports = stage.committed(plan.entry.t, stage.peers(), 120.0)
+    assert stage.world.now - began > 3 * coordinator.node.members.t_coord_s
+    assert all(r.ballots == 1 and r.complete for r in reports.values())
+    assert not [m for _, _, _, m in stage.sent if isinstance(m, msg.Prepare | msg.Nack | msg.Promise)]
+
+
+def test_one_slow_downlink_is_waited_for_as_long_as_it_receives() -> None:
+    """Two have all results and have voted; the third gets one each 1.5 s. That is progress, and no reason to plan
+    again."""
+    stage = Stage(3, n_chunks=12)
+    coordinator, plan = stage.planned()
+    slow = stage.peers(coordinator)[0]
+    stage.hold = lambda source, target, m: target == slow.host.name and isinstance(m, msg.Result)
+    stage.until(lambda: len(stage.held) >= 8)
+    others = stage.peers(slow)
+    while slow.node.log.state.round_of(TRAIN) < plan.entry.t and stage.held:
+        one, stage.held = stage.held[0], stage.held[1:]
+        stage._carry(*one)
+        until = stage.world.now + 1.5
+        stage.until(lambda until=until: stage.world.now > until)
+        if all(p.node.log.state.round_of(TRAIN) >= plan.entry.t for p in others):
+            break
+    stage.hold = nothing
+    stage.release()
+    reports = stage.committed(plan.entry.t, stage.peers())
+    assert all(r.ballots == 1 for r in reports.values())
+    assert not [m for _, _, _, m in stage.sent if isinstance(m, msg.Prepare)]
+
+
+# ------------------------------------------------------------------ one wrong state
+
+
+def test_a_corrupt_coordinator_convicts_nobody_but_itself() -> None:
+    """The state of rank 0 is no longer what the log says. The others' digests agree: it steps down and is repaired."""
+    stage = Stage(4)
+    corrupt, *others = ranked(stage)
+    attached = corrupt.node.log.attached[TRAIN]
+    attached.state.theta.add_(1.0)  # type: ignore[attr-defined]
+    attached.digest = attached.state.digest()
+    t = corrupt.node.log.state.round_of(TRAIN) + 1
+    reports = stage.committed(t, others)
+    assert {s.peer for s in reports[others[0].host.name].contributors} >= {p.host.name for p in others}
+    assert {name for name, e in stage.told if isinstance(e, DigestMismatch)} == {corrupt.host.name}
+    stage.all_in()
+    assert attached.synced and attached.digest == attached.state.digest()
+
+
+# ------------------------------------------------------------------ samples
+
+
+def test_nobody_runs_dry_while_its_round_is_in_flight() -> None:
+    """At every head each trainer has samples behind those that it has just offered, though ranges are used up."""
+    stage = Stage(3, inner_s=0.3)
+    used_up = 0
+
+    def offered(process: Process) -> tuple[Voter, int]:
+        return process.voter, process.trainer.upto
+
+    first = {p.voter: p.node.lease().ranges[0].hi for p in stage.peers()}  # type: ignore[union-attr]
+    t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers())
+    for later in range(t + 1, t + 25):
+        _, plan = stage.planned()
+        for process in stage.peers():
+            lease = process.node.lease()
+            part = next((p for p in plan.entry.roster if p.voter == process.voter), None)
+            if process.node.log.head != plan.head or part is None or lease is None:
+                continue
+            rest = lease.advanced(part.upto)
+            used_up += part.upto == lease.ranges[0].hi
+            assert rest.blocks > 0, "nothing to train on while this round is in flight"
+        stage.committed(later, stage.peers())
+    assert used_up >= 3 and all(p.node.lease().ranges[0].hi != first[p.voter] for p in stage.peers())  # type: ignore[union-attr]
+    entries = [p.entry for p in stage.peers()[0].node.log.past]
+    assert {e.kind for e in entries} <= {ROUND, CONFIG} and not [e for _, e in stage.told if isinstance(e, HistoryLost)]
+    assert all(e.counted for _, e in stage.told if isinstance(e, RoundDone))

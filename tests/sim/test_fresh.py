@@ -1,0 +1,36 @@
+"""Schedules that nobody has run before: every run of the tests draws seeds of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+
+import pytest
+
+from dlc.sim.schedule import FAULTS
+from dlc.sim.sweep import Job, outcomes
+
+PEERS = (2, 8)
+SEEDS = 10**9
+
+
+def test_fresh_seeds(pytestconfig: pytest.Config, simulated: list[str]) -> None:
+    job = Job(PEERS, tuple(FAULTS), first=secrets.randbelow(SEEDS))
+    end = time.monotonic() + float(pytestconfig.getoption("--sim-seconds"))
+    broken: list[str] = []
+    done = 0
+
+    def more() -> bool:
+        return not broken and time.monotonic() < end
+
+    for outcome in outcomes(job, itertools.count(job.first), os.cpu_count() or 1, more):
+        done += 1
+        if outcome.violation:
+            replay = f"python -m dlc.sim --peers {PEERS[0]}:{PEERS[1]} --seeds {outcome.seed} --transcript"
+            broken.append(f"seed {outcome.seed}: {outcome.violation}\nreplay: {replay}")
+    result = f"{len(broken)} violations" if broken else "no violation"
+    simulated.append(f"simulator: {done} fresh schedules from seed {job.first} on, all kinds of faults, {result}")
+    assert not broken, "\n".join(broken)
+    assert done, "no schedule was run: give --sim-seconds more than 0"

@@ -1,0 +1,202 @@
+"""Every kind of fault and of peer that the simulator knows, one at a time; and the checks that must see a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dlc.comm import account as account_module
+from dlc.comm.agenda import Agenda
+from dlc.comm.applier import Applier
+from dlc.comm.log import Log
+from dlc.comm.messages import PieceReq
+from dlc.report import RoundReport
+from dlc.sim.network import Weather
+from dlc.sim.oracle import OracleError
+from dlc.sim.run import run
+from dlc.sim.schedule import REDUCE, SECOND, TRAIN, Fault, Scenario, Start
+from dlc.sim.transcript import Transcript
+from dlc.sim.world import Process, World
+
+torch.set_num_threads(1)
+
+
+def swarm(n: int, *faults: Fault, roles: tuple[str, ...] = (), **more: object) -> Scenario:
+    """One founder, the others join in the first two seconds; the last ones in these roles."""
+    named = ("trainer",) * (n - len(roles)) + roles
+    starts = (Start(0.0, ()), *(Start(0.2 * i, (0,), named[i]) for i in range(1, n)))
+    plan = Scenario(0, starts, faults, Weather(latency_max_s=0.05), inner_s=1.0)
+    return dataclasses.replace(plan, **more)  # type: ignore[arg-type]
+
+
+def good(plan: Scenario) -> str:
+    """Run it without a violation; what happened, as text."""
+    transcript = Transcript(10**6)
+    outcome = run(plan, transcript)
+    assert not outcome.violation, outcome.violation
+    return "\n".join(transcript.lines())
+
+
+def process(world: World, name: str) -> Process:
+    found = world.hosts[name].process
+    assert found is not None
+    return found
+
+
+def step_until(world: World, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = world.now + limit_s
+    while not condition():
+        assert world.clock.step() and world.now < end, "the transcript does not reach its point"
+
+
+def test_clocks_that_drift_show_another_time_and_agree_all_the_same() -> None:
+    world = World(swarm(3, drift=1e-3))
+    world.run_until(30.0)
+    clocks = [host.clock_s(world.now) for host in world.hosts.values()]
+    assert len({round(host.rate, 9) for host in world.hosts.values()}) == 3 and max(clocks) - min(clocks) > 60.0
+    assert world.checker.rounds >= 10
+
+
+def test_a_helper_votes_and_gives_nothing_an_observer_follows() -> None:
+    world = World(swarm(4, roles=("helper", "observer")))
+    world.run_until(30.0)
+    helper, observer = process(world, "p2"), process(world, "p3")
+    state = process(world, "p0").node.log.state
+    assert {v.peer for v in state.electorate} == {"p0", "p1", "p2"}
+    assert {v.peer for v in state.trainers} == {"p0", "p1"}
+    rosters = [{p.voter.peer for p in past.entry.roster} for past in process(world, "p0").node.log.past]
+    assert all(roster <= {"p0", "p1"} for roster in rosters)
+    assert helper.trainer.rounds and observer.node.log.state.round_of(TRAIN) >= state.round_of(TRAIN) - 2
+    assert observer.node.log.attached[TRAIN].synced
+
+
+def test_three_channels_have_rounds_side_by_side() -> None:
+    world = World(swarm(3, channels=(TRAIN, SECOND, REDUCE)))
+    world.run_until(40.0)
+    state = process(world, "p0").node.log.state
+    assert all(state.round_of(channel) >= 5 for channel in world.grids)
+    assert all(trainer.rounds >= 5 for trainer in process(world, "p1").trainers.values())
+
+
+def test_a_pseudo_gradient_survives_the_round_of_another_channel() -> None:
+    world = World(swarm(3, channels=(TRAIN, SECOND)))
+    world.run_until(10.0)
+    node = process(world, "p0").node
+    step_until(world, lambda: SECOND in node.exchange.offered)
+    offer, t, second = node.exchange.offered[SECOND], node.log.state.round_of(TRAIN), node.log.state.round_of(SECOND)
+    for name in ("p1", "p2"):
+        process(world, name).trainers[SECOND].inner_s = 30.0
+    step_until(world, lambda: node.log.state.round_of(TRAIN) > t or node.log.state.round_of(SECOND) > second)
+    if node.log.state.round_of(SECOND) == second:
+        assert node.exchange.offered[SECOND] is offer
+    step_until(world, lambda: node.exchange.offered.get(SECOND) is not offer)
+    assert node.log.state.round_of(SECOND) > second
+
+
+def test_a_slow_machine_takes_part() -> None:
+    text = good(swarm(3, Fault(10.0, "slow", who=1, for_s=15.0)))
+    assert text.count("FREEZES") >= 5
+
+
+def test_a_peer_comes_back_at_another_address() -> None:
+    world = World(swarm(3, Fault(10.0, "move", who=1)))
+    world.run_until(60.0)
+    moved = process(world, "p1")
+    assert moved.host.address == "sim:p1.1" and moved.node.members.own.control == ("sim:p1.1",)
+    assert moved.voter in process(world, "p0").node.log.state.electorate
+    assert world.faults.struck["move"] == 1
+
+
+def test_images_come_in_several_pieces_and_histories_are_short() -> None:
+    world = World(swarm(3, Fault(15.0, "join"), piece_bytes=64, history_bytes=300), transcript := Transcript(10**6))
+    world.run_until(30.0)
+    newcomer = process(world, "p3")
+    assert newcomer.node.log.attached[TRAIN].synced
+    asked = [what for _, _, _, what in transcript._lines if isinstance(what, PieceReq)]
+    assert max(piece for request in asked for piece in request.pieces) >= 2
+    assert all(sum(p.payload_bytes for p in x.node.log.past) <= 300 for x in world.running())
+
+
+# -------------------------------------------------------------------- corruption
+
+
+@pytest.mark.parametrize("who", range(3))
+def test_a_corrupted_state_is_told_and_repaired(who: int) -> None:
+    text = good(swarm(3, Fault(10.0, "corrupt", who=who)))
+    assert "is corrupted" in text and f"p{who}.1 is told      DigestMismatch" in text
+    assert text.count("DigestMismatch") == 1
+
+
+def test_a_corrupted_majority_cannot_be_told_and_is_no_violation() -> None:
+    """One of three is corrupted and a sound one dies: nobody can tell, and the run goes on with one of two states."""
+    good(swarm(3, Fault(10.0, "corrupt", who=0), Fault(10.1, "crash", who=1)))
+
+
+def test_mutation_believing_the_first_report_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: whoever is ready first tells the coordinator which state is right."""
+
+    def mutant(self: Agenda, mine: bytes, offers: dict[object, tuple[object, float]]) -> bytes:
+        first = min(offers.values(), key=lambda offer: offer[1])[0]
+        return first.digest  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(Agenda, "_digest", mutant)
+    broken = {run(swarm(4, Fault(10.0 + 0.3 * i, "corrupt", who=i))).broken for i in range(12)}
+    assert "S1" in broken
+
+
+def test_mutation_repair_without_a_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Applier.diverged
+
+    def mutant(self: Applier, channel: str, digest: bytes) -> None:
+        notify, self.ctx.notify = self.ctx.notify, lambda e: None  # type: ignore[method-assign]
+        told(self, channel, digest)
+        self.ctx.notify = notify  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Applier, "diverged", mutant)
+    assert run(swarm(3, Fault(10.0, "corrupt", who=1))).violation.startswith("S1: p1.1, whose state was wrong")
+
+
+# -------------------------------------------------------------------- what the checks must see
+
+
+def test_mutation_a_history_without_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Log, "_trim", lambda self: None)
+    assert run(swarm(2)).violation.startswith("memory: p")
+
+
+def test_mutation_a_report_that_leaves_somebody_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = account_module.account
+
+    def mutant(*args: object) -> RoundReport:
+        report = whole(*args)  # type: ignore[arg-type]
+        return dataclasses.replace(report, missing=())
+
+    monkeypatch.setattr("dlc.comm.applier.account", mutant)
+    world = World(swarm(3, Fault(10.0, "crash", who=1)))
+    with pytest.raises(OracleError, match="I4 round .* is missing"):
+        world.run_until(30.0)
+
+
+def test_mutation_a_contribution_dropped_without_a_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mutant(self: Applier) -> None:
+        for channel in [c for c, mine in self.exchange.offered.items() if not self._stands(mine.ready)]:
+            del self.exchange.offered[channel]
+        moved(self)
+
+    moved = Applier.switched
+    monkeypatch.setattr(Applier, "switched", mutant)
+    plan = swarm(4, Fault(10.0, "partition", who=0b0011, for_s=45.0))
+    # Who loses its history has a contribution on offer in most cases, and not in all.
+    assert any(run(dataclasses.replace(plan, seed=seed)).broken == "L4" for seed in range(6))
+
+
+def test_partitions_are_judged_at_the_time_of_the_fork() -> None:
+    """A partition excuses its own fork and none that comes before or after it."""
+    world = World(swarm(4, Fault(10.0, "partition", who=0b0011, for_s=40.0)))
+    world.run_until(60.0)
+    paths = world.checker.paths
+    assert paths.partitioned(25.0, 45.0)
+    assert not paths.partitioned(0.0, 15.0) and not paths.partitioned(52.0, 60.0)

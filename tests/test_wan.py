@@ -1,0 +1,222 @@
+"""The emulated wide-area network gives the rates and delays that were asked for, and cuts and heals."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.helpers import wait_until
+
+
+def _load() -> ModuleType:
+    """benchmarks/ holds scripts and is no package."""
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "_wan.py"
+    found = importlib.util.spec_from_file_location("_wan", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["_wan"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+wan_module = _load()
+REASON = wan_module.available()
+needs_wan = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+ECHO = """
+import socket, sys, threading
+def echo(link):
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while data := link.recv(1 << 18):
+        link.sendall(data[:1])
+with socket.create_server((sys.argv[1], 9000)) as server:
+    print("up", flush=True)
+    while True:
+        threading.Thread(target=echo, args=server.accept()[:1]).start()
+"""
+RTT = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 9000), 10) as link:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    times = []
+    for _ in range(7):
+        begin = time.monotonic()
+        link.sendall(b"x")
+        link.recv(1)
+        times.append(time.monotonic() - begin)
+    print(sorted(times)[3])
+"""
+SINK = """
+import hashlib, socket, sys, time
+with socket.create_server((sys.argv[1], 9001)) as server:
+    print("up", flush=True)
+    link = server.accept()[0]
+    digest, n, marks = hashlib.sha256(), 0, []
+    while data := link.recv(1 << 18):
+        digest.update(data)
+        n += len(data)
+        marks.append((time.monotonic(), n))
+    print((n - marks[0][1]) * 8e-6 / (marks[-1][0] - marks[0][0]), digest.hexdigest())
+"""
+SOURCE = """
+import hashlib, random, socket, sys
+data = random.Random(0).randbytes(int(sys.argv[2]))
+with socket.create_connection((sys.argv[1], 9001), 10) as link:
+    link.sendall(data)
+print(hashlib.sha256(data).hexdigest())
+"""
+TALK = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 9000), 10) as link:
+    link.settimeout(20)
+    for line in sys.stdin:
+        link.sendall(b"x")
+        try:
+            print(len(link.recv(1)), flush=True)
+        except TimeoutError:
+            print("silence", flush=True)
+"""
+
+
+@pytest.fixture
+def wan() -> Iterator[Any]:
+    site = wan_module.Site
+    sites = {
+        "a": site(up_mbit=60, down_mbit=200, delay_ms=10),
+        "b": site(delay_ms=5),
+        "c": site(down_mbit=30, delay_ms=40, loss=0.01),
+    }
+    with wan_module.Wan(sites, seed=1) as net:
+        yield net
+
+
+def _start(net: Any, site: str, code: str, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process: subprocess.Popen[str] = net.popen(
+        site, [sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe, text=True
+    )
+    return process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _serve(net: Any, site: str, code: str) -> subprocess.Popen[str]:
+    process = _start(net, site, code, net.address(site))
+    assert _line(process) == "up"
+    return process
+
+
+def _rate_mbit(net: Any, source: str, target: str, n_bytes: int) -> float:
+    sink = _serve(net, target, SINK)
+    sent = _line(_start(net, source, SOURCE, net.address(target), str(n_bytes)))
+    rate, digest = _line(sink).split()
+    assert digest == sent
+    return float(rate)
+
+
+@needs_wan
+def test_latency_is_that_of_the_path(wan: Any) -> None:
+    _serve(wan, "a", ECHO)
+    for site, rtt_s in (("b", 0.030), ("c", 0.100)):
+        got = float(_line(_start(wan, site, RTT, wan.address("a"))))
+        assert rtt_s <= got < 1.5 * rtt_s
+    wan.set_delay("a", "c", 20.0)
+    got = float(_line(_start(wan, "c", RTT, wan.address("a"))))
+    assert 0.040 <= got < 0.070
+
+
+@needs_wan
+def test_rates_are_those_of_the_narrowest_link(wan: Any) -> None:
+    """TCP's payload is 96.5 % of the IP bytes that are limited, less what the slow start takes."""
+    assert 0.7 * 60 < _rate_mbit(wan, "a", "b", 15_000_000) < 60
+    wan.set_rate("a", up_mbit=20, down_mbit=200)
+    assert 0.7 * 20 < _rate_mbit(wan, "a", "b", 5_000_000) < 20
+    assert 0.7 * 30 < _rate_mbit(wan, "b", "c", 8_000_000) < 30, "the receiver's downlink"
+
+
+@needs_wan
+def test_lost_segments_are_counted_and_the_stream_stays_whole(wan: Any) -> None:
+    """A super-packet that loses a segment in its middle goes on as two; `_rate_mbit` compares the bytes."""
+    _rate_mbit(wan, "c", "b", 6_000_000)
+    counts = wan.stats()["c"]
+    segments = counts["sent"] / 1500
+    assert 0.005 * segments < counts["lost"] < 0.015 * segments
+
+
+@needs_wan
+def test_a_cut_is_silent_and_heals(wan: Any) -> None:
+    _serve(wan, "a", ECHO)
+    near, far = (_start(wan, site, TALK, wan.address("a")) for site in ("b", "c"))
+
+    def say(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    for process in (near, far):
+        say(process)
+        assert _line(process) == "1"
+    wan.cut("a", "c")
+    say(far)
+    wait_until(lambda: wan.stats()["a"]["cut"] > 0, what="packets vanish")
+    say(near)
+    assert _line(near) == "1", "others are not cut"
+    wan.heal("a", "c")
+    assert _line(far) == "1", "TCP says it again"
+
+
+@needs_wan
+def test_nothing_is_left_over(wan: Any) -> None:
+    """Not of one that was closed, and not of one whose process was killed."""
+    child = _serve(wan, "a", ECHO)
+    relay = wan._relay
+    wan.close()
+    assert child.wait(10) == -signal.SIGKILL
+    assert relay.poll() is not None
+    code = (
+        f"import sys; sys.path.insert(0, {str(wan_module.RELAY.parent)!r})\n"
+        "from _wan import Site, Wan\n"
+        "net = Wan({'a': Site()})\n"
+        "child = net.popen('a', ['sh', '-c', 'sleep 1000 & echo $!; wait'], stdout=-1, text=True)\n"
+        "print(net._relay.pid, child.stdout.readline(), flush=True)\n"
+        "input()\n"
+    )
+    pipe = subprocess.PIPE
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    pids = [int(word) for word in _line(owner).split()]
+    assert len(pids) == 2 and all(_lives(pid) for pid in pids)
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not any(_lives(pid) for pid in pids), what="relay and grandchild end")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@needs_wan
+def test_an_unknown_site_is_named(wan: Any) -> None:
+    with pytest.raises(wan_module.WanError, match="'z'"):
+        wan.cut("a", "z")
+
+
+def test_says_why_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(wan_module.shutil, "which", lambda tool: f"/bin/{tool}")
+    if sys.platform.startswith("linux"):
+        assert "root" in wan_module.available()

@@ -1,0 +1,216 @@
+"""Inner steps that go on where a round cannot, and what becomes of them (promises P3, P4, P7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dlc.train.outer_loop
+from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, Waiting
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.train import others, phases
+from dlc.train.data import BlockSource
+from dlc.train.inner import InnerLoop, StepResult
+from tests.train.fake_peer import FakeMember, FakePeer
+from tests.train.test_trainer import LLAMA, H, Run
+
+PER_STEP = 4
+"""Blocks: 2 x 2 accumulated."""
+STEP_TOKENS = PER_STEP * 16
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(others, "LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 100)
+    return RunSpec(
+        rounds=2,
+        sync_every=H,
+        model=ModelSpec(config=LLAMA),
+        data=DataSpec(source=str(text), seq_len=16),
+        inner=InnerSpec(batch_size=2, accumulate=2, warmup_steps=1),
+    )
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks of all inner steps, in order."""
+    seen: list[int] = []
+    batch = BlockSource.batch
+
+    def noted(self: BlockSource, indices: Any) -> Any:
+        seen.extend(indices)
+        return batch(self, indices)
+
+    monkeypatch.setattr(BlockSource, "batch", noted)
+    return seen
+
+
+def far(t: int, step_s: float = 1000.0) -> FakeMember:
+    """Another one, that has a long way to go after round `t`."""
+    return FakeMember(status={"t": t, "inner": 0, "of": 100, "step_s": step_s})
+
+
+def near(t: int) -> FakeMember:
+    return FakeMember(status={"t": t, "inner": 100, "of": 100, "step_s": 1000.0})
+
+
+def test_nothing_is_trained_ahead_in_a_round_like_any_other(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "PATIENCE_S_MIN", 1000.0)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [3, 3]
+    run.peer.others = [FakeMember(status={"t": 0, "inner": 0, "of": 0, "step_s": 1.0})]
+    run.go()
+    assert len(run.all("step")) == 2 * H and run.peer.weights == [H * STEP_TOKENS] * 2
+
+
+def test_a_round_that_waits_for_others_costs_no_time_and_no_work(
+    spec: RunSpec, tmp_path: Path, trained: list[int]
+) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [3]
+    run.peer.others = [far(0)]
+    summary = run.go()
+    assert run.peer.weights == [H * STEP_TOKENS, (3 + H) * STEP_TOKENS]
+    assert run.peer.uptos == [H * PER_STEP, (2 * H + 3) * PER_STEP]
+    assert trained == list(range((2 * H + 3) * PER_STEP)) and summary.tokens == (2 * H + 3) * STEP_TOKENS
+    assert [event["step"] for event in run.all("step")] == [0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 7]  # of the swarm's schedule
+    assert summary.setbacks.tokens_dropped == 0
+
+
+def test_a_step_that_ends_after_the_commit_is_the_first_of_the_next_phase(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [2]
+    run.peer.round_s = -1000.0  # committed long before the steps ended
+    run.peer.others = [far(0)]
+    run.go()
+    assert [event["step"] for event in run.all("step")] == [0, 1, 2, 3, 3, 3, 6, 7]
+    assert run.peer.weights == [H * STEP_TOKENS, H * STEP_TOKENS]
+
+
+def test_without_a_plan_the_offer_grows(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
+) -> None:
+    monkeypatch.setattr(phases, "GROW_EVERY_S", 0.0)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.planned = False
+    run.peer.slices = [2] * 4 + [0]
+    run.peer.others = [far(0)]
+    run.on_step = {H + 4: lambda: setattr(run.peer, "planned", True)}
+    run.go()
+    assert run.peer.withdrawn == 3
+    grown = [H, H + 1, H + 2, H + 3]
+    assert run.peer.weights[:4] == [steps * STEP_TOKENS for steps in grown]
+    assert run.peer.tokens == sum(run.peer.weights[3:]) == len(trained) / PER_STEP * STEP_TOKENS
+    assert trained == list(range(len(trained)))
+
+
+def test_the_lease_limits_how_far_a_trainer_is_ahead(spec: RunSpec, tmp_path: Path, trained: list[int]) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [100]
+    run.peer.others = [far(0)]
+    run.go()
+    assert run.peer.uptos == [H * PER_STEP, 2 * spec.blocks_per_lease]
+    assert trained == list(range(2 * spec.blocks_per_lease))
+
+
+def test_after_a_round_without_us_we_go_on_until_the_others_are_near(
+    spec: RunSpec, tmp_path: Path, trained: list[int]
+) -> None:
+    run = Run(FakePeer(dataclasses.replace(spec, rounds=3)), tmp_path)
+    run.peer.misses = ["not ready"]
+
+    def told(*members: FakeMember) -> Callable[[], None]:
+        named = [dataclasses.replace(member, id=f"p{i}") for i, member in enumerate(members)]
+        return lambda: setattr(run.peer, "others", named)
+
+    run.peer.others = [near(0)]
+    run.on_step = {1: told(near(0)), H + 1: told(far(1), far(1), near(1)), H + 5: told(far(1), near(1), near(1))}
+    run.peer.on_contribute = told(far(1), far(1), near(1))  # at the time of the round that we missed
+    run.go()
+    first = 1  # who comes while the others wait does one step
+    assert run.peer.weights[0] == first * STEP_TOKENS
+    assert run.peer.uptos[0] == first * PER_STEP
+    assert [event["counted"] for event in run.all("round")][:2] == [False, True]
+    assert run.peer.weights[1] == (H + 5) * STEP_TOKENS and trained == list(range(len(trained)))
+
+
+def test_who_offers_again_without_a_step_offers_the_same_bits(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.misses = ["late"]
+    run.peer.others = [near(1)]
+    run.go()
+    assert run.peer.vectors[0].equal(run.peer.vectors[1]) and run.peer.weights[0] == run.peer.weights[1]
+
+
+def test_steps_that_diverge_during_a_round_spoil_neither_it_nor_the_next(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    train_step = InnerLoop.train_step
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        calls.append(step)
+        result = train_step(self, batches, step)
+        return StepResult(float("nan"), result.tokens, 1.0) if len(calls) == H + 2 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [5]
+    run.peer.others = [far(0)]
+    run.go()
+    assert len(run.all("diverged")) == 1 and run.peer.weights == [H * STEP_TOKENS] * 2
+    assert [event["counted"] for event in run.all("round")] == [True, True]
+
+
+def test_who_is_to_stop_takes_part_in_a_round_that_is_near(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {2: run.stop.set}
+    run.peer.others = [FakeMember(status={"t": 0, "inner": 0, "of": 0, "step_s": 1.0})]
+    summary = run.go()
+    assert (summary.reason, summary.t) == ("interrupted", 1) and run.peer.weights == [2 * STEP_TOKENS]
+    assert summary.setbacks.tokens_dropped == 0
+
+
+def test_who_is_to_stop_does_not_wait_long(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "LAST_ROUND_S", 0.2)
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {2: run.stop.set}
+    run.peer.others = [FakeMember(status={"t": 0, "inner": 0, "of": 0, "step_s": 1.0})]
+    run.peer.slices = [1 << 60]
+    summary = run.go()
+    assert (summary.reason, summary.t, summary.setbacks.tokens_dropped) == ("interrupted", 0, 2 * STEP_TOKENS)
+    assert run.all("work_dropped")[0]["steps"] == 2
+
+
+def test_setbacks_are_told_and_summed_up(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+
+    def bad_day() -> None:
+        for event in (
+            HistoryLost(3, 4096.0),
+            DigestMismatch("train", 1),
+            ContributionDropped("train"),
+            Waiting("no quorum", ("other",), 35.0),
+        ):
+            run.peer.events.put(event)
+
+    run.on_step = {1: bad_day}
+    summary = run.go()
+    assert run.all("history_lost")[0] == {"event": "history_lost", "rounds": 3, "tokens": 4096.0}
+    assert run.all("digest_mismatch")[0]["t"] == 1 and run.all("contribution_dropped")[0]["channel"] == "train"
+    assert run.all("waiting")[0]["left_s"] == 35.0
+    told = {"rounds_lost": 3, "tokens_lost": 4096.0, "digest_mismatches": 1, "contributions_dropped": 1}
+    assert run.all("end")[0]["setbacks"] == dataclasses.asdict(summary.setbacks) == {**told, "tokens_dropped": 0}

@@ -1,0 +1,74 @@
+"""When the others are ready, as far as one can know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlc.train.others import LOOK_EVERY_S, TOLD_AGE_S, Others
+from tests.train.fake_peer import FakeMember
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.members: list[FakeMember] = []
+        self.others = Others(lambda: self.members, lambda: self.now)
+
+    def tell(self, **statuses: dict[str, Any]) -> None:
+        self.members = [FakeMember(name, status=status) for name, status in statuses.items()]
+        self.now += LOOK_EVERY_S
+
+
+def status(t: int = 3, inner: int = 2, of: int = 10, step_s: float = 1.0) -> dict[str, Any]:
+    return {"t": t, "inner": inner, "of": of, "step_s": step_s}
+
+
+def test_a_prediction_ages_until_something_new_is_told() -> None:
+    world = World()
+    world.tell(a=status())
+    assert world.others.etas_s(3) == [8.0 - TOLD_AGE_S]
+    world.now += 3.0
+    assert world.others.etas_s(3) == pytest.approx([5.0 - TOLD_AGE_S])
+    world.tell(a=status(inner=3))
+    assert world.others.etas_s(3) == [7.0 - TOLD_AGE_S]
+    world.now += 50.0
+    assert world.others.etas_s(3) == [0.0]
+
+
+def test_who_has_not_told_of_the_newest_round_begins_now() -> None:
+    world = World()
+    world.tell(a=status(t=2, inner=10), b=status(t=3, inner=10), c=status(t=4), d=status(t=1))
+    assert world.others.etas_s(3) == [10.0, 0.0]  # who is ahead or far behind tells nothing
+
+
+def test_where_most_of_the_others_are() -> None:
+    world = World()
+    world.tell(a=status(inner=1), b=status(inner=5), c=status(inner=6), d=status(t=9, inner=9))
+    assert world.others.inner(3) == 5 + TOLD_AGE_S and world.others.inner(7) is None
+    world.now += 2.5
+    assert world.others.inner(3) == 7 + TOLD_AGE_S
+    world.now += 100.0
+    assert world.others.inner(3) == 10
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        FakeMember(alive=False, status=status()),
+        FakeMember(left=True, status=status()),
+        FakeMember(me=True, status=status()),
+        FakeMember(status={}),
+        FakeMember(status={**status(), "step_s": "1"}),
+        FakeMember(status={**status(), "step_s": -1.0}),
+        FakeMember(status={**status(), "step_s": float("nan")}),
+        FakeMember(status={**status(), "step_s": float("inf")}),
+        FakeMember(status={**status(), "t": True}),
+        FakeMember(status={**status(), "inner": 1 << 60}),
+    ],
+)
+def test_who_does_not_count(member: FakeMember) -> None:
+    world = World()
+    world.members = [member]
+    assert world.others.etas_s(3) == []

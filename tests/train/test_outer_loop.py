@@ -1,0 +1,198 @@
+"""Promise P7 in tensors: whatever happens between offers and rounds, each inner step is counted once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlc.train.outer_loop
+from dlc.flat import FlatView
+from dlc.train.outer_loop import OuterLoop, Work
+from tests.train.fake_peer import FakePeer
+
+STEP = 2.0**-6
+"""What an inner step here adds to each parameter: sums of it are exact in fp32."""
+LEASE = 64
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+class Model:
+    """One block a step; theta after all is the start plus STEP for each step that a round counted."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.peer = FakePeer()
+        self.model = nn.Linear(3, 2).to(dtype)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(1.0)
+        self.loop = OuterLoop(self.peer, FlatView.of(self.model), channel="train", lr=1.0, momentum=0.0)
+        self.loop.open(codec="fp32", chunk_elems=8, lease_len=LEASE)
+        self.blocks: list[int] = []
+        self.moved_by_others = 0.0
+
+    def step(self, count: int = 1) -> None:
+        if self.loop.displaced:
+            assert self.loop.resume(self.work)
+        lease = self.loop.newest().lease
+        assert lease is not None
+        self.blocks = lease.take(len(self.blocks) + count)[0]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(STEP * count)
+
+    @property
+    def work(self) -> Work:
+        return Work(tuple(self.blocks), self.blocks[-1] + 1) if self.blocks else Work()
+
+    def offer(self) -> bool:
+        return self.loop.offer(float(len(self.blocks)), self.work)
+
+    def settle(self) -> bool:
+        """True: something was counted."""
+        while not self.loop.wait(0.0):
+            pass
+        offered = len(self.loop.offered.blocks)
+        settled = self.loop.settle(self.work)
+        if settled.counted:
+            self.blocks = self.blocks[offered:]
+        if not settled.kept:
+            self.blocks = []
+        return settled.counted
+
+    def others_round(self) -> None:
+        self.peer.pass_round(torch.full((self.peer.state.numel,), -0.25))  # lr 1: theta grows by it
+        self.moved_by_others += 0.25
+
+    def local(self) -> Tensor:
+        view = FlatView.of(self.model)
+        return view.gather(torch.empty(view.numel))
+
+
+def test_steps_after_the_offer_are_kept_and_counted_by_the_next_round() -> None:
+    m = Model()
+    m.step(3)
+    m.peer.slices = [2]
+    assert m.offer()
+    m.step(2)
+    assert m.settle() and m.blocks == [3, 4]
+    assert torch.equal(m.peer.vectors[0], torch.full((8,), -3 * STEP))
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 3 * STEP))
+    assert torch.equal(m.local(), torch.full((8,), 1 + 5 * STEP))
+    m.step()
+    assert m.offer() and m.settle() and not m.blocks
+    assert torch.equal(m.peer.vectors[1], torch.full((8,), -3 * STEP))
+    assert torch.equal(m.local(), m.peer.theta()) and m.peer.uptos == [3, 6]
+
+
+def test_an_offer_grows_until_a_plan_names_it() -> None:
+    m = Model()
+    m.peer.planned = False
+    m.peer.slices = [9, 9, 9]
+    m.step(2)
+    assert m.offer()
+    m.step(3)
+    assert m.loop.grow(5.0, m.work) and len(m.loop.offered.blocks) == 5
+    m.peer.planned = True
+    m.step()
+    assert m.loop.grow(6.0, m.work) and len(m.loop.offered.blocks) == 5  # that one stands
+    assert m.settle() and m.blocks == [5]
+    assert m.peer.weights == [2.0, 5.0] and torch.equal(m.peer.counted[0], torch.full((8,), -5 * STEP))
+    assert m.offer() and m.settle()
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 6 * STEP))
+
+
+def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
+    m = Model()
+    m.peer.misses = ["not ready", "not ready"]
+    m.step(2)
+    assert m.offer() and not m.settle() and m.blocks == [0, 1]
+    m.others_round()
+    m.step()
+    assert torch.equal(m.local(), torch.full((8,), 1.25 + 3 * STEP))
+    assert m.offer() and not m.settle()
+    assert m.offer()  # unchanged, and the model is not where it was measured
+    m.step()
+    assert m.settle() and m.blocks == [3]
+    assert torch.equal(m.local(), torch.full((8,), 1.25 + 4 * STEP))
+
+
+def test_steps_that_diverge_while_a_round_is_under_way_are_undone() -> None:
+    m = Model()
+    m.step(2)
+    assert m.offer()
+    with torch.no_grad():
+        next(m.model.parameters()).fill_(float("nan"))
+    m.loop.put_back()
+    assert torch.equal(m.local(), torch.full((8,), 1 + 2 * STEP))
+    assert m.settle() and torch.equal(m.local(), m.peer.theta())
+
+
+def test_work_of_a_lost_lease_is_dropped_wherever_that_is_noticed() -> None:
+    before, waiting, growing = Model(), Model(), Model()
+    before.step(2)
+    before.peer.lose_lease()
+    assert not before.offer() and torch.equal(before.local(), torch.ones(8))
+
+    waiting.step(2)
+    waiting.peer.misses = ["dropped"]
+    waiting.peer.on_contribute = waiting.peer.lose_lease
+    assert waiting.offer() and not waiting.settle()
+    assert not waiting.blocks and torch.equal(waiting.local(), torch.ones(8))
+
+    growing.peer.planned, growing.peer.slices = False, [9]
+    growing.step(2)
+    assert growing.offer()
+    growing.step()
+    growing.peer.lose_lease()
+    assert not growing.loop.grow(3.0, growing.work) and torch.equal(growing.local(), torch.ones(8))
+
+
+def test_work_stands_where_only_the_state_was_replaced() -> None:
+    m = Model()
+    m.step(2)
+    m.peer.misses = ["dropped"]
+    assert m.offer() and not m.settle() and m.blocks == [0, 1]
+    assert m.offer() and m.settle()
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 2 * STEP))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(12))
+def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    m = Model(dtype)
+    steps = 0
+    for _ in range(25):
+        for _ in range(rng.randint(0, 3)):
+            m.step()
+            steps += 1
+            if rng.random() < 0.2:
+                m.others_round()
+                assert m.loop.moved() and m.loop.rebase(m.work)
+        if not m.blocks:
+            continue
+        m.peer.misses = [rng.choice(["late", "dropped"])] if rng.random() < 0.3 else []
+        m.peer.slices = [rng.randint(0, 2)] * 9
+        m.peer.planned = rng.random() < 0.5
+        assert m.offer()
+        for _ in range(rng.randint(0, 3)):
+            m.step()
+            steps += 1
+            if rng.random() < 0.3:
+                assert m.loop.grow(float(len(m.blocks)), m.work)
+        m.settle()
+    m.peer.misses, m.peer.slices = [], []
+    while m.blocks:
+        assert m.offer()
+        m.settle()
+    rounding = 0.0 if dtype == torch.float32 else 2.0**-7 * steps  # of a step at a bf16 number near 2
+    expected = torch.full((8,), 1 + steps * STEP + m.moved_by_others)
+    torch.testing.assert_close(m.peer.theta(), expected, rtol=0.0, atol=rounding)
+    assert sum(m.peer.weights) >= steps and m.peer.state.t > 0

@@ -1,0 +1,159 @@
+"""Trainers of unequal speed over real peers: who is late is left out, goes on, and is counted all the same."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlc.comm.timeouts import Timeouts
+from dlc.errors import DlcError
+from dlc.peer import Peer
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.train.inner import InnerLoop, StepResult
+from dlc.train.trainer import Summary, Trainer
+from tests.helpers import wait_until
+from tests.train.test_trainer import LLAMA
+
+H = 10
+STEP_S = (0.04, 0.04, 0.04, 0.065)
+"""Seconds of an inner step, for each peer: three that wait would lose more than the slow one brings."""
+TIMEOUTS = Timeouts(straggler_floor_s=0.05, slot_settle_s=0.3)
+ROUNDS = 16
+DEADLINE_S = 60.0
+Event = dict[str, Any]
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inner steps last as long as the peer's device would take, which is named after it."""
+    train_step = InnerLoop.train_step
+
+    def step(self: InnerLoop, batches: Any, number: int) -> StepResult:
+        end_s = time.monotonic() + PACE[threading.get_ident()]
+        result = train_step(self, batches, number)
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return result
+
+    monkeypatch.setattr(InnerLoop, "train_step", step)
+
+
+PACE: dict[int, float] = {}
+"""Of each trainer's thread."""
+
+
+class Pupil:
+    """One trainer with its peer."""
+
+    def __init__(self, spec: RunSpec, folder: Path, step_s: float, listed: str, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.step_s, self.events, self.stop = step_s, list[Event](), threading.Event()
+        heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.peer = Peer.join(listed, spec=spec, hold=True, on_event=heard.put, timeouts=timeouts)
+        self.trainer = Trainer(
+            self.peer, folder, device="cpu", on_event=self.events.append, peer_events=heard, eval_blocks=1
+        )
+
+    def go(self) -> Summary:
+        PACE[threading.get_ident()] = self.step_s
+        return self.trainer.run(self.stop)
+
+    def all(self, name: str) -> list[Event]:
+        return [event for event in list(self.events) if event["event"] == name]
+
+
+def spec_of(folder: Path, rounds: int, lease_blocks: int = 0) -> RunSpec:
+    text = folder / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 100)
+    return RunSpec(
+        rounds=rounds,
+        sync_every=H,
+        chunk_elems=1024,
+        model=ModelSpec(config=LLAMA),
+        data=DataSpec(source=str(text), seq_len=16, lease_blocks=lease_blocks),
+        inner=InnerSpec(batch_size=2, warmup_steps=1),
+    )
+
+
+def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, paced: None) -> None:
+    spec = spec_of(tmp_path, ROUNDS)
+    pupils: list[Pupil] = []
+    with ThreadPoolExecutor(len(STEP_S)) as pool:
+        try:
+            for i, step_s in enumerate(STEP_S):
+                listed = pupils[0].peer.address if pupils else ""
+                pupils.append(Pupil(spec, tmp_path / str(i), step_s, listed))
+            ends = [pool.submit(pupil.go) for pupil in pupils]
+            wait_until(lambda: all(end.done() for end in ends), DEADLINE_S, "all trainers end")
+        finally:
+            for pupil in pupils:
+                pupil.stop.set()
+                try:
+                    pupil.peer.leave()
+                except DlcError:
+                    pass
+        summaries = [end.result() for end in ends]
+    assert {s.reason for s in summaries} == {"rounds"} and len({s.digest for s in summaries}) == 1
+
+    slow = pupils[-1]
+    rounds = {event["t"]: event for pupil in pupils for event in pupil.all("round")}
+    everybody = [t for t, event in rounds.items() if len(event["contributors"]) + len(event["missing"]) == len(STEP_S)]
+    counted = {t: any(c["peer"] == slow.peer.id for c in rounds[t]["contributors"]) for t in sorted(everybody)}
+    first = min(t for t in counted if counted[t])  # it came last
+    counted = {t: by for t, by in counted.items() if t >= first}
+    assert len(counted) >= ROUNDS // 2
+    missed = [t for t in counted if not counted[t]]
+    assert missed, "the others waited for it every time"
+    # In every second round if all keep their pace; now and then a busy machine changes who is fast.
+    assert not any({t + 1, t + 2} <= {*missed} for t in missed), f"left out three times in a row: {counted}"
+    assert len(missed) <= 0.6 * len(counted), f"left out more often than not: {counted}"
+
+    # All that anybody trained is counted, but for what was in hand at the end of the run.
+    tokens: Counter[str] = Counter()
+    for event in rounds.values():
+        tokens.update({c["peer"]: c["weight"] for c in event["contributors"]})
+    for pupil in pupils:
+        steps, summary = len(pupil.all("step")), summaries[pupils.index(pupil)]
+        assert steps * 32 == tokens[pupil.peer.id] + summary.setbacks.tokens_dropped
+    assert sum(tokens.values()) == summaries[0].tokens
+
+
+def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path, paced: None) -> None:
+    """Two of three die at once: the third may only go on without them after T_evict, and works until then."""
+    evict_s, step_s = 4.0, 0.02
+    timeouts = Timeouts(probe_s=0.1, beat_s=0.4, evict_s=evict_s, slot_settle_s=0.3)
+    spec = spec_of(tmp_path, rounds=1000, lease_blocks=20_000)
+    pupils: list[Pupil] = []
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            for i in range(3):
+                listed = pupils[0].peer.address if pupils else ""
+                pupils.append(Pupil(spec, tmp_path / str(i), step_s, listed, timeouts))
+            ends = [pool.submit(pupil.go) for pupil in pupils]
+            left, *dead = pupils
+            wait_until(lambda: any(len(e["contributors"]) == 3 for e in left.all("round")), DEADLINE_S, "all take part")
+            for pupil in dead:
+                pupil.peer._driver.stop(0.0)  # nothing is announced
+            wait_until(lambda: left.all("waiting"), DEADLINE_S, "the quorum is missed")
+            at, steps = left.all("round")[-1]["t"], len(left.all("step"))
+            wait_until(lambda: left.all("round")[-1]["t"] >= at + 3, DEADLINE_S, "it goes on alone")
+        finally:
+            for pupil in pupils:
+                pupil.stop.set()
+        summary = ends[0].result(DEADLINE_S)
+        for end in ends[1:]:
+            with pytest.raises(DlcError):
+                end.result(DEADLINE_S)
+    told = [event["left_s"] for event in left.all("waiting") if event["reason"] == "no quorum"]
+    assert told and told[0] <= evict_s + 5.0 and set(told) <= {0.0, 5.0}
+    later = [event for event in left.all("round") if event["t"] > at]
+    ahead = max(event["weight"] for event in later) / (2 * 16)
+    assert ahead > 3 * H, f"no more than {ahead} steps were made while there was no quorum"
+    assert steps + ahead <= len(left.all("step")) + H
+    counted = sum(c["weight"] for e in left.all("round") for c in e["contributors"] if c["peer"] == left.peer.id)
+    assert len(left.all("step")) * 2 * 16 == counted + summary.setbacks.tokens_dropped
