@@ -220,3 +220,16 @@ def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
         with Peer.join(listen=address):
             pass
     wait_until(lambda: threading.active_count() <= before, 10, "threads of peers that left")
+
+
+def test_the_drivers_one_torch_thread_is_its_own_affair() -> None:
+    """The caller's own number stays, and so does that of threads which are made later."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Peer.join() as peer, ThreadPoolExecutor(1) as pool:
+            assert peer._ask(lambda node, now: torch.get_num_threads()) == 1
+            assert torch.get_num_threads() == 2
+            assert pool.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)

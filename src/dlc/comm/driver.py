@@ -18,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
 from dlc.comm.events import MemberLeft
@@ -82,12 +84,16 @@ class Driver:
         self._dials: dict[PeerId, str] = {}
         self._recent: collections.deque[tuple[Bulk, list[Frame]]] = collections.deque(maxlen=RECENT_BULK_MAX)
         self._stopping = self._ended = False
+        self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
 
     # ---------------------------------------------------------------- from other threads
 
     def start(self) -> None:
+        threads = torch.get_num_threads()
         self._thread.start()
+        self._began.wait()
+        torch.set_num_threads(threads)  # what the driver set for itself would be the default of threads made later
 
     def call(self, fn: Callable[[float], T]) -> Future[T]:
         """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it."""
@@ -172,6 +178,10 @@ class Driver:
 
     def _run(self) -> None:
         keep_freed_chunks()
+        # A chunk is too short to share out: on a busy host the helpers' wake-up costs a hundred times the work.
+        torch.get_num_threads()  # a thread takes over the common number at its first look, and would do so later
+        torch.set_num_threads(1)
+        self._began.set()
         try:
             while not self._stopping:
                 self._turn()
