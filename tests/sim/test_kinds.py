@@ -138,7 +138,7 @@ def test_a_corrupted_majority_cannot_be_told_and_is_no_violation() -> None:
 def test_mutation_believing_the_first_report_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: whoever is ready first tells the coordinator which state is right."""
 
-    def mutant(self: Agenda, mine: bytes, offers: dict[object, tuple[object, float]]) -> bytes:
+    def mutant(self: Agenda, channel: str, mine: bytes, offers: dict[object, tuple[object, float]]) -> bytes:
         first = min(offers.values(), key=lambda offer: offer[1])[0]
         return first.digest  # type: ignore[attr-defined, no-any-return]
 

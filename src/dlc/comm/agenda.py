@@ -19,6 +19,7 @@ from dlc.comm.grid import Grid, assign_owners
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import GridSpec, Ready
+from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.straggler import Idle, Late, worth_waiting
 from dlc.errors import ConfigError
@@ -149,7 +150,7 @@ class Agenda:
         if known is not None and known.opened:
             grid = GridSpec(known.numel, known.chunk_elems, known.codec)
         mine = self.log.digest(channel)
-        digest = self._digest(mine, offers)
+        digest = self._digest(channel, mine, offers)
         if digest is None:
             return None
         if mine and digest and mine != digest:
@@ -164,7 +165,7 @@ class Agenda:
         owners, assignment = plan_round(self.ctx, self.log, n_chunks, (), (), self.mute())
         return Draft(entry, digest, owners, assignment)
 
-    def _digest(self, mine: bytes, offers: dict[Voter, tuple[Ready, float]]) -> bytes | None:
+    def _digest(self, channel: str, mine: bytes, offers: dict[Voter, tuple[Ready, float]]) -> bytes | None:
         """The state that most report, this peer included; None where they differ and the next report may decide.
 
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
@@ -173,13 +174,22 @@ class Agenda:
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
             reports[self.ctx.me] = mine
+        unheard = 0
+        for voter in self._alive():
+            record = self.ctx.members.record(voter.peer)
+            if voter in reports or record is None:
+                continue
+            told = told_digest(record, self.log.head, channel) if record.voter == voter else None
+            if told:
+                reports[voter] = told
+            elif told is None and voter in self.log.state.trainers:
+                unheard += 1
         digest = _most_common(list(reports.values()))
-        trainers = [v for v in self._alive() if v in self.log.state.trainers]
-        backed = 2 * sum(d == digest for d in reports.values()) > len(trainers)
-        if backed or len(set(reports.values())) == 1 or all(v in reports for v in trainers):
+        if not digest or not unheard or 2 * sum(d == digest for d in reports.values()) > len(reports) + unheard:
             return digest
-        first = min(at for _, at in offers.values())
-        return digest if self.ctx.now - first >= DISSENT_PATIENCE_S else None
+        waited_s = self.ctx.now - min(at for _, at in offers.values())
+        patience_s = DISSENT_PATIENCE_S if len(set(reports.values())) > 1 else self.ctx.members.t_dead_s
+        return digest if waited_s >= patience_s else None
 
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
         """All alive voters are ready, or the straggler deadline has passed."""

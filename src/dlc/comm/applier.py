@@ -37,8 +37,6 @@ class Applier:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
         self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
-        self.record_due = True
-        """What my record says of the log is out of date."""
 
     def committed(self, entry: Entry, holders: list[Voter]) -> None:
         """I coordinated the decision of this entry: tell everyone, and apply it."""
@@ -129,7 +127,7 @@ class Applier:
 
     def _moved(self, electorate: Sequence[Voter]) -> None:
         state = self.log.state
-        self.record_due = True
+        self.ctx.record_due = True
         for channel, mine in list(self.exchange.offered.items()):
             if not self._stands(mine.ready):
                 del self.exchange.offered[channel]
@@ -153,7 +151,7 @@ class Applier:
 
     def diverged(self, channel: str, digest: bytes) -> None:
         self.log.attached[channel].synced = False
-        self.record_due = True
+        self.ctx.record_due = True
         self.ctx.notify(DigestMismatch(channel, self.log.state.round_of(channel)))
         self.sync.start()
 

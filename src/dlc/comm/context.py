@@ -23,6 +23,8 @@ class Context:
         """Time lived through: at most a second between two events counts. Patience with others is measured in it:
         while I was not scheduled, their messages lay unread."""
         self.out: list[Effect] = []
+        self.record_due = True
+        """What my record says of log and states is out of date."""
         self.leaving = False
         """The leave is announced: nothing is coordinated, promised or voted for any more."""
         self.stale = True

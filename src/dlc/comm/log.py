@@ -100,6 +100,10 @@ class Log:
         attached = self.attached.get(channel)
         return attached.digest if attached and attached.synced else b""
 
+    def holds(self, channel: str) -> bool:
+        """The channel is open, and its state here is in step."""
+        return self.is_open(channel) and bool(self.digest(channel))
+
     def servable(self, channel: str) -> bytes:
         """Digest of a state that others may fetch here: one in step, or the first state of a channel not open yet."""
         attached = self.attached.get(channel)

@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
 # ------------------------------------------------------------------ membership
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    channel: str
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class Record:
     """Version within the incarnation."""
     left: bool
     """The process has left for good: proof that this voter is gone."""
+    states: tuple[StateDigest, ...] = ()
+    """Of the open channels whose state it holds at `head`: shows who differs before anything is built on it."""
     status: bytes = b""
     """Small msgpack map for people: round, inner step, loss. Never read by the protocol."""
     signature: bytes = b""

@@ -35,7 +35,7 @@ from dlc.comm.ledger import Lease
 from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
 from dlc.comm.permit import alive_records, can_vote, greater_alive
-from dlc.comm.records import key_of
+from dlc.comm.records import key_of, told_states
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.timeouts import Timeouts
@@ -156,7 +156,7 @@ class Node:
                 self.slot.wishes[channel] = msg.Ready(
                     EMPTY, channel, EMPTY, spec, 0.0, 0, attached.digest, 0.0, True, lease_len
                 )
-            self.applier.record_due = True
+            self.ctx.record_due = True
             self.slot.advance()
             self.slot.announce()
             self.sync.start()
@@ -293,7 +293,7 @@ class Node:
                     self.inbox.receive(self.me, effect.message)
                 else:
                     done.append(effect)
-        if self.applier.record_due:
+        if self.ctx.record_due:
             self._describe_log()
         return [
             effect if type(effect) is Send and isinstance(effect.message, _DIRECT_ONLY) else self._routed(effect)
@@ -301,7 +301,7 @@ class Node:
         ]
 
     def _describe_log(self) -> None:
-        self.applier.record_due = False
+        self.ctx.record_due = False
         state = self.log.state
         self.members.update_own(
             head=state.head,
@@ -309,6 +309,7 @@ class Node:
             depth=state.depth,
             active=self.log.active,
             synced=self.log.synced,
+            states=told_states(self.log),
         )
 
     def _routed(self, effect: Effect) -> Effect:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.messages import Record
+from dlc.comm.log import Log
+from dlc.comm.messages import Record, StateDigest
 
 RECORDS_MAX = 4096
 """Peers in the table, well above any swarm this protocol is for; over it, those never proved go first, oldest first."""
@@ -27,6 +28,8 @@ ADDRESSES_MAX = 16
 """Addresses in one record, both lanes together."""
 ADDRESS_CHARS_MAX = 280
 """A host name has at most 253 characters; the port and brackets come on top."""
+STATES_MAX = 64
+"""Channels whose digests stand in one record: training, or its fragments. Of more, the first by name."""
 STATUS_BYTES_MAX = 1024
 """Largest status map, for people only; these three bound a record, and with it a message of gossip, in bytes."""
 KEY_BYTES_MAX = 128
@@ -233,6 +236,19 @@ class RecordTable:
         self._order = None
 
 
+def told_states(log: Log) -> tuple[StateDigest, ...]:
+    """What my record says of my channels."""
+    held = sorted(c for c in log.attached if log.holds(c) and len(c) <= KEY_BYTES_MAX)
+    return tuple(StateDigest(c, log.digest(c)) for c in held[:STATES_MAX])
+
+
+def told_digest(record: Record, head: bytes, channel: str) -> bytes | None:
+    """What it says of its state of a channel at this head; empty: it holds none. None: it stands elsewhere."""
+    if record.head != head:
+        return None
+    return next((s.digest for s in record.states if s.channel == channel), b"")
+
+
 def key_of(record: Record) -> tuple[float, int, bytes]:
     """Position of a peer's history in the total order."""
     return (record.tokens, record.depth, record.head)
@@ -246,6 +262,8 @@ def well_formed(record: Record) -> bool:
         len(addresses) <= ADDRESSES_MAX
         and all(len(address) <= ADDRESS_CHARS_MAX for address in addresses)
         and len(record.status) <= STATUS_BYTES_MAX
+        and len(record.states) <= STATES_MAX
+        and all(len(s.channel) <= KEY_BYTES_MAX and len(s.digest) <= KEY_BYTES_MAX for s in record.states)
         and all(len(text) <= KEY_BYTES_MAX for text in texts)
         and all(0 <= number < NUMBER_MAX for number in (record.seq, record.depth))
         and 0 <= record.voter.inc < 4 * NUMBER_MAX

@@ -37,7 +37,7 @@ from dlc.comm.messages import (
     SyncReq,
 )
 from dlc.comm.permit import alive_records, greater_alive
-from dlc.comm.records import key_of
+from dlc.comm.records import key_of, told_digest
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
@@ -237,6 +237,7 @@ class Sync:
             return
         wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
         plausible = all(_plausible(i, self.log.attached[i.channel], self.limits) for i in wanted)
+        plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
         if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m):
             if sender == self.donor:
                 self.donor = None
@@ -254,6 +255,11 @@ class Sync:
             return key > mine
         offered = {i.channel: i.digest for i in m.images}
         return bool(self._unsynced()) and all(offered.get(c) == d for c, d in self.first_states.items())
+
+    def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
+        """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
+        told = [told_digest(r, head, image.channel) for r in self.ctx.members.records() if r.voter != self.ctx.me]
+        return 2 * sum(d == image.digest for d in told if d) < sum(1 for d in told if d)
 
     def _is_ancestor(self, m: Offer) -> bool:
         return self.log.head == EMPTY or self.log.head in m.chain
@@ -335,6 +341,7 @@ class Sync:
                 if channel not in offered and self.log.state.base(channel) != was[channel]:
                     attached.synced = False  # the donor does not hold it
             self.switched()
+        self.ctx.record_due = True
         for image in offer.images:
             if image.channel in self.log.attached and self.log.attached[image.channel].synced:
                 self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))

@@ -8,12 +8,12 @@ last event changed, so that checking costs less than what is checked.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import IDLE
 from dlc.comm.entries import EMPTY, ROUND, Entry, LogState, manifest_hash
-from dlc.comm.events import ContributionDropped, HistoryLost, RoundDone
+from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Past, counted_of
@@ -106,6 +106,16 @@ class Checker:
 
         ctx.send = watched_send  # type: ignore[method-assign]
         ctx.cast = watched_cast  # type: ignore[method-assign]
+        log = node.log
+        commit = log.commit
+
+        def watched_commit(*args: Any) -> None:
+            commit(*args)
+            # At once: a lone voter decides several entries in one event, and its history may keep only the last.
+            if log.head not in self.states:
+                self._new_entry(process, log.past[-1])
+
+        log.commit = watched_commit  # type: ignore[method-assign, assignment]
 
     def _sent(self, process: Process, m: msg.Message) -> None:
         if isinstance(m, msg.Held):
@@ -194,7 +204,7 @@ class Checker:
             if why:
                 raise Violation("S1", f"{process.voter}, whose state was wrong, {why}")
         elif moved:
-            self._check_digests(process, jumped=log.after(head) is None)
+            self._check_digests(process)
 
     def _head_moved(self, process: Process, key: tuple[float, int, bytes]) -> None:
         log = process.node.log
@@ -211,7 +221,7 @@ class Checker:
 
     # ---------------------------------------------------------------- states
 
-    def _check_digests(self, process: Process, jumped: bool) -> None:
+    def _check_digests(self, process: Process) -> None:
         """S1: equal heads have equal states, and these are what the entries make of the first one."""
         log = process.node.log
         for channel, attached in log.attached.items():
@@ -221,22 +231,32 @@ class Checker:
                 raise Violation("S1", f"{process.voter} reports another digest than its state of {channel} has")
             if attached.digest == self._truth.digest(log.head, channel):
                 continue
-            if not (jumped and self._truth.corrupt):
+            if not self._truth.in_doubt:
                 raise Violation("S1", f"{process.voter} has a wrong state of {channel} at head {log.head[:3].hex()}")
-            self.corrupted(process)  # it fetched the state of one that was not told yet that it is wrong
+            self.corrupted(process)  # it fetched a wrong state, or stayed true to one that was given up
 
     def corrupted(self, process: Process) -> None:
         """This process holds a wrong state."""
+        self._truth.in_doubt = True
         self._truth.corrupt[process] = False
 
     def _planned(self, plan: msg.Plan) -> None:
-        sound = sum(
-            p.node.log.head == plan.head and p.node.log.synced and p not in self.corrupt and not p.left
-            for p in self.world.running()
-        )
-        why = self._truth.planned(plan, sound)
+        why = self._truth.planned(plan, self._sound(plan.head))
         if why:
             raise Violation("S1", why)
+
+    def _sound(self, head: bytes) -> int:
+        """Processes that hold the true state there."""
+        return sum(
+            p.node.log.head == head and p.node.log.synced and p not in self.corrupt and not p.left
+            for p in self.world.running()
+        )
+
+    def _convicted(self, process: Process, event: DigestMismatch) -> None:
+        head = process.node.log.head
+        why = self._truth.told(process, event, head, self._sound(head))
+        if why:
+            raise Violation("S1", f"{process.voter} {why}")
 
     def _first_state(self, channel: str, digest: bytes) -> ToyState | None:
         """The first state with this digest: the hosts' own, in the order of their numbers."""
@@ -295,7 +315,8 @@ class Checker:
 
     def told(self, process: Process, event: object) -> None:
         """I4: the report says what the committed entry says."""
-        self._truth.told(process, event)
+        if isinstance(event, DigestMismatch):
+            self._convicted(process, event)
         if isinstance(event, HistoryLost):
             self.histories_lost += 1
         elif isinstance(event, ContributionDropped):
@@ -341,6 +362,7 @@ class Checker:
     def unsettled(self, since: float) -> str:
         """Why L1 to L4, and the repair of states, do not hold (yet): empty when all do."""
         alive = [p for p in self.world.running() if not p.left]
+        alive = [p for p in alive if not self._astray(p, alive)]
         if not alive:
             return ""
         rounds = sum(at >= since for at in self.round_times[-50:])
@@ -359,6 +381,15 @@ class Checker:
         if trains and rounds < ROUNDS_AFTER:
             return f"L3: less than {ROUNDS_AFTER} rounds since {since:.0f} s"
         return self._waits_for_ever(alive, since)
+
+    def _astray(self, process: Process, alive: Sequence[Process]) -> bool:
+        """A newcomer all of whose addresses died before it heard of anybody, and that nobody has heard of."""
+        others = {p.host.address for p in alive if p is not process}
+        known = {a for r in process.node.members.records() for a in r.control} | set(process.node.config.listed)
+        knows_it = any(
+            process.host.address in r.control for p in alive if p is not process for r in p.node.members.records()
+        )
+        return process.node.log.head == EMPTY and bool(others) and not known & others and not knows_it
 
     def _waits_for_ever(self, alive: Sequence[Process], since: float) -> str:
         """L4: what was offered before `since` has ended, and its trainer knows."""

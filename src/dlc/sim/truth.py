@@ -29,6 +29,8 @@ class Truth:
         self._first_state = first_state
         """The state with this digest with which somebody began a channel."""
         self._after: dict[bytes, States] = {EMPTY: {}}
+        self.in_doubt = False
+        """A state was corrupted in this schedule: others may hold, for a while, what they fetched of it."""
         self.corrupt: dict[Process, bool] = {}
         """Processes whose state is, or was, wrong and is not known to be right again; True: they have been told so."""
         self._lost: set[bytes] = set()
@@ -69,9 +71,14 @@ class Truth:
         self._lost.add(plan.head)
         return ""
 
-    def told(self, process: Process, event: object) -> None:
-        if isinstance(event, DigestMismatch) and process in self.corrupt:
+    def told(self, process: Process, event: DigestMismatch, head: bytes, sound: int) -> str:
+        """It is told that its state is wrong, while `sound` others hold the true one; why it must not be, or empty."""
+        if process in self.corrupt:
             self.corrupt[process] = True
+            return ""
+        if head in self._lost or sound <= len([p for p in self.corrupt if p.running]):
+            return ""
+        return f"is told that its state of {event.channel} is wrong, though {sound} others hold the same"
 
     def look(self, process: Process, jumped: bool) -> str:
         """Look at a process in `corrupt`; what is wrong with its being right again, empty if nothing, or not yet.
