@@ -15,7 +15,7 @@ from dlc.bench.limits import (
     SLACK_S,
     STREAMS_MAX,
 )
-from dlc.comm.messages import (
+from dlc.comm.measures import (
     MeasureAnswer,
     MeasureClose,
     MeasureCount,

@@ -16,7 +16,7 @@ import dlc.bench.stream as stream_module
 from dlc.bench import show
 from dlc.bench.link import Budget
 from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
-from dlc.comm.messages import MeasureOrder
+from dlc.comm.measures import MeasureOrder
 from dlc.errors import UsageError
 from tests.bench.sites import KEYED, OTHER, serving
 from tests.helpers import wait_until

@@ -11,7 +11,8 @@ from dlc.bench.flow import rate_mbps
 from dlc.bench.host import Host, Reply
 from dlc.bench.limits import CHUNK_BYTES_MAX
 from dlc.bench.transfer import DRAIN_S, PING_LOST_S, PINGS_MAX, STALL_S, Pinger, Transfer, percentile
-from dlc.comm.messages import MeasureClose, MeasureOpen, MeasurePing, MeasurePong, MeasurePush, Message
+from dlc.comm.measures import MeasureClose, MeasureOpen, MeasurePing, MeasurePong, MeasurePush
+from dlc.comm.messages import Message
 
 SESSION = b"s" * 16
 BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))

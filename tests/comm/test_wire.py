@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlc.comm import wire
+from dlc.comm.catalogue import KINDS
 from dlc.comm.ids import Ballot, Voter
-from dlc.comm.messages import MESSAGES, Nack, Promise
+from dlc.comm.messages import Nack, Promise
 from dlc.errors import ProtocolError
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -48,7 +49,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
 
 
-messages = st.sampled_from(MESSAGES).flatmap(values)
+messages = st.sampled_from(list(KINDS.values())).flatmap(values)
 nested = st.recursive(
     st.one_of(*SCALARS.values()),
     lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(), inner),
@@ -84,13 +85,13 @@ def test_a_mutated_message_is_valid_or_a_protocol_error(message: Any, data: st.D
 
 
 @RELAXED
-@given(st.binary(max_size=200), st.sampled_from(MESSAGES))
+@given(st.binary(max_size=200), st.sampled_from(list(KINDS.values())))
 def test_random_bytes_raise_protocol_error_only(data: bytes, kind: type) -> None:
     _decode_or_protocol_error(data, kind)
 
 
 @RELAXED
-@given(nested, st.sampled_from(MESSAGES))
+@given(nested, st.sampled_from(list(KINDS.values())))
 def test_valid_msgpack_of_another_shape_raises_protocol_error_only(value: Any, kind: type) -> None:
     _decode_or_protocol_error(msgpack.packb(value), kind)
 

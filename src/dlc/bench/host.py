@@ -27,8 +27,7 @@ from dlc.bench.limits import (
     SLACK_S,
     STREAMS_MAX,
 )
-from dlc.comm.messages import (
-    Bulk,
+from dlc.comm.measures import (
     MeasureAnswer,
     MeasureClose,
     MeasureCount,
@@ -40,8 +39,8 @@ from dlc.comm.messages import (
     MeasurePong,
     MeasurePull,
     MeasurePush,
-    Message,
 )
+from dlc.comm.messages import Bulk, Message
 from dlc.errors import ProtocolError
 
 

@@ -24,7 +24,7 @@ from dlc.comm.driver import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent
-from dlc.comm.messages import MeasureOrder, MeasureOutcome
+from dlc.comm.measures import MeasureOrder, MeasureOutcome
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError

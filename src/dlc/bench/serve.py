@@ -20,7 +20,7 @@ from dlc.comm.driver import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming, Route
-from dlc.comm.messages import MeasureOrder
+from dlc.comm.measures import MeasureOrder
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import DlcError, ProtocolError

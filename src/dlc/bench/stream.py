@@ -20,14 +20,8 @@ from dlc.comm.driver import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable
-from dlc.comm.messages import (
-    MeasureAnswer,
-    MeasureClose,
-    MeasureCount,
-    MeasureOpen,
-    MeasurePing,
-    Message,
-)
+from dlc.comm.measures import MeasureAnswer, MeasureClose, MeasureCount, MeasureOpen, MeasurePing
+from dlc.comm.messages import Message
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import DlcError, JoinError, ProtocolError, UnreachableError, WrongKeyError

@@ -14,15 +14,8 @@ from __future__ import annotations
 import statistics
 
 from dlc.bench.flow import Meter, Window
-from dlc.comm.messages import (
-    MeasureCount,
-    MeasureData,
-    MeasurePing,
-    MeasurePong,
-    MeasurePull,
-    MeasurePush,
-    Message,
-)
+from dlc.comm.measures import MeasureCount, MeasureData, MeasurePing, MeasurePong, MeasurePull, MeasurePush
+from dlc.comm.messages import Message
 
 PING_LOST_S = 2.0
 """Longer than any round trip on earth, buffers included; a lost one is not counted."""

@@ -14,14 +14,14 @@ from typing import Any
 
 from blake3 import blake3
 
+from dlc.comm.catalogue import CODES, KINDS
 from dlc.comm.ids import Voter
-from dlc.comm.messages import MESSAGES, PROTOCOL_VERSION, Bulk, Hello, Message, Welcome
+from dlc.comm.messages import PROTOCOL_VERSION, Bulk, Hello, Message, Welcome
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
 
 Frame = bytes | memoryview
 TAG_BYTES = 8
-_CODES = {kind: code for code, kind in enumerate(MESSAGES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ def run_tag(run: str, spec_hash: bytes) -> bytes:
     return blake3(run.encode() + b"\0" + spec_hash).digest(TAG_BYTES)
 
 
-@lru_cache(maxsize=4 * len(MESSAGES))
+@lru_cache(maxsize=4 * len(KINDS))
 def _envelope(sender: Voter, tag: bytes, code: int) -> bytes:
     return pack(Envelope(PROTOCOL_VERSION, tag, sender, code))
 
 
 def encode(sender: Voter, tag: bytes, message: Message) -> list[Frame]:
-    frames: list[Frame] = [_envelope(sender, tag, _CODES[type(message)]), pack(message)]
+    frames: list[Frame] = [_envelope(sender, tag, CODES[type(message)]), pack(message)]
     if isinstance(message, Bulk):
         frames.append(message.payload)  # type: ignore[attr-defined]
     return frames
@@ -55,9 +55,9 @@ def decode(frames: Sequence[Frame], tag: bytes) -> tuple[Voter, Message]:
     envelope = unpack(frames[0], Envelope)
     if envelope.protocol != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {envelope.protocol}, ours is {PROTOCOL_VERSION}: update dlc")
-    if not 0 <= envelope.code < len(MESSAGES):
+    kind = KINDS.get(envelope.code)
+    if kind is None:
         raise ProtocolError(f"no message has the code {envelope.code}")
-    kind = MESSAGES[envelope.code]
     if envelope.tag != tag and kind not in (Hello, Welcome):
         raise ProtocolError("a message of another run")
     message: Any = unpack(frames[1], kind)

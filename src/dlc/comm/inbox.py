@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlc.comm import messages as msg
 from dlc.comm.applier import Applier
+from dlc.comm.catalogue import KINDS
 from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown, MemberLeft
 from dlc.comm.ids import Voter
@@ -126,9 +127,9 @@ class Inbox:
         if m.target != self.ctx.me.peer:
             self.ctx.out.append(Send(m.target, m))
             return
-        if not 0 <= m.code < len(msg.MESSAGES):
+        kind = KINDS.get(m.code)
+        if kind is None:
             raise ProtocolError(f"no message has the code {m.code}")
-        kind = msg.MESSAGES[m.code]
         if kind is msg.Relay or issubclass(kind, msg.Bulk):
             raise ProtocolError(f"{kind.__name__} is not relayed")
         self.receive(m.origin, unpack(m.message, kind))

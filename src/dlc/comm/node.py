@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dlc.comm import messages as msg
 from dlc.comm.applier import Applier
+from dlc.comm.catalogue import CODES
 from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
@@ -50,7 +51,6 @@ TICK_S_MIN = 0.005
 """And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
 _DIRECT_ONLY = (*MEMBERSHIP_MESSAGES, msg.Relay)
-_CODES = {kind: code for code, kind in enumerate(msg.MESSAGES)}
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Node:
         relay = self.members.relay_for(effect.to)
         if relay is None or relay == self.me.peer:
             return effect
-        code = _CODES[type(effect.message)]
+        code = CODES[type(effect.message)]
         return Send(relay, msg.Relay(effect.to, self.me, code, pack(effect.message)))
 
     # ---------------------------------------------------------------- hello
