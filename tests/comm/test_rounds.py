@@ -184,6 +184,7 @@ def spoil(process: Process) -> None:
     attached = process.node.log.attached[TRAIN]
     attached.state.theta.add_(1.0)  # type: ignore[attr-defined]
     attached.digest = attached.state.digest()
+    process.trainer.world.checker.corrupted(process)
 
 
 def test_a_peer_with_another_digest_does_not_vote_is_told_and_repairs_itself() -> None:

@@ -310,6 +310,7 @@ def test_a_corrupt_coordinator_convicts_nobody_but_itself() -> None:
     attached = corrupt.node.log.attached[TRAIN]
     attached.state.theta.add_(1.0)  # type: ignore[attr-defined]
     attached.digest = attached.state.digest()
+    stage.world.checker.corrupted(corrupt)
     t = corrupt.node.log.state.round_of(TRAIN) + 1
     reports = stage.committed(t, others)
     assert {s.peer for s in reports[others[0].host.name].contributors} >= {p.host.name for p in others}

@@ -19,6 +19,7 @@ from dlc.comm.grid import Grid, assign_owners
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import GridSpec, Ready
+from dlc.comm.permit import alive_records
 from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.straggler import Idle, Late, worth_waiting
@@ -175,15 +176,14 @@ class Agenda:
         if mine:
             reports[self.ctx.me] = mine
         unheard = 0
-        for voter in self._alive():
-            record = self.ctx.members.record(voter.peer)
-            if voter in reports or record is None:
+        for record in alive_records(self.ctx):
+            voter, told = record.voter, told_digest(record, self.log.head, channel)
+            if voter in reports:
                 continue
-            told = told_digest(record, self.log.head, channel) if record.voter == voter else None
             if told:
                 reports[voter] = told
-            elif told is None and voter in self.log.state.trainers:
-                unheard += 1
+            elif told is None and voter in self.log.state.electorate:
+                unheard += voter in self.log.state.trainers or any(s.channel == channel for s in record.states)
         digest = _most_common(list(reports.values()))
         if not digest or not unheard or 2 * sum(d == digest for d in reports.values()) > len(reports) + unheard:
             return digest

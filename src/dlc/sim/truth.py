@@ -77,6 +77,7 @@ class Truth:
             self.corrupt[process] = True
             return ""
         if head in self._lost or sound <= len([p for p in self.corrupt if p.running]):
+            self.corrupt[process] = True  # nobody can tell: from here on it holds what the others take for true
             return ""
         return f"is told that its state of {event.channel} is wrong, though {sound} others hold the same"
 
