@@ -164,6 +164,14 @@ def test_an_interrupt_leaves_a_state_to_go_on_from(tmp_path: Path) -> None:
     assert tally["schedules"] >= 1
 
 
+def test_the_workers_of_a_killed_sweep_end_with_it() -> None:
+    process = subprocess.Popen(sim("--seeds", "0:100000", "--jobs", "2"), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=60)  # ends when nobody holds the other end of the pipe any more
+
+
 def test_a_failure_is_shortened_and_replayed_from_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,9 @@ import dataclasses
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -165,3 +167,12 @@ def outcomes(job: Job, seeds: Iterable[int], jobs: int, more: Callable[[], bool]
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that collects
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose collector was killed would wait for its next seed for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
