@@ -48,6 +48,7 @@ def test_a_link_of_50_mbit_is_reported_as_such(tmp_path: Path) -> None:
         link = wan.popen("b", [*dlc, *words], stdout=subprocess.PIPE)
         out, _ = link.communicate(timeout=90)
     report = json.loads(out)
-    assert 45 <= report["up_mbps"] <= 52 and 45 <= report["down_mbps"] <= 52, report
+    # 48.2 of payload fit; more would be a lie of the tool, somewhat less is a relay that was not scheduled in time.
+    assert 40 <= report["up_mbps"] <= 49.5 and 40 <= report["down_mbps"] <= 49.5, report
     assert 30 <= report["rtt_min_ms"] <= 40 and report["rtt_min_ms"] <= report["rtt_ms"]
     assert report["seconds"] < 10
