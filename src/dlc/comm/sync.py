@@ -235,7 +235,7 @@ class Sync:
     def receive_offer(self, sender: Voter, m: Offer) -> None:
         if sender not in self._asked or self.busy:
             return
-        wanted = [i for i in m.images if i.channel in self.log.attached and self._needs(i)]
+        wanted = [i for i in m.images if self._needs(m, i)]
         plausible = all(_plausible(i, self.log.attached[i.channel], self.limits) for i in wanted)
         plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
         if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m):
@@ -254,7 +254,10 @@ class Sync:
         if key != mine:
             return key > mine
         offered = {i.channel: i.digest for i in m.images}
-        return bool(self._unsynced()) and all(offered.get(c) == d for c, d in self.first_states.items())
+        unsynced = self._unsynced()
+        # First states of several channels may be with several peers.
+        some = not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
+        return bool(unsynced) and some
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
         """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
@@ -264,9 +267,13 @@ class Sync:
     def _is_ancestor(self, m: Offer) -> bool:
         return self.log.head == EMPTY or self.log.head in m.chain
 
-    def _needs(self, image: ImageOffer) -> bool:
-        attached = self.log.attached[image.channel]
-        return attached.digest != image.digest
+    def _needs(self, offer: Offer, image: ImageOffer) -> bool:
+        """I lack this state. Of a channel that is not open yet only the first state that is about to open it: mine may
+        be needed by others."""
+        attached = self.log.attached.get(image.channel)
+        if attached is None or attached.digest == image.digest:
+            return False
+        return self._opened(offer, image.channel) or self.first_states.get(image.channel) == image.digest
 
     def _ask_pieces(self) -> None:
         """Keep the windows of all donors full."""
@@ -319,6 +326,8 @@ class Sync:
         for image in offer.images:
             attached = self.log.attached.get(image.channel)
             if attached is None or (ahead and attached.synced):
+                continue
+            if not self._opened(offer, image.channel) and not self._needs(offer, image):
                 continue
             if attached.digest != image.digest:
                 staged = down.staged.pop(image.channel, None)
