@@ -173,12 +173,13 @@ class Host:
         return None
 
     def sent(self, route: Hashable) -> None:
-        """The connection took what `next_bulk` gave."""
-        assert self._session is not None
-        stream = self._session.streams[route]
+        """The connection took what `next_bulk` gave. Nothing happens if the session has ended meanwhile."""
+        stream = self._session.streams.get(route) if self._session is not None else None
+        if stream is None:
+            return
         if stream.owes_count:
             stream.owes_count = False
-        else:
+        elif stream.pulls:
             stream.pulls.popleft()
 
     # ---------------------------------------------------------------- inside
