@@ -15,7 +15,7 @@ from dlc.sim.sweep import Job, outcomes
 PEERS = (2, 8)
 SEEDS = 10**9
 UNSETTLED = ("corrupt", "roles", "channels", "images")
-"""Kinds in which sweeps of thousands still find something; `make sim` has them all. Each comes here once it is clean."""
+"""Kinds in which long sweeps still find something; `make sim` has them all, each comes here once it is clean."""
 KINDS = tuple(kind for kind in FAULTS if kind not in UNSETTLED)
 
 
@@ -35,6 +35,8 @@ def test_fresh_seeds(pytestconfig: pytest.Config, simulated: list[str]) -> None:
             replay = f"python -m dlc.sim {where} --transcript"
             broken.append(f"seed {outcome.seed}: {outcome.violation}\nreplay: {replay}")
     result = f"{len(broken)} violations" if broken else "no violation"
-    simulated.append(f"simulator: {done} fresh schedules from seed {job.first} on, {len(KINDS)} kinds of faults, {result}")
+    simulated.append(
+        f"simulator: {done} fresh schedules from seed {job.first} on, {len(KINDS)} kinds of faults, {result}"
+    )
     assert not broken, "\n".join(broken)
     assert done, "no schedule was run: give --sim-seconds more than 0"
