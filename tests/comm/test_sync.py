@@ -125,6 +125,13 @@ def test_a_donor_that_is_silent_is_left_and_asked_again_later() -> None:
     assert LIMITS.in_flight_first < fetch.sent[A] < 20
 
 
+def test_what_a_silent_donor_owes_is_sent_by_one_that_was_never_measured() -> None:
+    fetch = Fetch(DATA[: 2 * PIECE], {A: 10 * PIECE, B: 10 * PIECE})
+    fetch.silent = {A}
+    assert fetch.finish() == DATA[: 2 * PIECE]
+    assert fetch.now < PATIENCE_S + 1.0 and fetch.sent[A] == 2
+
+
 def test_nobody_is_waited_for_where_all_are_silent() -> None:
     fetch = Fetch(DATA, {A: 10 * PIECE, B: 10 * PIECE})
     fetch.silent = {A, B}

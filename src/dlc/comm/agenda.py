@@ -195,8 +195,9 @@ class Agenda:
         """The state that most report, this peer included; None where they differ and the next report may decide.
 
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
-        others. Observers hold the state too, and speak for one that somebody else here has: they could not give theirs
-        away. Ties, where all have reported or patience is over, go to the lowest.
+        others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
+        for one that somebody else here has, as they cannot give theirs away. Ties, where all have reported or patience
+        is over, go to the lowest.
         """
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
@@ -204,9 +205,10 @@ class Agenda:
         unheard, witnesses = 0, list[bytes]()
         for record in self.ctx.members.records():
             voter, told = record.voter, told_digest(record, self.log.head, channel)
-            if voter in reports or not self.ctx.members.alive(voter):
+            alive = self.ctx.members.alive(voter)
+            if voter in reports or not (alive or told):
                 continue
-            if told and not can_vote(record):
+            if told and not (alive and can_vote(record)):
                 witnesses.append(told)
             elif told:
                 reports[voter] = told

@@ -152,7 +152,7 @@ class Download:
                 donor.silences = min(donor.silences + 1, SILENCES_MAX)
                 donor.heard_at, donor.window = now, 1
         requests = []
-        for voter in sorted(self.donors):
+        for voter in sorted(self.donors, key=lambda v: (self.donors[v].silences, v)):
             keys = list(self._next_of(self.donors[voter], now))
             for channel in dict.fromkeys(c for c, _ in keys):
                 pieces = tuple(p for c, p in keys if c == channel)
@@ -184,9 +184,9 @@ class Download:
                 yield stolen
 
     def _stolen_by(self, donor: Donor) -> Key | None:
-        """The last piece that a slower donor owes and nobody else was asked for, if this one would be sooner."""
+        """The last piece that a slower donor, or one that has been silent, owes and nobody else was asked for."""
         size = self.limits.piece_bytes
-        slower = [d for d in self.donors.values() if d.owes_s(0, size) > 2 * donor.owes_s(1, size)]
+        slower = [d for d in self.donors.values() if d.silences or d.owes_s(0, size) > 2 * donor.owes_s(1, size)]
         for other in sorted(slower, key=lambda d: -d.owes_s(0, size)):
             for key in reversed(other.asked):
                 if key[0] not in donor.lacks and sum(key in d.asked for d in self.donors.values()) == 1:

@@ -27,6 +27,8 @@ HISTORY_BYTES_MAX = 1 << 30
 """Bytes of results kept for them; the newest entry is always kept."""
 HISTORY_PINNED_MAX = 256
 """Entries kept, within the same bytes, while somebody fetches the state that they follow."""
+PASSED_MAX = 64
+"""Heads of which a peer remembers what its own state was."""
 CHAIN_MAX = 1 << 16
 """Hashes of old entries kept to find a common ancestor (2 MiB)."""
 
@@ -60,6 +62,8 @@ class Attached:
     synced: bool = False
     """Equal to the swarm's state at this head."""
     digest: bytes = b""
+    passed: deque[tuple[bytes, bytes]] = field(default_factory=lambda: deque(maxlen=PASSED_MAX))
+    """(head, digest) of this state at the last heads: what others tell of those comes later."""
 
 
 @dataclass
@@ -126,6 +130,9 @@ class Log:
             attached.digest = attached.state.digest()
         elif entry.kind == ROUND and sink is not None:
             sink.step(entry.t, means(entry, results))
+        for channel, other in self.attached.items():
+            if other.synced and self.is_open(channel):
+                other.passed.append((self.head, other.digest))
         self.past.append(Past(entry, hashes, results))
         self._trim()
 

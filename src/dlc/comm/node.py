@@ -35,6 +35,7 @@ from dlc.comm.inbox import MEMBERSHIP_MESSAGES, Inbox
 from dlc.comm.ledger import Lease
 from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
+from dlc.comm.observing import Observing
 from dlc.comm.permit import alive_records, can_vote, greater_alive
 from dlc.comm.records import key_of, told_states
 from dlc.comm.slot import Slot
@@ -106,6 +107,7 @@ class Node:
         self.slot.founder = config.founder
         self.applier = Applier(self.ctx, self.log, self.exchange, self.slot, config.piece_bytes)
         self.coordinator, self.sync = self.applier.coordinator, self.applier.sync
+        self.observing = Observing(self.ctx, self.log, self.applier.diverged)
         self.inbox = Inbox(self.applier, config.run, config.spec, config.spec_hash)
         self._t_gap_s = self.members.t_gap_s
         self._last: float | None = None
@@ -357,6 +359,7 @@ class Node:
         self.slot.tick()
         if not self.ctx.leaving:
             self.coordinator.tick()
+        self.observing.tick()
         self.sync.tick()
         self._say_waiting()
 

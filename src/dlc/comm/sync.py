@@ -378,6 +378,7 @@ class Sync:
         if attached.digest == self.accepted_first():
             self.donations.keep(channel)
         self.log.before_change(channel)
+        attached.passed.clear()
         attached.state.restore(image)
         attached.digest = digest  # of the very bytes: `Download` has hashed them
 

@@ -70,6 +70,8 @@ class Checker:
         """Every round, by its hash in hex."""
         self._applied_at: dict[bytes, float] = {}
         """When each entry was first applied."""
+        self._slept_through: dict[bytes, list[bytes]] = {}
+        """By entry: the heads of those who had slept for about T_evict when it was first applied."""
         self._offers: dict[tuple[Process, str], float] = {}
         """Contributions whose end their trainer was not told yet: (process, channel), since when."""
         self._events = 0
@@ -239,7 +241,7 @@ class Checker:
             if attached.digest == self._truth.digest(log.head, channel):
                 self._true.add(holds)
                 continue
-            if self._truth.taken_for_true(log.head, attached.digest):
+            if self._truth.taken_for_true(log.head, channel, attached.digest):
                 self._true.discard(holds)
                 continue
             # A true state stays true by every entry, but where the swarm has given that state up; and what is fetched
@@ -296,6 +298,7 @@ class Checker:
         after = before.apply(entry, counted)
         self.states[after.head] = after
         self._applied_at[after.head] = self.world.now
+        self._slept_through[after.head] = [p.node.log.head for p in self.paths.asleep()]
         self._check_decided(process, entry)
         if entry.kind == ROUND:
             check_means(before, past, self.world.grids[entry.channel].numel)
@@ -324,9 +327,14 @@ class Checker:
             fork = self.history.fork(entry.hash, other.node.log.head)
             if fork is None or not self.history.commits(fork):
                 continue
-            # The fork was there when the second of its sides was decided; that must have been in a partition.
-            sides = (self._applied_at[fork[1]], self._applied_at[fork[2]])
-            if not self.paths.partitioned(min(sides), max(sides)):
+            # The fork was there when the second of its sides was decided: in a partition, or while those who had
+            # decided the first slept. They go on from it when they wake only if theirs is the greater history.
+            first, second = sorted(fork[1:], key=lambda side: self._applied_at[side])
+            slept = any(self.history.distance(first, head) is not None for head in self._slept_through[second])
+            greater = process.node.log.state.key > other.node.log.state.key
+            if slept and (fork[1] == second or greater):
+                continue
+            if not self.paths.partitioned(self._applied_at[first], self._applied_at[second]):
                 raise Violation("S2", f"both sides of the fork at {fork[0][:3].hex()} commit rounds: {fork}")
 
     # ---------------------------------------------------------------- what applications see

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dlc.sim.world import World
+    from dlc.sim.world import Process, World
 
 Pair = tuple[str, str]
 
@@ -18,6 +18,7 @@ class Paths:
         self._apart_s: dict[Pair, float] = {}
         """Seconds that both were awake and apart since they last had a path."""
         self._noted = 0.0
+        self._frozen_since: dict[Process, float] = {}
         self._partitions: list[tuple[float, float]] = []
         """Times (from, to) in which some pair had been apart for longer than `limit_s`."""
         # When a cut begins, the last proof of the other may be as old as T_dead, which measured round trips widen to
@@ -31,6 +32,7 @@ class Paths:
         self._note()
         network, running = self.world.network, self.world.running()
         awake = [p.host.name for p in running if not p.frozen]
+        self._frozen_since = {p: self._frozen_since.get(p, self.world.now) for p in running if p.frozen}
         self._apart_now = set()
         if network.cuts:
             self._apart_now = {
@@ -50,6 +52,10 @@ class Paths:
         longest_s = max(self._apart_s.values(), default=0.0)
         if longest_s > self.limit_s:
             self._partitions.append((max(since, self._noted - (longest_s - self.limit_s)), self._noted))
+
+    def asleep(self) -> list[Process]:
+        """Who has slept for about T_evict: nobody waits for it any more."""
+        return [p for p, since in self._frozen_since.items() if self.world.now - since >= self.limit_s]
 
     def partitioned(self, since: float, until: float) -> bool:
         """Between these times there was a partition: two processes apart for about T_evict."""

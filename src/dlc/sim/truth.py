@@ -36,6 +36,8 @@ class Truth:
         self._lost: dict[bytes, bytes] = {}
         """Heads at which nobody can tell what is true, and the state that was taken for it: the state of the first that
         goes on from there is."""
+        self._taken: set[tuple[bytes, bytes]] = set()
+        """(digest of the true state, of the one that was taken for it): the same at all heads with that state."""
 
     def add(self, head: bytes, past: Past, first: Attached | None) -> str:
         """A new entry, and the training state of who applied it first; why it cannot be, empty if it can."""
@@ -64,9 +66,9 @@ class Truth:
         """A run went on from here with a state that was not the true one, because nobody could tell."""
         return head in self._lost
 
-    def taken_for_true(self, head: bytes, digest: bytes) -> bool:
-        """Whether the run went on from here with this state."""
-        return self._lost.get(head) == digest
+    def taken_for_true(self, head: bytes, channel: str, digest: bytes) -> bool:
+        """Whether the run went on with this state from here, or from another head with the same true one."""
+        return (self.digest(head, channel), digest) in self._taken
 
     def planned(self, plan: Plan, sound: int) -> str:
         """A plan is made while `sound` peers hold the true state; why that must not be, empty if it may."""
@@ -78,6 +80,7 @@ class Truth:
         if sound > len([p for p in self.corrupt if p.running]):
             return f"a plan is made for a wrong state of {channel}, though {sound} peers hold the true one"
         self._lost[plan.head] = plan.digest
+        self._taken.add((self.digest(plan.head, channel), plan.digest))
         return ""
 
     def told(self, process: Process, event: DigestMismatch, head: bytes, sound: int) -> str:
