@@ -37,7 +37,8 @@ from tests.helpers import wait_until
 from tests.swarm import JOIN_S, RUN, Host, Process, free_addresses, swarm, together
 
 SETTLE = Timeouts(slot_settle_s=0.3)
-SHORT = Timeouts(slot_settle_s=0.3, probe_s=0.1, beat_s=0.5, evict_s=6.0)
+SHORT = Timeouts(slot_settle_s=0.3, probe_s=0.18, beat_s=0.5, evict_s=6.0)
+"""An early eviction; nobody is taken for dead who only waits for a processor."""
 EVICT_S = SETTLE.evict_s
 """What a restart must not wait for."""
 
@@ -188,7 +189,7 @@ def test_who_slept_through_its_eviction_and_the_history_comes_back_as_itself() -
         wait_until(lambda: voter not in voters(one) and voter not in voters(two), EVICT_S)
         began = driver.clock()
         rounds = 0
-        while rounds <= HISTORY_ROUNDS_MAX or driver.clock() < began + SHORT.evict_s:
+        while rounds <= HISTORY_ROUNDS_MAX or driver.clock() < began + SHORT.t_evict_s(3, 1.0):
             reports = together([one, two], lambda p, i: average(p, 30))
             assert all(names(r) == {one.id, two.id} for r in reports)
             rounds += 1
