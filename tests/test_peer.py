@@ -307,3 +307,12 @@ def test_a_second_state_on_a_channel_is_refused_at_once() -> None:
         peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=20)
         with pytest.raises(UsageError, match="another channel"):
             peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=20)
+
+
+def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> None:
+    with Peer.join(log=False) as first:
+        with pytest.raises(UsageError, match="without the replicated log"):
+            first.all_reduce(torch.zeros(4))
+        with Peer.join([first.address], join_timeout_s=JOIN_S, log=False) as second:
+            wait_until(lambda: all(sum(m.alive for m in p.members()) == 2 for p in (first, second)), 60.0)
+        wait_until(lambda: all(m.id == first.id for m in first.members() if m.alive), 60.0)

@@ -30,6 +30,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.lobby import Lobby
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.security import LinkSecurity, load_run_key
+from dlc.comm.service import Service, ServiceNews
 from dlc.comm.state import State
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
@@ -40,6 +41,7 @@ from dlc.handles import Checkpoint, Means, Pending, Position, Reduction, Resume
 from dlc.joining import Introduction, Reception, addresses_of, introduce
 from dlc.report import RoundReport, waiting_text
 from dlc.runspec import RunSpec
+from dlc.served import Served, Stopped
 from dlc.statedir import Ephemeral, PeerState, StateDir
 from dlc.survey import Member, member_of, status
 
@@ -47,6 +49,7 @@ __all__ = ["Checkpoint", "Member", "Peer", "Pending", "Position", "Reduction", "
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", bound=Service)
 
 PATIENCE_SHARE = 0.5
 """A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
@@ -68,6 +71,8 @@ class Peer:
         self._node: Node | None = None
         self._pending: dict[str, Pending] = {}
         self._flat: dict[str, Tensor] = {}
+        self._listeners: list[Callable[[ServiceNews], None]] = []
+        """Told on the driver thread what services say."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -96,13 +101,16 @@ class Peer:
         resume: Resume | None = None,
         on_event: Callable[[object], None] | None = None,
         timeouts: Timeouts | None = None,
+        log: bool = True,
     ) -> Peer:
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
         take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be
-        the same on every peer. Raises JoinError (unreachable, wrong key, other RunSpec)
+        the same on every peer. log: False takes part without the replicated log, for what needs no rounds of all
+        (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
+        same on all peers of a run. Raises JoinError (unreachable, wrong key, other RunSpec)
         and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
@@ -120,8 +128,8 @@ class Peer:
         lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
-            peer._take_part(reception, awaited, found or not awaited, resume, timeouts)
-            if not hold:
+            peer._take_part(reception, awaited, found or not awaited, resume, timeouts, log)
+            if log and not hold:
                 peer._seat(join_timeout_s)
         except BaseException:
             peer._shut(0.0)
@@ -135,13 +143,15 @@ class Peer:
         founder: bool,
         resume: Resume | None,
         timeouts: Timeouts | None,
+        with_log: bool,
     ) -> None:
         """Leave the lobby: from here on a Node is driven."""
         intro, spec = self._intro, reception.spec
         self.spec = spec
         record = intro.record(reception.observed_host)
         resumed = unpack(resume.log, LogState) if resume is not None else None
-        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, timeouts or spec.timeouts.floors())
+        floors = timeouts or spec.timeouts.floors()
+        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log)
 
         def start(now: float) -> None:
             self._node = Node(
@@ -170,6 +180,18 @@ class Peer:
             return self._ask(lambda node, now: self.voter in node.log.state.electorate and node.log.synced)
 
         self._wait(seated, timeout_s, "this peer has no seat in the swarm yet")
+
+    # ---------------------------------------------------------------- machines outside the log
+
+    def serve(self, make: Callable[[Node], S]) -> Served[S]:
+        """Let the driver thread carry a machine beside the log; `make(node)` creates it there."""
+
+        def start(node: Node, now: float) -> S:
+            service = make(node)
+            node.services.add(service)
+            return service
+
+        return Served(self, self._ask(start))
 
     # ---------------------------------------------------------------- who and where
 
@@ -477,6 +499,8 @@ class Peer:
 
     def _stopped(self) -> None:
         """The driver has ended: nobody may wait for it any more."""
+        for listener in tuple(self._listeners):
+            listener(Stopped(self._closed_error()))
         while self._pending:
             self._pending.popitem()[1].finish(None, False, self._closed_error())
         with self._changed:
@@ -556,6 +580,10 @@ class Peer:
             log.warning("the state that %s sent is not the one it named; another is asked", event.donor.peer[:8])
         elif isinstance(event, Waiting):
             log.warning("waiting: %s", waiting_text(event.reason, event.peers, event.left_s))
+        elif isinstance(event, ServiceNews):
+            for listener in tuple(self._listeners):
+                listener(event)
+            return
         if self._on_event is not None:
             self._on_event(event)
         with self._changed:

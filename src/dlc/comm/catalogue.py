@@ -8,5 +8,12 @@ from dlc.comm.messages import MESSAGES
 MEASURES_FROM = 128
 """Code of the first measuring message: leaves the codes below to the swarm's."""
 
-KINDS: dict[int, type] = {**dict(enumerate(MESSAGES)), **dict(enumerate(MEASURES, MEASURES_FROM))}
+SERVICES: dict[int, tuple[type, ...]] = {}
+"""Messages of the machines outside the log (service.py), each family from a code of its own; append only."""
+
+KINDS: dict[int, type] = {
+    **dict(enumerate(MESSAGES)),
+    **dict(enumerate(MEASURES, MEASURES_FROM)),
+    **{first + i: kind for first, family in SERVICES.items() for i, kind in enumerate(family)},
+}
 CODES: dict[type, int] = {kind: code for code, kind in KINDS.items()}

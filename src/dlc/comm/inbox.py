@@ -9,6 +9,7 @@ from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown, MemberLeft
 from dlc.comm.ids import Voter
 from dlc.comm.permit import greater_alive
+from dlc.comm.service import Services
 from dlc.comm.shapes import check_slot_message
 from dlc.comm.wire import unpack
 from dlc.errors import ProtocolError
@@ -18,7 +19,10 @@ MEMBERSHIP_MESSAGES = (msg.Ping, msg.Ack, msg.PingReq, msg.IndirectAck, msg.Leav
 
 
 class Inbox:
-    def __init__(self, applier: Applier, run: str, spec: bytes, spec_hash: bytes) -> None:
+    def __init__(
+        self, applier: Applier, services: Services, run: str, spec: bytes, spec_hash: bytes, log: bool
+    ) -> None:
+        self.services, self.has_log = services, log
         self.applier, self.ctx, self.log = applier, applier.ctx, applier.log
         self.exchange, self.slot = applier.exchange, applier.slot
         self.coordinator, self.sync = applier.coordinator, applier.sync
@@ -27,7 +31,19 @@ class Inbox:
     def receive(self, sender: Voter, message: msg.Message) -> None:
         if isinstance(message, MEMBERSHIP_MESSAGES):  # nine of ten
             self._membership(sender, message)
-        elif isinstance(message, SLOT_MESSAGES):
+        elif type(message) in self.services.kinds:
+            self.ctx.out.extend(self.services.receive(sender, message, self.ctx.now))
+        elif isinstance(message, msg.Hello):
+            self._answer_hello(message)
+        elif isinstance(message, msg.Relay):
+            self._relay(message)
+        elif self.has_log:
+            self._log_message(sender, message)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is of the log, and this run has none")
+
+    def _log_message(self, sender: Voter, message: msg.Message) -> None:
+        if isinstance(message, SLOT_MESSAGES):
             self._slot_message(sender, message)
         elif isinstance(message, msg.Contrib):
             self.exchange.receive_contrib(sender, message)
@@ -36,8 +52,6 @@ class Inbox:
             if not self.exchange.receive_result(message) or self.sync.busy:
                 self.sync.receive_result(message)
             self.slot.advance()
-        elif isinstance(message, msg.Hello):
-            self._answer_hello(message)
         elif isinstance(message, msg.Commit):
             self.applier.receive_commit(sender, message)
         elif isinstance(message, msg.Fetch):
@@ -45,8 +59,6 @@ class Inbox:
                 self.slot.receive_fetch(sender, message)
             else:
                 self.sync.donations.receive_fetch(sender, message)
-        elif isinstance(message, msg.Relay):
-            self._relay(message)
         else:
             self._sync_message(sender, message)
 
@@ -55,6 +67,8 @@ class Inbox:
             self.slot.answers[message.address] = message.record.voter.peer
         effects = self.ctx.members.receive(sender, message, self.ctx.now)
         self.ctx.out.extend(effects)
+        if not self.has_log:
+            return
         if any(isinstance(e, Notify) and isinstance(e.event, MemberDown | MemberLeft) for e in effects):
             self._fewer()
         if not self.sync.busy and greater_alive(self.ctx, self.log):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 

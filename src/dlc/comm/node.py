@@ -24,9 +24,9 @@ from dlc.comm.catalogue import CODES
 from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
-from dlc.comm.effects import Dial, Effect, Send
+from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.entries import EMPTY, LogState
-from dlc.comm.events import Waiting
+from dlc.comm.events import MemberDown, MemberLeft, MemberUp, Waiting
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.grid import Grid
 from dlc.comm.health import RUNNING_STEP_MAX_S
@@ -38,12 +38,13 @@ from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
 from dlc.comm.permit import alive_records, can_vote, greater_alive
 from dlc.comm.records import key_of, told_states
+from dlc.comm.service import Services
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.tcp import TcpSample
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import pack
-from dlc.errors import DlcError
+from dlc.errors import DlcError, UsageError
 
 TICK_S_MAX = 0.25
 """A node is ticked at least this often."""
@@ -71,6 +72,9 @@ class NodeConfig:
     """Of an image on its way; the same on all peers of a run."""
     history_bytes_max: int = HISTORY_BYTES_MAX
     """Results kept for peers that are a few entries behind."""
+    log: bool = True
+    """Without it the node seeks no seat, founds nothing and votes for nothing: membership and services only. The same
+    on all peers of a run."""
 
 
 class Node:
@@ -108,7 +112,8 @@ class Node:
         self.applier = Applier(self.ctx, self.log, self.exchange, self.slot, config.piece_bytes)
         self.coordinator, self.sync = self.applier.coordinator, self.applier.sync
         self.observing = Observing(self.ctx, self.log, self.applier.diverged)
-        self.inbox = Inbox(self.applier, config.run, config.spec, config.spec_hash)
+        self.services = Services()
+        self.inbox = Inbox(self.applier, self.services, config.run, config.spec, config.spec_hash, config.log)
         self._t_gap_s = self.members.t_gap_s
         self._last: float | None = None
         self._stale_since: float | None = None
@@ -132,23 +137,23 @@ class Node:
         if self.sync.working:
             return now + TICK_S_MIN
         soonest = now + TICK_S_MAX  # soon enough for exchange and sync
-        for deadline in (self.members.next_deadline(), self.slot.next_deadline(), self.coordinator.next_deadline()):
+        log_due = (self.slot.next_deadline(), self.coordinator.next_deadline()) if self.config.log else ()
+        for deadline in (self.members.next_deadline(), self.services.next_deadline(), *log_due):
             if deadline is not None and deadline < soonest:
                 soonest = deadline
         return soonest if soonest > now + TICK_S_MIN else now + TICK_S_MIN
 
     def pending_bulk(self) -> set[PeerId]:
-        return self.exchange.pending()
+        return self.exchange.pending() | self.services.pending_bulk()
 
     def next_bulk(self, peer: PeerId) -> msg.Bulk | None:
-        return self.exchange.next_bulk(peer)
+        return self.exchange.next_bulk(peer) or self.services.next_bulk(peer)
 
-    def bulk_peers(self) -> list[PeerId]:
-        """Peers that bulk will go to when a round comes: the other voters that are alive, if I am one."""
+    def bulk_peers(self) -> set[PeerId]:
+        """Peers that bulk will go to: the other voters that are alive, if I am one, and those that services name."""
         electorate = self.log.state.electorate
-        if self.me not in electorate:
-            return []
-        return [v.peer for v in electorate if v != self.me and self.members.alive(v)]
+        voters = electorate if self.me in electorate else ()
+        return {v.peer for v in voters if v != self.me and self.members.alive(v)} | self.services.bulk_peers()
 
     def link_samples(self, samples: Mapping[PeerId, TcpSample], now: float) -> None:
         """What the kernel says of the connections that my bulk leaves by; about every 100 ms while bulk moves."""
@@ -158,6 +163,7 @@ class Node:
 
     def attach(self, channel: str, state: State, grid: Grid, lease_len: int, now: float) -> list[Effect]:
         """Bring a channel's state into the run: opens the channel, or fetches the swarm's state for it."""
+        self._need_log(f"channel {channel!r} cannot be opened")
 
         def act() -> None:
             attached = self.log.attach(channel, state, grid, lease_len)
@@ -194,6 +200,7 @@ class Node:
 
         `norm`: its own, if it is to be clipped by the others'; 0 if not.
         """
+        self._need_log(f"channel {channel!r} has no rounds")
         if channel in self.exchange.offered:
             raise DlcError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
         if vector.numel() != grid.numel:
@@ -207,6 +214,10 @@ class Node:
             self.slot.announce()
 
         return self._event(now, act)
+
+    def _need_log(self, what: str) -> None:
+        if not self.config.log:
+            raise UsageError(f"{what}: this peer takes part without the replicated log (dlc.Gossip, dlc.Moshpit, ...)")
 
     def withdraw(self, channel: str) -> bool:
         """Take back a contribution that no plan has named yet.
@@ -227,6 +238,10 @@ class Node:
     def describe(self, now: float, **changes: object) -> list[Effect]:
         """Update what my record says of me: role, speed, eta_s, status."""
         return self._event(now, lambda: self.members.update_own(**changes))
+
+    def serve(self, act: Callable[[], list[Effect]], now: float) -> list[Effect]:
+        """A command of the application to one of my services; what it sends finds its way as all messages do."""
+        return self._event(now, lambda: self.ctx.out.extend(act()))
 
     def leave(self, now: float) -> list[Effect]:
         """Announce that this process goes for good. It votes no more."""
@@ -303,7 +318,7 @@ class Node:
 
     def _settle(self) -> list[Effect]:
         """Handle what I sent to myself before anything leaves, refresh my record, and find each message's way."""
-        if self.ctx.stale:
+        if self.ctx.stale and self.config.log:
             self._refresh()
         done: list[Effect] = []
         while self.ctx.out:
@@ -311,8 +326,10 @@ class Node:
             for effect in batch:
                 if type(effect) is Send and effect.to == self.me.peer:
                     self.inbox.receive(self.me, effect.message)
-                else:
-                    done.append(effect)
+                    continue
+                done.append(effect)
+                if type(effect) is Notify and isinstance(effect.event, MemberUp | MemberDown | MemberLeft):
+                    self.ctx.out.extend(self.services.member(effect.event, self.ctx.now))
         if self.ctx.record_due:
             self._describe_log()
         return [
@@ -328,7 +345,7 @@ class Node:
             tokens=state.tokens,
             depth=state.depth,
             active=self.log.active,
-            synced=self.log.synced,
+            synced=self.log.synced and self.config.log,
             states=told_states(self.log),
             up_Bps=self.exchange.rates.told_up_Bps,
             down_Bps=self.exchange.rates.told_down_Bps,
@@ -355,6 +372,9 @@ class Node:
 
     def _tick(self) -> None:
         self.ctx.out.extend(self.members.tick(self.ctx.now))
+        self.ctx.out.extend(self.services.tick(self.ctx.now))
+        if not self.config.log:
+            return
         self.exchange.close_due()
         self.slot.tick()
         if not self.ctx.leaving:

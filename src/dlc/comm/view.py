@@ -52,6 +52,14 @@ class View:
         member = self._table.members.get(voter.peer)
         return member is not None and member.voter == voter and self._detector.alive(member)
 
+    def up(self, voter: Voter) -> bool:
+        """It answered me once, and nothing says since that it is dead. Weaker than `alive`, which holds in swarms of up
+        to HEARTBEATS_MAX only: larger ones ping in turn."""
+        if voter == self.me:
+            return not self._left
+        member = self._table.members.get(voter.peer)
+        return member is not None and member.voter == voter and member.standing in (Standing.ALIVE, Standing.SUSPECT)
+
     def suspect(self, voter: Voter) -> bool:
         """It missed a probe, and has not answered since."""
         member = self._table.members.get(voter.peer)
