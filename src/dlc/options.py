@@ -34,6 +34,19 @@ def check_types(table: Any, prefix: str) -> None:
         object.__setattr__(table, name, _checked(getattr(table, name), kind, prefix + name))
 
 
+def check(holds: bool, message: str) -> None:
+    """ConfigError with `message`, unless it holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ConfigError, with the nearest word, unless option `name` has one of the words that it may have."""
+    near = difflib.get_close_matches(value, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    check(value in allowed, f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
 def to_plain(value: Any) -> Any:
     """Tables and mappings as new dicts, tuples as lists; the values of a TOML file."""
     if dataclasses.is_dataclass(value):

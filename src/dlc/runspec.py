@@ -12,7 +12,6 @@ The defaults are the embedded run: a Llama of 0.84 million parameters on the sou
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -27,6 +26,9 @@ import msgpack
 from dlc import options
 from dlc.comm.timeouts import Timeouts
 from dlc.errors import ConfigError, ProtocolError
+from dlc.options import check as _check
+from dlc.options import one_of as _one_of
+from dlc.strategyspec import GossipSpec, MoshpitSpec, check_strategy
 
 SPEC_BYTES_MAX = 256 << 10
 """Longest canonical form: it travels as one string of a handshake message."""
@@ -35,7 +37,6 @@ CHUNK_ELEMS_MAX = 1 << 22
 BYTE_VALUES = 256
 """Vocabulary of the byte-level tokenizer."""
 
-STRATEGIES = ("diloco",)
 CODECS = ("fp32", "fp16", "bf16", "int8", "int4")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OVERLAPS = ("none", "delayed")
@@ -295,9 +296,12 @@ class RunSpec:
     run: str = "dlc"
     """Name of the run: 1 to 64 letters, digits, dots, dashes or underscores. Runs of other names never mix."""
     strategy: str = "diloco"
-    """What is exchanged, and with whom: "diloco"."""
+    """What is exchanged, with whom, and when. "diloco": what H inner steps changed, with all, in rounds.
+    "data-parallel": the gradients of each step, with all. "gossip": parameters, with a neighbour. "moshpit":
+    parameters, within rotating groups."""
     sync_every: int = 20
-    """Inner steps between two rounds (H), on every peer."""
+    """Inner steps between two exchanges (H), on every peer. With "data-parallel" each step is a round, whatever this
+    is, and leases alone are measured in so many steps."""
     codec: str = "fp16"
     """Wire form of contributions and means: "fp32", "fp16", "bf16", or a quarter and an eighth of fp32: "int8", "int4",
     in blocks with a scale of their own; each peer then adds what encoding lost to its next contribution."""
@@ -328,12 +332,15 @@ class RunSpec:
     """The step all peers take together."""
     timeouts: TimeoutsSpec = dataclasses.field(default_factory=TimeoutsSpec)
     """How long peers wait for each other."""
+    gossip: GossipSpec = dataclasses.field(default_factory=GossipSpec)
+    """Averaging with neighbours."""
+    moshpit: MoshpitSpec = dataclasses.field(default_factory=MoshpitSpec)
+    """Averaging in rotating groups."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "")
         name_fits = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run)
         _check(name_fits is not None, f"run must be 1 to 64 letters, digits, '.', '-' or '_', got {self.run!r}")
-        _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("codec", self.codec, CODECS)
         _one_of("overlap", self.overlap, OVERLAPS)
         _one_of("precision", self.precision, PRECISIONS)
@@ -362,19 +369,30 @@ class RunSpec:
             f"inner.batch_size * inner.accumulate = {self.blocks_per_round} blocks; 0 derives it",
         )
         self.outer.ending(self.rounds)
+        check_strategy(self, OuterSpec())
         size = len(self.to_bytes())
         _check(size <= SPEC_BYTES_MAX, f"the RunSpec takes {size} bytes, over the limit of {SPEC_BYTES_MAX}")
 
     @property
+    def steps_per_round(self) -> int:
+        """Inner steps of one peer between two exchanges."""
+        return 1 if self.strategy == "data-parallel" else self.sync_every
+
+    @property
+    def blocks_per_step(self) -> int:
+        """Blocks that one peer uses in one inner step."""
+        return self.inner.batch_size * self.inner.accumulate
+
+    @property
     def blocks_per_round(self) -> int:
         """Blocks that one peer uses in one round."""
-        return self.sync_every * self.inner.batch_size * self.inner.accumulate
+        return self.steps_per_round * self.blocks_per_step
 
     @property
     def blocks_per_lease(self) -> int:
         """Length of one lease: `data.lease_blocks`, or where that is 0 two rounds of blocks, with overlap three: one is
         on its way to a round, one is trained on, and one is left where a round takes long."""
-        return self.data.lease_blocks or (2 if self.overlap == "none" else 3) * self.blocks_per_round
+        return self.data.lease_blocks or (2 if self.overlap == "none" else 3) * self.sync_every * self.blocks_per_step
 
     @property
     def tokens_per_round(self) -> int:
@@ -384,7 +402,7 @@ class RunSpec:
     @property
     def horizon_steps(self) -> int:
         """Global inner step at which the cosine ends; 0: the rate is constant after the warm-up."""
-        return self.inner.total_steps or self.rounds * self.sync_every
+        return self.inner.total_steps or self.rounds * self.steps_per_round
 
     @cached_property
     def hash(self) -> bytes:
@@ -448,17 +466,6 @@ class RunSpec:
             for name in names
             if _shown(here, name) != _shown(there, name)
         ]
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    near = difflib.get_close_matches(value, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    _check(value in allowed, f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def _sorted(plain: Any) -> Any:

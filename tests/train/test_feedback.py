@@ -324,14 +324,14 @@ def test_a_checkpoint_brings_the_residual_back_bit_for_bit(tmp_path: Path, codec
     spec = spec_of(tmp_path, codec)
     run = Run(lossy(spec), tmp_path / "state", checkpoint_every=1)
     run.go()
-    kept = run.trainer._outer.residual
+    kept = run.trainer.strategy.local().residual
     saved = saver.newest(tmp_path / "state", spec)
     assert kept is not None and kept.any() and saved is not None and saved.residual is not None
     assert saved.t == 3 and torch.equal(saved.residual, kept)
     again = Run(lossy(spec), tmp_path / "other", resume=saved)
     again.peer.start_t = saved.t
     again.go()
-    assert torch.equal(again.trainer._outer.residual, kept)  # type: ignore[arg-type]
+    assert torch.equal(again.trainer.strategy.local().residual, kept)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_without_a_residual_starts_at_zero(tmp_path: Path) -> None:

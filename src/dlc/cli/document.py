@@ -1,15 +1,16 @@
-"""A RunSpec as a RUN.toml in which every option is explained; the words are the docstrings of `dlc.runspec`."""
+"""A RunSpec as a RUN.toml in which every option is explained; the words are the docstrings of its tables."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from typing import Any
 
 import tomli_w
 
-from dlc import options, runspec
+from dlc import options
 from dlc.runspec import RunSpec
 
 WIDTH = 100
@@ -22,7 +23,7 @@ def documented(spec: RunSpec) -> str:
 
 def _table(table: Any, path: str) -> list[str]:
     """Plain options first, since in TOML what follows a table's head belongs to it."""
-    said = docstrings(type(table).__name__)
+    said = docstrings(type(table))
     plain: dict[str, Any] = table.to_dict() if isinstance(table, RunSpec) else options.to_plain(table)
     lines: list[str] = []
     for name in sorted(plain, key=lambda name: isinstance(plain[name], dict)):
@@ -55,13 +56,13 @@ def assigned(name: str, value: Any) -> str:
     return text
 
 
-def docstrings(kind: str) -> dict[str, str]:
-    """Field name to what stands below it in the class; nothing where the source is not at hand."""
+def docstrings(kind: type) -> dict[str, str]:
+    """Field name of a table to what stands below it in the class; nothing where the source is not at hand."""
     try:
-        tree = ast.parse(inspect.getsource(runspec))
+        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     except (OSError, SyntaxError):
         return {}
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     found: dict[str, str] = {}
     for field, text in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):

@@ -152,7 +152,8 @@ def _train(
 
     from dlc.cli.sinks import JsonLines, LiveTable, LogLines, Metrics
     from dlc.train.packing import TOKENS
-    from dlc.train.trainer import CHANNEL, Trainer
+    from dlc.train.strategy import CHANNEL
+    from dlc.train.trainer import Trainer
 
     disable_progress_bar()  # of saving a model; it would tear the live table
     json_lines = JsonLines(muted=not args.json)

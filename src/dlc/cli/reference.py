@@ -1,4 +1,4 @@
-"""docs/run-toml.md: every option of a run, written from `dlc.runspec` itself. `make docs` runs this module.
+"""docs/run-toml.md: every option of a run, written from the tables themselves. `make docs` runs this module.
 
 What `dlc join --print-config` says above each option stands here beside it: the words are the same docstrings.
 """
@@ -16,7 +16,7 @@ from dlc.runspec import EMBEDDED_LLAMA, RunSpec
 HEAD = """\
 # RUN.toml
 
-<!-- Written by `make docs` from src/dlc/runspec.py: change the docstrings there. -->
+<!-- Written by `make docs` from src/dlc/runspec.py and src/dlc/strategyspec.py: change the docstrings there. -->
 
 A run is described by one file, which whoever founds it gives to `dlc join --config RUN.toml`. The swarm holds it: those
 who join need an address and the key, and receive the rest. What may differ between peers (addresses, device, folders)
@@ -42,7 +42,7 @@ def reference() -> str:
 
 def _table(table: Any, path: str) -> list[str]:
     """One row per plain option, then the tables inside, each below a heading."""
-    said = docstrings(type(table).__name__)
+    said = docstrings(type(table))
     rows, inner = ["| option | kind | default | meaning |", "|---|---|---|---|"], list[str]()
     for name, kind in options.field_kinds(type(table)).items():
         value = getattr(table, name)

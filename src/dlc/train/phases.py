@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
@@ -38,6 +37,7 @@ from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.others import Others
 from dlc.train.outer_loop import WAIT_SLICE_S, NotFinite, OuterLoop
 from dlc.train.progress import Progress
+from dlc.train.strategy import Calls
 from dlc.train.telling import Teller
 
 log = logging.getLogger(__name__)
@@ -51,22 +51,6 @@ LAST_ROUND_S = 5.0
 PATIENCE_S_MIN = 0.1
 EXCHANGES_KEPT = 8
 """Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """What a trainer does meanwhile."""
-
-    over: Callable[[threading.Event], str | None]
-    """Why the training is over, or None."""
-    hear: Callable[[], None]
-    """Between two inner steps."""
-    listen: Callable[[], None]
-    """While a round is waited for: what is heard is reported in order, with the round."""
-    on_round: Callable[[RoundReport, bool, float | None, float], None]
-    """The round that an offer waited for: its report, whether it counted us, our mean loss, seconds we stood still."""
-    counted: Callable[[int, threading.Event], None]
-    """After a round that counted us, with its number."""
 
 
 class Phases:

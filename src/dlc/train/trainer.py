@@ -1,12 +1,12 @@
-"""The training of `dlc join`: inner steps on leased blocks, a round, again, until the run is over.
+"""The training of `dlc join`: inner steps on leased blocks, an exchange, again, until the run is over.
 
-    open ──> [ lease ──> H inner steps ──> round ──> now and then: checkpoint, validation ] ──> end
-             └───────────── phases ────────────┘
+    open ──> [ ready? ──> inner steps ──> exchange ──> now and then: checkpoint, validation ] ──> end
+             └──────────── strategy ─────────────┘
 
-- The swarm's RunSpec says everything: model, data, H, optimizers. The model starts from the swarm's theta. What
-  happens between and in rounds, with faults too, stands in `phases`.
+- The swarm's RunSpec says everything: model, data, H, optimizers, and the strategy, which knows what is exchanged (see
+  `strategy`). The model starts from what the swarm holds.
 - The inner optimizer's state is local and survives rounds, and so does what int8 and int4 lose of a contribution.
-- `stop` ends it within seconds: where the next round is nearer than `LAST_ROUND_S`, our work is offered to it first. A
+- `stop` ends it within seconds: where the next round is near, our work is offered to it first. A
   consistent copy is taken, the leave announced, then the files are written.
 """
 
@@ -28,22 +28,20 @@ from dlc.train.checkpoint import save_model_folder
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
 from dlc.train.group import Group
-from dlc.train.others import Others
-from dlc.train.outer_loop import NotFinite, OuterLoop
 from dlc.train.packing import TOKENS
-from dlc.train.phases import Calls, Phases
-from dlc.train.rng import load_random_state, random_state, seed_peer
+from dlc.train.rng import seed_peer
 from dlc.train.samedata import FIELD, SameData
-from dlc.train.saver import KEPT, Local, Saved, Saver, check_same_model
+from dlc.train.saver import KEPT, Saved, Saver, check_same_model
 from dlc.train.setup import check_vocabulary, pick_device
 from dlc.train.site import SiteEngine
+from dlc.train.strategies import strategy_of
+from dlc.train.strategy import CHANNEL, Calls, Parts
 from dlc.train.swarm import TrainerPeer
 from dlc.train.telling import Event, Setbacks, Teller
 from dlc.train.tokens import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-CHANNEL = "train"
 LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
 LINGER_S = 5.0
@@ -120,24 +118,14 @@ class Trainer:
         self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)
         if resume is not None:
             check_same_model(resume, view)
-        outer = spec.outer.ending(spec.rounds)
-        self._outer = OuterLoop(peer, view, channel=CHANNEL, outer=outer, clock=clock)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._saver = Saver(folder, spec, view.layout(), keep)
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
-        self._phases = Phases(
-            spec,
-            self._outer,
-            self._source,
-            Others(peer.members, clock),
-            self._tell,
-            self._engine.inner_loop,
-            clock,
-            Calls(self._over, self._hear, self._listen, self._report, self._now_and_then),
-        )
+        calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then)
+        self.strategy = strategy_of(Parts(peer, spec, self._engine, self._source, self._tell, calls, clock))
         self._heard: list[RoundDone] = []
         """Rounds that the peer told of, and that are not reported yet."""
         self._told: deque[str] = deque(maxlen=HEADS_KEPT)
@@ -151,45 +139,24 @@ class Trainer:
         try:
             return self._run(stop)
         finally:
-            self._phases.close()
+            self.strategy.close()
 
     def _run(self, stop: threading.Event) -> Summary:
         self._open()
         while (reason := self._over(stop)) is None:
             self._hear()
-            if not self._phases.at_work and not self._seated():
+            if self.strategy.ready():
+                self.strategy.advance(stop)
+            else:
                 self._tell.phase("waiting")
                 stop.wait(LEASE_LOOK_S)
-                continue
-            try:
-                if self._phases.inner_phase(stop):
-                    self._phases.exchange(stop)
-            except NotFinite:
-                self._phases.start_again()
-        if reason == "interrupted":
-            self._phases.last_round(stop)
-        self._phases.drop()
+        self.strategy.wind_up(reason == "interrupted", stop)
         return self._finish(reason, stop)
-
-    def _seated(self) -> bool:
-        """Whether there are blocks for us; called where there is no local progress."""
-        lease = self._outer.refresh().lease
-        return lease is not None and lease.blocks > 0
 
     def _open(self) -> None:
         self._tell.event("phase", phase="syncing")
         seed_peer(self.spec.seed, self._peer.id)
-        if self._resume is not None:
-            self._outer.state.restore(self._resume.image)
-            self._phases.inner.load(self._resume.inner)
-            load_random_state(self._resume.rng, self.device)
-        spec = self.spec
-        position = self._outer.open(
-            codec=spec.codec,
-            chunk_elems=spec.chunk_elems,
-            lease_len=spec.blocks_per_lease,
-            residual=self._resume.residual if self._resume is not None else None,
-        )
+        position = self.strategy.open(self._resume)
         self._listen()
         self._heard = [done for done in self._heard if done.report.t > position.t]
         self._saved_t = self._validated_t = position.t
@@ -199,7 +166,7 @@ class Trainer:
 
     def _over(self, stop: threading.Event) -> str | None:
         """Why the training is over, or None."""
-        position = self._outer.position
+        position = self.strategy.position
         if self.spec.rounds and position.t >= self.spec.rounds:
             return "rounds"
         if self.spec.tokens and position.tokens >= self.spec.tokens:
@@ -214,7 +181,7 @@ class Trainer:
         # A slower peer is counted now and then only: what is due since its last round is done now.
         if self._checkpoint_every and abs(t - self._saved_t) >= self._checkpoint_every and not self._saver.busy:
             self._saved_t = t
-            self._saver.start(self._peer.checkpoint(CHANNEL), self._local())
+            self._saver.start(self.strategy.frozen(), self.strategy.local())
         if self._eval_every and abs(t - self._validated_t) >= self._eval_every:
             self._validated_t = t
             self._validate()
@@ -244,31 +211,28 @@ class Trainer:
         self._waited_s += waited_s
         self._bytes_sent += report.bytes_sent
         self._bytes_received += report.bytes_received
-        position = self._peer.position(CHANNEL)
+        position = self.strategy.newest()
         digest = position.digest.hex() if position.head.hex() == report.head else ""
         own = {"counted": counted, "digest": digest, "loss": loss, "own_waiting_s": waited_s}
         speed = {"tokens_per_s": self._tell.tokens_per_s, "mfu": self._tell.mfu}
         self._tell.event("round", **report.to_dict(), **own, **speed)
 
-    def _local(self) -> Local:
-        return Local(self._phases.inner.tensors(), self._outer.residual, random_state(self.device))
-
     def _validate(self) -> float:
         loss = self._engine.evaluate(self._eval_batches)
-        self._tell.event("validation", t=self._outer.position.t, loss=loss)
+        self._tell.event("validation", t=self.strategy.position.t, loss=loss)
         return loss
 
     def _finish(self, reason: str, stop: threading.Event) -> Summary:
         self._hear()
         self._tell.phase("leaving")
-        position = self._outer.adopt()
-        frozen = self._peer.checkpoint(CHANNEL)
+        position = self.strategy.finish()
+        frozen = self.strategy.frozen()
         interrupted = reason == "interrupted"
         if interrupted:
             self._peer.leave()
         loss = None if interrupted else self._validate()
         self._saver.finish()
-        self._saver.save(frozen, self._local())
+        self._saver.save(frozen, self.strategy.local())
         model = self._save_model()
         if not interrupted:
             self._linger(stop)

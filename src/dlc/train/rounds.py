@@ -1,0 +1,90 @@
+"""The strategy "diloco": pseudo-gradients of H inner steps, averaged over all peers in rounds (arXiv:2311.08105).
+
+    inner_phase ──> exchange ──> inner_phase ...        what happens in and between rounds: `phases`
+                                                        what a round does to the model:     `outer_loop`
+
+It keeps all promises: rounds are entries of the log, the outer state has the same bits on all peers, what a peer
+trained is counted once.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from dlc.train.others import Others
+from dlc.train.outer_loop import NotFinite, OuterLoop
+from dlc.train.phases import Phases
+from dlc.train.rng import load_random_state, random_state
+from dlc.train.saver import Local, Saved
+from dlc.train.strategy import CHANNEL, Parts
+from dlc.train.swarm import Frozen, Position
+
+
+class Rounds:
+    """See `strategy.Strategy`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        spec, peer, engine, clock = parts.spec, parts.peer, parts.engine, parts.clock
+        self.outer = OuterLoop(peer, engine.view, channel=CHANNEL, outer=spec.outer.ending(spec.rounds), clock=clock)
+        self.phases = Phases(
+            spec,
+            self.outer,
+            parts.source,
+            Others(peer.members, clock),
+            parts.tell,
+            engine.inner_loop,
+            clock,
+            parts.calls,
+        )
+
+    @property
+    def position(self) -> Position:
+        return self.outer.position
+
+    def newest(self) -> Position:
+        return self.outer.newest()
+
+    def open(self, saved: Saved | None) -> Position:
+        spec = self._parts.spec
+        if saved is not None:
+            self.outer.state.restore(saved.image)
+            self.phases.inner.load(saved.inner)
+            load_random_state(saved.rng, self._parts.engine.device)
+        return self.outer.open(
+            codec=spec.codec,
+            chunk_elems=spec.chunk_elems,
+            lease_len=spec.blocks_per_lease,
+            residual=saved.residual if saved is not None else None,
+        )
+
+    def ready(self) -> bool:
+        if self.phases.at_work:
+            return True
+        lease = self.outer.refresh().lease  # there is no local progress
+        return lease is not None and lease.blocks > 0
+
+    def advance(self, stop: threading.Event) -> None:
+        try:
+            if self.phases.inner_phase(stop):
+                self.phases.exchange(stop)
+        except NotFinite:
+            self.phases.start_again()
+
+    def wind_up(self, stopped: bool, stop: threading.Event) -> None:
+        if stopped:
+            self.phases.last_round(stop)
+        self.phases.drop()
+
+    def finish(self) -> Position:
+        return self.outer.adopt()
+
+    def frozen(self) -> Frozen:
+        return self._parts.peer.checkpoint(CHANNEL)
+
+    def local(self) -> Local:
+        rng = random_state(self._parts.engine.device)
+        return Local(self.phases.inner.tensors(), self.outer.residual, rng)
+
+    def close(self) -> None:
+        self.phases.close()
