@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from dlc.comm.ledger import Lease
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import unflatten_into
 from dlc.report import RoundReport
+
+FORKED = "a forked process cannot use its parent's peer: join in the child, or call this in the parent"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,19 @@ class Resume(NamedTuple):
 
     log: bytes
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Resume:
+        """From what `DiLoCo.state_dict(outer=True)` gave; UsageError where it has no outer part."""
+        return cls(outer_part(state)["log"].numpy().tobytes())
+
+
+def outer_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a saved `DiLoCo` holds of the swarm; UsageError where it was saved without."""
+    if "outer" not in state:
+        raise UsageError("this state has no outer part to resume from: save state_dict(outer=True)")
+    part: Mapping[str, Any] = state["outer"]
+    return part
+
 
 class Pending:
     """A contribution on its way: done when a round of its channel was committed, with or without it."""
@@ -63,6 +79,7 @@ class Pending:
         self.overtaken = False
         """Nothing was offered, because a round had been committed that the caller had not seen."""
         self._event = threading.Event()
+        self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
@@ -71,8 +88,10 @@ class Pending:
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         """The round's report; None if it was dropped: this peer's state was replaced, or its samples went to others.
 
-        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left.
+        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left, UsageError in a forked child.
         """
+        if os.getpid() != self._pid:
+            raise UsageError(FORKED)
         if not self._event.wait(timeout_s):
             raise RoundTimeout(f"no round of {self.channel!r} was committed within {timeout_s:g} s")
         if self.error is not None:

@@ -1,0 +1,217 @@
+"""Channels: what a peer offers to rounds, and the replicated states that the rounds move.
+
+A channel is a name. One with a state (`open`) replicates that state over all peers; one without is averaged once per
+round, and nothing of it stays (`dlc.collectives`). Rounds of all channels are entries of one log, so they are decided
+one after the other, however many offers are on their way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dlc.comm.effects import Effect
+from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
+from dlc.comm.node import Node
+from dlc.comm.state import State
+from dlc.comm.wire import pack
+from dlc.errors import SwarmClosed, UsageError
+from dlc.handles import Checkpoint, Means, Pending, Position
+
+T = TypeVar("T")
+
+
+class Channels(ABC):
+    """The part of `dlc.Peer` that offers vectors to rounds."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Pending] = {}
+
+    @property
+    @abstractmethod
+    def voter(self) -> Voter:
+        """This process: peer id and incarnation."""
+
+    @abstractmethod
+    def _ask(self, fn: Callable[[Node, float], T]) -> T:
+        """Run `fn(node, now)` on the driver thread."""
+
+    @abstractmethod
+    def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
+        """The same, and carry out the effects."""
+
+    @abstractmethod
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        """Wait until `condition` holds; RoundTimeout, with `what` is lacking."""
+
+    @abstractmethod
+    def _save_address_book(self) -> None:
+        """Keep the addresses of all members for the next start."""
+
+    def open(
+        self,
+        channel: str,
+        state: State,
+        *,
+        codec: str,
+        chunk_elems: int,
+        lease_len: int = 0,
+        timeout_s: float | None = None,
+    ) -> Position:
+        """Attach a replicated state: opens the channel, or replaces `state` by the swarm's.
+
+        Returns when the state is in step and this peer is a voter. Raises RoundTimeout after `timeout_s`, UsageError
+        if a state is attached and in step already; after a RoundTimeout one may try again.
+        """
+        grid = Grid(state.numel, chunk_elems, codec)
+
+        def attach(node: Node, now: float) -> list[Effect]:
+            if channel in node.log.attached and node.log.is_open(channel) and node.log.synced:
+                raise UsageError(
+                    f"this peer has a state on channel {channel!r} already: "
+                    "give a second training another channel, or a Peer of its own"
+                )
+            return node.attach(channel, state, grid, lease_len, now)
+
+        self._act(attach)
+
+        def ready() -> bool:
+            return self._ask(
+                lambda node, now: (
+                    self.voter in node.log.state.electorate and node.log.is_open(channel) and node.log.synced
+                )
+            )
+
+        self._wait(ready, timeout_s, f"channel {channel!r} is not in step yet")
+        return self.position(channel)
+
+    def position(self, channel: str) -> Position:
+        return self._ask(lambda node, now: _position(node, channel))
+
+    def pull(self, channel: str, out: Tensor) -> Position:
+        """Copy the channel's outer parameters (fp32) into `out`, together with the position they belong to."""
+
+        def read(node: Node, now: float) -> Position:
+            state: Any = node.log.attached[channel].state
+            state.read(out)
+            return _position(node, channel)
+
+        return self._ask(read)
+
+    def contribute(
+        self,
+        channel: str,
+        vector: Tensor,
+        *,
+        weight: float,
+        upto: int = 0,
+        norm: float = 0.0,
+        after: int | None = None,
+        patience_s: float = 0.0,
+    ) -> Pending:
+        """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done.
+
+        `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
+        `after`: the round that the caller has seen last. If another one is past by now, nothing is offered: the
+        Pending is done, and `overtaken`.
+        `patience_s`: how long the round may wait for others that are alive and not ready; the longest that any peer
+        names counts. 0: as long as it pays, by what they predict.
+        """
+        grid = self._ask(lambda node, now: node.log.attached[channel].grid)
+        return self._offer(channel, vector, grid, weight, upto, patience_s, None, norm, after)
+
+    def withdraw(self, channel: str) -> bool:
+        """Take back what was offered to the channel's next round, so that it may change and be offered again.
+
+        False: nothing is offered, or a plan may name it already; then its round has to be waited for.
+        """
+
+        def act(node: Node, now: float) -> bool:
+            planned = node.slot.plan is not None and node.slot.plan.entry.channel == channel
+            if planned or not node.withdraw(channel):
+                return False
+            self._pending.pop(channel, None)
+            return True
+
+        return self._ask(act)
+
+    def checkpoint(self, channel: str) -> Checkpoint:
+        """A consistent copy of the channel's state and the log's, taken between two rounds."""
+
+        def take(node: Node, now: float) -> Checkpoint:
+            attached = node.log.attached[channel]
+            log_state = node.log.state
+            return Checkpoint(
+                pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, attached.state.export()
+            )
+
+        self._save_address_book()
+        return self._ask(take)
+
+    def _offer(
+        self,
+        channel: str,
+        vector: Tensor,
+        grid: Grid,
+        weight: float,
+        upto: int,
+        patience_s: float,
+        sink: Means | None,
+        norm: float = 0.0,
+        after: int | None = None,
+    ) -> Pending:
+        if vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
+            raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
+        pending = Pending(channel)
+        weight, norm = float(weight), float(norm)  # an int has other bytes, and so an entry of another hash
+
+        def act(node: Node, now: float) -> list[Effect]:
+            if after is not None and node.log.state.round_of(channel) != after:
+                pending.overtaken = True
+                pending.finish(None, False)
+                return []
+            effects = node.contribute(
+                channel,
+                vector,
+                grid,
+                weight=weight,
+                upto=upto,
+                norm=norm,
+                patience_s=patience_s,
+                sink=sink,
+                now=now,
+            )
+            self._pending[channel] = pending
+            return effects
+
+        self._act(act)
+        return pending
+
+    def _over(self, event: RoundDone | ContributionDropped) -> None:
+        """Tell whoever waits for this round. On the driver thread."""
+        if isinstance(event, ContributionDropped):
+            if (dropped := self._pending.pop(event.channel, None)) is not None:
+                dropped.finish(None, False)
+            return
+        pending = self._pending.pop(event.report.channel, None)
+        if pending is not None:
+            pending.misfit = "" if event.fits else event.grid
+            pending.included = event.included
+            pending.finish(event.report, event.counted)
+
+    def _all_over(self, error: SwarmClosed) -> None:
+        """No round will come any more."""
+        while self._pending:
+            self._pending.popitem()[1].finish(None, False, error)
+
+
+def _position(node: Node, channel: str) -> Position:
+    state = node.log.state
+    head = state.base(channel)
+    return Position(state.round_of(channel), state.tokens, head, node.lease(), node.log.digest(channel))

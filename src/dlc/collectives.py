@@ -1,0 +1,172 @@
+"""Collectives: what the peers of a run compute together in one call, without a state that stays.
+
+Each call is a round of a channel of its own name. Several names may be on their way at once: their offers wait for the
+others side by side, and the rounds themselves, bulk included, come one after the other in the order of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dlc.channels import Channels
+from dlc.comm.grid import Grid, usual_chunk_elems
+from dlc.comm.node import Node
+from dlc.errors import RoundTimeout, UsageError
+from dlc.exact import Exact
+from dlc.flat import flatten_tensors
+from dlc.handles import Means, Reduction
+from dlc.report import RoundReport
+
+PATIENCE_SHARE = 0.5
+"""A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
+BARRIER_SHARE = 0.75
+"""A barrier gives the others this share of its time limit; the rest is for learning who did not come."""
+
+
+class Collectives(Channels):
+    """The part of `dlc.Peer` that computes with the others, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flat: dict[str, Tensor] = {}
+
+    @overload
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        name: str = "default",
+        codec: str = "fp16",
+        timeout_s: float = 60.0,
+        async_op: Literal[False] = False,
+    ) -> RoundReport: ...
+
+    @overload
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        name: str = "default",
+        codec: str = "fp16",
+        timeout_s: float = 60.0,
+        async_op: Literal[True],
+    ) -> Reduction: ...
+
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        name: str = "default",
+        codec: str = "fp16",
+        timeout_s: float = 60.0,
+        async_op: bool = False,
+    ) -> RoundReport | Reduction:
+        """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
+
+        All peers call it with the same shapes and the same `name`. Peers that are not ready within half of `timeout_s`
+        are left out and named in the report. Raises RoundTimeout (the tensors are unchanged), SwarmClosed, UsageError.
+
+        codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
+        1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
+
+        async_op: return a handle at once. The tensors belong to the round until its `wait` has returned: before that
+        they are neither to be changed nor to be read. One call of a name may be on its way at a time; those of other
+        names go beside it.
+        """
+        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not many or not sum(t.numel() for t in many):
+            raise UsageError("all_reduce needs at least one element")
+        if not weight >= 0 or weight == float("inf"):
+            raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
+        reduction = self._reduce(name, many, weight, codec, PATIENCE_SHARE * timeout_s)
+        return reduction if async_op else _waited(reduction, timeout_s)
+
+    def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
+        """Wait until all trainers of the run that are alive have called it with this name.
+
+        RoundTimeout: some have not; it names them, where they are known.
+        """
+        reduction = self._reduce(f"barrier/{name}", [torch.zeros(1)], 1.0, "fp32", BARRIER_SHARE * timeout_s)
+        report = _waited(reduction, timeout_s)
+        absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
+        if absent:
+            raise RoundTimeout(f"barrier {name!r}: {', '.join(absent)} did not come within {timeout_s:g} s")
+
+    def broadcast_state(
+        self, state: Mapping[str, Tensor], source: str, *, name: str = "default", timeout_s: float = 60.0
+    ) -> RoundReport:
+        """Overwrite `state`, in place, by that of the member `source` (a peer id), bit for bit.
+
+        All peers call it with the same names, shapes and dtypes (any dtype, CPU or CUDA) and the same `source`, which
+        gives its own values. They are checked against a hash that the source sends with them. The report's `missing`
+        names the members that were not there, and so may hold something else.
+
+        It goes the way of an all-reduce, so each peer sends about 4/3 of the state's bytes. Raises RoundTimeout (the
+        source was not there, or not all of its state came), UsageError (other names, shapes or dtypes), SwarmClosed; in
+        all cases `state` is unchanged.
+        """
+        exact = Exact(state)
+        mine = source == self.voter.peer
+        vector = exact.pack() if mine else torch.zeros(exact.numel)
+        reduction = self._reduce(f"state/{name}", [vector], float(mine), "fp32", PATIENCE_SHARE * timeout_s)
+        report = _waited(reduction, timeout_s)
+        share = next((share.fraction for share in report.contributors if share.peer == source), 0.0)
+        if share < 1.0:
+            why = next((missing.reason for missing in report.missing if missing.peer == source), "no member of the run")
+            part = f"only {share:.1%} of the state of {source[:8]} came" if share else f"{source[:8]} gave no state"
+            raise RoundTimeout(f"{part} ({why}); nothing was changed: call again, or name another source")
+        exact.unpack(vector, source)
+        return report
+
+    def _reduce(self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float) -> Reduction:
+        vector, own = self._flat_of(name, many)
+        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), codec)
+        pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
+
+        def cancel() -> bool:
+            def act(node: Node, now: float) -> bool:
+                if pending.done:
+                    return False
+                if node.withdraw(name):
+                    self._pending.pop(name, None)
+                return True  # or else it may be decided with what was sent, but the caller's memory is his again
+
+            return self._ask(act)
+
+        def keep() -> None:
+            self._flat[name] = vector
+
+        return Reduction(pending, vector, many if own else [], codec, cancel, keep)
+
+    def _flat_of(self, name: str, many: list[Tensor]) -> tuple[Tensor, bool]:
+        """One fp32 CPU vector with the values of `many`, and whether it is memory of our own.
+
+        A single tensor of that form is used as it is. Other vectors are kept from round to round: a fresh one costs
+        more in page faults than the copy itself.
+        """
+        (first, *rest) = many
+        if not rest and first.dtype == torch.float32 and first.device.type == "cpu" and first.is_contiguous():
+            return first.detach().view(-1), False
+        kept = self._flat.pop(name, None)
+        numel = sum(t.numel() for t in many)
+        return flatten_tensors(many, kept if kept is not None and kept.numel() == numel else None), True
+
+
+def _waited(reduction: Reduction, timeout_s: float) -> RoundReport:
+    """The report; after a time-out or Ctrl-C nothing of the reduction touches the caller's tensors any more."""
+    try:
+        return reduction.wait(timeout_s)
+    except RoundTimeout:
+        if reduction.cancel():
+            raise
+        return reduction.wait(0)  # committed at the last moment
+    except KeyboardInterrupt:
+        reduction.cancel()
+        raise

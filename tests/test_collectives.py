@@ -1,0 +1,135 @@
+"""What peers compute together call by call, beyond the all-reduce, and who is told of whom; over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlc import collectives
+from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.exact import Exact
+from dlc.peer import MemberChange, Peer
+from dlc.report import RoundReport
+from tests.helpers import wait_until
+from tests.swarm import JOIN_S, swarm, together
+
+WAIT_S = 60.0
+
+
+def awkward(seed: int) -> dict[str, Tensor]:
+    """All that an average of fp32 would spoil: integers, doubles, NaN, Inf, -0, other strides, no elements."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(3, 5, generator=g).t(),
+        "half": torch.randn(7, generator=g).bfloat16(),
+        "double": torch.randn(2, generator=g, dtype=torch.float64),
+        "count": torch.tensor(2**62 + seed),
+        "mask": torch.rand(5, generator=g) > 0.5,
+        "odd": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45 * seed]),
+        "none": torch.empty(0, 3),
+    }
+
+
+def bits(state: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in state.items()}
+
+
+def test_a_state_is_the_same_in_bits_after_packing_and_unpacking() -> None:
+    given, taken = awkward(1), awkward(2)
+    vector = Exact(given).pack()
+    assert vector.dtype == torch.float32 and bool(torch.isfinite(vector).all())
+    Exact(taken).unpack(vector, "somebody")
+    assert bits(taken) == bits(given) and not taken["weight"].is_contiguous()
+
+
+def test_a_state_that_was_changed_on_its_way_or_has_other_names_is_refused() -> None:
+    vector, before = Exact(awkward(1)).pack(), bits(awkward(2))
+    for change in (0, len(vector) - 1):
+        spoilt, taken = vector.clone(), awkward(2)
+        spoilt[change] += 1
+        with pytest.raises(UsageError, match="nothing was changed"):
+            Exact(taken).unpack(spoilt, "somebody")
+        assert bits(taken) == before
+    renamed = awkward(2)
+    renamed["wait"] = renamed.pop("weight")
+    with pytest.raises(UsageError, match="other names"):
+        Exact(renamed).unpack(vector, "somebody")
+    with pytest.raises(UsageError, match="no tensor"):
+        Exact({})
+
+
+def test_all_hold_the_state_of_the_one_that_was_named() -> None:
+    with swarm(3) as peers:
+        states, source = [awkward(i) for i in range(3)], peers[1].id
+
+        def act(peer: Peer, i: int) -> RoundReport:
+            return peer.broadcast_state(states[i], source, timeout_s=WAIT_S)
+
+        reports = together(peers, act)
+        assert all(report.complete and len(report.contributors) == 3 for report in reports)
+        assert all(bits(state) == bits(awkward(1)) for state in states)
+
+
+def test_without_its_source_a_state_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "PATIENCE_SHARE", 0.01)
+    with swarm(2) as peers:
+        state = awkward(0)
+        with pytest.raises(RoundTimeout, match=f"{peers[1].id[:8]} gave no state .not ready"):
+            peers[0].broadcast_state(state, peers[1].id, timeout_s=WAIT_S)
+        with pytest.raises(RoundTimeout, match="no member of the run"):
+            peers[0].broadcast_state(state, "nobody", timeout_s=WAIT_S)
+        assert bits(state) == bits(awkward(0))
+
+
+def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[MemberChange] = []
+    threads = set[str]()
+
+    def broken(change: MemberChange) -> None:
+        raise ValueError("in a callback")
+
+    def callback(change: MemberChange) -> None:
+        first.members()  # may use the peer
+        threads.add(threading.current_thread().name)
+        told.append(change)
+
+    with Peer.join() as first, caplog.at_level(logging.ERROR, logger="dlc"):
+        first.on_member_change(broken)
+        end = first.on_member_change(callback)
+        with Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+            wait_until(lambda: told == [MemberChange(second.id, "up")], WAIT_S)
+        wait_until(lambda: told[1:] == [MemberChange(second.id, "left")], WAIT_S)
+        end()
+        first.on_member_change(told.append)
+        third = Peer.join([first.address], join_timeout_s=JOIN_S)
+        try:
+            wait_until(lambda: told[2:] == [MemberChange(third.id, "up")], WAIT_S)
+            third._driver.stop(10.0)  # nothing is announced
+            wait_until(lambda: told[3:] == [MemberChange(third.id, "down")], WAIT_S)
+        finally:
+            third.leave()
+    assert threads == {"dlc-members"} and "in a callback" in caplog.text
+    assert not any(thread.name == "dlc-members" for thread in threading.enumerate())
+    with pytest.raises(SwarmClosed):
+        first.on_member_change(callback)
+
+
+def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the child sees it; real forks are in test_scripts.py."""
+    with swarm(2) as peers:
+        handle = peers[0].all_reduce(torch.ones(2), async_op=True)
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            for call in (peers[0].members, lambda: peers[0].all_reduce(torch.ones(2)), handle.wait):
+                with pytest.raises(UsageError, match="forked"):
+                    call()
+            peers[0].leave()
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(peers[1].all_reduce, torch.zeros(2), timeout_s=WAIT_S)
+            assert len(handle.wait(WAIT_S).contributors) == 2 and other.result(WAIT_S).complete
