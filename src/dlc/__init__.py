@@ -3,6 +3,7 @@
     dlc.Peer          join a run, average tensors with the other peers
     dlc.DiLoCo        an inner optimizer that meets the other peers every `sync_every` steps
     dlc.OuterSpec     the outer optimizer of a `DiLoCo`
+    dlc.Resume        where a whole swarm is started again: what `Peer.join` needs of a saved `DiLoCo`
     dlc.RunSpec       what all peers of a run agree on
     dlc.RoundReport   what a round tells its caller
 
@@ -14,18 +15,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dlc.handles import Resume
     from dlc.peer import Peer
     from dlc.report import RoundReport
     from dlc.runspec import OuterSpec, RunSpec
     from dlc.train.diloco import DiLoCo
 
 __version__ = "0.1.0"
-__all__ = ["DiLoCo", "OuterSpec", "Peer", "RoundReport", "RunSpec", "__version__"]
+__all__ = ["DiLoCo", "OuterSpec", "Peer", "Resume", "RoundReport", "RunSpec", "__version__"]
 
 _HOMES = {
     "DiLoCo": "dlc.train.diloco",
     "OuterSpec": "dlc.runspec",
     "Peer": "dlc.peer",
+    "Resume": "dlc.handles",
     "RoundReport": "dlc.report",
     "RunSpec": "dlc.runspec",
 }

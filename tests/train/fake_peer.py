@@ -91,6 +91,7 @@ class FakePeer:
         self.counted: list[Tensor] = []
         self.weights: list[float] = []
         self.norms: list[float] = []
+        self.patiences_s: list[float] = []
         self.uptos: list[int] = []
         self.misses: list[str] = []
         self.slices: list[int] = []
@@ -138,6 +139,7 @@ class FakePeer:
         upto: int = 0,
         norm: float = 0.0,
         after: int | None = None,
+        patience_s: float = 0.0,
     ) -> FakePending:
         assert self.ledger.valid(ME, upto) and not self.left
         assert self._pending is None or self._pending.done, "a contribution is in flight already"
@@ -147,6 +149,7 @@ class FakePeer:
         self.vectors.append(vector.clone())
         self.weights.append(weight)
         self.norms.append(norm)
+        self.patiences_s.append(patience_s)
         self.uptos.append(upto)
         frozen = vector.clone()
 

@@ -277,3 +277,79 @@ def test_delayed_steps_that_are_not_finite_are_never_offered() -> None:
 
 def test_the_norm_of_a_vector_whose_squares_overflow_is_told() -> None:
     assert dlc.train.outer_loop._norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
+
+
+def test_a_hook_changes_what_is_offered_and_nothing_else() -> None:
+    peer, model = FakePeer(), build()
+    peer.misses = ["late"]
+    given = []
+
+    def half(d: Tensor) -> Tensor:
+        given.append(d.clone())
+        return d.mul_(0.5)
+
+    mean = OuterSpec(lr=1.0, momentum=0.0)
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, outer=mean, codec="fp32", pseudo_gradient_hook=half)
+    start = params(model)
+    backward(model, 0)
+    report = opt.step()
+    assert report is not None and report.t == 2, "the first offer was late, and the second one the same"
+    assert len(given) == 2 and torch.equal(given[0], given[1]) and bool(given[0].any())
+    assert all(torch.equal(vector, 0.5 * given[0]) for vector in peer.vectors)
+    torch.testing.assert_close(params(model), start - 0.5 * given[0])
+
+
+def test_with_a_lossy_codec_the_residual_comes_on_top_of_the_hook() -> None:
+    peer, model = FakePeer(), build()
+    peer.lossy = True
+    seen = []
+    opt = DiLoCo(
+        model, sgd(model), peer, sync_every=1, codec="int4", pseudo_gradient_hook=lambda d: seen.append(d) or -d
+    )
+    for step in range(2):
+        before = opt.state_dict()["residual"].clone()
+        backward(model, step)
+        opt.step()
+        opt.zero_grad()
+        torch.testing.assert_close(peer.vectors[step], before - seen[step])
+    assert bool(before.any())
+
+
+def bad_shape(d: Tensor) -> Tensor:
+    return d[:-1]
+
+
+def bad_dtype(d: Tensor) -> Tensor:
+    return d.double()
+
+
+def bad_value(d: Tensor) -> Tensor:
+    return d / 0.0
+
+
+def no_tensor(d: Tensor) -> Tensor:
+    return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"), [(bad_shape, "66"), (bad_dtype, "float64"), (bad_value, "NaN or Inf"), (no_tensor, "None")]
+)
+def test_what_a_hook_must_not_return_is_refused_and_the_swarms_model_stands(
+    hook: Callable[[Tensor], Tensor], told: str
+) -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, pseudo_gradient_hook=hook)
+    start = params(model)
+    backward(model, 0)
+    with pytest.raises(UsageError, match=told):
+        opt.step()
+    assert not peer.vectors and torch.equal(params(model), start) and not opt.inner_step
+
+
+def test_how_long_a_round_may_wait_goes_with_each_offer() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, patience_s=7.0)
+    for step in range(2):
+        backward(model, step)
+        opt.step()
+    assert peer.patiences_s == [7.0, 7.0]

@@ -166,3 +166,11 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def bytes_tensor(data: bytes | memoryview) -> Tensor:
+    """uint8 [len], without a copy where the bytes lie in a bytearray that nobody else writes to."""
+    owner = data.obj if isinstance(data, memoryview) else None
+    if isinstance(owner, bytearray) and len(owner) == len(data):
+        return torch.frombuffer(owner, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)

@@ -23,7 +23,7 @@ Learning-rate schedulers take `inner`. `torch.amp.GradScaler.step(opt)` works: a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dlc.errors import ConfigError, UsageError
 from dlc.flat import FlatView
+from dlc.handles import outer_part
 from dlc.report import RoundReport
 from dlc.runspec import OVERLAPS, OuterSpec
-from dlc.train.outer_loop import WAIT_SLICE_S, NotFinite, OuterLoop, Work
+from dlc.train.checkpoint import bytes_tensor
+from dlc.train.outer_loop import WAIT_SLICE_S, Hook, NotFinite, OuterLoop, Work
 from dlc.train.swarm import TrainPeer
 
 _NESTEROV = OuterSpec()
@@ -50,6 +52,14 @@ class DiLoCo:
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
     overlap: "none", or "delayed": inner steps go on during a round; `flush` waits for the last one.
     weight:  of one inner step in the mean of a round: tokens of a step, or 1 where all peers use equal batches.
+    pseudo_gradient_hook: makes of the difference that the inner steps made (fp32 [parameters], on the CPU: the
+             trainable parameters one after the other, each row-major; a copy) what is offered in its place: masked,
+             clipped, with noise. Called before the codec, and again where an offer missed its round.
+    patience_s: how long a round may wait for peers that are alive and not ready; 0: as long as it pays, by what they
+             predict. The longest of all peers counts.
+    resume:  what `state_dict(outer=True)` gave, where a whole swarm is started again: join with
+             `resume=dlc.Resume.of(state)`, and the outer state goes on as it was. Where the swarm lives on, its state
+             counts. CheckpointError: of another model; UsageError: the peer joined a new run without that resume.
     """
 
     def __init__(
@@ -65,6 +75,9 @@ class DiLoCo:
         channel: str = "train",
         overlap: str = "none",
         weight: float = 1.0,
+        pseudo_gradient_hook: Hook | None = None,
+        patience_s: float = 0.0,
+        resume: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         if sync_every < 1:
@@ -84,8 +97,31 @@ class DiLoCo:
         self._offered = 0
         """Those of them that are on their way to a round."""
         self._follows: RemovableHandle | None = None
-        self._outer = OuterLoop(peer, FlatView.of(model), channel=channel, outer=outer)
+        self._peer, self._channel = peer, channel
+        self._outer = OuterLoop(
+            peer,
+            FlatView.of(model),
+            channel=channel,
+            outer=outer,
+            hook=pseudo_gradient_hook,
+            patience_s=patience_s,
+        )
+        if resume is not None:
+            self._resume(resume)
         self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Before the channel is open: the outer state of a swarm that was stopped, if the run stands where it did."""
+        saved = outer_part(state)
+        t = int(saved["t"])
+        here = self._peer.position(self._channel).t
+        if here == t:
+            self._outer.state.restore(saved["image"].numpy().data.toreadonly())
+        elif not here:
+            raise UsageError(
+                f"the state is of round {t}, but this run has made none: join with resume=dlc.Resume.of(state), or "
+                "leave resume= away to start anew from the model's parameters"
+            )
 
     @property
     def t(self) -> int:
@@ -106,8 +142,11 @@ class DiLoCo:
         """One inner step. Every `sync_every`-th blocks for a round and returns its report; others return None.
 
         With overlap the report comes with the first step after the round. None also stands for a contribution that an
-        owner refused. NotFinite (a DlcError): the parameters held NaN or Inf; they are the swarm's again when this is
-        raised, so a caller may go on. SwarmClosed: the peer has left. UsageError: `follow` was called.
+        owner refused.
+
+        NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
+        can be offered. The parameters are the swarm's again when either is raised, so a caller may go on. SwarmClosed:
+        the peer has left. UsageError, with nothing done: `follow` was called.
         """
         if self._follows is not None:
             raise UsageError("after follow(), step the inner optimizer: its steps make the exchanges")
@@ -193,18 +232,24 @@ class DiLoCo:
         """Forget the gradients."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, outer: bool = False) -> dict[str, Any]:
         """The inner optimizer's state, this peer's counters, and what int8 or int4 still owe (None with other codecs).
 
-        The outer state is the swarm's, and not in it. As in torch, tensors are not copied: save them, or `deepcopy`,
-        before the next step.
+        The outer state is the swarm's, and a peer that comes back takes it from there. outer: have it in, with the
+        run's log, for a whole swarm that is stopped and started again (see `resume`); best right after a round.
+
+        As in torch, tensors are not copied: save them, or `deepcopy`, before the next step.
         """
-        return {
+        state = {
             "inner": self.inner.state_dict(),
             "inner_step": self.inner_step,
             "t": self.t,
             "residual": self._outer.residual,
         }
+        if outer:
+            frozen = self._peer.checkpoint(self._channel)
+            state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on.

@@ -23,6 +23,8 @@ With a codec that asks for it (`Codec.feedback`), what is offered is d and what 
 
 Parameters of fewer bits than fp32 hold a rounded theta. d is measured from what they did hold, not from theta, so the
 rounding is no part of it and theta serves as the master copy.
+
+A `hook` may change what is offered of d (mask it, clip it, add noise), never d itself: all of d counts as delivered.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm.grid import Grid, usual_chunk_elems
-from dlc.errors import DlcError, RoundTimeout
+from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import FlatView
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
@@ -69,8 +71,12 @@ class Offer(NamedTuple):
     pending: Pending
     d: Tensor
     sent: Tensor
-    """What was offered: d itself, or with feedback d and the residual."""
+    """What was offered: d itself or what the hook made of it, with feedback the residual too."""
     work: Work
+
+
+Hook = Callable[[Tensor], Tensor]
+"""From d (fp32, 1-D, on the CPU; a copy, which it may change) to what is offered in its place, of the same form."""
 
 
 class Settled(NamedTuple):
@@ -94,9 +100,12 @@ class OuterLoop:
         *,
         channel: str,
         outer: OuterSpec,
+        hook: Hook | None = None,
+        patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peer, self._view, self._channel, self._clock = peer, view, channel, clock
+        self._hook, self._patience_s = hook, patience_s
         self._base = view.gather(torch.empty(view.numel, dtype=torch.float32))
         self._spare: Tensor | None = None
         """Memory for d; none while the only vector is offered, so that a second one is made only if steps go on."""
@@ -214,7 +223,8 @@ class OuterLoop:
 
         False: its lease is gone, d is dropped and the model is at theta.
 
-        NotFinite: d holds NaN or Inf.
+        NotFinite: d holds NaN or Inf. UsageError: the hook made nothing of it that can be offered. In either case, and
+        where the hook raises, the model is at theta.
         """
         d = self._again if self._again is not None else self._measure()
         self._again = None
@@ -226,14 +236,38 @@ class OuterLoop:
             self._spare = d
             self.adopt()
             return False
-        self._contribute(d, weight, work)
+        try:
+            hooked = self._hooked(d)
+        except BaseException:
+            self._spare = d
+            self.adopt()
+            raise
+        self._contribute(d, hooked, weight, work)
         return True
 
-    def _contribute(self, d: Tensor, weight: float, work: Work) -> None:
-        after = self.position.t
-        sent = self._feedback.added(d) if self._feedback is not None else d
-        norm = _norm(sent) if self._clips else 0.0
-        pending = self._peer.contribute(self._channel, sent, weight=weight, upto=work.upto, norm=norm, after=after)
+    def _hooked(self, d: Tensor) -> Tensor:
+        """What is offered of d, before the residual is added; d itself without a hook."""
+        if self._hook is None:
+            return d
+        made = self._hook(d.clone())
+        if not isinstance(made, Tensor) or made.dtype != d.dtype or made.shape != d.shape or made.device != d.device:
+            what = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else repr(made)
+            raise UsageError(f"the pseudo_gradient_hook must return float32 [{d.numel()}] on the CPU, not {what}")
+        if not _finite(made):
+            raise UsageError("the pseudo_gradient_hook returned NaN or Inf; nothing was offered")
+        return made.detach().contiguous()
+
+    def _contribute(self, d: Tensor, hooked: Tensor, weight: float, work: Work) -> None:
+        sent = self._feedback.added(hooked) if self._feedback is not None else hooked
+        pending = self._peer.contribute(
+            self._channel,
+            sent,
+            weight=weight,
+            upto=work.upto,
+            norm=_norm(sent) if self._clips else 0.0,
+            after=self.position.t,
+            patience_s=self._patience_s,
+        )
         self._offer = Offer(pending, d, sent, work)
 
     def wait(self, timeout_s: float) -> bool:
@@ -257,7 +291,7 @@ class OuterLoop:
         if not _finite(d):
             self._spare = d
             raise NotFinite("the inner steps since the offer ended in values that are not finite")
-        stands = self._stands(self._peer.position(self._channel), work)
+        hooked, stands = self._hooked(d), self._stands(self._peer.position(self._channel), work)
         if not self._peer.withdraw(self._channel):
             self._spare = d
             return True
@@ -266,7 +300,7 @@ class OuterLoop:
             self._feedback.over(before.sent)
         self._spare = before.d
         if stands:
-            self._contribute(d, weight, work)
+            self._contribute(d, hooked, weight, work)
         else:
             self.adopt()
         return stands

@@ -25,13 +25,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import keep_last, list_checkpoints, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import bytes_tensor, keep_last, list_checkpoints, load_checkpoint, save_checkpoint
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ class Saver:
     def save(self, frozen: Frozen, local: Local) -> Path | None:
         """Write now; None, with a warning in the log, if that failed."""
         path = self._folder / name_of(frozen.t)
-        tensors = {"log": _bytes_tensor(frozen.log), "image": _bytes_tensor(frozen.image), **local.tensors()}
+        tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
             "spec": self._spec.to_toml(),
             "run": self._spec.run,
@@ -249,11 +248,3 @@ def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _bytes_tensor(data: bytes | memoryview) -> Tensor:
-    """uint8 [len], without a copy where the bytes lie in a bytearray that nobody else writes to."""
-    owner = data.obj if isinstance(data, memoryview) else None
-    if isinstance(owner, bytearray) and len(owner) == len(data):
-        return torch.frombuffer(owner, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)

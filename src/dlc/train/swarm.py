@@ -150,15 +150,20 @@ class TrainPeer(Protocol):
         upto: int = 0,
         norm: float = 0.0,
         after: int | None = None,
+        patience_s: float = 0.0,
     ) -> Pending:
         """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done.
 
         `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
         `after`: the round that the caller has seen last; if another one is past by now, nothing is offered.
+        `patience_s`: how long the round may wait for others that are alive; 0: as long as it pays.
         """
 
     def withdraw(self, channel: str) -> bool:
         """Take back what was offered, so that it may change. False: its round is running or over."""
+
+    def checkpoint(self, channel: str) -> Frozen:
+        """A consistent copy of log and state."""
 
 
 class TrainerPeer(TrainPeer, Protocol):
@@ -175,9 +180,6 @@ class TrainerPeer(TrainPeer, Protocol):
         self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
     ) -> None:
         """What others see of this peer."""
-
-    def checkpoint(self, channel: str) -> Frozen:
-        """A consistent copy of log and state."""
 
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave and end."""
