@@ -10,6 +10,7 @@ float32 holds every bf16 and fp16 value exactly, so gather is exact; scatter rou
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -46,6 +47,11 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         for t in tensors:
             t.copy_(flat[start : start + t.numel()].view(t.shape))
             start += t.numel()
+
+
+def finite(vector: Tensor) -> bool:
+    """Whether no element is NaN or Inf."""
+    return math.isfinite(float(torch.linalg.vector_norm(vector, ord=math.inf)))
 
 
 class FlatView:

@@ -86,6 +86,10 @@ class RoundReport:
         """Every known peer is in every element of the mean."""
         return not self.missing and all(share.fraction == 1.0 for share in self.contributors)
 
+    def refused(self, peer: str) -> bool:
+        """An owner refused what this peer contributed, because it was not finite."""
+        return any(missing.peer == peer and missing.reason.startswith("refused") for missing in self.missing)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, keys in the order of the fields."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -114,6 +114,10 @@ def _check_data_parallel(spec: RunSpec) -> None:
         spec.codec in ("fp32", "fp16", "bf16"),
         f'codec "{spec.codec}" cannot go with "data-parallel": set fp32, fp16 or bf16',
     )
+    check(
+        spec.precision != "fp16",
+        'precision = "fp16" cannot go with "data-parallel": its loss scale is each peer\'s own; set auto, bf16 or fp32',
+    )
 
 
 def _check_averaging(spec: RunSpec) -> None:

@@ -157,18 +157,7 @@ class InnerLoop:
 
     def weighted_step(self, parts: Sequence[tuple[Tensor, float]], step: int) -> StepResult:
         """One optimizer step on the sum over all micro-batches of weight times mean loss."""
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
-        moved = [(self._moved(ids), weight) for ids, weight in parts]
-        for i, (ids, weight) in enumerate(moved, 1):
-            with self._meanwhile(i == len(moved)):
-                with self._precision():
-                    loss = causal_loss(self._forward, ids)
-                loss = loss * weight
-                scaled = loss if self._scaler is None else self._scaler.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        total = self._backward(parts)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = self._clipped()
@@ -182,6 +171,33 @@ class InnerLoop:
         self.optimizer.zero_grad(set_to_none=True)
         overflow = self._rescale(applied)
         return StepResult(mean, sum(ids.numel() for ids, _ in parts), grad_norm, applied, overflow)
+
+    def gradient(self, batches: Sequence[Tensor], scale: float = 1.0) -> float:
+        """Leave `scale` times the gradient of the mean loss over all micro-batches in the parameters' `grad`; no step.
+
+        Returns the mean loss in nats, which may not be finite. Not for fp16, whose own scale is not taken out.
+        """
+        targets = sum(_targets(ids) for ids in batches)
+        if not targets:
+            raise UsageError("a gradient needs at least one batch of blocks of two tokens or more")
+        total = self._backward([(ids, scale * _targets(ids) / targets) for ids in batches])
+        return float(total) / scale
+
+    def _backward(self, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+        """Fresh gradients of the sum over all micro-batches of weight times mean loss, which is returned."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        moved = [(self._moved(ids), weight) for ids, weight in parts]
+        for i, (ids, weight) in enumerate(moved, 1):
+            with self._meanwhile(i == len(moved)):
+                with self._precision():
+                    loss = causal_loss(self._forward, ids)
+                loss = loss * weight
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
 
     def _meanwhile(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch, the last of the step or not: nothing, but for a site."""

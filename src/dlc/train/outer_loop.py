@@ -39,7 +39,7 @@ from torch import Tensor
 
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import DlcError, RoundTimeout, UsageError
-from dlc.flat import FlatView
+from dlc.flat import FlatView, finite
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.feedback import Feedback
@@ -228,7 +228,7 @@ class OuterLoop:
         """
         d = self._again if self._again is not None else self._measure()
         self._again = None
-        if not _finite(d):
+        if not finite(d):
             self._spare = d
             self.adopt()
             raise NotFinite("the inner steps ended in values that are not finite; the swarm's model was loaded again")
@@ -253,7 +253,7 @@ class OuterLoop:
         if not isinstance(made, Tensor) or made.dtype != d.dtype or made.shape != d.shape or made.device != d.device:
             what = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else repr(made)
             raise UsageError(f"the pseudo_gradient_hook must return float32 [{d.numel()}] on the CPU, not {what}")
-        if not _finite(made):
+        if not finite(made):
             raise UsageError("the pseudo_gradient_hook returned NaN or Inf; nothing was offered")
         return made.detach().contiguous()
 
@@ -288,7 +288,7 @@ class OuterLoop:
         """
         assert self._offer is not None
         d = self._measure()
-        if not _finite(d):
+        if not finite(d):
             self._spare = d
             raise NotFinite("the inner steps since the offer ended in values that are not finite")
         hooked, stands = self._hooked(d), self._stands(self._peer.position(self._channel), work)
@@ -332,7 +332,9 @@ class OuterLoop:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
             kept = self._replant(self._measure().sub_(d), rest) if more else self.adopt() is not None
             self._spare = d
-        elif _refused(report, self._peer.id) or (report is None and not pending.overtaken and not self._leased):
+        elif (report is not None and report.refused(self._peer.id)) or (
+            report is None and not pending.overtaken and not self._leased
+        ):
             self._spare, kept = d, False
             self.adopt()
         elif more:
@@ -394,16 +396,6 @@ class OuterLoop:
         return newest.t != self.position.t or newest.digest != self.position.digest
 
 
-def _finite(d: Tensor) -> bool:
-    return math.isfinite(float(torch.linalg.vector_norm(d, ord=math.inf)))
-
-
 def _norm(d: Tensor) -> float:
     """Euclidean, summed in float64: the squares of the vector that most needs clipping overflow float32."""
     return float(torch.linalg.vector_norm(d, dtype=torch.float64))
-
-
-def _refused(report: RoundReport | None, peer: str) -> bool:
-    return report is not None and any(
-        missing.peer == peer and missing.reason.startswith("refused") for missing in report.missing
-    )

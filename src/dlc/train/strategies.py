@@ -13,5 +13,9 @@ def strategy_of(parts: Parts) -> Strategy:
             from dlc.train.rounds import Rounds
 
             return Rounds(parts)
+        case "data-parallel":
+            from dlc.train.dataparallel import DataParallel
+
+            return DataParallel(parts)
         case name:
             raise ConfigError(f'strategy "{name}" is not in this version of dlc: set strategy = "diloco"')

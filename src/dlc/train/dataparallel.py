@@ -1,0 +1,206 @@
+"""The strategy "data-parallel": the gradients of every step, averaged over all peers; all take the same step.
+
+    [ blocks ──> gradient ──> offer ──> the round ──> theta ] again
+                              weight: tokens          all apply the mean to the same replicated AdamW, see `joint`
+
+- A round is an entry of the log, so all its promises hold: a peer that dies in the middle of a step leaves the true
+  weighted mean of the others, whoever goes on has the same bits, a block is counted once.
+- The mean belongs to one theta. A gradient that comes too late for its step is dropped, and its blocks are trained
+  again at the new theta: with this strategy nothing is ever stale. So who is much slower than the others adds little
+  (`diloco` has a use for its work), and waits for a round cost what they last: inner steps cannot go on meanwhile.
+- With codec fp32 a step is that of one process with the batches of all, up to the order of the sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+from dlc.comm.grid import usual_chunk_elems
+from dlc.errors import ConfigError, DlcError, RoundTimeout
+from dlc.flat import finite, flatten_tensors
+from dlc.train.joint import GRADIENT_SCALE, JointState, joint_spec
+from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.outer_loop import WAIT_SLICE_S
+from dlc.train.phases import DIVERGED_MAX, LAST_ROUND_S
+from dlc.train.rng import load_random_state, random_state
+from dlc.train.saver import Local, Saved
+from dlc.train.site import SiteEngine
+from dlc.train.strategy import CHANNEL, Parts
+from dlc.train.swarm import Frozen, Pending, Position
+
+log = logging.getLogger(__name__)
+
+TELL_WAITING_S = 1.0
+"""A step that waits for so long is told as waiting."""
+
+
+class DataParallel:
+    """See `strategy.Strategy`. ConfigError: this peer is a site of several processes."""
+
+    def __init__(self, parts: Parts) -> None:
+        if isinstance(parts.engine, SiteEngine):
+            raise ConfigError(
+                'strategy "data-parallel" is for peers of one process each: start every process with its own '
+                '`dlc join`, without torchrun, or set strategy = "diloco"'
+            )
+        self._parts, self._view = parts, parts.engine.view
+        self._inner = parts.engine.inner_loop()
+        self._vector = self._view.gather(torch.empty(self._view.numel))
+        """theta as it was pulled; then the gradient that is offered; then theta again."""
+        self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
+        self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
+        self._position: Position | None = None
+        self._stopped_at = math.inf
+        self._diverged = 0
+
+    @property
+    def position(self) -> Position:
+        if self._position is None:
+            raise DlcError("the channel is not open yet")
+        return self._position
+
+    def newest(self) -> Position:
+        return self._parts.peer.position(CHANNEL)
+
+    def open(self, saved: Saved | None) -> Position:
+        parts, spec = self._parts, self._parts.spec
+        if saved is not None:
+            self.state.restore(saved.image)
+            load_random_state(saved.rng, parts.engine.device)
+        parts.peer.open(
+            CHANNEL,
+            self.state,
+            codec=spec.codec,
+            chunk_elems=spec.chunk_elems or usual_chunk_elems(self.state.numel),
+            lease_len=spec.blocks_per_lease,
+        )
+        return self.finish()
+
+    def ready(self) -> bool:
+        newest = self.newest()
+        if newest.digest and (newest.t, newest.digest) != (self.position.t, self.position.digest):
+            self.finish()
+        else:
+            self._position = newest
+        lease = self.position.lease
+        return bool(newest.digest) and lease is not None and lease.blocks > 0
+
+    def advance(self, stop: threading.Event) -> None:
+        parts, began = self._parts, self._parts.clock()
+        blocks, later = self._blocks()
+        parts.tell.phase("training")
+        batches = self._loader.take(blocks, later)
+        loss, tokens = self._inner.gradient(batches, GRADIENT_SCALE), sum(ids.numel() for ids in batches)
+        gradient = self._gradient()
+        if not (math.isfinite(loss) and finite(gradient)):
+            self._tell_diverged("its gradient is not finite")
+            return
+        self._tell_step(loss, tokens, parts.clock() - began)
+        pending = parts.peer.contribute(
+            CHANNEL, gradient, weight=float(tokens), upto=blocks[-1] + 1, after=self.position.t
+        )
+        since = parts.clock()
+        if not self._wait(pending, stop):
+            return
+        waited_s = parts.clock() - since
+        if pending.report is not None:
+            parts.calls.on_round(pending.report, pending.counted, loss if pending.counted else None, waited_s)
+        self.finish()
+        if pending.report is not None and pending.counted:
+            self._diverged = 0
+            parts.calls.counted(pending.report.t, stop)
+            return
+        parts.tell.work_dropped(self.position.t, 1, tokens)
+        if pending.report is not None and pending.report.refused(parts.peer.id):
+            self._tell_diverged(
+                f"an element of its gradient is over {65504 / GRADIENT_SCALE:.0f}, more than fp16 holds"
+            )
+
+    def _blocks(self) -> tuple[list[int], list[list[int]]]:
+        """Those of this step, and of the next ones as things stand."""
+        lease, count = self.position.lease, self._parts.spec.blocks_per_step
+        assert lease is not None  # it is ready
+        blocks = lease.take((1 + AHEAD_MAX) * count)[0]
+        groups = [blocks[a : a + count] for a in range(0, len(blocks), count)]
+        return groups[0], groups[1:]
+
+    def _gradient(self) -> Tensor:
+        """Scaled, flat. Nothing was trained on a parameter without one."""
+        tensors = self._view.tensors
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+        return flatten_tensors(grads, self._vector)
+
+    def _wait(self, pending: Pending, stop: threading.Event) -> bool:
+        """Whether the round is over; False: we are to stop, and it is too far away."""
+        parts, since = self._parts, self._parts.clock()
+        while not _over(pending):
+            parts.calls.listen()
+            now = parts.clock()
+            if now - since >= TELL_WAITING_S:
+                parts.tell.phase("waiting")
+            if stop.is_set():
+                self._stopped_at = min(self._stopped_at, now)
+            if now >= self._stopped_at + LAST_ROUND_S:
+                if not parts.peer.withdraw(CHANNEL):
+                    self._vector = torch.empty_like(self._vector)  # the peer may still send the other
+                return False
+        return True
+
+    def _tell_step(self, loss: float, tokens: int, seconds: float) -> None:
+        tell, t = self._parts.tell, self.position.t
+        tell.step(t, 1, 1, loss, tokens, seconds)
+        tell.event(
+            "step",
+            t=t,
+            step=t,
+            inner=1,
+            of=1,
+            loss=loss,
+            tokens_per_s=tell.tokens_per_s,
+            mfu=tell.mfu,
+            lr=self.state.lr(t + 1),
+        )
+
+    def _tell_diverged(self, why: str) -> None:
+        """This step contributes nothing. DlcError: it was so too often."""
+        self._diverged += 1
+        t = self.position.t
+        self._parts.tell.event("diverged", t=t, in_a_row=self._diverged)
+        log.warning("step %d of this peer is not counted: %s", t + 1, why)
+        if self._diverged >= DIVERGED_MAX:
+            raise DlcError(
+                f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {why}. Found the run anew with "
+                "a lower inner.lr or a longer inner.warmup_steps, or with codec bf16 or fp32"
+            )
+
+    def wind_up(self, stopped: bool, stop: threading.Event) -> None:
+        """Nothing is under way between two calls of `advance`."""
+
+    def finish(self) -> Position:
+        self._position = self._parts.peer.pull(CHANNEL, self._vector)
+        self._view.scatter(self._vector)
+        return self._position
+
+    def frozen(self) -> Frozen:
+        return self._parts.peer.checkpoint(CHANNEL)
+
+    def local(self) -> Local:
+        """The optimizer is no part of it: its moments are those of all."""
+        return Local({}, None, random_state(self._parts.engine.device))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def _over(pending: Pending) -> bool:
+    """Whether its round is, after a short wait."""
+    try:
+        pending.wait(WAIT_SLICE_S)
+    except RoundTimeout:
+        return False
+    return True

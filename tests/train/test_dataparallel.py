@@ -1,0 +1,297 @@
+"""Data parallel: the step that all take against torch's own, the trainer's loop, and a swarm against one process."""
+
+from __future__ import annotations
+
+import math
+import queue
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlc.errors import ConfigError, DlcError
+from dlc.flat import FlatView
+from dlc.peer import Peer
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
+from dlc.train import saver
+from dlc.train.inner import InnerLoop
+from dlc.train.joint import GRADIENT_SCALE, NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
+from dlc.train.phases import DIVERGED_MAX
+from dlc.train.setup import inner_loop_of, model_of
+from dlc.train.trainer import Summary, Trainer
+from tests.helpers import wait_until
+from tests.swarm import Host, free_addresses
+from tests.train.fake_peer import FakePeer
+from tests.train.test_trainer import LLAMA, Run
+
+ROUNDS = 12
+DEADLINE_S = 90.0
+
+
+def spec_in(folder: Path, **options: Any) -> RunSpec:
+    text = folder / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 100)
+    inner = InnerSpec(batch_size=2, accumulate=2, warmup_steps=3, clip_norm=0.5)
+    usual: dict[str, Any] = {"rounds": ROUNDS, "sync_every": 4, "codec": "fp32", "chunk_elems": 1024, "inner": inner}
+    data, model = DataSpec(source=str(text), seq_len=16), ModelSpec(config=LLAMA)
+    return RunSpec(strategy="data-parallel", data=data, model=model, **{**usual, **options})
+
+
+# ------------------------------------------------------------------ the step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_a_step_is_torchs_own_step(optimizer: str, clip_norm: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7))
+    inner = InnerSpec(optimizer=optimizer, clip_norm=clip_norm, warmup_steps=4, weight_decay=0.3, lr=0.01)
+    spec = RunSpec(strategy="data-parallel", rounds=9, inner=inner)
+    view = FlatView.of(model)
+    state = JointState(view.gather(torch.empty(view.numel)), view.tensors, joint_spec(spec), inner)
+    loop = inner_loop_of(spec, model, torch.device("cpu"))
+    for step in range(9):
+        g = torch.randn(view.numel) * (1.0 if step % 2 else 0.01)  # above the clipping norm, and below
+        scaled = g * GRADIENT_SCALE
+        state.step(step + 1, [(a, min(a + 100, view.numel), scaled[a : a + 100]) for a in range(0, view.numel, 100)])
+        at = 0
+        for tensor in view.tensors:
+            tensor.grad = g[at : at + tensor.numel()].view(tensor.shape).clone()
+            at += tensor.numel()
+        loop._clipped()
+        for group in loop.optimizer.param_groups:
+            group["lr"] = loop._schedule(step)  # type: ignore[misc]
+        loop.optimizer.step()
+    out = torch.empty(view.numel)
+    state.read(out)
+    assert torch.allclose(out, view.gather(torch.empty(view.numel)), rtol=1e-5, atol=1e-6)
+    assert state.lr(1) == pytest.approx(0.01 / 4) and state.norm == pytest.approx(float(g.norm()), rel=1e-5)
+
+
+def test_what_nobody_contributed_to_stays_as_it_is() -> None:
+    inner = InnerSpec()
+    spec = RunSpec(strategy="data-parallel", inner=inner)
+    state = JointState(torch.ones(8), [torch.empty(2, 4)], joint_spec(spec), inner)
+    state.step(1, [(0, 4, torch.ones(4)), (4, 8, None)])
+    out = torch.empty(8)
+    state.read(out)
+    assert (out[:4] < 1).all() and (out[4:] == 1).all()
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 1000, NORM_ELEMENTS_MAX + 5])
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+def test_the_sum_of_squares(numel: int, size: float) -> None:
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(1)) * size
+    squares = Squares()
+    squares.add(vector)
+    exact = math.fsum(float(x) ** 2 for x in vector.tolist())
+    assert squares.total() == pytest.approx(exact, rel=1e-5, abs=1e-35)
+
+
+# ------------------------------------------------------------------ one trainer
+
+
+def joint(spec: RunSpec, batches: list[list[Tensor]]) -> Tensor:
+    """The parameters of one process that steps on these batches."""
+    model = model_of(spec)
+    loop = inner_loop_of(spec, model, torch.device("cpu"))
+    for step, batch in enumerate(batches):
+        loop.train_step(batch, step)
+    view = FlatView.of(model)
+    return view.gather(torch.empty(view.numel))
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[Tensor]]]:
+    """Of each gradient, in order, by the thread that made it."""
+    made: dict[int, list[list[Tensor]]] = {}
+    gradient = InnerLoop.gradient
+
+    def recorded(self: InnerLoop, batches: Any, scale: float = 1.0) -> float:
+        made.setdefault(threading.get_ident(), []).append(list(batches))
+        return gradient(self, batches, scale)
+
+    monkeypatch.setattr(InnerLoop, "gradient", recorded)
+    return made
+
+
+def test_a_whole_run(tmp_path: Path, batches: dict[int, list[list[Tensor]]]) -> None:
+    spec = spec_in(tmp_path)
+    run = Run(FakePeer(spec), tmp_path / "state")
+    summary = run.go()
+    assert (summary.reason, summary.t, summary.tokens) == ("rounds", ROUNDS, ROUNDS * 4 * 16)
+    assert run.peer.uptos == [4 * t for t in range(1, ROUNDS + 1)], "each block once, in order"
+    assert [(e["step"], e["t"], e["inner"], e["of"]) for e in run.all("step")] == [(t, t, 1, 1) for t in range(ROUNDS)]
+    assert [e["t"] for e in run.all("round") if e["counted"] and e["digest"]] == list(range(1, ROUNDS + 1))
+    assert torch.allclose(run.params(), joint(spec, batches[threading.get_ident()]), atol=1e-6)
+    first, last = (event["loss"] for event in run.all("validation"))
+    assert last < first
+
+
+def test_a_gradient_that_is_late_is_dropped_and_its_blocks_are_trained_again(
+    tmp_path: Path, batches: dict[int, list[list[Tensor]]]
+) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    run.peer.misses = ["", "late"]
+    summary = run.go()
+    made = batches[threading.get_ident()]
+    assert all(torch.equal(a, b) for a, b in zip(made[1], made[2], strict=True))
+    assert len(made) == ROUNDS and summary.tokens == (ROUNDS - 1) * 64 and summary.setbacks.tokens_dropped == 64
+    assert [event["counted"] for event in run.all("round")][:3] == [True, False, True]
+
+
+def test_a_round_that_passes_during_the_gradient_is_noticed_before_it_is_offered(tmp_path: Path) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    run.on_step = {3: lambda: run.peer.pass_round(torch.ones(run.peer.state.numel))}
+    summary = run.go()
+    assert len(run.peer.vectors) == ROUNDS - 1 and summary.setbacks.tokens_dropped == 64
+    assert [(e["t"], e["counted"]) for e in run.all("round")][1:4] == [(2, True), (3, False), (4, True)]
+
+
+def test_a_checkpoint_brings_the_moments_back(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
+    whole = Run(FakePeer(spec), tmp_path / "whole")
+    whole.go()
+    half = Run(FakePeer(spec), tmp_path / "half")
+    half.on_step = {6: half.stop.set}
+    assert half.go().reason == "interrupted"
+    saved = saver.newest(tmp_path / "half", spec)
+    assert saved is not None and saved.t == 6 and not saved.inner
+    peer = FakePeer(spec)
+    rest = Run(peer, tmp_path / "rest", resume=saved)
+    open_, ledger = peer.open, half.peer.ledger
+
+    def opened(*args: Any, **options: Any) -> Any:
+        open_(*args, **options)
+        peer.ledger = ledger  # which the log would bring back
+        return peer.position("train")
+
+    peer.open = opened  # type: ignore[method-assign]
+    rest.go()
+    assert torch.equal(rest.params(), whole.params())
+
+
+def test_who_is_to_stop_takes_back_what_waits_for_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.train.dataparallel.LAST_ROUND_S", 0.0)
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    run.peer.planned, run.peer.slices = False, [0, 1000]
+    run.peer.on_contribute = lambda: run.stop.set() if len(run.peer.vectors) == 1 else None
+    assert run.go().reason == "interrupted" and run.peer.withdrawn == 1 and len(run.peer.counted) == 1
+
+
+@pytest.mark.parametrize("reason", ["nan", "refused: not finite"])
+def test_steps_that_diverge_in_a_row_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    if reason == "nan":
+        monkeypatch.setattr(InnerLoop, "gradient", lambda self, batches, scale: math.nan)
+    else:
+        run.peer.misses = [reason] * DIVERGED_MAX
+    with pytest.raises(DlcError, match="codec bf16 or fp32"):
+        run.go()
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1, 2, 3]
+    assert len(run.peer.vectors) == (0 if reason == "nan" else DIVERGED_MAX) and not run.peer.counted
+
+
+def test_a_site_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.train.dataparallel.SiteEngine", object)
+    with pytest.raises(ConfigError, match="without torchrun"):
+        Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+
+
+# ------------------------------------------------------------------ a swarm
+
+
+def test_two_peers_take_the_steps_of_one_process_with_the_joint_batch(
+    tmp_path: Path, batches: dict[int, list[list[Tensor]]]
+) -> None:
+    rounds = 60
+    spec = spec_in(tmp_path, rounds=rounds, timeouts=TimeoutsSpec(chunk_s=30.0))  # nobody is counted in part
+    events: list[list[dict[str, Any]]] = [[], []]
+    threads: dict[int, int] = {}
+    stop = threading.Event()
+
+    def take(event: dict[str, Any]) -> None:
+        """The first peer does not run away while the second one joins."""
+        events[0].append(event)
+        if event["event"] == "step" and event["step"] == 3:
+            wait_until(lambda: stop.is_set() or _steps(events[1]), DEADLINE_S, "the second peer trains")
+
+    def train(i: int) -> Summary:
+        threads[i] = threading.get_ident()
+        return trainers[i].run(stop)
+
+    with ThreadPoolExecutor(2) as pool:
+        queues = [queue.SimpleQueue[object]() for _ in range(2)]
+        peers = [Peer.join(spec=spec, hold=True, on_event=queues[0].put)]
+        try:
+            peers.append(Peer.join(peers[0].address, spec=spec, hold=True, on_event=queues[1].put))
+            trainers = [  # one after the other: first weights come from the random state of the process
+                Trainer(
+                    peers[i],
+                    tmp_path / str(i),
+                    device="cpu",
+                    on_event=events[1].append if i else take,
+                    peer_events=queues[i],
+                    eval_blocks=1,
+                )
+                for i in range(2)
+            ]
+            ends = [pool.submit(train, i) for i in range(2)]
+            wait_until(lambda: all(end.done() for end in ends), DEADLINE_S, "both trainers end")
+        finally:
+            stop.set()
+            for peer in peers:
+                peer.leave()
+        summaries = [end.result() for end in ends]
+    assert len({(s.t, s.digest) for s in summaries}) == 1 and summaries[0].t == rounds
+    told = {e["t"]: e for events_of in events for e in events_of if e["event"] == "round"}
+    together = [t for t, e in told.items() if len(e["contributors"]) == 2]
+    assert together, "they never took a step together"
+    at = [{e["t"]: batch for e, batch in zip(_steps(events[i]), batches[threads[i]], strict=True)} for i in range(2)]
+    ids = {peer.id: i for i, peer in enumerate(peers)}
+    steps = [
+        [ids_ for share in told[t]["contributors"] for ids_ in at[ids[share["peer"]]][t - 1]]
+        for t in range(1, rounds + 1)
+    ]
+    model = saver.newest(tmp_path / "0", spec)
+    assert model is not None
+    view = FlatView.of(model_of(spec))
+    theta = torch.frombuffer(bytearray(model.image[128 : 128 + 4 * view.numel]), dtype=torch.float32)
+    assert torch.allclose(theta, joint(spec, steps), rtol=1e-4, atol=1e-5)
+
+
+def _steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == "step"]
+
+
+def test_a_peer_that_is_killed_harms_nobody_and_who_comes_later_has_the_same_state(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    config = tmp_path / "RUN.toml"
+    config.write_text('strategy = "data-parallel"\n' + Path(host.config(0)).read_text())
+    (address,) = free_addresses(1)
+    try:
+        first = host.start("first", "--config", str(config), "--key-file", str(host.key), "--listen", address)
+        others = [host.start(name, "--peers", address, "--key-file", str(host.key)) for name in ("second", "third")]
+        second, third = others
+        for peer in others:
+            peer.event("round", counted=True)
+        second.kill()
+        pair = {peer.event("started")["peer"] for peer in (first, third)}
+        joint = third.event("round", counted=True)
+        while not (joint["digest"] and {share["peer"] for share in joint["contributors"]} == pair):
+            joint = third.event("round", t=joint["t"] + 1)
+        same = first.event("round", head=joint["head"])
+        assert same["digest"] in (joint["digest"], "")  # none is told where the next step was taken already
+        for peer in (first, third):
+            peer.signal(signal.SIGINT)
+        assert [first.exit_code(), third.exit_code()] == [0, 0]
+        assert not first.all("digest_mismatch") and not third.all("digest_mismatch")
+    finally:
+        host.close()
