@@ -4,6 +4,7 @@
     dlc.DiLoCo        an inner optimizer that meets the other peers every `sync_every` steps
     dlc.OuterSpec     the outer optimizer of a `DiLoCo`
     dlc.Resume        where a whole swarm is started again: what `Peer.join` needs of a saved `DiLoCo`
+    dlc.Group         an all-reduce among some of the peers, or those who show up
     dlc.RunSpec       what all peers of a run agree on
     dlc.RoundReport   what a round tells its caller
 
@@ -16,16 +17,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dlc.handles import Resume
+    from dlc.mesh import Group
     from dlc.peer import Peer
     from dlc.report import RoundReport
     from dlc.runspec import OuterSpec, RunSpec
     from dlc.train.diloco import DiLoCo
 
 __version__ = "0.1.0"
-__all__ = ["DiLoCo", "OuterSpec", "Peer", "Resume", "RoundReport", "RunSpec", "__version__"]
+__all__ = ["DiLoCo", "Group", "OuterSpec", "Peer", "Resume", "RoundReport", "RunSpec", "__version__"]
 
 _HOMES = {
     "DiLoCo": "dlc.train.diloco",
+    "Group": "dlc.mesh",
     "OuterSpec": "dlc.runspec",
     "Peer": "dlc.peer",
     "Resume": "dlc.handles",

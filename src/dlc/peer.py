@@ -40,8 +40,10 @@ from dlc.comm.events import (
     Waiting,
 )
 from dlc.comm.framing import run_tag
+from dlc.comm.ground import Ground
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import Lobby
+from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.service import Service, ServiceNews
@@ -81,6 +83,7 @@ class Peer(Collectives):
         self._driver, self._intro = driver, intro
         self._on_event = on_event
         self._node: Node | None = None
+        self._mesh: Mesh | None = None
         self._listeners: list[Callable[[ServiceNews], None]] = []
         """Told on the driver thread what services say."""
         self._watch: MemberWatch | None = None
@@ -179,6 +182,10 @@ class Peer(Collectives):
             for address, welcome in reception.answers.items():
                 if welcome.record is not None:
                     self._node.slot.answers[address] = welcome.record.voter.peer
+            node = self._node
+            rng = random.Random(secrets.randbits(64))
+            self._mesh = Mesh(Ground(node.me, node.members, node.exchange.rates, rng, node.rates_changed))
+            node.services.add(self._mesh)
             self._driver.install(self._node, run_tag(spec.run, spec.hash), self._node)
             self._perform(self._node.tick(now))
             for met in reception.records:
@@ -205,6 +212,13 @@ class Peer(Collectives):
             return service
 
         return Served(self, self._ask(start))
+
+    @property
+    def mesh(self) -> Served[Mesh]:
+        """Notices, groups and what else is averaged beside the log: what dlc.Group, dlc.Gossip and dlc.Moshpit use."""
+        if self._mesh is None:
+            raise SwarmClosed("the peer is not part of a run")
+        return Served(self, self._mesh)
 
     # ---------------------------------------------------------------- who and where
 

@@ -115,6 +115,74 @@ class RoundReport:
         return "; ".join([*parts, *relayed])
 
 
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """A member of a group that some elements of its mean lack."""
+
+    peer: str
+    """Peer id."""
+    reason: str
+    """Why, as it was seen here: "late", "dead", "left", "refused: ..."."""
+    fraction: float
+    """Part of the elements that lack it, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        _check_fraction(self.fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupReport:
+    """What one all-reduce in a group gave, as this peer saw it: without a log, others may have seen it otherwise."""
+
+    name: str
+    """Of the group."""
+    contributors: tuple[Share, ...]
+    """Whose vectors are part of the mean, with their weights in it."""
+    missing: tuple[Absent, ...]
+    """Contributors of the group that the mean lacks, in part or wholly, and why."""
+    gathered: Mapping[str, bytes] = dataclasses.field(hash=False)
+    """Peer id to the small bytes that it gave; all members of the group, contributors or not."""
+    owned: Mapping[str, float] = dataclasses.field(hash=False)
+    """Peer id to the part of the elements that it was to reduce."""
+    lost: Mapping[str, str] = dataclasses.field(hash=False)
+    """Peer id to the reason why others reduced its part, for this peer."""
+    weight: float
+    """Sum of the contributors' weights."""
+    bytes_sent: int
+    """Bulk bytes that this peer sent until its own mean was there."""
+    bytes_received: int
+    seconds: float
+    """From the call to the mean."""
+    waiting_s: float
+    """Part of it before the group began."""
+
+    @property
+    def complete(self) -> bool:
+        """Every contributor of the group is in every element."""
+        return not self.missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; gathered bytes as their number."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["contributors"] = [dataclasses.asdict(share) for share in self.contributors]
+        plain["missing"] = [dataclasses.asdict(absent) for absent in self.missing]
+        plain["gathered"] = {peer: len(value) for peer, value in self.gathered.items()}
+        plain["owned"], plain["lost"] = dict(self.owned), dict(self.lost)
+        return plain
+
+    def summary(self) -> str:
+        """One line for a log."""
+        known = {share.peer for share in self.contributors} | {absent.peer for absent in self.missing}
+        parts = [
+            f"{self.name}: {len(self.contributors)} of {len(known)} peers, weight {self.weight:g}",
+            f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f})",
+            f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
+        ]
+        if self.missing:
+            parts.append("missing " + ", ".join(_missing_text(absent) for absent in self.missing))
+        return "; ".join(parts)
+
+
 def waiting_text(reason: str, peers: Sequence[str], left_s: float | None) -> str:
     """Why no round is possible now, whom we wait for, and for how long yet: None: not without them; 0: no longer."""
     if left_s is None:
@@ -124,7 +192,7 @@ def waiting_text(reason: str, peers: Sequence[str], left_s: float | None) -> str
     return f"{reason}: {names}; going on without {end}"
 
 
-def _missing_text(missing: Missing) -> str:
+def _missing_text(missing: Missing | Absent) -> str:
     part = "" if missing.fraction == 1.0 else f", {missing.fraction:.1%} of the elements"
     return f"{missing.peer[:8]} ({missing.reason}{part})"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlc.comm import messages as msg
 from dlc.comm.applier import Applier
-from dlc.comm.catalogue import KINDS
+from dlc.comm.catalogue import KINDS, SERVICE_KINDS
 from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown, MemberLeft
 from dlc.comm.ids import Voter
@@ -33,6 +33,8 @@ class Inbox:
             self._membership(sender, message)
         elif type(message) in self.services.kinds:
             self.ctx.out.extend(self.services.receive(sender, message, self.ctx.now))
+        elif type(message) in SERVICE_KINDS:
+            return  # this peer carries no such service: whoever asked finds out by its own patience
         elif isinstance(message, msg.Hello):
             self._answer_hello(message)
         elif isinstance(message, msg.Relay):

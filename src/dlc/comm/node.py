@@ -239,6 +239,10 @@ class Node:
         """Update what my record says of me: role, speed, eta_s, status."""
         return self._event(now, lambda: self.members.update_own(**changes))
 
+    def rates_changed(self) -> None:
+        """A service measured my link: my record tells it."""
+        self.ctx.record_due = True
+
     def serve(self, act: Callable[[], list[Effect]], now: float) -> list[Effect]:
         """A command of the application to one of my services; what it sends finds its way as all messages do."""
         return self._event(now, lambda: self.ctx.out.extend(act()))

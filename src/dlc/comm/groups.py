@@ -1,0 +1,430 @@
+"""The all-reduce of one group that is formed: a butterfly of parcels, without a coordinator.
+
+    every member        holds its vector                          (part CONTRIBUTION of the group's key)
+    owner of a chunk    pulls it from every contributor; sums in the order of the seats, in fp32; encodes the mean once;
+                        holds it                                  (part RESULT)
+    every receiver      pulls each chunk's result from its owner
+    who has it all      says Done; who has heard it of all others that live gives the memory back
+
+What fails, and what is done:
+
+- *A contributor* is dead, silent, sends a wrong size or what is not finite: its chunks that are not here are closed
+  without it. The mean is that of who is left, weights renormalised; the seats included travel with every result. One
+  that trickles: half of the group's time is for contributions, then the same.
+- *An owner*: whoever lacks its chunks asks the next owner among those that it does not hold for lost; that one reduces
+  them anew from the contributors. The last one to ask is oneself.
+- *Everybody else*: what is left is the own vector, and the report says so.
+- *The time of the group is over*: `GroupFailed`, no mean; the caller's own tensors are untouched.
+
+Two members that lost an owner at different moments may hold means of different contributors in its chunks: each knows
+whose (`Outcome`), and each is a true weighted mean. A result is taken only where the seats it names could be in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dlc.comm.effects import Pace
+from dlc.comm.entries import Part
+from dlc.comm.grid import Grid
+from dlc.comm.ground import Ground
+from dlc.comm.holdings import Holding
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.meshmessages import Begin, Done, Key, Parcel, Seat
+from dlc.comm.owners import Shape, asked_Bps
+from dlc.comm.pacing import rates as connection_rates
+from dlc.comm.parcels import DEAD, LATE, LEFT, WRONG_SIZE, Intake, Parcels
+from dlc.comm.partition import Member
+from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace, decode_mean
+from dlc.comm.service import ServiceNews
+
+CONTRIBUTION, RESULT = 0, 1
+CONTRIBUTION_SHARE = 0.5
+"""Of the group's time that contributors have; the rest is for the results."""
+OPEN_BYTES, OPEN_CHUNKS_MIN = 4 << 20, 8
+"""Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
+WEIGHT_SLACK = 1e-6
+"""Relative: a result's weight is the sum of those it names but for rounding."""
+
+
+@dataclass
+class Outcome:
+    """What a group's all-reduce gave its caller here."""
+
+    key: str
+    nonce: int
+    leader: PeerId
+    seats: tuple[Seat, ...]
+    included: dict[PeerId, int] = field(default_factory=dict)
+    """Elements of the result that include each contributor."""
+    missing: dict[PeerId, str] = field(default_factory=dict)
+    """Why elements lack a contributor, as far as it was seen here."""
+    lost: dict[PeerId, str] = field(default_factory=dict)
+    """Owners whose chunks others reduced, and why."""
+    reduced: int = 0
+    """Chunks that I reduced."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+    """From Begin to the last chunk."""
+
+
+@dataclass(frozen=True)
+class GroupDone(ServiceNews):
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class GroupFailed(ServiceNews):
+    key: str
+    why: str
+
+
+class Reduction:
+    """One group from Begin until nobody needs anything of it."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        parcels: Parcels,
+        leader: Voter,
+        begin: Begin,
+        grid: Grid,
+        vector: Tensor | None,
+        out: Tensor | None,
+        budget_s: float,
+    ) -> None:
+        """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere."""
+        self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, grid
+        self.vector, self.out = vector, out
+        self.seats = begin.seats
+        self.me = next(i for i, seat in enumerate(self.seats) if seat.voter == ground.me)
+        self.outcome = Outcome(begin.key, begin.nonce, leader.peer, begin.seats)
+        self.done = self.failed = False
+        """Mine: the outcome is told, or the failure."""
+        self._since, self._since_run = ground.now, ground.running_s
+        self._until_run = ground.running_s + budget_s
+        self._roster = tuple(Part(seat.voter, seat.weight, 0) for seat in self.seats)
+        self._contributors = [i for i, seat in enumerate(self.seats) if seat.contributes and seat.weight > 0]
+        self._owner_of = [i for i, seat in enumerate(self.seats) for _ in range(seat.chunks)]
+        self._lost: dict[int, str] = {}
+        """Seats that are dead, gone, or gave no results."""
+        self._absent: dict[int, str] = {}
+        """Contributors that give nothing more, as an owner sees it, and why."""
+        self._finished: set[int] = {self.me}
+        """Seats that need nothing more."""
+        self._results_left = set(range(grid.n_chunks)) if out is not None else set()
+        self._to_reduce: collections.deque[int] = collections.deque()
+        self._reducers: dict[int, ChunkReducer] = {}
+        self._ever: set[int] = set()
+        """Chunks that I have begun to reduce."""
+        self._contributions: dict[int, Intake] = {}
+        self._results: dict[int, Intake] = {}
+        self._workspace = Workspace(grid)
+        crowd = len(self._contributors)
+        self._open_max = max(OPEN_CHUNKS_MIN, OPEN_BYTES // (grid.wire_bytes(0) * max(1, crowd)))
+
+    # ---------------------------------------------------------------- beginning
+
+    def start(self) -> None:
+        holdings = self.parcels.holdings
+        if self.vector is not None:
+            weight = self.seats[self.me].weight
+            holdings.hold(
+                self._key(CONTRIBUTION), Holding(self.grid, self._until_run, vector=self.vector, weight=weight)
+            )
+        for i, seat in enumerate(self.seats):
+            if self.ground.members.gone(seat.voter):
+                self._lost[i] = self._absent[i] = LEFT
+                self._finished.add(i)
+        self._pace(begin=True)
+        holdings.hold(self._key(RESULT), Holding(self.grid, self._until_run, wanted=self._wanted))
+        self._reduce([c for c, owner in enumerate(self._owner_of) if owner == self.me])
+        for owner in sorted(set(self._owner_of) - {self.me}):
+            self._fetch(owner, [c for c in sorted(self._results_left) if self._owner_of[c] == owner])
+        self._look()
+
+    def _key(self, part: int) -> Key:
+        return Key(self.begin.key, self.begin.nonce, part)
+
+    # ---------------------------------------------------------------- as an owner
+
+    def _wanted(self, chunk: int) -> None:
+        """Somebody asks me for a result that is not here: mine on its way, or that of an owner it has lost."""
+        if chunk not in self._ever:
+            self._reduce([chunk])
+
+    def _reduce(self, chunks: list[int]) -> None:
+        new = [c for c in chunks if c not in self._ever]
+        self._ever.update(new)
+        self._to_reduce.extend(new)
+        self._open()
+
+    def _open(self) -> None:
+        """Begin with further chunks, as far as memory is meant for it."""
+        opened = []
+        while self._to_reduce and len(self._reducers) < self._open_max:
+            chunk = self._to_reduce.popleft()
+            opened.append(chunk)
+            reducer = self._reducers[chunk] = ChunkReducer(self.grid, chunk, self._roster)
+            if self.me in self._contributors and self.vector is not None:
+                start, stop = self.grid.span(chunk)
+                if reason := reducer.offer(self.me, self.grid.coder.encode(self.vector[start:stop])):
+                    self._absent[self.me] = reason
+        if not opened:
+            return
+        for i in self._contributors:
+            if i != self.me and i not in self._absent:
+                self.parcels.want(self._contribution(i), opened)
+        for chunk in opened:
+            self._close_if_complete(chunk)
+
+    def _contribution(self, i: int) -> Intake:
+        intake = self._contributions.get(i)
+        if intake is None:
+            left_s = self._until_run - self.ground.running_s  # less than at first, where I stand in for a lost owner
+            intake = self._contributions[i] = Intake(
+                self._key(CONTRIBUTION),
+                self.seats[i].voter,
+                self.grid,
+                self.ground.running_s + CONTRIBUTION_SHARE * left_s,
+                len(self.seats),
+                lambda parcel: self._take_contribution(i, parcel),
+                lambda why: self._no_contribution(i, why),
+            )
+        return intake
+
+    def _take_contribution(self, i: int, parcel: Parcel) -> None:
+        self.outcome.bytes_received += len(parcel.payload)
+        reducer = self._reducers.get(parcel.chunk)
+        if reducer is None:
+            return
+        if reason := reducer.offer(i, parcel.payload):
+            self.parcels.stop(self._contributions[i])
+            self._no_contribution(i, reason)
+            return
+        self._close_if_complete(parcel.chunk)
+
+    def _no_contribution(self, i: int, why: str) -> None:
+        """What of it is here counts, the rest of its chunks are closed without it."""
+        self._absent.setdefault(i, why)
+        for chunk in sorted(self._reducers):
+            self._close_if_complete(chunk)
+
+    def _close_if_complete(self, chunk: int) -> None:
+        reducer = self._reducers.get(chunk)
+        if reducer is None or any(i in self._contributors and i not in self._absent for i in reducer.missing()):
+            return
+        del self._reducers[chunk]
+        payload, included = reducer.close(self._workspace)
+        for i in reducer.refused:
+            self._absent.setdefault(i, reducer.refused[i])
+        if not included:
+            self._fail("no contribution to the mean could be had")
+            return
+        weight = math.fsum(self.seats[i].weight for i in included)
+        parcel = Parcel(self._key(RESULT), chunk, weight, included, payload)
+        self.outcome.reduced += 1
+        self.parcels.holdings.put(parcel.key, parcel)
+        self._take_result(parcel)
+        self._open()
+
+    # ---------------------------------------------------------------- as a receiver
+
+    def _fetch(self, owner: int, chunks: list[int]) -> None:
+        """Get results from this owner, or from whoever stands in for it."""
+        if not chunks:
+            return
+        giver = self._stand_in(owner)
+        if giver == self.me:
+            self._reduce(chunks)
+            return
+        intake = self._results.get(giver)
+        if intake is None:
+            intake = self._results[giver] = Intake(
+                self._key(RESULT),
+                self.seats[giver].voter,
+                self.grid,
+                self._until_run,
+                len(self.seats),
+                lambda parcel: self._take_result(parcel, giver),
+                lambda why: self._no_results(giver, why),
+            )
+        self.parcels.want(intake, chunks)
+
+    def _stand_in(self, owner: int) -> int:
+        """The owner, or the next one that is not lost; me where none is left."""
+        owners = [i for i, seat in enumerate(self.seats) if seat.chunks]
+        after = owners.index(owner)
+        for i in owners[after:] + owners[:after]:
+            if i == self.me or i not in self._lost:
+                return i
+        return self.me
+
+    def _take_result(self, parcel: Parcel, giver: int | None = None) -> None:
+        """giver: None for one that I reduced myself."""
+        chunk = parcel.chunk
+        if giver is not None:
+            self.outcome.bytes_received += len(parcel.payload)
+        if chunk not in self._results_left or self.out is None:
+            return
+        mean = self._checked(parcel, giver)
+        if mean is None:
+            return
+        start, stop = self.grid.span(chunk)
+        self.out[start:stop].copy_(mean)
+        self._results_left.discard(chunk)
+        for i in parcel.included:
+            peer = self.seats[i].voter.peer
+            self.outcome.included[peer] = self.outcome.included.get(peer, 0) + stop - start
+        self._look()
+
+    def _checked(self, parcel: Parcel, giver: int | None) -> Tensor | None:
+        """The mean, if this result can be one of this group."""
+        included = parcel.included
+        sound = bool(included) and all(a < b for a, b in zip(included, included[1:], strict=False))
+        sound = sound and all(i in self._contributors for i in included)
+        if sound:
+            weight = math.fsum(self.seats[i].weight for i in included)
+            sound = abs(weight - parcel.weight) <= WEIGHT_SLACK * weight
+        sound = sound and self.grid.coder.finite(parcel.payload, self.grid.elems(parcel.chunk))
+        if sound:
+            return decode_mean(self.grid, parcel.chunk, parcel.payload)
+        if giver is not None:
+            self.ground.dropped[self.seats[giver].voter.peer, "a result that cannot be"] += 1
+            self.parcels.stop(self._results[giver])
+            self._no_results(giver, "refused: a result that cannot be")
+        else:
+            self._fail("the mean is not finite")
+        return None
+
+    def _no_results(self, giver: int, why: str) -> None:
+        """This owner gives none: others stand in for what is lacking."""
+        if self.done or self.failed:
+            return
+        if why == LATE and self.ground.running_s >= self._until_run:
+            self._fail("the time for the exchange is over")
+            return
+        self._lost.setdefault(giver, why)
+        self.outcome.lost.setdefault(self.seats[giver].voter.peer, why)
+        self._results.pop(giver, None)
+        for owner in sorted({self._owner_of[c] for c in self._results_left}):
+            lacking = [c for c in sorted(self._results_left) if self._owner_of[c] == owner and c not in self._ever]
+            asked = self._results.get(self._stand_in(owner))
+            known = {*asked.todo, *asked.in_flight} if asked is not None else set()
+            self._fetch(owner, [c for c in lacking if c not in known])
+
+    # ---------------------------------------------------------------- the end
+
+    def _look(self) -> None:
+        """Is it all here?"""
+        if self.done or self.failed or self._results_left:
+            return
+        if self.out is None and not self.over:
+            return  # who receives nothing is there for the others, until they need nothing more
+        self.done = True
+        outcome = self.outcome
+        outcome.seconds = self.ground.now - self._since
+        outcome.bytes_sent = self._sent_bytes()
+        whole = self.grid.numel
+        for i in self._contributors:
+            peer = self.seats[i].voter.peer
+            if outcome.included.get(peer, 0) < whole:
+                outcome.missing[peer] = self._absent.get(i) or self._lost.get(i) or LATE
+        self.ground.notify(GroupDone(outcome))
+        self._tell_done()
+
+    def _fail(self, why: str) -> None:
+        if not (self.done or self.failed):
+            self.failed = True
+            self.ground.notify(GroupFailed(self.begin.key, why))
+            self._tell_done()
+            self.release()
+
+    def abandon(self) -> None:
+        """The caller gives it up."""
+        self._fail("given up")
+
+    def _tell_done(self) -> None:
+        self._pace(begin=False)
+        for i, seat in enumerate(self.seats):
+            if i != self.me and i not in self._finished:
+                self.ground.send(seat.voter, Done(self.begin.key, self.begin.nonce))
+
+    @property
+    def over(self) -> bool:
+        """Nobody needs anything of me."""
+        return len(self._finished) == len(self.seats)
+
+    def release(self) -> None:
+        """Give everything back."""
+        for intake in [*self._contributions.values(), *self._results.values()]:
+            self.parcels.stop(intake)
+        self.outcome.bytes_sent = self._sent_bytes()
+        for part in (CONTRIBUTION, RESULT):
+            self.parcels.holdings.release(self._key(part), "the group is over")
+        self._reducers.clear()
+        self.vector = self.out = None
+
+    def _sent_bytes(self) -> int:
+        held = (self.parcels.holdings.held(self._key(part)) for part in (CONTRIBUTION, RESULT))
+        return sum(holding.sent_bytes for holding in held if holding is not None) or self.outcome.bytes_sent
+
+    # ---------------------------------------------------------------- messages, members, time
+
+    def receive_done(self, sender: Voter) -> None:
+        for i, seat in enumerate(self.seats):
+            if seat.voter == sender:
+                self._finished.add(i)
+        self._look()
+
+    def member_gone(self, voter: Voter, why: str) -> None:
+        """Called after its intakes have failed."""
+        for i, seat in enumerate(self.seats):
+            if seat.voter == voter:
+                self._finished.add(i)
+                self._no_contribution(i, why)
+                if i not in self._lost:
+                    self._lost[i] = why
+        self._look()
+
+    def tick(self) -> None:
+        if self.ground.running_s >= self._until_run:
+            self._fail("the time for the exchange is over")
+            self._finished.update(range(len(self.seats)))
+
+    def next_deadline(self) -> float:
+        return self.ground.at(self._until_run)
+
+    # ---------------------------------------------------------------- how fast
+
+    def _pace(self, begin: bool) -> None:
+        """Connections go as fast as the group's plan needs, so that no link is overfilled (pacing.py)."""
+        shape = self._shape()
+        if not begin:
+            self.ground.rates.end()
+            self.ground.tell_rates()
+            self.ground.out.extend(Pace(v.peer, None) for v in shape.voters if v != self.ground.me)
+            return
+        self.ground.rates.begin(self.ground.now, asked_Bps(shape, self.ground.me))
+        found = connection_rates(shape, self.me)
+        for voter, rate_Bps in zip(shape.voters, found, strict=True):
+            if voter != self.ground.me:
+                self.ground.out.append(Pace(voter.peer, rate_Bps))
+
+    def _shape(self) -> Shape:
+        members = tuple(
+            Member(seat.up_Bps, seat.down_Bps, seat.contributes, seat.chunks > 0, seat.receives) for seat in self.seats
+        )
+        sizes = [0] * len(self.seats)
+        for chunk, owner in enumerate(self._owner_of):
+            sizes[owner] += self.grid.wire_bytes(chunk)
+        total = sum(sizes)
+        return Shape(tuple(s.voter for s in self.seats), members, tuple(size / total for size in sizes), total)
+
+
+__all__ = ["DEAD", "LATE", "LEFT", "NOT_FINITE", "WRONG_SIZE", "GroupDone", "GroupFailed", "Outcome", "Reduction"]

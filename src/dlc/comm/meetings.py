@@ -1,0 +1,403 @@
+"""How a group comes to be, without a master: those who wait with one key find each other on the board.
+
+    Wish on the board ──> the first in rank of those who wait: Invite ──> Accept ──> Begin ──> groups.py
+                                                               └──> Decline: it is in another group already
+
+Everyone who waits shows a `Wish` under the group's key. The rank is a hash of key and peer, so all agree who is first
+as far as they see the same wishes; it invites, once
+
+- as many wait as the group is to have (`target`), or
+- everybody whom it expects is there: those whom the caller named and who are up, or else all who are up, or
+- the first of those who wait would have to give up soon (its wish is about to expire), and there are `least`.
+
+Who does not answer in time is left out, who declines too. If the first does nothing, the next in rank does it
+RANK_GRACE_S later. One who has accepted waits for Begin for ANSWER_S, then it is free; two groups that form at once
+take each peer once, because whoever has accepted declines. Where fewer than `least` accept, nobody begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.comm.board import Board
+from dlc.comm.grid import Grid
+from dlc.comm.ground import Ground
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Invite, Seat, Wish
+from dlc.comm.messages import GridSpec, Record
+from dlc.comm.partition import Member, counts
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.service import ServiceNews
+from dlc.comm.wire import pack, unpack
+from dlc.errors import ProtocolError
+
+BOARD_PREFIX = "meet/"
+ANSWER_S = 2.0
+"""For an answer to an invitation, and four round trips."""
+AGAIN_S = 0.4
+"""Unanswered messages of the formation are repeated so often."""
+RANK_GRACE_S = 1.5
+RANKS_MAX = 4
+"""As many steps in, the rank adds no more."""
+LINGER_S = 15.0
+"""A wish stays on the board for so long after its end, unless it is withdrawn: its owner may be invited still."""
+HASTE_S = 1.0
+"""The group is formed so long before the first of those who wait would give up."""
+GROUP_MAX = 64
+"""Members of one group: each pulls from each, so larger swarms divide (dlc.Moshpit)."""
+GATHER_BYTES_MAX = 32 << 10
+"""What one member gives all others with Begin, which is one message."""
+
+
+@dataclass
+class Call:
+    """What a caller wants of a group."""
+
+    key: str
+    grid: Grid
+    vector: Tensor | None
+    """fp32, CPU, frozen until the group is over; None: it contributes nothing."""
+    out: Tensor | None
+    """Where the means go; None: it wants none."""
+    weight: float = 1.0
+    owns: bool = True
+    label: str = ""
+    target: int = 0
+    least: int = 1
+    expected: tuple[PeerId, ...] | None = None
+    """Whom it waits for as long as they are up; None: everybody. Ignored where there is a target."""
+    patience_s: float = 5.0
+    """How long it waits for others."""
+    budget_s: float = 60.0
+    """How long the exchange may take, from Begin on."""
+    gather: bytes = b""
+
+
+@dataclass(frozen=True)
+class MeetingFailed(ServiceNews):
+    """No group came to be."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GroupFormed(ServiceNews):
+    key: str
+    peers: tuple[PeerId, ...]
+
+
+@dataclass
+class Forming:
+    """I invite."""
+
+    nonce: int
+    wishes: dict[Voter, Wish]
+    until: float
+    again: float
+    accepted: dict[Voter, bytes] = field(default_factory=dict)
+    declined: set[Voter] = field(default_factory=set)
+
+
+@dataclass
+class Accepted:
+    """I wait for Begin."""
+
+    leader: Voter
+    nonce: int
+    until: float
+    again: float
+
+
+class Meeting:
+    """One call that waits for its group."""
+
+    def __init__(
+        self, ground: Ground, board: Board, call: Call, begun: Callable[[Meeting, Voter, Begin], None]
+    ) -> None:
+        self.ground, self.board, self.call, self._begun = ground, board, call, begun
+        self.over = False
+        grid = call.grid
+        self.wish = Wish(
+            ground.rng.getrandbits(48),
+            GridSpec(grid.numel, grid.chunk_elems, grid.codec),
+            call.weight if call.vector is not None else 0.0,
+            call.label,
+            call.vector is not None,
+            call.owns,
+            call.out is not None,
+            call.target,
+            call.least,
+        )
+        self._until_run = ground.running_s + call.patience_s
+        self._here_since: float | None = None
+        """Running time since which all that I wait for have been here."""
+        self._ends: dict[Voter, float] = {}
+        """When (running time) each of the others gives up waiting."""
+        self._state: Forming | Accepted | None = None
+        self._shunned: dict[Voter, float] = {}
+        """Who did not answer my invitation, until when it gets no other."""
+        self._misfits: set[PeerId] = set()
+        board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S)
+
+    # ---------------------------------------------------------------- who waits
+
+    def _others(self) -> dict[Voter, Wish]:
+        """Who waits with this key and the same vector, and is up."""
+        found: dict[Voter, Wish] = {}
+        for posted in self.board.get(BOARD_PREFIX + self.call.key).values():
+            voter, members = posted.author, self.ground.members
+            if voter == self.ground.me or members.gone(voter) or not members.up(voter):
+                continue
+            wish = _wish_of(posted.value)
+            if wish is None or wish.grid != self.wish.grid:
+                self._misfits.add(voter.peer)
+                continue
+            self._ends[voter] = self.ground.running_s + posted.until - LINGER_S - self.ground.now
+            found[voter] = wish
+        return found
+
+    def _rank(self, voter: Voter) -> bytes:
+        return blake3(f"{self.call.key}\0{voter.peer}".encode()).digest(8)
+
+    # ---------------------------------------------------------------- time
+
+    def advance(self) -> None:
+        """Something has changed, or time has passed."""
+        if self.over:
+            return
+        now, state = self.ground.now, self._state
+        if isinstance(state, Forming):
+            self._form(state)
+        elif isinstance(state, Accepted):
+            gone = self.ground.members.gone(state.leader) or not self.ground.members.up(state.leader)
+            if now >= state.until or gone:
+                self._state = None
+            elif now >= state.again:
+                state.again = now + AGAIN_S
+                self.ground.send(state.leader, Accept(self.call.key, state.nonce, self.call.gather))
+        if self._state is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Is it for me, and time, to form a group?"""
+        running_s, others = self.ground.running_s, self._others()
+        free = {v: w for v, w in others.items() if self._shunned.get(v, 0.0) <= self.ground.now}
+        wishes = {**free, self.ground.me: self.wish}
+        ranked = sorted(wishes, key=self._rank)
+        place = min(ranked.index(self.ground.me), RANKS_MAX)
+        due = self._due(wishes, everybody=len(free) == len(others))
+        if running_s >= due + place * RANK_GRACE_S:
+            enough = self._enough({v: wishes[v] for v in ranked})
+            chosen = enough[: self.call.target or GROUP_MAX]
+            if self.ground.me in chosen:
+                self._invite({v: wishes[v] for v in chosen})
+                return
+        if running_s >= self._until_run + (place + 1) * RANK_GRACE_S + ANSWER_S:
+            self._give_up(wishes)
+
+    def _enough(self, ranked: dict[Voter, Wish]) -> tuple[Voter, ...]:
+        contributes = any(w.contributes and w.weight > 0 for w in ranked.values())
+        return tuple(ranked) if contributes and len(ranked) >= max(self.call.least, 1) else ()
+
+    def _due(self, wishes: dict[Voter, Wish], everybody: bool) -> float:
+        """Running time from which the first in rank forms the group."""
+        if self.call.target:
+            here = len(wishes) >= self.call.target
+        else:
+            here = everybody and self._expected() <= {v.peer for v in wishes}
+        here = here and len(wishes) >= self.call.least
+        if here or len(wishes) >= GROUP_MAX:
+            self._here_since = self.ground.running_s if self._here_since is None else self._here_since
+            return self._here_since
+        self._here_since = None
+        ends = [self._ends[v] for v in wishes if v != self.ground.me]
+        return min([*ends, self._until_run]) - min(HASTE_S, self.call.patience_s / 2)
+
+    def _expected(self) -> set[PeerId]:
+        members, expected = self.ground.members, self.call.expected
+        up = {v.peer for v in self.ground.up() if _takes_part(members.record(v.peer))}
+        return up if expected is None else up & set(expected)
+
+    def _give_up(self, wishes: dict[Voter, Wish]) -> None:
+        self.close()
+        why = f"{len(wishes)} of at least {self.call.least} came"
+        if not any(w.contributes for w in wishes.values()):
+            why = "nobody came who contributes"
+        if self._misfits:
+            names = ", ".join(sorted(peer[:8] for peer in self._misfits))
+            why += f"; {names} would average another number of elements, or in another codec"
+        self.ground.notify(MeetingFailed(self.call.key, why))
+
+    def close(self) -> None:
+        """Wait no longer: whoever invited me, or whom I invited, is told."""
+        state, self._state, self.over = self._state, None, True
+        self.board.withdraw(BOARD_PREFIX + self.call.key)
+        if isinstance(state, Forming):
+            self._cancel(state, state.wishes)
+        elif isinstance(state, Accepted):
+            self.ground.send(state.leader, Decline(self.call.key, state.nonce))
+
+    def next_deadline(self) -> float:
+        """Waiting has no exact deadline of its own: the node's usual ticks are often enough, formations are not."""
+        return self.ground.now + (AGAIN_S / 2 if self._state is not None else AGAIN_S)
+
+    # ---------------------------------------------------------------- the one who invites
+
+    def _invite(self, wishes: dict[Voter, Wish]) -> None:
+        now, me = self.ground.now, self.ground.me
+        rtt_s = max((self.ground.members.rtt_s(v.peer) for v in wishes if v != me), default=0.0)
+        state = Forming(self.ground.rng.getrandbits(48), wishes, now + ANSWER_S + 4 * rtt_s, now)
+        state.accepted[me] = self.call.gather
+        self._state = state
+        self._form(state)
+
+    def _form(self, state: Forming) -> None:
+        now, members = self.ground.now, self.ground.members
+        lost = {v for v in state.wishes if v != self.ground.me and (members.gone(v) or not members.up(v))}
+        open_ = [v for v in state.wishes if v not in state.accepted and v not in state.declined and v not in lost]
+        if open_ and now < state.until:
+            if now >= state.again:
+                state.again = now + AGAIN_S
+                for voter in open_:
+                    self.ground.send(voter, Invite(self.call.key, state.nonce, state.wishes[voter].nonce))
+            return
+        for voter in (*open_, *state.declined):
+            self._shunned[voter] = now + ANSWER_S
+        taken = {v: state.wishes[v] for v in state.wishes if v in state.accepted and v not in lost}
+        if self._enough(taken):
+            self._begin(state, taken)
+            return
+        self._state = None
+        self._cancel(state, state.accepted)
+
+    def _cancel(self, state: Forming, whom: Collection[Voter]) -> None:
+        for voter in whom:
+            if voter != self.ground.me:
+                self.ground.send(voter, Cancel(self.call.key, state.nonce))
+
+    def _begin(self, state: Forming, wishes: dict[Voter, Wish]) -> None:
+        begin = Begin(self.call.key, state.nonce, self.wish.grid, self._seats(state, wishes))
+        self._cancel(state, [v for v in state.wishes if v not in wishes])
+        for voter in wishes:
+            if voter != self.ground.me:
+                self.ground.send(voter, begin)
+        self._start(self.ground.me, begin)
+
+    def _seats(self, state: Forming, wishes: dict[Voter, Wish]) -> tuple[Seat, ...]:
+        voters = sorted(wishes)
+        labels = [wishes[v].label for v in voters]
+        rates = [self.ground.members.record(v.peer) for v in voters]
+        anyone = any(w.owns for w in wishes.values())
+        links = [
+            Member(
+                r.up_Bps if r else 0.0,
+                r.down_Bps if r else 0.0,
+                wishes[v].contributes,
+                wishes[v].owns or not anyone,
+                wishes[v].receives,
+            )
+            for v, r in zip(voters, rates, strict=True)
+        ]
+        chunks = counts(self.call.grid.n_chunks, links)
+        seats = []
+        for voter, label, link, n_chunks in zip(voters, labels, links, chunks, strict=True):
+            wish = wishes[voter]
+            weight = wish.weight / labels.count(label) if label else wish.weight
+            gather = state.accepted[voter]
+            seats.append(
+                Seat(voter, weight, wish.contributes, wish.receives, n_chunks, link.up_Bps, link.down_Bps, gather)
+            )
+        return tuple(seats)
+
+    # ---------------------------------------------------------------- messages
+
+    def receive_invite(self, sender: Voter, m: Invite) -> None:
+        state = self._state
+        if m.wish != self.wish.nonce:
+            self.ground.send(sender, Decline(m.key, m.nonce))
+        elif isinstance(state, Accepted):
+            if (state.leader, state.nonce) != (sender, m.nonce):
+                self.ground.send(sender, Decline(m.key, m.nonce))
+            else:
+                self.ground.send(sender, Accept(m.key, m.nonce, self.call.gather))
+        elif isinstance(state, Forming) and self._rank(sender) > self._rank(self.ground.me):
+            self.ground.send(sender, Decline(m.key, m.nonce))
+        else:
+            if isinstance(state, Forming):
+                self._cancel(state, state.wishes)
+            now = self.ground.now
+            until = now + 2 * ANSWER_S + 8 * self.ground.members.rtt_s(sender.peer)
+            self._state = Accepted(sender, m.nonce, until, now + AGAIN_S)
+            self.ground.send(sender, Accept(m.key, m.nonce, self.call.gather))
+
+    def receive_accept(self, sender: Voter, m: Accept) -> None:
+        state = self._state
+        if not isinstance(state, Forming) or state.nonce != m.nonce or sender not in state.wishes:
+            self.ground.send(sender, Cancel(m.key, m.nonce))
+        elif len(m.gather) > GATHER_BYTES_MAX:
+            state.declined.add(sender)
+            raise ProtocolError(f"{sender} gives {len(m.gather)} bytes to be gathered")
+        else:
+            state.accepted[sender] = m.gather
+            self._form(state)
+
+    def receive_decline(self, sender: Voter, m: Decline) -> None:
+        state = self._state
+        if isinstance(state, Forming) and state.nonce == m.nonce and sender in state.wishes:
+            state.declined.add(sender)
+            state.accepted.pop(sender, None)
+            self._form(state)
+
+    def receive_cancel(self, sender: Voter, m: Cancel) -> None:
+        state = self._state
+        if isinstance(state, Accepted) and (state.leader, state.nonce) == (sender, m.nonce):
+            self._state = None
+
+    def receive_begin(self, sender: Voter, m: Begin) -> None:
+        state = self._state
+        if not isinstance(state, Accepted) or (state.leader, state.nonce) != (sender, m.nonce):
+            return  # too late: the others find out that I am not there
+        seat = next((seat for seat in m.seats if seat.voter == self.ground.me), None)
+        if seat is None or not _sound(m, self.wish.grid, self.call.grid.n_chunks):
+            self._state = None
+            raise ProtocolError(f"{sender} begins a group that cannot be")
+        if seat.contributes != self.wish.contributes or seat.weight > self.wish.weight:
+            self._state = None
+            raise ProtocolError(f"{sender} begins a group with another contribution of mine than I offered")
+        self._start(sender, m)
+
+    def _start(self, leader: Voter, begin: Begin) -> None:
+        self.over, self._state = True, None
+        self.board.withdraw(BOARD_PREFIX + self.call.key)
+        self.ground.notify(GroupFormed(begin.key, tuple(seat.voter.peer for seat in begin.seats)))
+        self._begun(self, leader, begin)
+
+
+def _sound(m: Begin, grid: GridSpec, n_chunks: int) -> bool:
+    voters = [seat.voter for seat in m.seats]
+    return (
+        m.grid == grid
+        and len(voters) <= GROUP_MAX
+        and len({v.peer for v in voters}) == len(voters)
+        and sum(seat.chunks for seat in m.seats) == n_chunks
+        and all(seat.chunks >= 0 and 0 <= seat.weight <= WEIGHT_MAX for seat in m.seats)
+        and all(seat.up_Bps >= 0 and seat.down_Bps >= 0 for seat in m.seats)
+        and any(seat.contributes and seat.weight > 0 for seat in m.seats)
+    )
+
+
+def _wish_of(value: bytes) -> Wish | None:
+    try:
+        wish = unpack(value, Wish)
+    except ProtocolError:
+        return None
+    return wish if 0 <= wish.weight <= WEIGHT_MAX else None
+
+
+def _takes_part(record: Record | None) -> bool:
+    return record is not None and record.role != "observer"

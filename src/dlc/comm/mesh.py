@@ -1,0 +1,199 @@
+"""The machines outside the log that every averaging without one is built of, as one service of a node.
+
+    board      small notices on every peer                     board.py
+    parcels    vectors pulled chunk by chunk from holders      parcels.py, holdings.py
+    meetings   who waits with one key forms a group            meetings.py
+    groups     the all-reduce of a group                       groups.py
+
+Here messages find their machine, and members that die or leave are told to all. What the driver asks is at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlc.comm import meshmessages as mm
+from dlc.comm.board import Board
+from dlc.comm.effects import Effect
+from dlc.comm.events import MemberUp
+from dlc.comm.ground import Ground
+from dlc.comm.groups import DEAD, LEFT, Reduction
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.meetings import Call, Meeting
+from dlc.comm.messages import Bulk, Message
+from dlc.comm.parcels import Parcels
+from dlc.comm.service import MemberEvent
+from dlc.errors import UsageError
+
+OLD_GROUPS_MAX = 4
+"""Groups that are done here and still serve others; of more than these the oldest are given up."""
+
+
+class Mesh:
+    takes: tuple[type, ...] = mm.MESH
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.board = Board(ground)
+        self.parcels = Parcels(ground)
+        self._meetings: dict[str, Meeting] = {}
+        self._groups: dict[tuple[str, int], Reduction] = {}
+
+    # ---------------------------------------------------------------- commands
+
+    def meet(self, call: Call, now: float) -> list[Effect]:
+        """Wait for a group of `call.key`, and average with it. One call of a key at a time.
+
+        Ends in MeetingFailed; or in GroupFormed, then GroupDone or GroupFailed.
+        """
+        if call.key in self._meetings or any(key == call.key and not g.done for (key, _), g in self._groups.items()):
+            raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
+
+        def act() -> None:
+            self._meetings[call.key] = Meeting(self.ground, self.board, call, self._begun)
+
+        return self._event(now, act)
+
+    def give_up(self, key: str, now: float) -> list[Effect]:
+        """The caller waits no longer: whatever of this key is not done yet ends here; nothing is written any more."""
+
+        def act() -> None:
+            meeting = self._meetings.pop(key, None)
+            if meeting is not None:
+                meeting.close()
+            for (known, _), group in list(self._groups.items()):
+                if known == key:
+                    group.abandon()
+
+        return self._event(now, act)
+
+    def post(self, key: str, value: bytes, ttl_s: float, now: float) -> list[Effect]:
+        """See `Board.post`."""
+        return self._event(now, lambda: self.board.post(key, value, ttl_s))
+
+    def withdraw(self, key: str, now: float) -> list[Effect]:
+        return self._event(now, lambda: self.board.withdraw(key))
+
+    # ---------------------------------------------------------------- groups
+
+    def _begun(self, meeting: Meeting, leader: Voter, begin: mm.Begin) -> None:
+        call = meeting.call
+        self._meetings.pop(call.key, None)
+        group = Reduction(self.ground, self.parcels, leader, begin, call.grid, call.vector, call.out, call.budget_s)
+        old = [key for key, known in self._groups.items() if known.done]
+        for key in old[: max(0, len(old) - OLD_GROUPS_MAX + 1)]:
+            self._groups.pop(key).release()
+        self._groups[begin.key, begin.nonce] = group
+        group.start()
+
+    def _accept(self, sender: Voter, m: mm.Accept) -> None:
+        """Also of one that has not heard Begin."""
+        group = self._groups.get((m.key, m.nonce))
+        meeting = self._meetings.get(m.key)
+        if group is not None and any(seat.voter == sender for seat in group.seats):
+            self.ground.send(sender, group.begin)
+        elif meeting is not None:
+            meeting.receive_accept(sender, m)
+        else:
+            self.ground.send(sender, mm.Cancel(m.key, m.nonce))
+
+    def _invite(self, sender: Voter, m: mm.Invite) -> None:
+        meeting = self._meetings.get(m.key)
+        if meeting is not None:
+            meeting.receive_invite(sender, m)
+        else:
+            self.ground.send(sender, mm.Decline(m.key, m.nonce))
+
+    def _done(self, sender: Voter, m: mm.Done) -> None:
+        group = self._groups.get((m.key, m.nonce))
+        if group is not None:
+            group.receive_done(sender)
+
+    # ---------------------------------------------------------------- the machine interface
+
+    def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
+        return self._event(now, lambda: self._handle(sender, message))
+
+    def tick(self, now: float) -> list[Effect]:
+        def act() -> None:
+            self.board.tick()
+            self.parcels.tick()
+            for group in list(self._groups.values()):
+                group.tick()
+
+        return self._event(now, act)
+
+    def next_deadline(self) -> float:
+        due = [self.board.next_deadline()]
+        due += [meeting.next_deadline() for meeting in self._meetings.values()]
+        due += [group.next_deadline() for group in self._groups.values()]
+        parcels = self.parcels.next_deadline()
+        return min(due if parcels is None else [*due, parcels])
+
+    def member(self, event: MemberEvent, now: float) -> list[Effect]:
+        def act() -> None:
+            if isinstance(event, MemberUp):
+                self.board.member_up(event.voter)
+                return
+            why = LEFT if self.ground.members.gone(event.voter) else DEAD
+            self.parcels.member_gone(event.voter, why)
+            for group in list(self._groups.values()):
+                group.member_gone(event.voter, why)
+
+        return self._event(now, act)
+
+    def pending_bulk(self) -> list[PeerId]:
+        return self.parcels.pending()
+
+    def next_bulk(self, peer: PeerId) -> Bulk | None:
+        return self.parcels.next_bulk(peer)
+
+    def bulk_peers(self) -> set[PeerId]:
+        seats = [seat for group in self._groups.values() if not group.done for seat in group.seats]
+        return {seat.voter.peer for seat in seats if seat.voter != self.ground.me}
+
+    # ---------------------------------------------------------------- one event
+
+    def _event(self, now: float, act: Callable[[], None]) -> list[Effect]:
+        self.ground.wake(now)
+        act()
+        for meeting in list(self._meetings.values()):
+            meeting.advance()
+        self._meetings = {key: meeting for key, meeting in self._meetings.items() if not meeting.over}
+        for key, group in list(self._groups.items()):
+            if group.failed or (group.done and group.over):
+                group.release()
+                del self._groups[key]
+        return self.ground.drain()
+
+    def _handle(self, sender: Voter, m: Message) -> None:
+        match m:
+            case mm.Parcel():
+                self.parcels.receive_parcel(sender, m)
+            case mm.Pull():
+                self.parcels.receive_pull(sender, m)
+            case mm.Coming():
+                self.parcels.receive_coming(sender, m)
+            case mm.NoParcel():
+                self.parcels.receive_no_parcel(sender, m)
+            case mm.Notices():
+                self.board.receive(m)
+            case mm.Accept():
+                self._accept(sender, m)
+            case mm.Invite():
+                self._invite(sender, m)
+            case mm.Done():
+                self._done(sender, m)
+            case mm.Decline() | mm.Cancel() | mm.Begin():
+                self._of_meeting(sender, m)
+
+    def _of_meeting(self, sender: Voter, m: mm.Decline | mm.Cancel | mm.Begin) -> None:
+        meeting = self._meetings.get(m.key)
+        if meeting is None:
+            return  # it is over here
+        if isinstance(m, mm.Begin):
+            meeting.receive_begin(sender, m)
+        elif isinstance(m, mm.Cancel):
+            meeting.receive_cancel(sender, m)
+        else:
+            meeting.receive_decline(sender, m)

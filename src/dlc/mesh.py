@@ -1,0 +1,260 @@
+"""Averaging without the replicated log: `Group`, an all-reduce among some of the peers, or among those who show up.
+
+    group = dlc.Group(peer, "weights", target_size=4)
+    report = group.all_reduce(tensors, weight=samples)      # in place; report.contributors, report.missing
+
+Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False)` is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.comm.driver import clock
+from dlc.comm.grid import Grid, usual_chunk_elems
+from dlc.comm.groups import GroupDone, GroupFailed, Outcome
+from dlc.comm.meetings import GATHER_BYTES_MAX, GROUP_MAX, Call, GroupFormed, MeetingFailed
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.service import ServiceNews
+from dlc.errors import DlcError, RoundTimeout, UsageError
+from dlc.flat import flatten_tensors, unflatten_into
+from dlc.peer import Peer
+from dlc.report import Absent, GroupReport, Share
+from dlc.served import Stopped
+
+Stage = Literal["waiting", "running", "done", "failed"]
+
+EXCHANGE_S_MIN = 2.0
+"""An exchange has at least this long, however little a time limit leaves of it."""
+
+
+class GroupCall:
+    """An all-reduce on its way; for one thread. The tensors belong to it until `wait` has returned."""
+
+    def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor]) -> None:
+        self._mesh, self._name, self._call, self._tensors = peer.mesh, name, call, tensors
+        self._since = clock()
+        self._began = self._ended = 0.0
+        self._over = threading.Event()
+        self._outcome: Outcome | None = None
+        self._report: GroupReport | None = None
+        self._error: DlcError | None = None
+        self.members: tuple[str, ...] = ()
+        """Peer ids of the group, once it is formed."""
+        self._mesh.listen(self._told)
+        try:
+            self._mesh.act(lambda mesh, now: mesh.meet(call, now))
+        except BaseException:
+            self._mesh.unlisten(self._told)
+            raise
+
+    @property
+    def stage(self) -> Stage:
+        """Waiting for the others, averaging, or over."""
+        if self._over.is_set():
+            return "failed" if self._error is not None else "done"
+        return "running" if self.members else "waiting"
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> GroupReport:
+        """Wait for the mean and write it into the tensors. Every further call returns the same report.
+
+        RoundTimeout: after `timeout_s` it is still on its way (wait again or `cancel`); or it has ended without a mean,
+        and says why: the tensors are unchanged. SwarmClosed: this peer has left.
+        """
+        if not self._over.wait(timeout_s):
+            raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        if self._report is None:
+            assert self._outcome is not None
+            if self._call.out is not None:
+                unflatten_into(self._call.out, self._tensors)
+            self._report = self._made(self._outcome)
+        return self._report
+
+    def cancel(self) -> None:
+        """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""
+        self._mesh.act(lambda mesh, now: mesh.give_up(self._call.key, now))
+        if not self._over.is_set():
+            self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
+
+    def _told(self, news: ServiceNews) -> None:
+        """On the driver thread."""
+        key = self._call.key
+        if isinstance(news, GroupFormed) and news.key == key:
+            self._began, self.members = clock(), news.peers
+        elif isinstance(news, GroupDone) and news.outcome.key == key:
+            self._outcome = news.outcome
+            self._end(None)
+        elif isinstance(news, MeetingFailed | GroupFailed) and news.key == key:
+            self._end(RoundTimeout(f"no mean of the group {self._name!r}: {news.why} (the tensors are unchanged)"))
+        elif isinstance(news, Stopped):
+            self._end(news.error)
+
+    def _end(self, error: DlcError | None) -> None:
+        if self._over.is_set():
+            return
+        self._error = error
+        self._ended = clock()
+        self._mesh.unlisten(self._told)
+        self._over.set()
+
+    def _made(self, outcome: Outcome) -> GroupReport:
+        numel, seats = self._call.grid.numel, {seat.voter.peer: seat for seat in outcome.seats}
+        included = {p: n for p, n in outcome.included.items() if n}
+        n_chunks = self._call.grid.n_chunks
+        return GroupReport(
+            name=self._name,
+            contributors=tuple(Share(p, seats[p].weight, n / numel) for p, n in sorted(included.items())),
+            missing=tuple(
+                Absent(p, why, 1.0 - included.get(p, 0) / numel) for p, why in sorted(outcome.missing.items())
+            ),
+            gathered={p: seat.gather for p, seat in seats.items()},
+            owned={p: seat.chunks / n_chunks for p, seat in seats.items() if seat.chunks},
+            lost=dict(outcome.lost),
+            weight=sum(seats[p].weight for p in included),
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            seconds=self._ended - self._since,
+            waiting_s=self._began - self._since,
+        )
+
+
+class Group:
+    """An all-reduce among a named set of peers, or among those who show up under one name.
+
+    name:          peers meet under it. Several groups of one name form side by side where `target_size` says so.
+    peers:         ids of the members, this one among them; all of them name the same. None: whoever shows up.
+    target_size:   a group begins as soon as it has so many; None: as soon as everybody who lives is there.
+    min_size:      fewer are no group: RoundTimeout.
+    matchmaking_s: who has not come by then is not waited for.
+    codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
+    owns:          False: a client, whose link carries its own vector only; others reduce.
+
+    Any number of groups of different names may average at the same time; one name does so once at a time.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        name: str,
+        *,
+        peers: Sequence[str] | None = None,
+        target_size: int | None = None,
+        min_size: int = 2,
+        matchmaking_s: float = 5.0,
+        codec: str = "fp16",
+        owns: bool = True,
+    ) -> None:
+        if peers is not None and peer.id not in peers:
+            raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
+        if target_size is not None and not max(1, min_size) <= target_size <= GROUP_MAX:
+            raise UsageError(f"target_size is {target_size}: it must be {max(1, min_size)} (min_size) to {GROUP_MAX}")
+        if not 1 <= min_size <= GROUP_MAX:
+            raise UsageError(f"min_size is {min_size}: it must be 1 to {GROUP_MAX}")
+        if not matchmaking_s > 0:
+            raise UsageError(f"matchmaking_s is {matchmaking_s}: it must be above 0")
+        self.peer, self.name, self.codec, self.owns = peer, name, codec, owns
+        self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
+        self.peers = tuple(sorted(set(peers))) if peers is not None else None
+        self._key = name
+        if self.peers is not None:
+            self._key += "/" + blake3("\0".join(self.peers).encode()).hexdigest(8)
+
+    @overload
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        gather: bytes = b"",
+        tag: str = "",
+        label: str = "",
+        contributes: bool = True,
+        receives: bool = True,
+        timeout_s: float = 60.0,
+        async_op: Literal[False] = False,
+    ) -> GroupReport: ...
+
+    @overload
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        gather: bytes = b"",
+        tag: str = "",
+        label: str = "",
+        contributes: bool = True,
+        receives: bool = True,
+        timeout_s: float = 60.0,
+        async_op: Literal[True],
+    ) -> GroupCall: ...
+
+    def all_reduce(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        gather: bytes = b"",
+        tag: str = "",
+        label: str = "",
+        contributes: bool = True,
+        receives: bool = True,
+        timeout_s: float = 60.0,
+        async_op: bool = False,
+    ) -> GroupReport | GroupCall:
+        """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the group.
+
+        Who fails in the middle is left out of what it had not given, and named in the report. Raises RoundTimeout (no
+        group, or no mean in time: the tensors are unchanged), SwarmClosed, UsageError.
+
+        gather:      up to 32 KiB that all members get, in the report.
+        tag:         only calls of an equal tag meet: a step number, say.
+        label:       members with an equal label bring the same vector, and share one weight (Moshpit's grids).
+        contributes: False: an auxiliary, which reduces for the others; its tensors tell the sizes only.
+        receives:    False: the mean is not wanted here, and the tensors stay as they are.
+        async_op:    return a `GroupCall` at once.
+        """
+        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        numel = sum(t.numel() for t in many)
+        if not numel:
+            raise UsageError("all_reduce needs at least one element")
+        if not 0 <= weight <= WEIGHT_MAX:
+            raise UsageError(f"weight is {weight}: it must be 0 to 2^53")
+        if len(gather) > GATHER_BYTES_MAX:
+            raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
+        call = Call(
+            key=f"{self._key}#{tag}" if tag else self._key,
+            grid=Grid(numel, usual_chunk_elems(numel), self.codec),
+            vector=flatten_tensors(many) if contributes else None,
+            out=torch.empty(numel) if receives else None,
+            weight=float(weight),
+            owns=self.owns,
+            label=label,
+            target=self.target_size or 0,
+            least=self.min_size,
+            expected=self.peers,
+            patience_s=self.matchmaking_s,
+            budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
+            gather=gather,
+        )
+        handle = GroupCall(self.peer, self.name, call, many)
+        if async_op:
+            return handle
+        try:
+            return handle.wait()
+        except KeyboardInterrupt:
+            handle.cancel()
+            raise

@@ -1,0 +1,268 @@
+"""Groups on a virtual clock: the mean is that of whom the report names, whoever dies when; nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm.grid import Grid
+from dlc.comm.groups import GroupDone, GroupFailed, Outcome
+from dlc.comm.meetings import Call, MeetingFailed
+from dlc.comm.meshmessages import Begin, Parcel
+from dlc.sim.meshnet import Host, MeshNet
+
+NUMEL, CHUNK = 1000, 32
+
+
+def vector(i: int, numel: int = NUMEL) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(i))
+
+
+class Caller:
+    """One peer's call, and what came of it."""
+
+    def __init__(self, net: MeshNet, host: Host, i: int, key: str = "k", **options: Any) -> None:
+        self.net, self.host, self.given = net, host, vector(i)
+        codec = options.pop("codec", "fp32")
+        contributes, receives = options.pop("contributes", True), options.pop("receives", True)
+        self.out = torch.full((NUMEL,), float("nan"))
+        self.weight = options.get("weight", 1.0)
+        grid = Grid(NUMEL, CHUNK, codec)
+        call = Call(key, grid, self.given if contributes else None, self.out if receives else None, **options)
+        self.first = len(host.told)
+        net.act(host, lambda mesh, now: mesh.meet(call, now))
+
+    @property
+    def end(self) -> Any:
+        ends = [e for e in self.host.told[self.first :] if isinstance(e, GroupDone | GroupFailed | MeetingFailed)]
+        return ends[0] if ends else None
+
+    @property
+    def outcome(self) -> Outcome:
+        assert isinstance(self.end, GroupDone), self.end
+        return self.end.outcome
+
+
+def calls(net: MeshNet, hosts: list[Host], **options: Any) -> list[Caller]:
+    return [Caller(net, host, i, **options) for i, host in enumerate(hosts)]
+
+
+def ended(callers: list[Caller]) -> bool:
+    return all(c.end is not None or c.host.dead for c in callers)
+
+
+def check_means(callers: list[Caller], tolerance: float = 1e-6) -> None:
+    """Every chunk at every peer is the weighted mean of exactly those that its report counts."""
+    for caller in callers:
+        outcome = caller.outcome
+        seats = {seat.voter.peer: seat for seat in outcome.seats}
+        whole = [c for c in callers if outcome.included.get(c.host.name) == NUMEL]
+        partly = [p for p, n in outcome.included.items() if n < NUMEL]
+        assert set(outcome.missing) >= set(partly)
+        if not partly:
+            weights = [seats[c.host.name].weight for c in whole]
+            mean = sum(w * c.given.double() for w, c in zip(weights, whole, strict=True)) / sum(weights)
+            torch.testing.assert_close(caller.out.double(), mean, rtol=tolerance, atol=tolerance)
+        assert not caller.out.isnan().any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+def test_all_who_show_up_get_the_weighted_mean(n: int, loss: float) -> None:
+    net = MeshNet(n, loss=loss, duplicates=loss)
+    hosts = net.add(n)
+    callers = [Caller(net, host, i, weight=i + 1.0) for i, host in enumerate(hosts)]
+    net.until(lambda: ended(callers))
+    assert all(not c.outcome.missing and len(c.outcome.included) == n for c in callers)
+    check_means(callers)
+    assert all(torch.equal(callers[0].out, c.out) for c in callers)
+    net.run(61.0)
+    assert all(not h.mesh._groups and not h.mesh.parcels._intakes for h in hosts)
+    assert all(not h.mesh.parcels.holdings._held for h in hosts)
+
+
+def test_bytes_are_those_of_a_butterfly_and_the_time_is_that_of_the_links() -> None:
+    net = MeshNet(latency_s=(0.001, 0.002))
+    hosts = net.add(4, up_Bps=1e4)
+    callers = calls(net, hosts, codec="fp16")
+    seconds = net.until(lambda: ended(callers))
+    vector_bytes = 2 * NUMEL
+    assert all(c.outcome.bytes_received == pytest.approx(2 * 3 / 4 * vector_bytes, rel=0.1) for c in callers)
+    headers = 1 + 100 / (2 * CHUNK)
+    assert seconds < 2.0 * (2 * 3 / 4 * vector_bytes * headers / 1e4)
+
+
+def test_sixteen_peers_make_four_groups_of_four() -> None:
+    net = MeshNet(3)
+    callers = calls(net, net.add(16), target=4, least=4, patience_s=30.0)
+    net.until(lambda: ended(callers))
+    groups = {frozenset(c.outcome.included) for c in callers}
+    assert len(groups) == 4 and all(len(group) == 4 for group in groups)
+    check_means(callers)
+
+
+def test_gathered_bytes_labels_clients_and_auxiliary_members() -> None:
+    net = MeshNet(4)
+    hosts = net.add(5)
+    callers = [
+        Caller(net, hosts[0], 0, gather=b"zero"),
+        Caller(net, hosts[1], 1, label="same"),
+        Caller(net, hosts[2], 2, label="same"),
+        Caller(net, hosts[3], 3, owns=False, weight=2.0),
+        Caller(net, hosts[4], 4, contributes=False, receives=False),
+    ]
+    net.until(lambda: ended(callers))
+    seats = {seat.voter.peer: seat for seat in callers[0].outcome.seats}
+    assert [seats[h.name].weight for h in hosts] == [1.0, 0.5, 0.5, 2.0, 0.0]
+    assert seats[hosts[3].name].chunks == 0 and seats[hosts[4].name].chunks > 0
+    assert all(seat.gather == (b"zero" if peer == hosts[0].name else b"") for peer, seat in seats.items())
+    given = [c.given.double() for c in callers]
+    mean = (given[0] + 0.5 * given[1] + 0.5 * given[2] + 2 * given[3]) / 4
+    for caller in callers[:4]:
+        torch.testing.assert_close(caller.out.double(), mean, rtol=1e-6, atol=1e-6)
+        assert set(caller.outcome.included) == {h.name for h in hosts[:4]}
+    assert callers[4].outcome.reduced == seats[hosts[4].name].chunks
+
+
+def test_too_few_are_told_so_and_others_with_another_vector_are_named() -> None:
+    net = MeshNet(5)
+    hosts = net.add(2)
+    alone = Caller(net, hosts[0], 0, least=2, patience_s=2.0)
+    other = Call("k", Grid(NUMEL + 1, CHUNK, "fp32"), vector(1, NUMEL + 1), torch.zeros(NUMEL + 1), least=2)
+    net.act(hosts[1], lambda mesh, now: mesh.meet(other, now))
+    net.until(lambda: alone.end is not None)
+    assert isinstance(alone.end, MeetingFailed) and "1 of at least 2 came" in alone.end.why
+    assert hosts[1].name[:8] in alone.end.why
+
+
+def test_who_comes_late_is_waited_for_but_not_beyond_the_patience_of_the_first() -> None:
+    net = MeshNet(6)
+    hosts = net.add(3)
+    early = [Caller(net, h, i, patience_s=10.0) for i, h in enumerate(hosts[:2])]
+    net.run(4.0)
+    assert not any(c.end for c in early)
+    third = Caller(net, hosts[2], 2, patience_s=10.0)
+    net.until(lambda: ended([*early, third]))
+    assert len(third.outcome.included) == 3
+    pair = [Caller(net, h, i, key="k2", patience_s=10.0) for i, h in enumerate(hosts[:2])]
+    assert net.until(lambda: ended(pair)) < 12.0
+    assert all(set(c.outcome.included) == {hosts[0].name, hosts[1].name} for c in pair)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_dies_or_freezes_those_left_have_the_mean_of_whom_they_name(seed: int) -> None:
+    rng = random.Random(seed)
+    net = MeshNet(seed, loss=rng.choice([0.0, 0.05]), detect_s=rng.uniform(0.3, 4.0))
+    n = rng.randint(2, 7)
+    hosts = net.add(n, up_Bps=rng.choice([3e3, 2e4]))
+    callers = [Caller(net, host, i, weight=rng.uniform(0.5, 3.0)) for i, host in enumerate(hosts)]
+    victims = rng.sample(hosts, rng.randint(1, n - 1))
+    for victim in victims:
+        fault = rng.choice([net.kill, net.freeze, net.leave])
+        net.clock.at(net.now + rng.uniform(0.0, 3.0), fault, victim)
+    net.run(5.0)
+    left = [c for c in callers if not c.host.dead and not c.host.frozen]
+    net.until(lambda: all(c.end is not None for c in left), 90.0)
+    for caller in left:
+        outcome = caller.outcome
+        assert outcome.included.get(caller.host.name, 0) == NUMEL
+        names = set(outcome.included) | set(outcome.missing)
+        assert names == {seat.voter.peer for seat in outcome.seats}
+    check_included_chunkwise(callers, left)
+
+
+def check_included_chunkwise(callers: list[Caller], left: list[Caller]) -> None:
+    """Where somebody is in only a part of the mean, each chunk is the mean of some set that contains the whole ones."""
+    by_name = {c.host.name: c for c in callers}
+    for caller in left:
+        outcome = caller.outcome
+        seats = {seat.voter.peer: seat for seat in outcome.seats}
+        counted = dict.fromkeys(outcome.included, 0)
+        names = sorted(outcome.included)
+        for start in range(0, NUMEL, CHUNK):
+            stop = min(start + CHUNK, NUMEL)
+            found = next((s for s in subsets(names) if is_mean(caller, by_name, seats, s, start, stop)), None)
+            assert found is not None, "a chunk is no mean of anybody"
+            for name in found:
+                counted[name] += stop - start
+        assert counted == outcome.included
+
+
+def subsets(names: list[str]) -> list[list[str]]:
+    return [[n for k, n in enumerate(names) if mask >> k & 1] for mask in range(1, 1 << len(names))]
+
+
+def is_mean(caller: Caller, by_name: Any, seats: Any, names: list[str], start: int, stop: int) -> bool:
+    total = sum(seats[n].weight for n in names)
+    mean = sum(seats[n].weight * by_name[n].given[start:stop].double() for n in names) / total
+    return bool(torch.allclose(caller.out[start:stop].double(), mean, rtol=1e-5, atol=1e-5))
+
+
+def test_a_slow_contributor_is_left_out_in_time_and_named() -> None:
+    net = MeshNet(8)
+    hosts = [*net.add(3), *net.add(1, up_Bps=100.0)]
+    callers = calls(net, hosts, budget_s=20.0)
+    net.until(lambda: ended(callers))
+    for caller in callers[:3]:
+        assert set(caller.outcome.missing) == {hosts[3].name}
+    check_included_chunkwise(callers, callers[:3])
+
+
+@pytest.mark.parametrize("how", ["short", "nan", "seats"])
+def test_nonsense_of_one_member_is_refused_and_counted_under_its_name(how: str) -> None:
+    net = MeshNet(9)
+    hosts = net.add(4)
+    liar = hosts[2].name
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if source != liar or not isinstance(m, Parcel):
+            return m
+        if how == "short":
+            return Parcel(m.key, m.chunk, m.weight, m.included, m.payload[:-4])
+        if how == "nan":
+            return Parcel(m.key, m.chunk, m.weight, m.included, b"\xff" * len(m.payload))
+        return Parcel(m.key, m.chunk, m.weight, (0, 9), m.payload) if m.included else m
+
+    net.tamper = tamper
+    callers = calls(net, hosts)
+    net.until(lambda: ended([c for c in callers if c.host.name != liar]))
+    honest = [c for c in callers if c.host.name != liar]
+    for caller in honest:
+        assert (liar in caller.outcome.missing) == (how != "seats")
+        assert liar in caller.outcome.lost
+    check_included_chunkwise(callers, honest)
+    assert sum(h.mesh.ground.dropped[liar, reason] for h in hosts for reason in REASONS[how]) > 0 or how == "nan"
+
+
+REASONS = {"short": ["wrong size"], "nan": ["a result that cannot be"], "seats": ["a result that cannot be"]}
+
+
+def test_a_begin_that_cannot_be_starts_nothing() -> None:
+    net = MeshNet(10)
+    hosts = net.add(3)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        return Begin(m.key, m.nonce, m.grid, m.seats[:1]) if isinstance(m, Begin) else m
+
+    net.tamper = tamper
+    callers = calls(net, hosts, patience_s=4.0, least=2, budget_s=10.0)
+    net.until(lambda: ended(callers), 200.0)
+    assert any("cannot be" in bad for h in hosts for bad in h.bad)
+    assert not any(isinstance(c.end, GroupDone) and len(c.outcome.included) > 1 for c in callers)
+
+
+def test_giving_up_leaves_nothing_behind_and_nothing_is_written_any_more() -> None:
+    net = MeshNet(11)
+    hosts = net.add(3, up_Bps=2e3)
+    callers = calls(net, hosts)
+    net.run(1.0)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up("k", now))
+    seen = callers[0].out.clone()
+    net.until(lambda: ended(callers))
+    assert isinstance(callers[0].end, GroupFailed) and callers[0].end.why == "given up"
+    assert torch.equal(seen.isnan(), callers[0].out.isnan())
+    assert not hosts[0].mesh.parcels.holdings._held
+    check_included_chunkwise(callers, callers[1:])

@@ -1,0 +1,63 @@
+"""Averaging without the log over real peers on loopback."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import dlc
+from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.mesh import GroupCall
+from tests.helpers import wait_until
+from tests.swarm import swarm
+
+LONG_S = 60.0
+
+
+def know_each_other(peers: list[dlc.Peer]) -> None:
+    wait_until(lambda: all(sum(m.alive for m in p.members()) == len(peers) for p in peers), LONG_S)
+
+
+def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
+    with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
+        know_each_other(peers)
+        given = [torch.randn(50_000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        held = [[g[:40_000].clone().view(200, 200), g[40_000:].clone().bfloat16()] for g in given]
+        groups = [dlc.Group(p, "all", codec="fp32", matchmaking_s=30.0) for p in peers]
+        reports = list(pool.map(lambda i: groups[i].all_reduce(held[i], weight=i + 1.0, gather=bytes([i])), range(4)))
+        mean = sum((i + 1) * given[i][:40_000].double() for i in range(4)) / 10
+        for i, report in enumerate(reports):
+            assert report.complete and len(report.contributors) == 4 and report.weight == 10.0
+            assert report.gathered == {p.id: bytes([j]) for j, p in enumerate(peers)}
+            torch.testing.assert_close(held[i][0].flatten().double(), mean, rtol=1e-6, atol=1e-6)
+            assert held[i][1].dtype == torch.bfloat16 and report.bytes_received > 0
+        pair = [peers[0].id, peers[2].id]
+        alone = [torch.full((10,), float(i)) for i in range(4)]
+        two = [dlc.Group(peers[i], "pair", peers=pair, owns=i == 0, matchmaking_s=30.0) for i in (0, 2)]
+        told = list(pool.map(lambda k: two[k].all_reduce(alone[2 * k]), range(2)))
+        assert torch.equal(alone[0], torch.ones(10)) and torch.equal(alone[2], torch.ones(10))
+        assert all(r.owned == {peers[0].id: 1.0} for r in told) and "2 of 2 peers" in told[0].summary()
+
+
+def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leaves_says_so() -> None:
+    with swarm(2, log=False) as peers:
+        x = torch.ones(8)
+        with pytest.raises(RoundTimeout, match="1 of at least 2 came"):
+            dlc.Group(peers[0], "lonely", matchmaking_s=0.2).all_reduce(x)
+        group = dlc.Group(peers[0], "later", matchmaking_s=LONG_S)
+        call = group.all_reduce(x, async_op=True)
+        assert isinstance(call, GroupCall) and call.stage == "waiting" and not call.done
+        with pytest.raises(UsageError, match="already"):
+            group.all_reduce(x)
+        call.cancel()
+        with pytest.raises(RoundTimeout, match="cancelled"):
+            call.wait()
+        call = group.all_reduce(x, async_op=True)
+        peers[0].leave()
+        with pytest.raises(SwarmClosed):
+            call.wait(LONG_S)
+        assert torch.equal(x, torch.ones(8))
+    with pytest.raises(UsageError, match="not this one"):
+        dlc.Group(peers[1], "x", peers=["somebody"])
