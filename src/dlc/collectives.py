@@ -23,6 +23,8 @@ from dlc.report import RoundReport
 
 PATIENCE_SHARE = 0.5
 """A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
+PATIENCE_S_MIN = 1e-3
+"""No patience at all would stand for another rule, that of training."""
 BARRIER_SHARE = 0.75
 """A barrier gives the others this share of its time limit; the rest is for learning who did not come."""
 
@@ -43,6 +45,7 @@ class Collectives(Channels):
         name: str = "default",
         codec: str = "fp16",
         timeout_s: float = 60.0,
+        patience_s: float | None = None,
         async_op: Literal[False] = False,
     ) -> RoundReport: ...
 
@@ -55,6 +58,7 @@ class Collectives(Channels):
         name: str = "default",
         codec: str = "fp16",
         timeout_s: float = 60.0,
+        patience_s: float | None = None,
         async_op: Literal[True],
     ) -> Reduction: ...
 
@@ -66,12 +70,14 @@ class Collectives(Channels):
         name: str = "default",
         codec: str = "fp16",
         timeout_s: float = 60.0,
+        patience_s: float | None = None,
         async_op: bool = False,
     ) -> RoundReport | Reduction:
         """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
 
-        All peers call it with the same shapes and the same `name`. Peers that are not ready within half of `timeout_s`
-        are left out and named in the report. Raises RoundTimeout (the tensors are unchanged), SwarmClosed, UsageError.
+        All peers call it with the same shapes and the same `name`. Peers that are not ready within `patience_s` (None:
+        half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
+        SwarmClosed, UsageError.
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
@@ -85,7 +91,8 @@ class Collectives(Channels):
             raise UsageError("all_reduce needs at least one element")
         if not weight >= 0 or weight == float("inf"):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
-        reduction = self._reduce(name, many, weight, codec, PATIENCE_SHARE * timeout_s)
+        patience_s = PATIENCE_SHARE * timeout_s if patience_s is None else max(patience_s, PATIENCE_S_MIN)
+        reduction = self._reduce(name, many, weight, codec, patience_s)
         return reduction if async_op else _waited(reduction, timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:

@@ -23,7 +23,7 @@ Learning-rate schedulers take `inner`. `torch.amp.GradScaler.step(opt)` works: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from dlc.handles import outer_part
 from dlc.report import RoundReport
 from dlc.runspec import OVERLAPS, OuterSpec
 from dlc.train.checkpoint import bytes_tensor
+from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, Hook, NotFinite, OuterLoop, Work
 from dlc.train.swarm import TrainPeer
 
@@ -48,6 +49,7 @@ class DiLoCo:
     Creation blocks until the swarm's parameters are in `model` (the first peer's become the swarm's), at most
     `timeout_s` where given. All peers must build models of equal shapes, and use equal `outer` and codec.
 
+    model:   or its parameters, in the same order on all peers.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
     overlap: "none", or "delayed": inner steps go on during a round; `flush` waits for the last one.
@@ -64,7 +66,7 @@ class DiLoCo:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Parameter],
         inner: torch.optim.Optimizer,
         peer: TrainPeer,
         sync_every: int = 500,
@@ -100,7 +102,7 @@ class DiLoCo:
         self._peer, self._channel = peer, channel
         self._outer = OuterLoop(
             peer,
-            FlatView.of(model),
+            FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model),
             channel=channel,
             outer=outer,
             hook=pseudo_gradient_hook,
@@ -127,6 +129,11 @@ class DiLoCo:
     def t(self) -> int:
         """Rounds in the parameters that the present inner steps started from."""
         return self._outer.position.t
+
+    @property
+    def outer_state(self) -> OuterState:
+        """Theta and the outer moments, as they stand on this peer. To be read only."""
+        return self._outer.state
 
     @property
     def inner_step(self) -> int:
@@ -195,6 +202,12 @@ class DiLoCo:
         report = self._exchange(wait=True) or report
         self._outer.refresh()
         return report
+
+    def reload(self) -> None:
+        """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
+        self.flush()
+        self._steps = 0
+        self._outer.adopt()
 
     @property
     def _work(self) -> Work:

@@ -137,6 +137,26 @@ class OuterState:
             out.copy_(self._theta)
             return self._t
 
+    def vectors(self) -> tuple[int, list[Tensor]]:
+        """The last round that was applied, and copies of theta and the moments after it (fp32, CPU, `numel` each)."""
+        with self._lock:
+            self._check_whole()
+            return self._t, [vector.clone() for vector in self._vectors()]
+
+    def load_moments(self, moments: Sequence[Tensor]) -> None:
+        """Go on with these (fp32, `numel` each; copied) in place of the present ones: before the first round only.
+
+        UsageError, with nothing changed: there were rounds, or their number or form is another.
+        """
+        if self._t or [m.shape for m in moments] != [self._theta.shape] * len(self._moments):
+            raise UsageError(
+                f"{len(moments)} moments after {self._t} rounds: before the first round {len(self._moments)} of "
+                f"{self.numel} elements can be loaded"
+            )
+        with self._lock:
+            for own, given in zip(self._moments, moments, strict=True):
+                own.copy_(given)
+
     def image_bytes(self) -> int:
         """Size of an exported image in bytes."""
         return IMAGE_HEADER.size + 4 * self.numel * (1 + len(self._moments))

@@ -1,0 +1,154 @@
+"""`DiLoCoGradAverager`: pseudo-gradients averaged into the gradients of an outer optimizer that the caller steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlc.compat.opendiloco.strategy import codec_of, peer_of
+from dlc.errors import UsageError
+from dlc.handles import Reduction
+from dlc.peer import Peer
+
+MATCHMAKING_S = 5.0
+ALLREDUCE_S = 60.0
+NEEDLESS = frozenset(
+    "client_mode auxiliary start target_group_size min_group_size initial_group_bits averaging_alpha shutdown_timeout "
+    "next_chunk_timeout sender_timeout reducer_timeout request_timeout part_size_bytes bandwidth min_vector_size "
+    "allow_state_sharing declare_state_period".split()
+)
+"""Of Hivemind's averager, taken and not used: all peers of the run are one group."""
+
+
+class Control:
+    """One averaging, planned or on its way: what `step(wait=False)` and `schedule_step` return."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._reduction: Reduction | None = None
+        self._result: dict[str, None] | None = None
+
+    @property
+    def triggered(self) -> bool:
+        """The pseudo-gradients were offered."""
+        return self._reduction is not None
+
+    def done(self) -> bool:
+        """`result` would return, or raise, at once."""
+        return self._reduction is not None and self._reduction.done
+
+    def begin(self, reduction: Reduction) -> None:
+        """Its one use."""
+        if self._reduction is not None:
+            raise UsageError("this control was used already: schedule another step")
+        self._reduction = reduction
+
+    def result(self, timeout: float | None = None) -> dict[str, None]:
+        """Wait for the mean, and write it into the gradients. Who is in it, by peer id.
+
+        RoundTimeout: not within `timeout` seconds (None: those of the step); it can be waited for again. UsageError:
+        not begun yet.
+        """
+        if self._reduction is None:
+            raise UsageError("nothing is on its way: pass this control to step()")
+        report = self._reduction.wait(self.timeout_s if timeout is None else timeout)
+        return {share.peer: None for share in report.contributors}
+
+    def cancel(self) -> bool:
+        """The gradients are the caller's again, unchanged. False: it is over, or was never begun."""
+        return self._reduction is not None and self._reduction.cancel()
+
+
+class DiLoCoGradAverager:
+    """`main_parameters`: what the inner steps move. `offloaded_optimizer`: the outer one, over copies on the CPU.
+
+    Its parameters' gradients become the mean of (outer parameter - main parameter) over the peers of `dht`'s run that
+    call `step` with the same `prefix`; those that are not ready within `min_matchmaking_time` seconds are left out. The
+    outer step is the caller's; `DiLoCoOptimizer` needs none of this.
+
+    KeyError, ValueError, TypeError: as OpenDiLoCo, an argument is not offered, or unknown.
+    """
+
+    def __init__(
+        self,
+        main_parameters: Sequence[torch.nn.Parameter],
+        offloaded_optimizer: torch.optim.Optimizer,
+        *,
+        dht: object,
+        prefix: str,
+        warn: bool = True,
+        compression: object = "fp32",
+        min_matchmaking_time: float = MATCHMAKING_S,
+        allreduce_timeout: float | None = ALLREDUCE_S,
+        **of_hivemind: Any,
+    ) -> None:
+        if of_hivemind.get("client_mode") or of_hivemind.get("auxiliary"):
+            raise KeyError("client_mode and auxiliary are not offered by DiLoCoGradAverager")
+        if "averaged_grads" in of_hivemind:
+            raise KeyError("averaged_grads is not offered: the gradients of offloaded_optimizer are averaged")
+        if unknown := of_hivemind.keys() - NEEDLESS:
+            raise TypeError(f"DiLoCoGradAverager has no argument {sorted(unknown)[0]!r}")
+        if not isinstance(main_parameters, list | tuple):
+            raise ValueError("main_parameters must be a list or a tuple: an iterator would be used up")
+        peer = peer_of(dht)
+        if not isinstance(peer, Peer):
+            raise UsageError(f"dht must be a dlc.Peer, or hold one as .peer, not {type(dht).__name__}")
+        self.main_parameters, self.offloaded_optimizer = list(main_parameters), offloaded_optimizer
+        self.prefix = prefix
+        self._peer, self._codec = peer, codec_of(compression)
+        self._patience_s, self._timeout_s = min_matchmaking_time, allreduce_timeout
+        self._outer = [p for group in offloaded_optimizer.param_groups for p in group["params"]]
+        shapes = [tuple(p.shape) for p in self.main_parameters]
+        if [tuple(p.shape) for p in self._outer] != shapes:
+            raise ValueError("main_parameters and the parameters of offloaded_optimizer must have the same shapes")
+        for p in self._outer:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer.id
+
+    @contextlib.contextmanager
+    def get_tensors(self) -> Iterator[list[Tensor]]:
+        """The gradients; not while an averaging is on its way."""
+        yield [p.grad for p in self._outer]
+
+    @torch.no_grad()
+    def compute_and_load_pseudo_grad_into_averager(self) -> None:
+        """Gradients <- outer parameters - main parameters."""
+        for outer, main in zip(self._outer, self.main_parameters, strict=True):
+            torch.sub(outer.detach(), main.detach().to(outer.device), out=outer.grad)
+
+    def schedule_step(self, scheduled_time: float | None = None, timeout: float | None = None) -> Control:
+        """For a later `step(control=...)`. There is nothing to prepare, so the time changes nothing."""
+        return Control(self._timeout_s if timeout is None else timeout)
+
+    def step(
+        self, control: Control | None = None, timeout: float | None = None, wait: bool = True
+    ) -> dict[str, None] | Control:
+        """Average the pseudo-gradients; without `wait`, return the control to wait with. Who is in, by peer id.
+
+        RoundTimeout: not within `timeout` seconds; SwarmClosed: the peer has left.
+        """
+        control = control if control is not None else self.schedule_step(timeout=timeout)
+        self.compute_and_load_pseudo_grad_into_averager()
+        control.begin(
+            self._peer.all_reduce(
+                [p.grad for p in self._outer],
+                name=f"{self.prefix}/gradients",
+                codec=self._codec,
+                patience_s=self._patience_s,
+                async_op=True,
+            )
+        )
+        return control.result(timeout) if wait else control
+
+    def notify_used_averaged_gradients(self) -> None:
+        """There is nothing to note."""
+
+    def shutdown(self) -> None:
+        """The peer stays."""

@@ -1,0 +1,285 @@
+"""`DiLoCoOptimizer`: OpenDiLoCo's optimizer, with its arguments, over one `dlc.DiLoCo`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlc.compat.opendiloco.outer import OuterOptimizer, parameters_of, spec_of
+from dlc.compat.opendiloco.strategy import AllReduceStrategy, codec_of, patience_of, peer_of
+from dlc.compat.opendiloco.tracker import DiloCoProgressTracker, Own
+from dlc.errors import UsageError
+from dlc.flat import FlatView
+from dlc.report import RoundReport
+from dlc.train.checkpoint import bytes_tensor
+from dlc.train.diloco import DiLoCo
+from dlc.train.outer import OuterState
+
+log = logging.getLogger(__name__)
+
+MATCHMAKING_S = 15.0
+OWN_ARGUMENTS = {
+    "optimizer": "outer_optimizer and inner_optimizer",
+    "target_batch_size": "batch_size and num_inner_steps",
+    "batch_size_per_step": "batch_size",
+}
+"""Of Hivemind's optimizer, and what takes their place."""
+FIXED = {
+    "use_local_updates": True,
+    "offload_optimizer": True,
+    "delay_state_averaging": False,
+    "delay_grad_averaging": False,
+    "delay_optimizer_step": False,
+    "client_mode": False,
+    "auxiliary": False,
+    "extra_tensors": False,
+}
+"""Of Hivemind's optimizer, with the one value that they can have (None is the default, too)."""
+NEEDLESS = frozenset(
+    "averager_opts tracker_opts averaging_timeout allreduce_timeout next_chunk_timeout load_state_timeout "
+    "shutdown_timeout average_state_every state_averaging_compression load_state_compression reuse_grad_buffers "
+    "performance_ema_alpha status_loglevel verbose".split()
+)
+"""Of Hivemind's optimizer, taken and not used: dlc measures its deadlines, and there is no second exchange."""
+
+
+class StateAverager:
+    """What OpenDiLoCo's programs look for in `optimizer.state_averager`."""
+
+    def __init__(self, outer: OuterOptimizer, inner: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
+        self.optimizer = outer
+        """The outer optimizer: `param_groups`, `state_dict`, `load_state_dict`."""
+        self.inner_optimizer = inner
+        self.main_parameters = params
+        self.scheduler_inner_optimizer: Any = None
+
+
+class DiLoCoOptimizer:
+    """Steps an inner optimizer, and every `num_inner_steps` of its steps exchanges with all peers of `run_id`.
+
+    dht: a `dlc.Peer`, or what holds one as `.peer`. batch_size: samples of a step; a peer's weight in a round is its
+    samples. outer_optimizer, inner_optimizer, scheduler: callables of the parameters, or of the inner optimizer.
+    params: parameters, or groups of them, in the same order on all peers. grad_compression: Hivemind's, or the name of
+    a codec; the default is fp32. all_reduce_strategy, timeout_waiting_for_peers, matchmaking_time: how long a round
+    waits for peers that are alive and late, whose work is never lost (see `AllReduceStrategy`).
+
+    The first step, or `load_state_from_peers`, takes the swarm's parameters; the first peer's become the swarm's.
+
+    TypeError, ValueError, KeyError, UsageError: an argument is unknown, contradicts another, or asks for what is not
+    offered; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: object,
+        run_id: str,
+        batch_size: int,
+        num_inner_steps: int,
+        outer_optimizer: Callable[[Any], torch.optim.Optimizer],
+        inner_optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer,
+        params: Iterable[Any] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        grad_compression: object = "fp32",
+        all_reduce_strategy: AllReduceStrategy = AllReduceStrategy.WAIT_FOR_ALL,
+        timeout_waiting_for_peers: float | None = None,
+        matchmaking_time: float | None = MATCHMAKING_S,
+        **of_hivemind: object,
+    ) -> None:
+        _check(of_hivemind)
+        for make in (outer_optimizer, scheduler):
+            if make is not None and not callable(make):
+                raise TypeError("outer_optimizer and scheduler must be callables that make them")
+        matchmaking_s = 0.0 if matchmaking_time is None else float(matchmaking_time)
+        patience_s = patience_of(all_reduce_strategy, timeout_waiting_for_peers, matchmaking_s)
+        given, self._params = parameters_of(params)
+        if isinstance(inner_optimizer, torch.optim.Optimizer):
+            self.inner_optimizer = inner_optimizer
+        elif callable(inner_optimizer):
+            self.inner_optimizer = inner_optimizer(given)
+        else:
+            raise TypeError(
+                f"inner_optimizer must make an optimizer of parameters, not {type(inner_optimizer).__name__}"
+            )
+        self.dht, self.run_id = dht, run_id
+        self.num_inner_steps, self.batch_size = num_inner_steps, batch_size
+        self.all_reduce_strategy, self.timeout_waiting_for_peers = all_reduce_strategy, timeout_waiting_for_peers
+        self._peer, self._codec, self._patience_s = peer_of(dht), codec_of(grad_compression), patience_s
+        self._view = FlatView(self._params)
+        outer = OuterOptimizer(spec_of(outer_optimizer), self._view.tensors, self._read)
+        self.state_averager = StateAverager(outer, self.inner_optimizer, self._params)
+        if scheduler is not None:
+            self.state_averager.scheduler_inner_optimizer = scheduler(self.inner_optimizer)
+        self.tracker = DiloCoProgressTracker(self._peer, run_id, batch_size, num_inner_steps, self._own)
+        self._diloco: DiLoCo | None = None
+        self._epochs_before = 0
+        """Of a run that this one goes on from."""
+        self._samples = 0
+        self._saved: Mapping[str, Any] | None = None
+
+    # ---------------------------------------------------------------- training
+
+    def step(
+        self,
+        closure: Callable[[], Tensor] | None = None,
+        batch_size: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor | float | None:
+        """One inner step, by `scaler` where given (one that it skips does not count), and the exchange that may be due.
+
+        Returns the loss of `closure`. A first step that finds another model in the swarm takes that, and drops the
+        gradients, which were not of it. Raises what `dlc.DiLoCo.step` raises; ValueError: closure and scaler.
+        """
+        if scaler is not None and closure is not None:
+            raise ValueError("a closure and a scaler cannot be used together")
+        if self._diloco is None and self._take_swarms():
+            log.info("this peer held other parameters than the swarm; its first gradients are dropped")
+            if scaler is not None:
+                with contextlib.suppress(RuntimeError):  # the caller has done it; one time the scaler needs
+                    scaler.unscale_(self.inner_optimizer)
+            return closure() if closure is not None else None
+        diloco = self._joined()
+        before, t = diloco.inner_step, diloco.t
+        samples = self.batch_size if batch_size is None else batch_size
+        self._samples = self._samples + samples if before else samples
+        diloco.weight = self._samples / (before + 1)
+        last = diloco.last_report
+        inner: Any = self.inner_optimizer
+        loss = scaler.step(inner) if scaler is not None else inner.step(closure)
+        if diloco.inner_step == before:  # skipped by the scaler
+            self._samples -= samples
+        elif not diloco.inner_step:
+            self._samples = 0
+        if self.state_averager.scheduler_inner_optimizer is not None:
+            self.state_averager.scheduler_inner_optimizer.step()
+        report = diloco.last_report
+        if diloco.t != t and report is not None and report is not last:
+            log.info("%s", report.summary())
+        self.tracker.stepped(report.seconds if report is not None and report is not last else 0.0)
+        return loss
+
+    @property
+    def last_report(self) -> RoundReport | None:
+        """Of the last round that counted this peer; what OpenDiLoCo does not tell."""
+        return self._diloco.last_report if self._diloco is not None else None
+
+    def load_state_from_peers(self, **of_hivemind: object) -> None:
+        """Take the swarm's newest parameters; steps that are in no round yet are dropped. Blocks until they are here.
+
+        The inner optimizer's moments stay this peer's own. Arguments of Hivemind's change nothing.
+        """
+        if self._diloco is None:
+            self._take_swarms()
+        else:
+            self._samples = 0
+            self._diloco.reload()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.inner_optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer."""
+        return self.inner_optimizer.param_groups
+
+    @property
+    def local_epoch(self) -> int:
+        """Rounds in this peer's parameters, those of the run that was loaded included."""
+        return self._epochs_before + (self._diloco.t if self._diloco is not None else 0)
+
+    def shutdown(self) -> None:
+        """Step the inner optimizer alone from now on. The peer stays: leave it, or shut the `dht` down."""
+        if self._diloco is not None:
+            self._diloco.unfollow()
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both optimizers' states and the epoch in OpenDiLoCo's form, and what dlc's own counts."""
+        outer = self.state_averager.optimizer.state_dict()
+        outer["state"]["local_epoch"] = self.local_epoch
+        own = self._diloco.state_dict() if self._diloco is not None else {"inner_step": 0, "residual": None}
+        return {
+            "state_dict_outer": outer,
+            "state_dict_inner": self.inner_optimizer.state_dict(),
+            "dlc": {"inner_step": own["inner_step"], "residual": own["residual"], "samples": self._samples},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, or OpenDiLoCo's. The outer part counts where a whole swarm begins anew; see
+        `OuterOptimizer.load_state_dict`."""
+        outer = dict(state_dict["state_dict_outer"])
+        outer["state"] = dict(outer["state"])
+        epoch = int(outer["state"].pop("local_epoch", self.local_epoch))
+        self.state_averager.optimizer.load_state_dict(outer)
+        self.inner_optimizer.load_state_dict(state_dict["state_dict_inner"])
+        own = state_dict.get("dlc", {"inner_step": 0, "residual": None, "samples": 0})
+        self._samples = int(own["samples"])
+        self._saved = {"inner": state_dict["state_dict_inner"], **own}
+        if self._diloco is None:
+            self._epochs_before = epoch
+        else:
+            self._diloco.load_state_dict(dict(self._saved))
+
+    # ---------------------------------------------------------------- inside
+
+    def _own(self) -> Own:
+        steps = self._diloco.inner_step if self._diloco is not None else 0
+        return Own(self.local_epoch, steps, self._samples)
+
+    def _read(self) -> tuple[int, list[Tensor]] | None:
+        """The swarm's outer state as this peer holds it, once it does."""
+        return self._diloco.outer_state.vectors() if self._diloco is not None else None
+
+    def _joined(self) -> DiLoCo:
+        if self._diloco is None:
+            raise UsageError("this optimizer has not joined its run yet")
+        return self._diloco
+
+    def _take_swarms(self) -> bool:
+        """Join the run. True: this peer held other parameters than the swarm does."""
+        before = self._view.gather(torch.empty(self._view.numel))
+        outer, channel = self.state_averager.optimizer, self.run_id
+        resume = None
+        if outer.moments:
+            began = OuterState(before, outer.spec)
+            began.load_moments(outer.moments)
+            resume = {"outer": {"t": began.t, "image": bytes_tensor(began.export())}}
+        self._diloco = DiLoCo(
+            self._params,
+            self.inner_optimizer,
+            self._peer,
+            self.num_inner_steps,
+            outer=outer.spec,
+            codec=self._codec,
+            channel=channel,
+            patience_s=self._patience_s,
+            resume=resume,
+        )
+        self._diloco.follow()
+        if self._diloco.t:
+            self._epochs_before = 0  # of the run that lives
+        after = self._view.gather(torch.empty(self._view.numel))
+        others = not torch.equal(before, after)
+        self._samples = 0 if others else self._samples
+        if self._saved is not None:
+            steps = 0 if others else self._saved["inner_step"]
+            self._diloco.load_state_dict({**self._saved, "inner_step": steps})
+        return others
+
+
+def _check(of_hivemind: Mapping[str, object]) -> None:
+    """Refuse what OpenDiLoCo refuses, and what it would pass on to nobody."""
+    for name, value in of_hivemind.items():
+        if name in OWN_ARGUMENTS:
+            raise KeyError(f"{name} has no meaning here: use {OWN_ARGUMENTS[name]}")
+        if name in FIXED and value is not None and bool(value) != FIXED[name]:
+            raise ValueError(f"{name}={value!r} is not offered: leave it out")
+        if name not in FIXED and name not in NEEDLESS:
+            raise TypeError(f"DiLoCoOptimizer has no argument {name!r}")

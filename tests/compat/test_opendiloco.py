@@ -1,0 +1,332 @@
+"""OpenDiLoCo's optimizer over ours: its algorithm, its arguments, its state; mostly over a peer without a network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlc.compat.opendiloco import AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
+from dlc.errors import UsageError
+from dlc.peer import Peer
+from dlc.survey import Member
+from tests.swarm import JOIN_S, swarm
+from tests.train.fake_peer import FakePeer, FakePosition
+
+H = 3
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class LonePeer(FakePeer):
+    """Knows members of all roles, and can be asked where a channel stands before it is open."""
+
+    known: list[Member] = []
+
+    def position(self, channel: str) -> FakePosition:
+        return super().position(channel) if hasattr(self, "state") else FakePosition(0, 0.0, b"", None, b"")
+
+    def members(self) -> list[Member]:  # type: ignore[override]
+        return [member("me", me=True), *self.known]
+
+
+def member(
+    name: str, role: str = "trainer", alive: bool = True, me: bool = False, speed: float = 0.0, said: Any = None
+):
+    """What is known of a peer that said `said` of itself."""
+    status = {} if said is None else {"opendiloco": said}
+    return Member(name, "", role, alive, False, "", 0.0, 0, speed, status, me)
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def made(net: nn.Module, peer: object, **options: Any) -> DiLoCoOptimizer:
+    given = {"outer_optimizer": NESTEROV, "inner_optimizer": ADAMW, "batch_size": 5, "num_inner_steps": H}
+    return DiLoCoOptimizer(dht=peer, run_id="run", params=net.parameters(), **{**given, **options})  # type: ignore[arg-type]
+
+
+def loss_of(net: nn.Module, step: int) -> Tensor:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_rounds_are_torchs_outer_steps_on_what_the_inner_optimizer_did() -> None:
+    net, twin, peer = model(), model(), LonePeer()
+    optimizer = made(net, peer, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5))
+    inner = ADAMW(twin.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(inner, step_size=2, gamma=0.5)
+    theta = [p.detach().clone().requires_grad_() for p in twin.parameters()]
+    outer = NESTEROV(theta)
+    train(net, optimizer, range(2 * H))
+    for step in range(2 * H):
+        train(twin, inner, range(step, step + 1))
+        schedule.step()
+        if step % H == H - 1:
+            for kept, p in zip(theta, twin.parameters(), strict=True):
+                kept.grad = kept.detach() - p.detach()
+            outer.step()
+            for kept, p in zip(theta, twin.parameters(), strict=True):
+                p.data.copy_(kept.data)
+    torch.testing.assert_close(flat(net), flat(twin), rtol=1e-5, atol=1e-6)
+    assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] < 0.01
+    assert optimizer.local_epoch == 2 and optimizer.last_report is not None and peer.weights == [5.0 * H] * 2
+    told, exact = optimizer.state_averager.optimizer.state_dict(), outer.state_dict()
+    assert told["state"].keys() == exact["state"].keys()
+    for place, state in told["state"].items():
+        torch.testing.assert_close(state["momentum_buffer"], exact["state"][place]["momentum_buffer"])
+    assert optimizer.state_averager.optimizer.param_groups[0]["lr"] == 0.7
+
+
+def test_a_swarm_that_is_started_again_from_a_saved_state_goes_on_as_it_was() -> None:
+    whole = model()
+    train(whole, made(whole, LonePeer()), range(4 * H + 1))
+    net = model()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(2 * H + 1))
+    told = optimizer.state_dict()
+    assert told["state_dict_outer"]["state"]["local_epoch"] == 2 and told["dlc"]["inner_step"] == 1
+    train(net, optimizer, range(2 * H + 1, 3 * H))  # up to a round, where the parameters are theta
+    saved, base = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net)
+    again = made(base, LonePeer())
+    again.load_state_dict(saved)
+    before = copy.deepcopy(again.state_dict())
+    assert before["state_dict_outer"]["param_groups"] == saved["state_dict_outer"]["param_groups"]
+    for place in range(4):
+        held = [s["state_dict_outer"]["state"][place]["momentum_buffer"] for s in (before, saved)]
+        assert torch.equal(*held) and bool(held[0].any())
+    assert again.local_epoch == 3 and before["state_dict_inner"]["state"].keys() == {0, 1, 2, 3}
+    train(base, again, range(3 * H, 4 * H + 1))
+    assert torch.equal(flat(base), flat(whole)) and again.local_epoch == 4
+
+
+def test_where_the_swarm_lives_its_state_counts_and_gradients_of_other_parameters_are_dropped() -> None:
+    peer, first, net = LonePeer(), model(), model()
+    train(first, made(first, peer), range(H))
+    state, opened = peer.state, peer.open
+
+    def join(channel: str, own: Any, **options: Any) -> FakePosition:
+        found = opened(channel, own, **options)
+        own.restore(state.export())
+        return found
+
+    peer.open = join  # type: ignore[method-assign]
+    saved = made(model(), LonePeer()).state_dict()
+    optimizer = made(net, peer)
+    optimizer.load_state_dict(
+        {**saved, "state_dict_outer": {**saved["state_dict_outer"], "state": {"local_epoch": 40}}}
+    )
+    assert optimizer.local_epoch == 40
+    train(net, optimizer, range(1))
+    assert torch.equal(flat(net), flat(first)) and optimizer.local_epoch == 1 and not optimizer.tracker.local_step
+    train(net, optimizer, range(1, 3))
+    assert optimizer.tracker.local_step == 2 and optimizer.tracker.real_step == H + 2
+    optimizer.load_state_from_peers()
+    assert torch.equal(flat(net), flat(first)) and not optimizer.tracker.local_step
+    with pytest.raises(UsageError, match="swarm's by now"):
+        optimizer.state_averager.optimizer.load_state_dict(saved["state_dict_outer"])
+    held = optimizer.state_averager.optimizer.state_dict()
+    optimizer.state_averager.optimizer.load_state_dict(held)  # the same changes nothing
+
+
+def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step() -> None:
+    net, peer = model(), LonePeer()
+    optimizer = made(net, peer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    sizes = iter((1, 2, 100, 4))
+    for step, spoilt in enumerate((False, False, True, False)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, step)).backward()
+        if spoilt:
+            next(net.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        optimizer.step(batch_size=next(sizes), scaler=scaler)
+        scaler.update()
+    assert peer.weights == [7.0] and optimizer.local_epoch == 1 and scaler.get_scale() == 4.0
+
+
+def test_a_closure_is_evaluated_once_and_its_loss_comes_back() -> None:
+    net = model()
+    optimizer, calls = made(net, LonePeer()), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    loss = optimizer.step(closure)
+    assert isinstance(loss, Tensor) and calls == [loss.item()]
+    with pytest.raises(ValueError, match="scaler"):
+        optimizer.step(closure, scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "patience_s"),
+    [
+        ({}, 600.0),
+        ({"timeout_waiting_for_peers": 20.0}, 20.0),
+        ({"all_reduce_strategy": AllReduceStrategy.NO_WAIT, "matchmaking_time": 2.0}, 2.0),
+    ],
+)
+def test_a_round_waits_as_the_strategy_says(options: dict[str, Any], patience_s: float) -> None:
+    net, peer = model(), LonePeer()
+    train(net, made(net, peer, **options), range(H))
+    assert peer.patiences_s == [patience_s]
+
+
+def heavy_ball(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"timeout_waiting_for_peers": 5.0}, ValueError, "matchmaking_time"),
+        (
+            {"timeout_waiting_for_peers": 50.0, "all_reduce_strategy": AllReduceStrategy.NO_WAIT},
+            ValueError,
+            "WAIT_FOR_ALL",
+        ),
+        ({"optimizer": NESTEROV}, KeyError, "outer_optimizer"),
+        ({"target_batch_size": 9}, KeyError, "num_inner_steps"),
+        ({"use_local_updates": False}, ValueError, "use_local_updates"),
+        ({"delay_optimizer_step": True}, ValueError, "delay_optimizer_step"),
+        ({"extra_tensors": [torch.ones(1)]}, ValueError, "extra_tensors"),
+        ({"num_iner_steps": 5}, TypeError, "num_iner_steps"),
+        ({"outer_optimizer": NESTEROV([torch.ones(1)])}, TypeError, "callable"),
+        ({"outer_optimizer": len}, TypeError, "torch.optim.Optimizer"),
+        ({"inner_optimizer": 3}, TypeError, "inner_optimizer"),
+        ({"scheduler": 3}, TypeError, "scheduler"),
+        ({"outer_optimizer": heavy_ball}, UsageError, "nesterov=True"),
+        ({"outer_optimizer": partial(NESTEROV, weight_decay=0.1)}, UsageError, "weight_decay=0.1"),
+        ({"grad_compression": object()}, UsageError, "fp16"),
+        ({"dht": "127.0.0.1:4600"}, UsageError, "dlc.Peer"),
+        ({"params": []}, ValueError, "params"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_its_name(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    given: dict[str, Any] = {"dht": LonePeer(), "run_id": "run", "params": model().parameters(), "batch_size": 5}
+    given |= {"num_inner_steps": H, "outer_optimizer": NESTEROV, "inner_optimizer": ADAMW}
+    with pytest.raises(error, match=told):
+        DiLoCoOptimizer(**{**given, **options})
+
+
+def test_needless_arguments_and_compressions_by_class_are_taken() -> None:
+    class Uniform8BitQuantization:
+        pass
+
+    optimizer = made(
+        model(), LonePeer(), grad_compression=Uniform8BitQuantization(), averaging_timeout=5.0, verbose=True,
+        delay_grad_averaging=False, client_mode=None,
+    )  # fmt: skip
+    optimizer.load_state_from_peers()
+    assert optimizer.state_dict()["dlc"]["residual"] is not None, "int8 keeps what it loses"
+
+
+def test_options_of_the_outer_optimizer_are_not_one_peers_to_change() -> None:
+    optimizer = made(model(), LonePeer(), outer_optimizer=partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.95), eps=0.1))
+    with pytest.raises(UsageError, match="same on all peers"):
+        optimizer.state_averager.optimizer.param_groups[0]["lr"] = 0.1
+    other = partial(torch.optim.SGD, lr=0.4)
+    saved = made(model(), LonePeer(), outer_optimizer=other).state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_averager.optimizer.param_groups[0]["lr"] == 0.4, "as in torch, what is loaded counts"
+
+
+def test_the_tracker_counts_trainers_that_are_alive_and_believes_no_nonsense() -> None:
+    net, peer = model(), LonePeer()
+    peer.known = [
+        member("a", speed=2.5, said=["run", 0, 5]),
+        member("b", said=["other", 7, 5]),
+        member("c", said={"epoch": 9}),
+        member("d", said=["run", "9", None]),
+        member("dead", alive=False, said=["run", 9, 9]),
+        member("seer", role="observer"),
+    ]
+    optimizer = made(net, peer)
+    train(net, optimizer, range(2))
+    seen = optimizer.tracker.global_progress
+    assert (seen.num_peers, seen.epoch, seen.target_batch_size) == (6 - 1, 0, 5 * H)
+    assert seen.samples_accumulated == 10 + 5 and optimizer.tracker.global_epoch == 0
+    assert seen.eta_next_epoch - seen.next_fetch_time >= (5 * H - 5) / 2.5
+    assert optimizer.tracker.ready_to_update_epoch and optimizer.tracker.local_progress.samples_accumulated == 10
+    assert peer.said[0]["status"] == {"opendiloco": ["run", 0, 5]}
+    with optimizer.tracker.pause_updates():
+        optimizer.shutdown()
+
+
+def test_peers_end_with_equal_bits_and_a_newcomer_takes_them() -> None:
+    nets = [model(), model()]
+
+    def run(peer: Peer, i: int, steps: range) -> DiLoCoOptimizer:
+        optimizer = made(nets[i], peer, grad_compression="fp16")
+        optimizer.load_state_from_peers()
+        train(nets[i], optimizer, steps)
+        return optimizer
+
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(run, peer, i, range(10 * i, 10 * i + 2 * H)) for i, peer in enumerate(peers)]
+        both = [end.result(60) for end in ends]
+        assert torch.equal(flat(nets[0]), flat(nets[1])) and [o.local_epoch for o in both] == [2, 2]
+        assert all(o.tracker.global_progress.num_peers == 2 for o in both)
+        assert all(len(o.last_report.contributors) == 2 for o in both if o.last_report is not None)
+        states = [o.state_averager.optimizer.state_dict()["state"] for o in both]
+        assert all(torch.equal(states[0][k]["momentum_buffer"], states[1][k]["momentum_buffer"]) for k in range(4))
+        with Peer.join([peers[0].address], join_timeout_s=JOIN_S) as third:
+            late = model()
+            newcomer = made(late, third, grad_compression="fp16")
+            newcomer.load_state_from_peers()
+            assert torch.equal(flat(late), flat(nets[0])) and newcomer.local_epoch == 2
+
+
+def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:
+    mains = [[nn.Parameter(torch.full((3,), float(i))), nn.Parameter(torch.full((2, 2), 2.0 * i))] for i in range(2)]
+    outers = [torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))], lr=1.0) for _ in mains]
+    with swarm(2) as peers:
+        averagers = [
+            DiLoCoGradAverager(m, o, dht=p, prefix="g", min_matchmaking_time=60.0, start=True, target_group_size=4)
+            for m, o, p in zip(mains, outers, peers, strict=True)
+        ]
+        controls = [averager.step(wait=False) for averager in averagers]
+        for averager, control in zip(averagers, controls, strict=True):
+            assert not isinstance(control, dict)
+            assert control.result(60).keys() == {peer.id for peer in peers} and control.done()
+            with averager.get_tensors() as (one, other):
+                assert torch.equal(one, torch.full((3,), 0.5)) and torch.equal(other, torch.zeros(2, 2))
+            with pytest.raises(UsageError, match="used already"):
+                averager.step(control)
+        with pytest.raises(UsageError, match="on its way"):
+            averagers[0].schedule_step().result()
+    make: Callable[..., object] = partial(DiLoCoGradAverager, offloaded_optimizer=outers[0], dht=peers[0], prefix="g")
+    for error, options in (
+        (KeyError, {"client_mode": True}),
+        (KeyError, {"averaged_grads": ()}),
+        (TypeError, {"prefxi": 1}),
+    ):
+        with pytest.raises(error):
+            make(mains[0], **options)
+    with pytest.raises(ValueError, match="iterator"):
+        make(iter(mains[0]))
+    with pytest.raises(ValueError, match="shapes"):
+        make(mains[0][:1])
