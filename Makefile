@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup lint types test test-gpu sim demo docs bench clean
+.PHONY: help setup lint types test test-gpu sim demo docs api bench clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -51,6 +51,9 @@ demo: $(STAMP) ## three peers on this machine train one model; one is killed, on
 
 docs: $(STAMP) ## write docs/run-toml.md anew, from src/dlc/runspec.py
 	$(BIN)/python -m dlc.cli.reference > docs/run-toml.md
+
+api: $(STAMP) ## write docs/api.md anew, from the docstrings of src
+	$(BIN)/python docs/api.py > docs/api.md.new && mv docs/api.md.new docs/api.md
 
 bench: $(STAMP) ## time our all-reduce beside torch.distributed's Gloo
 	$(BIN)/python benchmarks/allreduce.py $(ARGS)

@@ -92,6 +92,7 @@ class Channels(ABC):
         return self.position(channel)
 
     def position(self, channel: str) -> Position:
+        """Where the channel stands in the log; a channel that nobody opened is at round 0."""
         return self._ask(lambda node, now: _position(node, channel))
 
     def pull(self, channel: str, out: Tensor) -> Position:

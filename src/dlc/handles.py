@@ -83,6 +83,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
+        """`wait` returns, or raises, at once."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:

@@ -224,10 +224,12 @@ class Peer(Collectives):
 
     @property
     def voter(self) -> Voter:
+        """This process as a voter: peer id and incarnation."""
         return self._intro.voter
 
     @property
     def id(self) -> str:
+        """Peer id, made of the public key: the same after a restart in the same `state_dir`."""
         return self._intro.voter.peer
 
     @property
@@ -237,10 +239,12 @@ class Peer(Collectives):
 
     @property
     def run(self) -> str:
+        """Name of the run."""
         return self.spec.run
 
     @property
     def state_path(self) -> Path | None:
+        """The state directory; None where all is kept in memory."""
         return self._intro.state.path
 
     def members(self) -> list[Member]:
