@@ -20,6 +20,7 @@ CHAPTERS = {
     "A member of a swarm": ["dlc.peer.Peer", "dlc.watching.MemberChange", "dlc.survey.Member", "dlc.survey.status"],
     "Training": ["dlc.train.diloco.DiLoCo", "dlc.runspec.OuterSpec", "dlc.runspec.RunSpec", "dlc.handles.Resume"],
     "What a round tells": ["dlc.report.RoundReport", "dlc.report.Share", "dlc.report.Missing"],
+    "Groups, without the log": ["dlc.mesh.Group", "dlc.mesh.GroupCall", "dlc.report.GroupReport", "dlc.report.Absent"],
     "Handles": ["dlc.handles.Reduction", "dlc.handles.Pending", "dlc.handles.Position", "dlc.handles.Checkpoint"],
     "In other libraries": [
         "dlc.integrations.transformers.DiLoCoCallback",
