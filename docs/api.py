@@ -56,8 +56,13 @@ def described(found: griffe.Object, name: str) -> Iterator[str]:
                 yield f"- `{member.name}`: {' '.join(member.docstring.value.split())}"
         yield ""
         return
-    public = name.removeprefix("dlc.") if "compat" in name or "integrations" in name else found.name
-    yield f"### dlc.{public}\n"
+    home, _, last = name.rpartition(".")
+    exports = {str(export) for export in found.package.exports or ()}
+    if last in exports:
+        home = "dlc"
+    elif home.startswith("dlc.compat"):  # a part of the package by which it is imported
+        home = home.rpartition(".")[0]
+    yield f"### {home}.{last}\n"
     if isinstance(found, griffe.Function):
         yield signature(found, found.name)
         yield text_of(found)
