@@ -80,7 +80,7 @@ def test_without_its_source_a_state_stays_as_it_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(collectives, "PATIENCE_SHARE", 0.01)
     with swarm(2) as peers:
         state = awkward(0)
-        with pytest.raises(RoundTimeout, match=f"{peers[1].id[:8]} gave no state .not ready"):
+        with pytest.raises(RoundTimeout, match=f"{peers[1].id[:8]} gave no state"):
             peers[0].broadcast_state(state, peers[1].id, timeout_s=WAIT_S)
         with pytest.raises(RoundTimeout, match="no member of the run"):
             peers[0].broadcast_state(state, "nobody", timeout_s=WAIT_S)
@@ -89,6 +89,7 @@ def test_without_its_source_a_state_stays_as_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     told: list[MemberChange] = []
+    later: list[MemberChange] = []
     threads = set[str]()
 
     def broken(change: MemberChange) -> None:
@@ -99,23 +100,27 @@ def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytes
         threads.add(threading.current_thread().name)
         told.append(change)
 
+    def of(peer: Peer, changes: list[MemberChange]) -> list[str]:
+        """A busy machine may find a peer dead in between, and alive again."""
+        return [change.kind for change in changes if change.peer == peer.id]
+
     with Peer.join() as first, caplog.at_level(logging.ERROR, logger="dlc"):
         first.on_member_change(broken)
         end = first.on_member_change(callback)
         with Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-            wait_until(lambda: told == [MemberChange(second.id, "up")], WAIT_S)
-        wait_until(lambda: told[1:] == [MemberChange(second.id, "left")], WAIT_S)
+            wait_until(lambda: of(second, told)[:1] == ["up"], WAIT_S)
+        wait_until(lambda: of(second, told)[-1:] == ["left"], WAIT_S)
         end()
-        first.on_member_change(told.append)
+        first.on_member_change(later.append)
         third = Peer.join([first.address], join_timeout_s=JOIN_S)
         try:
-            wait_until(lambda: told[2:] == [MemberChange(third.id, "up")], WAIT_S)
+            wait_until(lambda: of(third, later)[:1] == ["up"], WAIT_S)
             third._driver.stop(10.0)  # nothing is announced
-            wait_until(lambda: told[3:] == [MemberChange(third.id, "down")], WAIT_S)
+            wait_until(lambda: of(third, later)[-1:] == ["down"], WAIT_S)
         finally:
             third.leave()
-    assert threads == {"dlc-members"} and "in a callback" in caplog.text
-    assert not any(thread.name == "dlc-members" for thread in threading.enumerate())
+    assert not of(third, told) and threads == {"dlc-members"} and "in a callback" in caplog.text
+    wait_until(lambda: not any(thread.name == "dlc-members" for thread in threading.enumerate()), WAIT_S)
     with pytest.raises(SwarmClosed):
         first.on_member_change(callback)
 

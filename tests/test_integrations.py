@@ -196,6 +196,15 @@ def test_lightnings_loggers_take_each_round(fit: Any) -> None:
     assert logger.rounds == [1, 2, 3]
 
 
+def test_a_hook_and_a_patience_are_handed_on(fit: Any, tmp_path: Path) -> None:
+    peers = [FakePeer(), FakePeer()]
+    options: dict[str, Any] = {"pseudo_gradient_hook": lambda d: 0 * d, "patience_s": 3.0}
+    fit(strategy(peers[0], **options))
+    trainer(tmp_path, Net(), [callback(peers[1], **options)]).train()
+    for peer in peers:
+        assert peer.vectors and not any(vector.any() for vector in peer.vectors) and set(peer.patiences_s) == {3.0}
+
+
 def test_lightning_resumes_with_its_moments(fit: Any, tmp_path: Path) -> None:
     data = rows()[:1] * 32  # a plain DataLoader starts anew, so all batches are the same
     _, whole = fit(strategy(FakePeer()), data=data)

@@ -41,8 +41,9 @@ class Exact:
             raw[start : start + part.size] = part
             start += part.size
         raw[:HASH_BYTES] = np.frombuffer(self._hash(raw), np.uint8)
-        low, middle, high = (raw[i::ELEM_BYTES].astype(np.float32) for i in range(ELEM_BYTES))
-        return torch.from_numpy(low + np.float32(256) * middle + np.float32(65536) * high)
+        whole = np.zeros((self.numel, 4), np.uint8)
+        whole[:, :ELEM_BYTES] = raw.reshape(-1, ELEM_BYTES)
+        return torch.from_numpy(whole.view("<u4").reshape(-1).astype(np.float32))
 
     def unpack(self, vector: Tensor, source: str) -> None:
         """Write what `source` packed into the tensors; UsageError, with nothing changed, where theirs are others."""

@@ -66,9 +66,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=Service)
 
-EXIT_LEAVE_S = 2.0
-"""For the farewell of a peer that the script did not leave."""
-
 REPLACED = (
     "another process with this peer's identity is newer, so this one has stopped: "
     "give each peer a state directory of its own"
@@ -402,7 +399,7 @@ class Peer(Collectives):
 def _leave(peer: weakref.ref[Peer]) -> None:
     """At the end of the script."""
     if (left := peer()) is not None:
-        left.leave(EXIT_LEAVE_S)
+        left.leave()
 
 
 def _known_addresses(state: PeerState) -> tuple[str, ...]:

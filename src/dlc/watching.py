@@ -41,16 +41,19 @@ class MemberWatch:
     def __init__(self, up: Iterable[Voter]) -> None:
         self._up = set(up)
         self._callbacks: list[Callback] = []
+        self._lock = threading.Lock()
         self._changes: queue.SimpleQueue[MemberChange | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlc-members", daemon=True)
         self._thread.start()
 
     def add(self, callback: Callback) -> Callable[[], None]:
         """Call it with each change from now on; the result ends that, and may be called twice."""
-        self._callbacks = [*self._callbacks, callback]
+        with self._lock:
+            self._callbacks = [*self._callbacks, callback]
 
         def remove() -> None:
-            self._callbacks = [known for known in self._callbacks if known is not callback]
+            with self._lock:
+                self._callbacks = [known for known in self._callbacks if known is not callback]
 
         return remove
 

@@ -254,6 +254,19 @@ def test_options_of_the_outer_optimizer_are_not_one_peers_to_change() -> None:
     assert optimizer.state_averager.optimizer.param_groups[0]["lr"] == 0.4, "as in torch, what is loaded counts"
 
 
+def test_to_a_scheduler_it_is_an_optimizer_and_its_groups_are_the_inner_ones() -> None:
+    net = model()
+    optimizer = made(net, LonePeer())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for step in range(2):
+        train(net, optimizer, range(step, step + 1))
+        schedule.step()
+    assert optimizer.inner_optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 3)
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.state is optimizer.inner_optimizer.state
+    with pytest.raises(UsageError, match="as params"):
+        optimizer.add_param_group({"params": []})
+
+
 def test_the_tracker_counts_trainers_that_are_alive_and_believes_no_nonsense() -> None:
     net, peer = model(), LonePeer()
     peer.known = [

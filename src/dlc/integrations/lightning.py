@@ -27,6 +27,7 @@ from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
+from dlc.train.outer_loop import Hook
 from dlc.train.swarm import TrainPeer
 
 _NESTEROV = OuterSpec()
@@ -54,6 +55,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         channel: str = "train",
         overlap: str = "none",
         weight: float = 1.0,
+        pseudo_gradient_hook: Hook | None = None,
+        patience_s: float = 0.0,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -62,6 +65,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._peer, self._sync_every, self._weight = peer, sync_every, weight
         self._outer, self._codec, self._chunk_elems = outer, codec, chunk_elems
         self._channel, self._overlap, self._timeout_s = channel, overlap, timeout_s
+        self._hook, self._patience_s = pseudo_gradient_hook, patience_s
         self._diloco: DiLoCo | None = None
         self._trainer: pl.Trainer | None = None
         self._logged: RoundReport | None = None
@@ -101,6 +105,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
             channel=self._channel,
             overlap=self._overlap,
             weight=self._weight,
+            pseudo_gradient_hook=self._hook,
+            patience_s=self._patience_s,
             timeout_s=self._timeout_s,
         )
         self._diloco.follow()

@@ -30,6 +30,7 @@ from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
+from dlc.train.outer_loop import Hook
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)
@@ -57,11 +58,14 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         channel: str = "train",
         overlap: str = "none",
         weight: float | None = None,
+        pseudo_gradient_hook: Hook | None = None,
+        patience_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> None:
         self._peer, self._sync_every, self._weight = peer, sync_every, weight
         self._outer, self._codec, self._chunk_elems = outer, codec, chunk_elems
         self._channel, self._overlap, self._timeout_s = channel, overlap, timeout_s
+        self._hook, self._patience_s = pseudo_gradient_hook, patience_s
         self._diloco: DiLoCo | None = None
         self._running = False
         self._logged: RoundReport | None = None
@@ -99,6 +103,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             channel=self._channel,
             overlap=self._overlap,
             weight=float(sequences) if self._weight is None else self._weight,
+            pseudo_gradient_hook=self._hook,
+            patience_s=self._patience_s,
             timeout_s=self._timeout_s,
         )
         self._diloco.follow()

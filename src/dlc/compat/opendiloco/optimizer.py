@@ -59,7 +59,7 @@ class StateAverager:
         self.scheduler_inner_optimizer: Any = None
 
 
-class DiLoCoOptimizer:
+class DiLoCoOptimizer(torch.optim.Optimizer):
     """Steps an inner optimizer, and every `num_inner_steps` of its steps exchanges with all peers of `run_id`.
 
     dht: a `dlc.Peer`, or what holds one as `.peer`. batch_size: samples of a step; a peer's weight in a round is its
@@ -91,6 +91,7 @@ class DiLoCoOptimizer:
         matchmaking_time: float | None = MATCHMAKING_S,
         **of_hivemind: object,
     ) -> None:
+        # No super().__init__: this is an optimizer to schedulers and Trainers, but its state is the inner one's.
         _check(of_hivemind)
         for make in (outer_optimizer, scheduler):
             if make is not None and not callable(make):
@@ -124,7 +125,7 @@ class DiLoCoOptimizer:
 
     # ---------------------------------------------------------------- training
 
-    def step(
+    def step(  # type: ignore[override]  # with OpenDiLoCo's arguments
         self,
         closure: Callable[[], Tensor] | None = None,
         batch_size: int | None = None,
@@ -184,9 +185,23 @@ class DiLoCoOptimizer:
         self.inner_optimizer.zero_grad(set_to_none=set_to_none)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of the inner optimizer."""
         return self.inner_optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self.inner_optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner_optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: all peers train the parameters that they joined with."""
+        raise UsageError("parameters cannot be added to a DiLoCoOptimizer: give all of them as params")
 
     @property
     def local_epoch(self) -> int:
