@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "pytorch": (),
     "federated": (),
+    "custom_strategy": (),
+    "opendiloco": (),
     "accelerate_loop": ("accelerate",),
     "lightning_trainer": ("lightning",),
     "transformers_trainer": ("accelerate",),
