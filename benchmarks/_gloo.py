@@ -5,11 +5,11 @@
 starts n processes of this file, which meet through a file in a temporary directory, sum an fp32 vector of `mb`
 megabytes (10^6 bytes) `rounds` times after the warm-up, and check the sum. Prints one line of JSON:
 
-    {"n": 4, "mb": 100.0, "seconds": [0.13, ...]}
+    {"n": 4, "mb": 100.0, "seconds": [0.13, ...], "cpu_s": [0.24, ...]}
 
-One number per round: the slowest process, from a common barrier to the sum being there. Filling the vector before
-and checking it afterwards is not timed. The exit status is 1, with the reason on standard error, when a process
-fails or the deadline passes.
+Two numbers per round: the slowest process, from a common barrier to the sum being there; and the processor time that
+all processes took together. Filling the vector before and checking it afterwards is in neither. The exit status is 1,
+with the reason on standard error, when a process fails or the deadline passes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,29 @@ def main() -> int:
         _work(options)
         return 0
     try:
-        seconds = run(options.n, options.mb, options.rounds, options.warmup, options.threads, options.deadline_s)
+        seconds, cpu_s = run(
+            options.n, options.mb, options.rounds, options.warmup, options.threads, options.deadline_s, options.wire
+        )
     except RuntimeError as error:
         print(f"_gloo.py: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"n": options.n, "mb": options.mb, "seconds": seconds}))
+    print(json.dumps({"n": options.n, "mb": options.mb, "seconds": seconds, "cpu_s": cpu_s}))
     return 0
 
 
-def run(n: int, mb: float, rounds: int, warmup: int = 2, threads: int = 1, deadline_s: float = 300.0) -> list[float]:
-    """Seconds of each round, by n fresh processes; RuntimeError when one fails or the deadline passes."""
-    shape = [f"--n={n}", f"--mb={mb}", f"--rounds={rounds}", f"--warmup={warmup}", f"--threads={threads}"]
+def run(
+    n: int, mb: float, rounds: int, warmup: int = 2, threads: int = 1, deadline_s: float = 300.0, wire: str = "fp32"
+) -> tuple[list[float], list[float]]:
+    """(seconds, processor seconds) of each round, by n fresh processes; RuntimeError when one fails or the deadline
+    passes."""
+    shape = [
+        f"--wire={wire}",
+        f"--n={n}",
+        f"--mb={mb}",
+        f"--rounds={rounds}",
+        f"--warmup={warmup}",
+        f"--threads={threads}",
+    ]
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         command = [sys.executable, str(Path(__file__).resolve()), *shape, f"--deadline-s={deadline_s}"]
         command.append(f"--meet={Path(folder, 'meet')}")
@@ -69,7 +81,7 @@ def run(n: int, mb: float, rounds: int, warmup: int = 2, threads: int = 1, deadl
                 worker.communicate()
 
 
-def _wait(workers: list[subprocess.Popen[str]], folder: Path, end: float) -> list[float]:
+def _wait(workers: list[subprocess.Popen[str]], folder: Path, end: float) -> tuple[list[float], list[float]]:
     """The times that rank 0 prints, once every worker has ended well."""
     printed, late = "", None
     for rank, worker in enumerate(workers):
@@ -84,8 +96,8 @@ def _wait(workers: list[subprocess.Popen[str]], folder: Path, end: float) -> lis
             raise RuntimeError(f"rank {rank} ended with status {worker.returncode}:\n{tail}")
     if late is not None:
         raise RuntimeError(f"rank {late} was not done at the deadline")
-    seconds: list[float] = json.loads(printed)
-    return seconds
+    seconds, cpu_s = json.loads(printed)
+    return seconds, cpu_s
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -102,19 +114,28 @@ def _work(options: argparse.Namespace) -> None:
         timeout=timedelta(seconds=options.deadline_s),
     )
     x = torch.empty(max(1, round(options.mb * 1e6 / 4)))
+    half = torch.empty_like(x, dtype=torch.bfloat16) if options.wire == "bf16" else x
     elapsed = torch.zeros(options.warmup + options.rounds, dtype=torch.float64)
+    used = torch.zeros_like(elapsed)
     for turn in range(len(elapsed)):
         x.fill_(options.rank + 1)
         dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(x)
+        start, used_before = time.perf_counter(), time.process_time()
+        if options.wire == "bf16":
+            half.copy_(x)
+            dist.all_reduce(half)
+            x.copy_(half)
+        else:
+            dist.all_reduce(x)
         elapsed[turn] = time.perf_counter() - start
+        used[turn] = time.process_time() - used_before
         low, high = torch.aminmax(x)
         if not float(low) == float(high) == options.n * (options.n + 1) / 2:
             raise AssertionError(f"wrong sum: {float(low)} to {float(high)}")
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    dist.all_reduce(used)
     if options.rank == 0:
-        print(json.dumps(elapsed[options.warmup :].tolist()))
+        print(json.dumps([times[options.warmup :].tolist() for times in (elapsed, used)]))
     dist.destroy_process_group()
 
 
@@ -125,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_at_least_1, default=5, help="timed rounds (default 5)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default 2)")
     parser.add_argument("--threads", type=_at_least_1, default=1, help="torch threads per process (default 1)")
+    parser.add_argument("--wire", choices=("fp32", "bf16"), default="fp32", help="bf16: converted before and after")
     parser.add_argument("--deadline-s", type=float, default=300.0, help="for everything (default 300)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)

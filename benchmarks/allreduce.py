@@ -3,8 +3,8 @@
     python benchmarks/allreduce.py --n 4 --mb 100 --rounds 7
 
 N processes hold a fp32 vector each and average it again and again; a round's time is that of the slowest process, from
-the common start to the mean in its own tensors. Ours and Gloo's runs are interleaved; medians and their ratio are
-printed. Every mean is checked. MB = 10^6 bytes of fp32.
+the common start to the mean in its own tensors, and its processor time that of all processes together. Ours and Gloo's
+runs are interleaved; medians and their ratio are printed. Every mean is checked. MB = 10^6 bytes of fp32.
 """
 
 from __future__ import annotations
@@ -23,27 +23,35 @@ import _gloo
 WORKER = "--worker"
 
 
-def worker(peers: str, numel: int, codec: str, index: int) -> None:
+def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
     """One peer: prints its address, then a line per round that standard input asks for."""
     import torch
 
     from dlc.peer import Peer
 
     torch.set_num_threads(1)
-    peer = Peer.join(peers, join_timeout_s=60)
+    peer = Peer.join(peers, key=key or None, join_timeout_s=60)
     print(peer.address, flush=True)
     vector = torch.empty(numel)
+    background_s = time.process_time() - time.thread_time()
     for line in sys.stdin:
         if line.startswith("members"):
             print(sum(m.alive for m in peer.members()), flush=True)
             continue
         vector.fill_(float(index + 1))
-        start = time.perf_counter()
+        start, used_s = time.perf_counter(), time.thread_time()
         report = peer.all_reduce(vector, codec=codec, timeout_s=120)
-        seconds = time.perf_counter() - start
+        seconds, used_s = time.perf_counter() - start, time.thread_time() - used_s
         mean = float(vector[0])
         same = bool((vector == mean).all())
-        result = {"seconds": seconds, "mean": mean, "same": same, "contributors": len(report.contributors)}
+        background_s, before_s = time.process_time() - time.thread_time(), background_s  # since the last round
+        result = {
+            "seconds": seconds,
+            "cpu_s": used_s + background_s - before_s,
+            "mean": mean,
+            "same": same,
+        }
+        result["contributors"] = len(report.contributors)
         print(json.dumps(result | {"sent": report.bytes_sent, "reduce_s": report.reduce_s}), flush=True)
     peer.leave()
 
@@ -51,12 +59,12 @@ def worker(peers: str, numel: int, codec: str, index: int) -> None:
 class Swarm:
     """N worker processes."""
 
-    def __init__(self, n: int, numel: int, codec: str) -> None:
+    def __init__(self, n: int, numel: int, codec: str, key: str = "") -> None:
         self.n = n
         self.workers: list[subprocess.Popen[str]] = []
         address = "-"
         for index in range(n):
-            command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index)]
+            command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index), key]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -65,8 +73,8 @@ class Swarm:
             mine = self._line(process)
             address = mine if index == 0 else address
 
-    def round(self) -> float:
-        """One all-reduce of everybody; seconds of the slowest. Raises if a mean is wrong."""
+    def round(self) -> tuple[float, float]:
+        """One all-reduce: (seconds of the slowest, processor seconds of all). Raises if a mean is wrong."""
         for process in self.workers:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -76,7 +84,7 @@ class Swarm:
         for result in results:
             if result["contributors"] != self.n or not result["same"] or abs(result["mean"] - mean) > 1e-2 * mean:
                 raise RuntimeError(f"not the mean of {self.n} peers: {result}")
-        return max(float(r["seconds"]) for r in results)
+        return max(float(r["seconds"]) for r in results), sum(float(r["cpu_s"]) for r in results)
 
     def close(self) -> None:
         for process in self.workers:
@@ -96,8 +104,8 @@ class Swarm:
 
 def compare(n: int, mb: float, rounds: int, codec: str, repeats: int) -> dict[str, object]:
     numel = int(mb * 1e6 / 4)
-    ours: list[float] = []
-    gloo: list[float] = []
+    ours: list[tuple[float, float]] = []
+    gloo: list[tuple[float, float]] = []
     per_repeat = max(1, rounds // repeats)
     for _ in range(repeats):
         swarm = Swarm(n, numel, codec)
@@ -107,16 +115,21 @@ def compare(n: int, mb: float, rounds: int, codec: str, repeats: int) -> dict[st
             ours += [swarm.round() for _ in range(per_repeat)]
         finally:
             swarm.close()
-        gloo += _gloo.run(n, mb, per_repeat)
+        gloo += zip(*_gloo.run(n, mb, per_repeat), strict=True)
+    (dlc_s, dlc_cpu_s), (gloo_s, gloo_cpu_s) = (
+        tuple(statistics.median(column) for column in zip(*rows, strict=True)) for rows in (ours, gloo)
+    )
     return {
         "n": n,
         "mb": mb,
         "codec": codec,
-        "dlc_s": statistics.median(ours),
-        "dlc_all_s": ours,
-        "gloo_fp32_s": statistics.median(gloo),
-        "gloo_all_s": gloo,
-        "gloo_over_dlc": statistics.median(gloo) / statistics.median(ours),
+        "dlc_s": dlc_s,
+        "dlc_cpu_s": dlc_cpu_s,
+        "dlc_all_s": [s for s, _ in ours],
+        "gloo_fp32_s": gloo_s,
+        "gloo_cpu_s": gloo_cpu_s,
+        "gloo_all_s": [s for s, _ in gloo],
+        "gloo_over_dlc": gloo_s / dlc_s,
     }
 
 
@@ -134,8 +147,9 @@ def main() -> int:
         print(json.dumps(result))
         return 0
     print(f"{args.n} processes, {args.mb:g} MB of fp32 each, loopback, medians of {len(result['dlc_all_s'])} rounds")
-    print(f"  dlc {args.codec:<6} {result['dlc_s']:.3f} s")
-    print(f"  Gloo fp32  {result['gloo_fp32_s']:.3f} s   ({result['gloo_over_dlc']:.2f} x the time of dlc)")
+    print(f"  dlc {args.codec:<6} {result['dlc_s']:.3f} s, {result['dlc_cpu_s']:.3f} s of processors")
+    print(f"  Gloo fp32  {result['gloo_fp32_s']:.3f} s, {result['gloo_cpu_s']:.3f} s of processors", end="")
+    print(f"   ({result['gloo_over_dlc']:.2f} x the time of dlc)")
     return 0
 
 
@@ -143,6 +157,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     if len(sys.argv) > 1 and sys.argv[1] == WORKER:
         listed = "" if sys.argv[2] == "-" else sys.argv[2]
-        worker(listed, int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        worker(listed, int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
         sys.exit(0)
     sys.exit(main())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from dlc.comm.driver import SWITCH_S
+from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer, Pending, status
@@ -67,6 +70,17 @@ def test_several_rounds_over_many_chunks_with_a_key() -> None:
             assert [r.t for r in reports] == [k + 1] * 3
             assert all(torch.equal(v, vectors[0]) for v in vectors)
             torch.testing.assert_close(vectors[0].double(), expected, rtol=1e-6, atol=1e-3)
+
+
+def test_python_changes_threads_often_while_bulk_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a main thread that computes in Python would hold the driver up at each of its steps."""
+    before_s = sys.getswitchinterval()
+    monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 1e6)
+    with swarm(2) as peers:
+        together(peers, lambda peer, i: peer.all_reduce(torch.ones(100_000), timeout_s=30))
+        assert sys.getswitchinterval() == SWITCH_S < before_s
+        monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 0.0)
+        wait_until(lambda: sys.getswitchinterval() == before_s, 60.0)
 
 
 def test_sender_of_nan_is_refused_and_named() -> None:
@@ -200,6 +214,10 @@ def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
             Peer.join([peer.address], spec=RunSpec(sync_every=20), join_timeout_s=10)
         with Peer.join([peer.address], join_timeout_s=JOIN_S) as newcomer:
             assert newcomer.spec == RunSpec(sync_every=10), "a joiner without a RunSpec takes the swarm's"
+    with Peer.join(run="here") as peer:
+        assert peer.spec == RunSpec(run="here", chunk_elems=LOOPBACK_CHUNK_ELEMS), "founded on loopback without one"
+        with pytest.raises(SpecMismatch, match=f"chunk_elems: 0 here, {LOOPBACK_CHUNK_ELEMS} there"):
+            Peer.join([peer.address], spec=RunSpec(run="here"), join_timeout_s=10)
 
 
 def test_taken_port_and_open_listening_without_key() -> None:

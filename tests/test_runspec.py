@@ -155,7 +155,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("rounds = -1", "rounds must be a whole number of at least 0"),
         ("chunk_elems = -1", "chunk_elems must be a whole number of at least 0"),
         ("chunk_elems = 9999999", "chunk_elems must lie in"),
-        ("codec = 'fp61'", "codec must be one of fp32, fp16, bf16, int8, int4, got 'fp61'; did you mean 'fp16'?"),
+        ("codec = 'fp61'", "codec must be one of fp32, fp16, bf16, int8, int4, topk, got 'fp61'; did you mean 'fp16'?"),
         ("strategy = 'dilocoo'", "strategy must be one of diloco"),
         ("strategy = 'gosip'", "got 'gosip'; did you mean 'gossip'?"),
         (

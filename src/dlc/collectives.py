@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlc.channels import Channels
+from dlc.comm.codecs import get_codec
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
 from dlc.errors import RoundTimeout, UsageError
@@ -27,6 +28,15 @@ PATIENCE_S_MIN = 1e-3
 """No patience at all would stand for another rule, that of training."""
 BARRIER_SHARE = 0.75
 """A barrier gives the others this share of its time limit; the rest is for learning who did not come."""
+
+
+def refuse_sparse(codec: str) -> None:
+    """Raises UsageError for a codec that only works where its residual is kept from call to call."""
+    if get_codec(codec).sparse:
+        raise UsageError(
+            f"{codec!r} sends a few elements and leaves the others for the next round, of which this call knows "
+            "nothing: use it with DiLoCo, or take another codec"
+        )
 
 
 class Collectives(Channels):
@@ -133,8 +143,9 @@ class Collectives(Channels):
         return report
 
     def _reduce(self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float) -> Reduction:
+        refuse_sparse(codec)
         vector, own = self._flat_of(name, many)
-        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), codec)
+        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel(), self.spec.chunk_elems), codec)
         pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
 
         def cancel() -> bool:

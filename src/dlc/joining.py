@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlc.comm.addresses import join_address, parse_address
-from dlc.comm.driver import Driver, clock
+from dlc.comm.driver import Driver, clock, on_this_host
 from dlc.comm.entries import EMPTY
 from dlc.comm.framing import run_tag
+from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.identity import peer_id, verify
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import LinkEvent
@@ -159,7 +160,14 @@ def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:
         return theirs
     if spec is not None:
         return spec
-    return RunSpec() if run is None else RunSpec(run=run)
+    return _usual(lobby, run)
+
+
+def _usual(lobby: Lobby, run: str | None) -> RunSpec:
+    """The RunSpec of who founds a run without one; alone and on loopback it is for chunks that save processor time."""
+    alone = not lobby.tries and on_this_host(lobby.record.control[0])
+    usual = RunSpec(chunk_elems=LOOPBACK_CHUNK_ELEMS if alone else 0)
+    return usual if run is None else dataclasses.replace(usual, run=run)
 
 
 def _records(answers: dict[str, Welcome]) -> tuple[Record, ...]:

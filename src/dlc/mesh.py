@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.collectives import refuse_sparse
 from dlc.comm.driver import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.groups import GroupDone, GroupFailed, Outcome
@@ -165,6 +166,7 @@ class Group:
             raise UsageError(f"min_size is {min_size}: it must be 1 to {GROUP_MAX}")
         if not matchmaking_s > 0:
             raise UsageError(f"matchmaking_s is {matchmaking_s}: it must be above 0")
+        refuse_sparse(codec)
         self.peer, self.name, self.codec, self.owns = peer, name, codec, owns
         self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
         self.peers = tuple(sorted(set(peers))) if peers is not None else None

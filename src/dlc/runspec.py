@@ -32,12 +32,12 @@ from dlc.strategyspec import GossipSpec, MoshpitSpec, check_strategy
 
 SPEC_BYTES_MAX = 256 << 10
 """Longest canonical form: it travels as one string of a handshake message."""
-CHUNK_ELEMS_MAX = 1 << 22
-"""Largest chunk, 16 MiB of fp32: an owner holds one per contributor at once."""
+CHUNK_ELEMS_MAX = 1 << 21
+"""Largest chunk, 8 MiB of fp32: an owner holds one per contributor at once."""
 BYTE_VALUES = 256
 """Vocabulary of the byte-level tokenizer."""
 
-CODECS = ("fp32", "fp16", "bf16", "int8", "int4")
+CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OVERLAPS = ("none", "delayed")
 OPTIMIZERS = ("adamw", "muon", "sgd")
@@ -304,14 +304,16 @@ class RunSpec:
     is, and leases alone are measured in so many steps."""
     codec: str = "fp16"
     """Wire form of contributions and means: "fp32", "fp16", "bf16", or a quarter and an eighth of fp32: "int8", "int4",
-    in blocks with a scale of their own; each peer then adds what encoding lost to its next contribution."""
+    in blocks with a scale of their own; each peer then adds what encoding lost to its next contribution. "topk": the 64
+    greatest of 4096 elements only, in two bits each, a 141st (SparseLoCo); made for outer.optimizer = "sgd", lr = 1."""
     overlap: str = "none"
     """What inner steps do during a round. "none": wait for it, if it takes no longer than usual. "delayed": go on, as
     the first ones of the next phase; the mean is applied when it is there, and what they changed is kept on top of it
     and part of the next round."""
     chunk_elems: int = 0
-    """Elements per chunk of the all-reduce, at most 4,194,304: the grid is the same for all owners. 0: some
-    hundreds of chunks, of 16,384 to 262,144 elements."""
+    """Elements per chunk of the all-reduce, at most 2,097,152: the grid is the same for all owners. 0: some
+    hundreds of chunks, of 16,384 to 262,144 elements. The library's own all-reduces take smaller ones for short
+    vectors."""
     rounds: int = 0
     """The run ends with this many training rounds. 0: no such limit. With `tokens` too, the first reached ends it."""
     tokens: int = 0

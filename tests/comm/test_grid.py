@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlc import runspec
+from dlc.comm import sparsecodec
 from dlc.comm.blockcodecs import BLOCK
 from dlc.comm.codecs import CODECS, get_codec
-from dlc.comm.grid import CHUNK_ELEMS_MAX, N_CHUNKS_MAX, Grid, usual_chunk_elems
+from dlc.comm.grid import CHUNK_ELEMS_MAX, LOOPBACK_CHUNK_ELEMS, N_CHUNKS_MAX, Grid, usual_chunk_elems
+from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
 from dlc.errors import ConfigError
 
 
@@ -27,7 +30,8 @@ def test_spans_cover_every_element_once(numel: int, chunk_elems: int, name: str)
     assert 1 <= spans[-1][1] - spans[-1][0] <= chunk_elems
     assert [grid.elems(c) for c in range(grid.n_chunks)] == [stop - start for start, stop in spans]
     assert sum(grid.wire_bytes(c) for c in range(grid.n_chunks)) == grid.total_wire_bytes
-    blocks = get_codec(name).feedback and chunk_elems % BLOCK  # the last block of each chunk is a short one then
+    codec = get_codec(name)  # the last block of each chunk is a short one:
+    blocks = codec.feedback and chunk_elems % (sparsecodec.BLOCK if codec.sparse else BLOCK)
     assert blocks or grid.total_wire_bytes == get_codec(name).wire_bytes(numel)
 
 
@@ -65,6 +69,30 @@ def test_bad_grids_are_refused(numel: int, chunk_elems: int, codec: str, message
 
 def test_the_largest_grid_is_allowed() -> None:
     assert Grid(N_CHUNKS_MAX * CHUNK_ELEMS_MAX, CHUNK_ELEMS_MAX, "bf16").n_chunks == N_CHUNKS_MAX
+
+
+@pytest.mark.parametrize(
+    ("numel", "most", "elems"),
+    [
+        (25_000_000, LOOPBACK_CHUNK_ELEMS, LOOPBACK_CHUNK_ELEMS),
+        (4_000_000, LOOPBACK_CHUNK_ELEMS, 1 << 16),  # some dozens are left to share
+        (100_000, LOOPBACK_CHUNK_ELEMS, 1 << 14),
+        (100, LOOPBACK_CHUNK_ELEMS, 100),
+        (4_000_000, 1000, 1000),
+        (25_000_000, 1000, 1 << 11),  # at most 16,384 chunks
+        (7_000_000_000, LOOPBACK_CHUNK_ELEMS, 1 << 19),
+        (10_000_000_000, 1, 1 << 20),
+        (25_000_000, CHUNK_ELEMS_MAX, 1 << 19),
+    ],
+)
+def test_a_run_may_say_how_large_chunks_may_be(numel: int, most: int, elems: int) -> None:
+    assert Grid(numel, usual_chunk_elems(numel, most), "fp16").chunk_elems == elems
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_the_largest_chunk_fits_a_frame(codec: str) -> None:
+    assert get_codec(codec).wire_bytes(CHUNK_ELEMS_MAX) <= BULK_FRAME_BYTES_MAX
+    assert CHUNK_ELEMS_MAX == runspec.CHUNK_ELEMS_MAX
 
 
 @pytest.mark.parametrize(

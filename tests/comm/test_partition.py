@@ -23,7 +23,8 @@ def drawn(seed: int, roles: bool) -> list[Member]:
     for _ in range(rng.randint(1, 16)):
         up, down = 10 ** rng.uniform(5, 8), 10 ** rng.uniform(5, 8)
         contributes, owns, receives = (not roles or rng.random() < 0.8 for _ in range(3))
-        members.append(Member(up, rng.choice((up, down)), contributes, owns, receives))
+        length = rng.choice((1.0, 3.5)) if roles else 1.0  # of a result, in contributions
+        members.append(Member(up, rng.choice((up, down)), contributes, owns, length * receives))
     if not any(m.contributes for m in members) or not any(m.owns for m in members):
         members.append(Member(1e6, 1e6))
     return members

@@ -31,7 +31,7 @@ from dlc.errors import ProtocolError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FP32_MAX = torch.finfo(torch.float32).max
-each_codec = pytest.mark.parametrize("codec", list(CODECS))
+each_codec = pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.sparse])
 
 
 def roster_of(weights: list[float]) -> tuple[Part, ...]:
@@ -48,7 +48,7 @@ class Round:
 
     def payload(self, i: int, chunk: int) -> bytes:
         start, stop = self.grid.span(chunk)
-        return self.grid.coder.encode(self.xs[i][start:stop])
+        return bytes(self.grid.coder.encode(self.xs[i][start:stop]))
 
     def reduce(
         self, chunk: int, arrivals: list[int], workspace: Workspace | None = None
@@ -56,7 +56,8 @@ class Round:
         reducer = ChunkReducer(self.grid, chunk, roster_of(self.weights))
         for i in arrivals:
             assert reducer.offer(i, self.payload(i, chunk)) is None
-        return reducer.close(workspace)
+        payload, included = reducer.close(workspace)
+        return bytes(payload), included
 
     def mean(self, present: list[int]) -> torch.Tensor:
         """Of all chunks, decoded."""

@@ -84,7 +84,7 @@ def _measured(codec: Codec, vector: Tensor, device: torch.device) -> CodecReport
     chunks = [chunk.clone() for chunk in torch.split(vector.to(device), CHUNK_ELEMS)]
     scratch = torch.empty(CHUNK_ELEMS)
 
-    def encode() -> list[bytes]:
+    def encode() -> list[memoryview]:
         return [codec.encode(chunk.cpu(), scratch) for chunk in chunks]
 
     payloads = encode()  # also the warm-up

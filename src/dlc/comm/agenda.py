@@ -18,7 +18,7 @@ from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import BulkLost
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.log import Log
+from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import GridSpec, Ready
 from dlc.comm.owners import plan_round
 from dlc.comm.permit import can_vote
@@ -187,8 +187,7 @@ class Agenda:
         roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(fit))
         norms = tuple(fit[part.voter][0].norm for part in roster)
         entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
-        n_chunks = Grid(grid.numel, grid.chunk_elems, grid.codec).n_chunks
-        owners, assignment = plan_round(self.ctx, self.log, roster, n_chunks, (), (), self.mute())
+        owners, assignment = plan_round(self.ctx, self.log, roster, grid_of(entry), (), (), self.mute())
         return Draft(entry, digest, owners, assignment, norms if any(norms) else ())
 
     def _digest(self, channel: str, mine: bytes, offers: dict[Voter, tuple[Ready, float]]) -> bytes | None:

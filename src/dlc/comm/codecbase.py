@@ -1,6 +1,7 @@
 """What a wire format is to the reduction, and how payloads are read where they lie.
 
-Payloads (a ZeroMQ frame, a bytes object) are read in place: no copy is made before the conversion.
+Payloads (a ZeroMQ frame, a bytes object) are read in place: no copy is made before the conversion. What is encoded is
+handed out in the memory that it was written to.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from dlc.errors import ProtocolError
 
 Payload = bytes | bytearray | memoryview
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 class Codec(ABC):
@@ -25,24 +28,34 @@ class Codec(ABC):
     """As in RunSpec and GridSpec."""
     feedback: bool = False
     """It loses so much that contributors keep what it lost, and add it to what they contribute next."""
+    carry: float = 1.0
+    """The part of what they kept that they add."""
+    sparse: bool = False
+    """Most elements are not sent at all: of no use to who does not keep them."""
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
         """Length of the payload of `numel` elements (at least 1); ValueError below that."""
 
     @abstractmethod
-    def encode(self, x: Tensor, scratch: Tensor | None = None) -> bytes:
-        """The payload of x; ValueError unless x is an fp32 vector as above with at least one element.
+    def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
+        """The payload of x, in memory of its own that nobody writes to; ValueError unless x is an fp32 vector as above
+        with at least one element.
 
         `scratch` saves an allocation: fp32, at least as long as x, in memory of its own, and overwritten.
         """
 
     @abstractmethod
-    def decode(self, payload: Payload, numel: int) -> Tensor:
-        """`numel` fp32 elements in memory of their own; ProtocolError where the length is wrong.
+    def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
+        """`numel` fp32 elements, in `out` (so many, contiguous) or memory of their own; ProtocolError where the length
+        is wrong.
 
         No other payload is an error here: what is decoded may have been decided already. See `finite`.
         """
+
+    def scaled(self, out: Tensor, payload: Payload, weight: float) -> None:
+        """out = weight * decode(payload), rounded to fp32: the first term of a sum, as `accumulate` would add it."""
+        self.decode(payload, out.numel(), out).mul_(weight)
 
     @abstractmethod
     def accumulate(self, acc: Tensor, payload: Payload, weight: float, scratch: Tensor) -> None:
@@ -56,6 +69,38 @@ class Codec(ABC):
     def finite(self, payload: Payload, numel: int) -> bool:
         """No element is NaN or infinite, and nothing in it is what `encode` never writes; ProtocolError where the
         length is wrong."""
+
+    # A result is a payload of the mean. A codec whose parts do not add up to one overrides all of what follows.
+
+    def result_bytes(self, numel: int, n_parts: int) -> int:
+        """Length of the result of `n_parts` (at least 1) contributions of `numel` elements."""
+        return self.wire_bytes(numel)
+
+    def combine(
+        self, parts: Sequence[tuple[Payload, float]], divisor: float, acc: Tensor, scratch: Tensor
+    ) -> memoryview:
+        """The result of at least one (contribution, weight): the sum of weight * decoded, in this order, divided by
+        `divisor`, each step rounded to fp32.
+
+        Weights and divisor are fp32 numbers. `acc` has the elements of the chunk, `scratch` at least as many; both are
+        overwritten.
+        """
+        (first, weight), *others = parts
+        self.scaled(acc, first, weight)
+        for payload, weight in others:
+            self.accumulate(acc, payload, weight, scratch)
+        if divisor != 1:
+            acc.div_(divisor)
+        acc.clamp_(-_FP32_MAX, _FP32_MAX)
+        return self.encode(acc, scratch)
+
+    def decode_result(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
+        """`decode` of a result: the same bits on every host."""
+        return self.decode(payload, numel, out)
+
+    def finite_result(self, payload: Payload, numel: int) -> bool:
+        """`finite` of a result."""
+        return self.finite(payload, numel)
 
     def _buffer(self, payload: Payload, numel: int) -> Payload | ctypes.Array[ctypes.c_char]:
         """The payload's own memory for `torch.frombuffer`, its length checked: to be read, never to be written."""
@@ -83,10 +128,32 @@ def check_vector(x: Tensor) -> None:
         )
 
 
+def sealed(payload: Tensor) -> memoryview:
+    """The bytes of a uint8 vector, which nobody writes to any more."""
+    return payload.numpy().data.toreadonly()
+
+
 def all_finite(x: Tensor) -> bool:
-    """`aminmax` hands on NaN, and is some 15 times faster than `isfinite(x).all()`."""
-    low, high = torch.aminmax(x)
+    """No element of x (fp32, fp16, bf16) is NaN or infinite. Many times faster than `isfinite(x).all()`."""
+    if x.dtype in _INFINITY_BITS:
+        return _halves_finite(x.view(torch.int16), _INFINITY_BITS[x.dtype])
+    if math.isfinite(x.sum().item()):  # no sum with NaN or an infinity in it is finite
+        return True
+    low, high = torch.aminmax(x)  # the sum of finite numbers may overflow; this hands on NaN
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+_INFINITY_BITS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+
+
+def _halves_finite(bits: Tensor, infinity: int) -> bool:
+    """All numbers of 16 bits are below infinity in size, by arithmetic modulo 2^16, where comparing floats is slow.
+
+    Doubling drops the sign: what is not finite is then 2 * infinity or more. Counted from there these are the least
+    numbers of all, and -2^15 + 2^16 - 2 * infinity is the least that a finite one becomes.
+    """
+    least = (1 << 15) - 2 * infinity
+    return int(torch.add(torch.tensor(least, dtype=torch.int16), bits, alpha=2).min()) >= least
 
 
 def _writable(payload: Payload) -> Payload | ctypes.Array[ctypes.c_char]:

@@ -1,4 +1,5 @@
-"""How one chunk of a vector travels: fp32, fp16, bf16 elements, or int8, int4 in blocks; little-endian.
+"""How one chunk of a vector travels: fp32, fp16, bf16 elements, int8, int4 in blocks, or the greatest only;
+little-endian.
 
 A codec is stateless and has no buffers of its own, so that one object serves every thread and every chunk. All of
 them keep three promises, which the reduction rests on:
@@ -10,19 +11,20 @@ them keep three promises, which the reduction rests on:
   receiver can see and refuse them.
 
 Torch does the work, in one pass over a chunk per step; a chunk of about 1 MiB of fp32 stays in the cache between the
-passes. The casts are here, the blocks in `blockcodecs.py`, what they have in common in `codecbase.py`.
+passes. The casts are here, the blocks in `blockcodecs.py`, the greatest elements in `sparsecodec.py`, what they have in
+common in `codecbase.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 
 import torch
 from torch import Tensor
 
 from dlc.comm.blockcodecs import Int4Codec, Int8Codec
-from dlc.comm.codecbase import Codec, Payload, all_finite, check_numel, check_vector
+from dlc.comm.codecbase import Codec, Payload, all_finite, check_numel, check_vector, sealed
+from dlc.comm.sparsecodec import TopKCodec
 from dlc.errors import ConfigError
 
 __all__ = ["CODECS", "CastCodec", "Codec", "Payload", "get_codec"]
@@ -39,25 +41,20 @@ class CastCodec(Codec):
         check_numel(numel)
         return numel * self.dtype.itemsize
 
-    def encode(self, x: Tensor, scratch: Tensor | None = None) -> bytes:
+    def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
-        n_bytes = self.wire_bytes(x.numel())
-        wire = x.detach()
-        if self.dtype is not torch.float32:
-            wire = self._rounded(wire, scratch)
-        return ctypes.string_at(wire.data_ptr(), n_bytes)
-
-    def _rounded(self, x: Tensor, scratch: Tensor | None) -> Tensor:
-        """x in the wire type, in the memory of `scratch` if there is one; out of range is clamped."""
-        wire = torch.empty_like(x, dtype=self.dtype) if scratch is None else scratch.view(self.dtype)[: x.numel()]
+        x = x.detach()
+        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8)
+        wire = payload.view(self.dtype)
         wire.copy_(x)
-        if not all_finite(wire):
+        if self.dtype is not torch.float32 and not all_finite(wire):
             limit = torch.finfo(self.dtype).max
             wire.copy_(torch.where(torch.isfinite(x), x.clamp(-limit, limit), x))
-        return wire
+        return sealed(payload)
 
-    def decode(self, payload: Payload, numel: int) -> Tensor:
-        return self._view(payload, numel).to(torch.float32, copy=True)
+    def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
+        view = self._view(payload, numel)
+        return view.to(torch.float32, copy=True) if out is None else out.copy_(view)
 
     def accumulate(self, acc: Tensor, payload: Payload, weight: float, scratch: Tensor) -> None:
         view = self._view(payload, acc.numel())
@@ -84,6 +81,7 @@ CODECS: dict[str, Codec] = {
         CastCodec("bf16", torch.bfloat16),
         Int8Codec(),
         Int4Codec(),
+        TopKCodec(),
     )
 }
 

@@ -20,7 +20,7 @@ from dlc.comm.context import Context
 from dlc.comm.entries import CONFIG, Entry
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import LOWEST, Ballot, Voter
-from dlc.comm.log import Log
+from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import Coord, FixedChunk, Held, Nack, Plan, Prepare, Progress, Promise, Ready
 from dlc.comm.owners import plan_round
 from dlc.comm.permit import proposal
@@ -280,8 +280,8 @@ class Coordinator:
         entry = dataclasses.replace(old, electorate=electorate, trainers=trainers, manifest=b"")
         mute = self.agenda.mute()
         fixed = {f.chunk: f for f in choice.fixed if not mute.issuperset(f.holders)}
-        n_chunks = len(choice.plan.assignment)
-        owners, assignment = plan_round(self.ctx, self.log, entry.roster, n_chunks, fixed.keys(), self.deciders, mute)
+        grid = grid_of(entry) if choice.plan.assignment else None
+        owners, assignment = plan_round(self.ctx, self.log, entry.roster, grid, fixed.keys(), self.deciders, mute)
         self._propose(entry, owners, assignment, tuple(fixed.values()), choice.plan.digest, choice.plan.norms)
 
     # ---------------------------------------------------------------- proposals

@@ -45,7 +45,7 @@ class Staged:
         self._hasher = blake3()
         self._hashed = 0
 
-    def take(self, index: int, payload: bytes) -> bool:
+    def take(self, index: int, payload: bytes | memoryview) -> bool:
         """Store one piece; False if it is not what was offered."""
         if blake3(payload).digest() != self.image.piece_hashes[index]:
             return False

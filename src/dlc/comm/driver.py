@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,6 +46,9 @@ SAMPLE_TAIL_S = 1.0
 """And for how long after the last bulk message: what was handed to it then is still on its way."""
 WARM_S = 1.0
 """How often it is seen to that bulk links to those who will need them are open."""
+SWITCH_S = 5e-4
+"""While bulk moves, Python changes threads as often as this. The driver lets go of the interpreter lock some dozens of
+times per chunk, and a main thread that computes in Python would keep it for 5 ms (the default) each time."""
 LOG_BAD_FRAMES_EVERY = 100
 RECENT_BULK_MAX = 8
 """Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
@@ -102,6 +106,8 @@ class Driver:
         self._bulk_at = float("-inf")
         """When bulk last waited, or came in."""
         self._sample_at = self._warm_at = 0.0
+        self._switch_s: float | None = None
+        """The switch interval before bulk began to move; None while none does."""
         self._stopping = self._ended = False
         self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
@@ -212,6 +218,7 @@ class Driver:
             self.error = error
         finally:
             self._stopping = self._ended = True  # before the calls fail: one made from now on fails itself
+            self._switch_often(False)
             self._fail_calls()
             self.transport.close()
             self.on_stop()
@@ -226,6 +233,7 @@ class Driver:
         wanted = self._want_write()
         if wanted:
             self._bulk_at = now
+        self._switch_often(now < self._bulk_at + SAMPLE_TAIL_S)
         if now < self._bulk_at + SAMPLE_TAIL_S:
             wait = min(wait, max(0.0, self._sample_at - now))
         for event in self.transport.poll(wait, wanted):
@@ -245,6 +253,16 @@ class Driver:
             due = machine.next_deadline()
             if due is not None and now >= due:
                 self.perform(machine.tick(now))
+
+    def _switch_often(self, often: bool) -> None:
+        """See SWITCH_S. What somebody else has set meanwhile stays."""
+        if often and self._switch_s is None:
+            self._switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
+        elif not often and self._switch_s is not None:
+            if sys.getswitchinterval() == SWITCH_S:
+                sys.setswitchinterval(self._switch_s)
+            self._switch_s = None
 
     def _receive(self, event: Incoming) -> None:
         if self._machine is None:

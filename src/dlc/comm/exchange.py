@@ -15,13 +15,12 @@ the frozen vector and the held results waits in memory. Contributions of a base 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.comm.codecs import get_codec
 from dlc.comm.context import Context
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
@@ -83,6 +82,8 @@ class Exchange:
         """Kept from round to round: fresh buffers for every chunk would be page faults for every chunk."""
         self._to_send: dict[Voter, deque[int]] = {}
         self._in_flight: dict[Voter, set[int]] = {}
+        self._window = WINDOW_CHUNKS_MIN
+        """Chunks that may be in flight to one owner under this plan."""
         self._results: dict[PeerId, deque[Result]] = {}
         """What I reduced, for everybody."""
         self._served: dict[PeerId, dict[tuple[object, ...], Bulk]] = {}
@@ -90,6 +91,10 @@ class Exchange:
         self.patience = Patience(ctx)
         self.rates = Rates()
         self._recipients: tuple[Voter, ...] = ()
+        self._plan_base = b""
+        """Of the plan's channel."""
+        self._parts_of: dict[Voter, tuple[int, Part]] = {}
+        """The plan's roster by voter: (index, part)."""
         self._fixed: dict[int, bytes] = {}
         self._sent_again: set[int] = set()
         self._early: list[Result] = []
@@ -103,6 +108,8 @@ class Exchange:
         self.held = dict(keep)
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
+        self._plan_base = self.log.state.base(plan.entry.channel)
+        self._parts_of = {part.voter: (index, part) for index, part in enumerate(plan.entry.roster)}
         self.gained, self.reduce_since, self.last_gain = 0, now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self._results = {peer: queue for peer, queue in self._results.items() if self._still_wanted(queue)}
@@ -114,6 +121,7 @@ class Exchange:
                 self.rates.begin(now, asked_Bps(shape, self.ctx.me))
             if self._workspace is None or self._workspace[0] != self.grid:
                 self._workspace = (self.grid, Workspace(self.grid))
+            self._window = self.window_chunks(self.grid)
             self._queue_contributions(plan)
             self._own(plan, self.grid)
         early, self._early = self._early, []
@@ -122,11 +130,12 @@ class Exchange:
 
     def _own(self, plan: Plan, grid: Grid) -> None:
         """Open the chunks that the plan gives me, with the parts that came before it."""
-        parts = self._parts.get((plan.entry.channel, self._base(plan)), {})
+        parts = self._parts.get((plan.entry.channel, self._plan_base), {})
         mine = [c for c, owner in enumerate(plan.assignment) if owner >= 0 and plan.owners[owner] == self.ctx.me]
         owed_bytes = sum(grid.wire_bytes(chunk) for chunk in mine)
         roster = (p.voter for p in plan.entry.roster if p.voter != self.ctx.me)
-        self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), owed_bytes)
+        result_bytes = grid.result_bytes(0, max(1, len(plan.entry.roster)))
+        self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), result_bytes, owed_bytes)
         for chunk in mine:
             self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster, plan.norms)
             for sender, contrib in list(parts.get(chunk, {}).items()):
@@ -167,7 +176,7 @@ class Exchange:
         for index, chunk in first.items():
             owner = plan.owners[index]
             if owner != self.ctx.me:
-                empty = Contrib(plan.entry.channel, self._base(plan), chunk, part.weight, part.upto)
+                empty = Contrib(plan.entry.channel, self._plan_base, chunk, part.weight, part.upto)
                 self.serve(owner.peer, empty)
 
     def _mine(self, plan: Plan) -> Offered | None:
@@ -175,9 +184,6 @@ class Exchange:
         mine, entry = self.offered.get(plan.entry.channel), plan.entry
         grid = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
         return mine if mine is not None and mine.ready.grid == grid else None
-
-    def _base(self, plan: Plan) -> bytes:
-        return self.log.state.base(plan.entry.channel)
 
     def reset(self) -> None:
         """The slot is over: candidates and plan are dropped; contributions live as long as their base."""
@@ -204,42 +210,43 @@ class Exchange:
         if self._absent.get(sender) == (contrib.channel, contrib.base, part):
             del self._absent[sender]  # the same was offered once more
         self._count_received(contrib.channel, len(contrib.payload))
-        self._store(sender, contrib)
-        if contrib.chunk in self._owned and self._asked_for(contrib):
+        if self._store(sender, contrib) and contrib.chunk in self._owned:
             self._close_if_done(contrib.chunk)
 
     def _asked_for(self, contrib: Contrib) -> bool:
         """It belongs to the present plan's channel; one of another channel may have the same chunk number."""
         plan = self.plan
-        return plan is not None and contrib.channel == plan.entry.channel and contrib.base == self._base(plan)
+        return plan is not None and contrib.channel == plan.entry.channel and contrib.base == self._plan_base
 
-    def _store(self, sender: Voter, contrib: Contrib) -> None:
-        wanted = self._asked_for(contrib) and contrib.chunk in self._owned
+    def _store(self, sender: Voter, contrib: Contrib) -> bool:
+        """Keep a part; True if the present plan's channel asks for it."""
+        asked_for = self._asked_for(contrib)
+        wanted = asked_for and contrib.chunk in self._owned
         strays = 0 if wanted else sum(sender in by for chunks in self._parts.values() for by in chunks.values())
         if strays >= STRAY_CHUNKS_MAX:
             self.dropped += 1
-            return
+            return False
         self.patience.heard(sender, len(contrib.payload))
-        if self._asked_for(contrib) and not (self.grid is not None and 0 <= contrib.chunk < self.grid.n_chunks):
+        if asked_for and not (self.grid is not None and 0 <= contrib.chunk < self.grid.n_chunks):
             self.dropped += 1
-            return
+            return False
         # What this plan gives to another owner, or what I hold already, is for the next plan: the sender may have seen
         # it before me, and the coordinator may have made it before it knew what I hold.
         chunks = self._parts.setdefault((contrib.channel, contrib.base), {})
         chunks.setdefault(contrib.chunk, {})[sender] = contrib
         self.gained += wanted
-        self._take(sender, contrib)
+        if asked_for:
+            self._take(sender, contrib)
+        return asked_for
 
     def _take(self, sender: Voter, contrib: Contrib) -> None:
-        """Hand a part to the reducer of its chunk, if it is one that the plan's roster names."""
+        """Hand a part of the plan's channel to the reducer of its chunk, if it is one that the plan's roster names."""
         reducer = self._owned.get(contrib.chunk)
-        if reducer is None or self.plan is None or not self._asked_for(contrib):
+        index, part = self._parts_of.get(sender, (-1, None))
+        if reducer is None or part is None or (part.weight, part.upto) != (contrib.weight, contrib.upto):
             return
-        for index, part in enumerate(self.plan.entry.roster):
-            if part == Part(sender, contrib.weight, contrib.upto):
-                if reducer.offer(index, contrib.payload) is not None:
-                    self.dropped += 1
-                return
+        if reducer.offer(index, contrib.payload) is not None:
+            self.dropped += 1
 
     def receive_result(self, result: Result) -> bool:
         """Store a candidate if the current plan asks for it; True if it was new and wanted."""
@@ -273,12 +280,13 @@ class Exchange:
 
     def _well_formed(self, result: Result) -> bool:
         assert self.grid is not None and self.plan is not None
-        roster, chunk = set(self.plan.entry.roster), result.header.chunk
-        if not result.header.included:
+        roster, included, chunk = self.plan.entry.roster, result.header.included, result.header.chunk
+        if not included:
             return not result.payload
-        if len(result.payload) != self.grid.wire_bytes(chunk) or not all(p in roster for p in result.header.included):
+        named = included == roster or all(part in roster for part in included)
+        if not named or len(result.payload) != self.grid.result_bytes(chunk, len(included)):
             return False
-        return self.grid.coder.finite(result.payload, self.grid.elems(chunk))  # a mean of finite parts is finite
+        return self.grid.coder.finite_result(result.payload, self.grid.elems(chunk))  # as parts are, a mean is finite
 
     def _hold(self, result: Result, digest: bytes) -> None:
         chunk = result.header.chunk
@@ -294,7 +302,7 @@ class Exchange:
         if self.plan is None or self.grid is None:
             return
         alone = len(self.plan.entry.roster) == 1
-        window = len(self._owned) if alone else self.window_chunks(self.grid)
+        window = len(self._owned) if alone else self._window
         if self._owned:
             lowest = self._owned[next(iter(self._owned))]
             roster = self.plan.entry.roster
@@ -303,33 +311,35 @@ class Exchange:
             self._close_if_done(chunk)
 
     def _close_if_done(self, chunk: int) -> None:
-        """Close an owned chunk that has all the parts it will get."""
+        """Close an owned chunk that has all the parts it will get.
+
+        My own part is encoded when all others are in, and summed at once: it never waits in memory.
+        """
         assert self.plan is not None
-        roster = self.plan.entry.roster
-        self._add_own_part(chunk)
-        reducer = self._owned[chunk]
-        reasons = {roster[i].voter: reason for i, reason in reducer.refused.items()}
+        roster, reducer = self.plan.entry.roster, self._owned[chunk]
+        reasons: dict[Voter, str] = {}
+        own: Offered | None = None
         for index in reducer.missing():
-            reason = self._given_up(roster[index])
+            part = roster[index]
+            mine = self._mine(self.plan) if part.voter == self.ctx.me else None
+            if mine is not None and (part.weight, part.upto) == (mine.ready.weight, mine.ready.upto):
+                own = mine
+                continue
+            reason = self._given_up(part)
             if reason is None:
                 return
-            reasons[roster[index].voter] = reason
+            reasons[part.voter] = reason
+        if own is not None:
+            self._take(self.ctx.me, self._encode(own, chunk))
+        reasons |= {roster[i].voter: reason for i, reason in reducer.refused.items()}
         self._close(chunk, reducer, reasons)
-
-    def _add_own_part(self, chunk: int) -> None:
-        """My own part is encoded only when the chunk's turn has come, so that a span's worth never waits in memory."""
-        assert self.plan is not None
-        mine = self._mine(self.plan)
-        roster, missing = self.plan.entry.roster, self._owned[chunk].missing()
-        if mine is not None and any(roster[i].voter == self.ctx.me for i in missing):
-            self._take(self.ctx.me, self._encode(mine, chunk))
 
     def _given_up(self, part: Part) -> str | None:
         """Why this contributor's part is no longer waited for, or None."""
         members, plan, voter = self.ctx.members, self.plan, part.voter
         assert plan is not None
         # It was taken back, or another was offered, since its contributor was ready: it will not come.
-        if voter == self.ctx.me or self._absent.get(voter) == (plan.entry.channel, self._base(plan), part):
+        if voter == self.ctx.me or self._absent.get(voter) == (plan.entry.channel, self._plan_base, part):
             return "late"
         if members.gone(voter):
             return "left"
@@ -353,7 +363,7 @@ class Exchange:
         roster = plan.entry.roster
         excluded = tuple(Excluded(v, r) for v, r in sorted(reasons.items()))
         header = ChunkHeader(
-            base=self._base(plan),
+            base=self._plan_base,
             chunk=chunk,
             head=plan.head,
             ballot=plan.ballot,
@@ -362,7 +372,7 @@ class Exchange:
             excluded=excluded,
         )
         del self._owned[chunk]
-        self._parts.get((plan.entry.channel, self._base(plan)), {}).pop(chunk, None)
+        self._parts.get((plan.entry.channel, self._plan_base), {}).pop(chunk, None)
         self.gained += 1
         self.patience.closed()
         result = Result(header, payload)
@@ -395,14 +405,14 @@ class Exchange:
             return set()
         ready = {peer for peer, queue in self._results.items() if queue}
         ready.update(peer for peer, served in self._served.items() if served)
-        if self.grid is not None:
-            window = self.window_chunks(self.grid)
-            ready.update(
-                owner.peer
-                for owner, chunks in self._to_send.items()
-                if chunks and len(self._in_flight.get(owner, ())) < window
-            )
+        ready.update(self._owners_with_room())
         return ready
+
+    def _owners_with_room(self) -> Iterator[PeerId]:
+        """Those who lack parts of mine, and whose window is not full."""
+        for owner, chunks in self._to_send.items():
+            if chunks and len(self._in_flight.get(owner, ())) < self._window:
+                yield owner.peer
 
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         """The next message for `peer`: results before contributions, contributions within the owner's window."""
@@ -422,11 +432,10 @@ class Exchange:
             return wanted
         if self.grid is None or self.plan is None:
             return None
-        window = self.window_chunks(self.grid)
         mine = self._mine(self.plan)
         for owner, chunks in self._to_send.items():
             in_flight = self._in_flight.setdefault(owner, set())
-            while owner.peer == peer and chunks and mine is not None and len(in_flight) < window:
+            while owner.peer == peer and chunks and mine is not None and len(in_flight) < self._window:
                 chunk = chunks.popleft()
                 if chunk in self.held:
                     continue
@@ -439,12 +448,14 @@ class Exchange:
     def _encode(self, mine: Offered, chunk: int) -> Contrib:
         assert self.grid is not None
         start, stop = self.grid.span(chunk)
-        payload = get_codec(self.grid.codec).encode(mine.vector[start:stop])
+        payload = self.grid.coder.encode(mine.vector[start:stop])
         ready = mine.ready
         return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
 
     def _count_sent(self, channel: str, size: int) -> None:
-        self.rates.sent(self.ctx.now, size, more=bool(self.pending()))
+        owners = self._owners_with_room()
+        more = any(self._results.values()) or any(self._served.values()) or next(owners, None) is not None
+        self.rates.sent(self.ctx.now, size, more)
         if channel in self.offered:
             self.offered[channel].bytes_sent += size
 

@@ -22,6 +22,8 @@ from dlc.errors import ProtocolError
 
 Frame = bytes | memoryview
 TAG_BYTES = 8
+ENVELOPE_BYTES, ENVELOPES_MAX = 256, 1024
+"""Envelopes come again and again: so many, of at most this length (ours have some 70), are remembered decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ def _envelope(sender: Voter, tag: bytes, code: int) -> bytes:
     return pack(Envelope(PROTOCOL_VERSION, tag, sender, code))
 
 
+@lru_cache(maxsize=ENVELOPES_MAX)
+def _opened(frame: bytes) -> Envelope:
+    return unpack(frame, Envelope)
+
+
 def encode(sender: Voter, tag: bytes, message: Message) -> list[Frame]:
     frames: list[Frame] = [_envelope(sender, tag, CODES[type(message)]), pack(message)]
     if isinstance(message, Bulk):
@@ -52,7 +59,7 @@ def decode(frames: Sequence[Frame], tag: bytes) -> tuple[Voter, Message]:
     """The sender and the message. Raises ProtocolError for anything that a peer of this run would not send."""
     if not 2 <= len(frames) <= 3:
         raise ProtocolError(f"{len(frames)} frames")
-    envelope = unpack(frames[0], Envelope)
+    envelope = _opened(bytes(frames[0])) if len(frames[0]) <= ENVELOPE_BYTES else unpack(frames[0], Envelope)
     if envelope.protocol != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {envelope.protocol}, ours is {PROTOCOL_VERSION}: update dlc")
     kind = KINDS.get(envelope.code)

@@ -14,23 +14,31 @@ from dlc.comm.codecs import Codec, get_codec
 from dlc.comm.wire import ITEMS_MAX
 from dlc.errors import ConfigError
 
-CHUNK_ELEMS_MAX = 1 << 22
-"""16 MiB of fp32 per chunk: an owner holds one payload per contributor and open chunk, and a frame is never split."""
+CHUNK_ELEMS_MAX = 1 << 21
+"""8 MiB of fp32 per chunk: an owner holds one payload per contributor and open chunk, and what is longer fits no frame
+of the bulk lane."""
 N_CHUNKS_MAX = ITEMS_MAX
 """A plan lists one owner per chunk, and a decree one hash: both must fit the longest array of a header."""
 
 USUAL_CHUNKS, USUAL_CHUNKS_MAX = 512, 1 << 14
 USUAL_ELEMS_MIN, USUAL_ELEMS_MAX = 1 << 14, 1 << 18
+LARGE_CHUNKS = 64
+LOOPBACK_CHUNK_ELEMS = 1 << 18
+"""1 MiB of fp32, what a second-level cache holds: where peers share a host, the work per chunk counts for more than the
+first and the last chunk of a round, which nothing overlaps."""
 
 
-def usual_chunk_elems(numel: int) -> int:
+def usual_chunk_elems(numel: int, most: int = 0) -> int:
     """Elements per chunk where nobody says how many: a power of two that makes some hundreds of chunks.
 
     A round begins and ends with a chunk that nothing overlaps, so chunks are small against the vector. Each costs every
     peer some work of its own, so none is smaller than a few packets, and none but those of a vector of more than
     USUAL_CHUNKS_MAX chunks (4e9 elements) larger than what a second-level cache holds.
+
+    `most`: the run's own number (0: it has none). Chunks are then as large as that, if some dozens are left to share.
     """
-    elems = min(max(_power_of_two(numel / USUAL_CHUNKS), USUAL_ELEMS_MIN), USUAL_ELEMS_MAX)
+    chunks, largest = (LARGE_CHUNKS, most) if most else (USUAL_CHUNKS, USUAL_ELEMS_MAX)
+    elems = min(max(_power_of_two(numel / chunks), USUAL_ELEMS_MIN), largest)
     return min(max(elems, _power_of_two(numel / USUAL_CHUNKS_MAX)), CHUNK_ELEMS_MAX, max(1, numel))
 
 
@@ -86,6 +94,10 @@ class Grid:
     def wire_bytes(self, chunk: int) -> int:
         """Length of the payload of a chunk."""
         return self.coder.wire_bytes(self.elems(chunk))
+
+    def result_bytes(self, chunk: int, n_parts: int) -> int:
+        """Length of the result of a chunk that has so many contributions in it, at least 1."""
+        return self.coder.result_bytes(self.elems(chunk), n_parts)
 
     @property
     def total_wire_bytes(self) -> int:

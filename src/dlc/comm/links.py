@@ -74,6 +74,7 @@ CONTROL_PENDING_BYTES_MAX = 16 << 20
 CONGESTION_CONTROL = "bbr"
 """Of bulk links beyond this host, where the system has it: random loss does not slow it down."""
 
+_NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH; not named by pyzmq."""
 _CLOSED_BY_PEER = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED)
@@ -173,8 +174,10 @@ class Link:
         """Hand a message to libzmq if the link is up and has room; never blocks."""
         if self.socket is None:
             return False
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        last = len(frames) - 1
+        try:  # only the first frame can find no room
+            for index, frame in enumerate(frames):
+                self.socket.send(frame, zmq.NOBLOCK if index == last else _NOT_LAST)
         except zmq.Again:
             return False
         return True

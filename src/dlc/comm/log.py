@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dlc.comm.codecs import get_codec
@@ -217,8 +218,11 @@ def counted_of(entry: Entry, results: Sequence[Result]) -> tuple[Part, ...]:
 
 
 def means(entry: Entry, results: Sequence[Result]) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed."""
+    """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed. The memory of one is used again for
+    the next."""
     grid, codec = grid_of(entry), get_codec(entry.codec)
+    decoded = torch.empty(min(grid.chunk_elems, grid.numel))
     for result in results:
         start, stop = grid.span(result.header.chunk)
-        yield start, stop, codec.decode(result.payload, stop - start) if result.header.included else None
+        out = decoded[: stop - start]
+        yield start, stop, codec.decode_result(result.payload, stop - start, out) if result.header.included else None

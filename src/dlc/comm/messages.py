@@ -384,7 +384,7 @@ class Contrib(Bulk):
     chunk: int
     weight: float
     upto: int
-    payload: bytes = field(default=b"", metadata={"frame": True})
+    payload: bytes | memoryview = field(default=b"", metadata={"frame": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +411,7 @@ class Result(Bulk):
     """The encoded mean of one chunk, the same bytes for everybody."""
 
     header: ChunkHeader
-    payload: bytes = field(default=b"", metadata={"frame": True})
+    payload: bytes | memoryview = field(default=b"", metadata={"frame": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +438,7 @@ class Piece(Bulk):
     channel: str
     digest: bytes
     piece: int
-    payload: bytes = field(default=b"", metadata={"frame": True})
+    payload: bytes | memoryview = field(default=b"", metadata={"frame": True})
 
 
 @dataclass(frozen=True, slots=True)

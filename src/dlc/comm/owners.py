@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dlc.comm.context import Context
 from dlc.comm.entries import Part
+from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import Plan
@@ -35,7 +36,7 @@ def plan_round(
     ctx: Context,
     log: Log,
     roster: Collection[Part],
-    n_chunks: int,
+    grid: Grid | None,
     fixed: Collection[int],
     deciders: tuple[Voter, ...],
     mute: Collection[Voter],
@@ -43,16 +44,18 @@ def plan_round(
     """(owners, assignment): every chunk that is not fixed gets an alive owner, in contiguous spans, so that the round
     takes the least time that the links allow.
 
-    `mute`: peers from which no bulk came; they own something only where nobody else could. `owners` names all others
-    that are alive: a slow one may own no chunk.
+    `grid`: None where the entry has no bulk. `mute`: peers from which no bulk came; they own something only where
+    nobody else could. `owners` names all others that are alive: a slow one may own no chunk.
     """
     alive = sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v))
     owners = tuple(v for v in alive if v not in mute) or tuple(alive)
+    n_chunks = grid.n_chunks if grid is not None else 0
     open_chunks = [c for c in range(n_chunks) if c not in fixed]
     assignment = [-1] * n_chunks
-    if open_chunks:
+    if grid is not None and open_chunks:
         contributors = {part.voter for part in roster}
-        members = [_member(ctx, v, v in contributors, v in owners, receives=True) for v in alive]
+        length = _result_length(grid, len(roster))
+        members = [_member(ctx, v, v in contributors, v in owners, length) for v in alive]
         owned = dict(zip(alive, counts(len(open_chunks), members), strict=True))
         spans = (index for index, owner in enumerate(owners) for _ in range(owned[owner]))
         for chunk, owner in zip(open_chunks, spans, strict=True):
@@ -76,7 +79,10 @@ def shape_of(ctx: Context, plan: Plan, recipients: Collection[Voter]) -> Shape |
     contributors = {part.voter for part in plan.entry.roster}
     everybody = {*contributors, *recipients, *owned_bytes}
     voters = tuple(sorted(v for v in everybody if ctx.members.alive(v)))
-    members = tuple(_member(ctx, v, v in contributors, v in owned_bytes, v in recipients) for v in voters)
+    length = _result_length(grid, len(contributors))
+    members = tuple(
+        _member(ctx, v, v in contributors, v in owned_bytes, length if v in recipients else 0.0) for v in voters
+    )
     return Shape(voters, members, tuple(owned_bytes.get(v, 0) / total for v in voters), total)
 
 
@@ -89,7 +95,12 @@ def asked_Bps(shape: Shape, me: Voter) -> Load:
     return Load(load.up / seconds, load.down / seconds)
 
 
-def _member(ctx: Context, voter: Voter, contributes: bool, owns: bool, receives: bool) -> Member:
+def _result_length(grid: Grid, n_contributors: int) -> float:
+    """How long a result is, in contributions."""
+    return grid.result_bytes(0, max(1, n_contributors)) / grid.wire_bytes(0)
+
+
+def _member(ctx: Context, voter: Voter, contributes: bool, owns: bool, receives: float) -> Member:
     record = ctx.members.record(voter.peer)
     if record is None or record.voter != voter:
         return Member(0.0, 0.0, contributes, owns, receives)

@@ -5,7 +5,8 @@ Member i owns the share w_i. With C contributors, R receivers of the result, and
     sends     s_i + w_i (R - r_i - s_i)      its contribution to the other owners, its results to the other receivers
     receives  r_i + w_i (C - s_i - r_i)      the others' results, and their contributions to what it owns
 
-where s_i is 1 if it contributes and r_i is 1 if it receives the result, else 0. Nobody sends to itself. So a time T
+where s_i is 1 if it contributes and r_i is 1 if it receives the result, else 0 (R and C are the sums over all). Where
+results are longer than contributions, r_i is so many times greater. Nobody sends to itself. So a time T
 bounds each share by the member's own two rates alone: from above, where a greater share means more bytes, and from
 below in groups so small that it means fewer. The least time T* is the least T at which these bounds let the shares sum
 to 1; with T more is possible, so it is found by bisection. For N members that all contribute and receive, with rates
@@ -47,8 +48,8 @@ class Member:
     contributes: bool = True
     owns: bool = True
     """May own a share."""
-    receives: bool = True
-    """Gets the result."""
+    receives: float = 1.0
+    """How much it gets of the result: 0 nothing, 1 all of it. More where a result is longer than a contribution."""
 
 
 @dataclass(frozen=True, slots=True)

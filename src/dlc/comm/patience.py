@@ -40,7 +40,8 @@ class Patience:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self._n_recipients = 0
-        self._part_bytes = 0
+        self._chunk_bytes = 0
+        """Of a part and a result."""
         self._owed_bytes = 0
         self._since = 0.0
         self._last_close = 0.0
@@ -53,11 +54,14 @@ class Patience:
         self._gap: dict[Voter, float] = {}
         self._rate_Bps: dict[Voter, float] = {}
 
-    def begin(self, roster: Iterable[Voter], n_recipients: int, part_bytes: int, owed_bytes: int) -> None:
-        """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`, and serves so many."""
+    def begin(
+        self, roster: Iterable[Voter], n_recipients: int, part_bytes: int, result_bytes: int, owed_bytes: int
+    ) -> None:
+        """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`, and serves so many
+        recipients of its parts and results."""
         self._learn_rates()
         now = self._since = self._last_close = self._looked = self.ctx.running_s
-        self._n_recipients, self._part_bytes, self._owed_bytes = n_recipients, part_bytes, owed_bytes
+        self._n_recipients, self._chunk_bytes, self._owed_bytes = n_recipients, part_bytes + result_bytes, owed_bytes
         self._heard = dict.fromkeys(roster, now)
         self._received = dict.fromkeys(self._heard, 0)
         self._waited_s = dict.fromkeys(self._heard, 0.0)
@@ -111,7 +115,8 @@ class Patience:
         return False
 
     def _overdue(self, voter: Voter) -> bool:
-        return self._waited_s.get(voter, 0.0) > self.whole_s(voter)
+        waited_s = self._waited_s.get(voter, 0.0)
+        return waited_s > 0 and waited_s > self.whole_s(voter)
 
     def silence_s(self, voter: Voter) -> float:
         """T_chunk: the longest silence that its pace explains. Parts come whole, so a slow link is silent at times."""
@@ -119,7 +124,7 @@ class Patience:
         record = members.record(voter.peer)
         rate_Bps = record.up_Bps if record is not None and record.up_Bps > 0 else FIRST_RATE_Bps
         # Between two parts for me its uplink carries a part and a result for everybody.
-        expected_s = 2 * self._n_recipients * self._part_bytes / max(rate_Bps, RATE_MIN_Bps)
+        expected_s = self._n_recipients * self._chunk_bytes / max(rate_Bps, RATE_MIN_Bps)
         gap_s = min(max(self._gap.get(voter, 0.0), expected_s), GAP_S_MAX)
         return members.timeouts.t_chunk_s(members.rtt_s(voter.peer), gap_s) * members.health
 

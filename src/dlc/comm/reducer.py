@@ -11,7 +11,8 @@ not finite is left out, and the weights of those present are renormalised.
     2. Sum:     a = v_1 * x_1 + ... + v_k * x_k, every product and every sum rounded to fp32. Of a contribution that is
                 to be clipped, fp32(v_i * c_i) is taken, with c_i = min(1, median of the plan's norms / its own).
     3. Divide:  a / fp32(sum(v_i)), left out where that sum is 1
-    4. Encode once; these bytes are the result for everybody, the owner included.
+    4. Encode once; these bytes are the result for everybody, the owner included. (Of sparse contributions the result
+       is the list of them with their factors; see sparsecodec.py.)
 
 Why this form: scaling by a power of two is exact, so weights that are token counts below 2^24 enter without any
 rounding (w_i / sum(w_i) would round every one of them), equal weights cost no rounding in the products, and one
@@ -45,11 +46,9 @@ LATE = "late"
 NOT_FINITE = "refused: not finite"
 WRONG_SIZE = "wrong size"
 
-_FP32_MAX = torch.finfo(torch.float32).max
-
 
 class Workspace:
-    """Buffers for closing chunks of one grid, one after the other, by one thread.
+    """Buffers for closing or decoding chunks of one grid, one after the other, by one thread.
 
     Fresh buffers for every chunk are page faults for every chunk: closing then takes up to three times as long.
     """
@@ -131,7 +130,7 @@ class ChunkReducer:
     def closed(self) -> bool:
         return self._closed
 
-    def close(self, workspace: Workspace | None = None) -> tuple[bytes, tuple[int, ...]]:
+    def close(self, workspace: Workspace | None = None) -> tuple[bytes | memoryview, tuple[int, ...]]:
         """The encoded mean of what is held and the roster indexes in it, ascending; `(b"", ())` where the weights
         present sum to 0. Lets go of the contributions. RuntimeError when closed before: an owner emits a chunk once.
 
@@ -148,14 +147,9 @@ class ChunkReducer:
         coder = self.grid.coder
         workspace = workspace or Workspace(self.grid)
         acc, scratch = workspace.acc[: self._numel], workspace.scratch
-        acc.fill_(-0.0)  # not +0: only -0 + x is x for every x, -0 itself included
         clip = clip_factors(self.norms or [0.0] * len(self.roster))
-        for index, weight in zip(included, weights, strict=True):
-            coder.accumulate(acc, held[index], _fp32(weight * clip[index]), scratch)
-        if divisor != 1:
-            acc.div_(divisor)
-        acc.clamp_(-_FP32_MAX, _FP32_MAX)
-        return coder.encode(acc, scratch), included
+        parts = [(held[i], _fp32(w * clip[i])) for i, w in zip(included, weights, strict=True)]
+        return coder.combine(parts, divisor, acc, scratch), included
 
 
 def scaled_weights(weights: Sequence[float]) -> tuple[list[float], float]:
@@ -189,7 +183,7 @@ def decode_mean(grid: Grid, chunk: int, payload: Payload) -> Tensor | None:
     """
     if memoryview(payload).nbytes == 0:
         return None
-    return grid.coder.decode(payload, grid.elems(chunk))
+    return grid.coder.decode_result(payload, grid.elems(chunk))
 
 
 def _fp32(value: float) -> float:

@@ -91,7 +91,7 @@ def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:
     grid, roster = Grid(entry.numel, entry.chunk_elems, entry.codec), set(entry.roster)
     return all(
         r.header.chunk == chunk
-        and len(r.payload) == (grid.wire_bytes(chunk) if r.header.included else 0)
+        and len(r.payload) == (grid.result_bytes(chunk, len(r.header.included)) if r.header.included else 0)
         and all(part in roster for part in r.header.included)
         for chunk, r in enumerate(results)
     )

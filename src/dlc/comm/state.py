@@ -19,7 +19,10 @@ class State(Protocol):
         """Elements of the vector that the rounds average."""
 
     def step(self, t: int, means: Iterable[tuple[int, int, Tensor | None]]) -> None:
-        """Apply round t: fp32 mean of elements [start, stop) each, or None where nobody contributed."""
+        """Apply round t: fp32 mean of elements [start, stop) each, or None where nobody contributed.
+
+        The memory of a mean is used again once the next one is asked for.
+        """
 
     def digest(self) -> bytes:
         """BLAKE3-256 of the image, equal on every peer that stands at the same round."""

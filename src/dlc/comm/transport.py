@@ -330,15 +330,18 @@ class Transport:
         for sock, address in sources:
             while room and self._take(sock, "bulk", address, 1, events) == 0:
                 room -= 1
-                self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
+                if int(self._control.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
 
     def _take(self, sock: zmq.Socket[bytes], lane: Lane, address: str | None, room: int, events: list[Event]) -> int:
         """Receive up to `room` messages; what is left of it."""
         while room:
             try:
-                parts = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = [sock.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 break
+            while parts[-1].more:
+                parts.append(sock.recv(copy=False))
             room -= 1
             route = Route(lane, parts.pop(0).bytes) if address is None else None
             if not 1 <= len(parts) <= FRAMES_MAX:

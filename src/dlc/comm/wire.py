@@ -9,6 +9,7 @@ maps with unordered keys), so equal values give equal bytes and can be hashed.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 import typing
@@ -133,7 +134,7 @@ def _decode_tuple(args: tuple[Any, ...]) -> _Decoder:
         def decode_many(raw: Any) -> Any:
             if type(raw) is not tuple:
                 raise ProtocolError(f"expected an array, got {type(raw).__name__}")
-            return tuple(decode_item(item) for item in raw)
+            return tuple([decode_item(item) for item in raw])  # a list is faster than a generator, and this is often
 
         return decode_many
     decoders = tuple(decoder(arg) for arg in args)
@@ -141,7 +142,7 @@ def _decode_tuple(args: tuple[Any, ...]) -> _Decoder:
     def decode_fixed(raw: Any) -> Any:
         if type(raw) is not tuple or len(raw) != len(decoders):
             raise ProtocolError(f"expected an array of {len(decoders)}")
-        return tuple(decode(item) for decode, item in zip(decoders, raw, strict=True))
+        return tuple([decode(item) for decode, item in zip(decoders, raw, strict=True)])
 
     return decode_fixed
 
@@ -149,10 +150,12 @@ def _decode_tuple(args: tuple[Any, ...]) -> _Decoder:
 def _decode_fields(kind: Any, names: tuple[str, ...]) -> _Decoder:
     hints = typing.get_type_hints(kind)
     decode_fixed = _decode_tuple(tuple(hints[name] for name in names))
+    if names != tuple(inspect.signature(kind).parameters)[: len(names)]:
+        raise TypeError(f"{kind.__name__}: the fields that travel in the header come first")
 
     def decode(raw: Any) -> Any:
         try:
-            return kind(**dict(zip(names, decode_fixed(raw), strict=True)))
+            return kind(*decode_fixed(raw))
         except ProtocolError as error:
             raise ProtocolError(f"{kind.__name__}: {error}") from None
 

@@ -1,11 +1,12 @@
 """Error feedback: what encoding lost of one contribution is added to the next (EF-SGD, arXiv:1901.09847).
 
     e       the residual of this peer, fp32, zero at first
-    v       d + e: what is offered in place of the pseudo-gradient d
+    v       d + c e: what is offered in place of the pseudo-gradient d; c is 1, or the codec's `carry`
     Q(v)    what the owners decode of it
 
 Once a round counted v, e := v - Q(v) in every chunk whose mean has this peer in it. So what was delivered in T rounds
-is the sum of the d of these rounds, but for the last residual, which is at most half a quantisation step. A chunk that
+is the sum of the d of these rounds, but for the last residual, which is at most half a quantisation step (where c is 1:
+otherwise what stays behind for long fades away). A chunk that
 was left out keeps its e as it was; its d is lost, as with any codec. An offer that was not counted changes nothing.
 
 What the owners clip off v (`outer.clip`) is no part of that, and is not offered again.
@@ -37,10 +38,10 @@ class Feedback:
         """e: changed by `over` and `load` only."""
 
     def added(self, d: Tensor) -> Tensor:
-        """v = d + e, in memory that is the caller's until `over`."""
+        """v = d + c e, in memory that is the caller's until `over`."""
         v = self._spare if self._spare is not None else torch.empty_like(self.residual)
         self._spare = None
-        return torch.add(d, self.residual, out=v)
+        return torch.add(d, self.residual, alpha=self._grid.coder.carry, out=v)
 
     def over(self, v: Tensor, included: Sequence[bool] = ()) -> None:
         """v will not be sent any more. `included`: of each chunk of a round that counted it, whether its mean has v in
