@@ -239,16 +239,16 @@ def test_status_sees_everyone_without_joining() -> None:
 
 def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
     before = threading.active_count()
-    with swarm(2) as peers:
-        address = peers[0].address
+    (address,) = free_addresses(1)  # both of its ports, which no outgoing connection is given meanwhile
+    with Peer.join(listen=address) as peer, Peer.join([address], join_timeout_s=JOIN_S):
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(peers[0].all_reduce, torch.ones(3), timeout_s=30)
-            wait_until(lambda: peers[0]._ask(lambda node, now: bool(node.exchange.offered)), 5)
-            peers[0].leave()
+            waiting = pool.submit(peer.all_reduce, torch.ones(3), timeout_s=30)
+            wait_until(lambda: peer._ask(lambda node, now: bool(node.exchange.offered)), 5)
+            peer.leave()
             with pytest.raises(SwarmClosed):
                 waiting.result(10)
         with pytest.raises(SwarmClosed):
-            peers[0].members()
+            peer.members()
         with Peer.join(listen=address):
             pass
     wait_until(lambda: threading.active_count() <= before, 10, "threads of peers that left")

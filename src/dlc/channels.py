@@ -23,12 +23,16 @@ from dlc.comm.state import State
 from dlc.comm.wire import pack
 from dlc.errors import SwarmClosed, UsageError
 from dlc.handles import Checkpoint, Means, Pending, Position
+from dlc.runspec import RunSpec
 
 T = TypeVar("T")
 
 
 class Channels(ABC):
     """The part of `dlc.Peer` that offers vectors to rounds."""
+
+    spec: RunSpec
+    """What all peers of the run agree on."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}

@@ -79,7 +79,7 @@ class Parcel(Bulk):
     """Of a contribution or gift: its own; of a result: the sum of those included."""
     included: tuple[int, ...]
     """Of a result: seats whose contributions are in this chunk's mean, ascending."""
-    payload: bytes = field(default=b"", metadata={"frame": True})
+    payload: bytes | memoryview = field(default=b"", metadata={"frame": True})
 
 
 # ------------------------------------------------------------------ groups
