@@ -1,0 +1,90 @@
+"""Where a span's parameters come from when no helper holds them: from the trainer that pulled the newest.
+
+At the beginning that is any trainer's own; the first span decides whose, and all others take theirs from a trainer that
+began alike (its *origin*). Moments begin at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from dlc.comm.claimant import Claimant
+from dlc.comm.claims import ASK_S
+from dlc.comm.codecs import Payload, get_codec
+from dlc.comm.ids import Voter
+from dlc.comm.seats import Host, Seat, Seeding
+from dlc.comm.servermessages import AskStake, SpanView, Stake
+from dlc.comm.serverpeer import TRAINER, Notice
+from dlc.comm.spanstate import SpanState
+from dlc.errors import ProtocolError
+
+STAKES_S = 3.0
+"""Trainers that have not said by then what they hold are not waited for."""
+
+
+class Seeder:
+    def __init__(self, host: Host, claims: Claimant, lost: Callable[[SpanView | None], bool]) -> None:
+        self.host, self.claims, self._lost = host, claims, lost
+
+    def seed(self, span: int, seat: Seat) -> None:
+        """Take the span's parameters from the trainer that pulled the newest."""
+        seeding = seat.seeding = seat.seeding or Seeding(self.host.now)
+        if seeding.fetching:
+            return
+        if seeding.state is not None:
+            self.claims.make(span, seat, seeding.state, self.host.me, None)
+            return
+        trainers = self.host.living(TRAINER)
+        if self.host.now >= seeding.asked_at + ASK_S:
+            seeding.asked_at = self.host.now
+            self.host.cast([v for v in trainers if v not in seeding.stakes], AskStake(span))
+        origin = self._origin(span)
+        if not trainers or origin is None:
+            return
+        told = {v: s for v, s in seeding.stakes.items() if v in trainers and origin in (b"", s.origin)}
+        if not told or (len(seeding.stakes) < len(trainers) and self.host.now < seeding.began + STAKES_S):
+            return
+        newest = max(s.version for s in told.values())
+        giver = min(v for v, s in told.items() if s.version == newest)
+        self._fetch_stake(span, seeding, giver, told[giver])
+
+    def _origin(self, span: int) -> Payload | None:
+        """That of the spans that are served; empty: any will do; None: the first span has to decide first."""
+        served = [v for v in self.host.witness.established.values() if v.span != span and not self._lost(v)]
+        if served:
+            return min(served, key=lambda view: view.span).origin
+        return b"" if span == 0 else None
+
+    def stake_told(self, sender: Voter, m: Stake) -> None:
+        seat = self.host.seats.get(m.span)
+        if m.version < 0 or m.step < 0:
+            raise ProtocolError(f"a stake at version {m.version}, round {m.step}")
+        if seat is not None and seat.seeding is not None:
+            seat.seeding.stakes[sender] = m
+
+    def _fetch_stake(self, span: int, seeding: Seeding, giver: Voter, stake: Stake) -> None:
+        assert self.host.spans is not None
+        seeding.fetching = True
+        sizes = tuple(4 * self.host.spans.grid.elems(chunk) for chunk in self.host.spans.chunks(span))
+        self.host.fetches.fetch(
+            giver, stake.key, sizes, partial(self._stake_fetched, span, giver, stake), self.host.now
+        )
+
+    def _stake_fetched(self, span: int, giver: Voter, stake: Stake, parts: list[Payload] | None) -> None:
+        seeding = self.host.seats[span].seeding
+        if seeding is None or self.host.spans is None:
+            return
+        seeding.fetching = False
+        if parts is None:
+            seeding.stakes.pop(giver, None)
+            return
+        coder = get_codec("fp32")
+        theta = torch.cat([coder.decode(part, len(part) // 4) for part in parts])
+        state = SpanState(self.host.spans, span, self.host.optimizer, theta, stake.origin)
+        state.version, state.step, state.rounds = stake.version, stake.step, float(stake.step)
+        seeding.state = state
+        what = "the first parameters" if not stake.version else f"version {stake.version}, its moments at zero,"
+        self.host.tell(Notice(f"span {span}: {what} taken from {giver}", serious=stake.version > 0))

@@ -1,0 +1,321 @@
+"""A helper of the parameter server: it owns some spans, is the standby of others, and sees to it that all are served.
+
+Promises:
+- Every span is served by its owner as long as it or its standby lives, with the same bits after a takeover, and every
+  push counts once or its trainer is told why not.
+- Owners acknowledge what their standby holds; where nobody is left to be one, that is told, and training goes on.
+- Two who think that they own a span are told apart by term and majority (`claims`).
+- Spans follow the helpers that are there (`spans.assign`): who comes gets its share, who dies is replaced.
+- Where owner and standby of a span are both gone, training pauses for as long as there is no helper; the next one takes
+  what the trainers pulled last, the newest of it (moments begin at zero). All spans are of one *origin*: the first of
+  them decides with which trainer's parameters a training begins, the others take theirs from whoever began alike.
+
+What one helper does with one span (a *seat*):
+
+    none ──claim──> owner            the span has no view and I am its first choice: take a stake and claim
+    none ──image──> replica          the owner makes me its standby
+    replica ──claim──> owner         the owner died and the view names me as its standby
+    owner ──greater view──> none     somebody else owns it; its image comes next if I am the standby
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+from dlc.comm.claimant import Claimant
+from dlc.comm.claims import ASK_S
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.messages import Message
+from dlc.comm.replicas import Replicas
+from dlc.comm.seats import Host, Replica, Seat
+from dlc.comm.seeding import Seeder
+from dlc.comm.servermessages import (
+    AskStake,
+    AskViews,
+    Established,
+    Granted,
+    ImageOffer,
+    Layout,
+    PullReq,
+    PushOffer,
+    Refused,
+    SpanView,
+    Stake,
+    TellViews,
+    UpdateOffer,
+    UpdateTaken,
+)
+from dlc.comm.serverpeer import HELPER, TRAINER, Notice, ServerMembers, layout_of, spans_of
+from dlc.comm.spanowner import Rules, SpanOwner
+from dlc.comm.spans import Assignment, assign
+from dlc.comm.spanstate import Optimizer
+from dlc.errors import ProtocolError
+
+NO_ERA = -1
+"""Of what I held as the owner: an image with the same digest may confirm it."""
+FOUND_S = 1.0
+"""A span that never had an owner waits so long for helpers that come at the same time."""
+SETTLE_S = 3.0
+"""Helpers must have been the same for this long before spans move between live ones."""
+SOLO_AFTER_S = 30.0
+"""A standby, in the making or not, that has not taken what it was offered for so long is not waited for: its bulk may
+not pass."""
+MOVES_MAX = 2
+"""Spans of mine that move, of free choice, at once."""
+SPREAD_S = 5.0
+"""How often the views that I know are told to one of the others, in turn: what says who owns a span may get lost."""
+
+
+class SpanServer(Host):
+    def __init__(self, members: ServerMembers, optimizer: Optimizer, rules: Rules, now: float) -> None:
+        super().__init__(members, optimizer, now)
+        self.rules = rules
+        self._claims, self._replicas = Claimant(self), Replicas(self)
+        self._seeder = Seeder(self, self._claims, self._lost)
+        self._serial = itertools.count(1)
+        self._answered: set[Voter] = set()
+        """Who has told me the views that it knows."""
+        self._asked_at = float("-inf")
+        self._spread_at, self._turn = now, 0
+        self._helpers: tuple[PeerId, ...] = ()
+        self._same_since = now
+
+    # ---------------------------------------------------------------- what others see
+
+    @property
+    def owned(self) -> list[int]:
+        return [span for span, seat in self.seats.items() if seat.owner is not None]
+
+    @property
+    def backed(self) -> list[int]:
+        """Spans of which I am the standby."""
+        return [span for span, view in self.witness.established.items() if view.standby == self.me]
+
+    @property
+    def step(self) -> int:
+        """Newest round of any span that I hold."""
+        held = [seat.owner.state for seat in self.seats.values() if seat.owner is not None]
+        held += [seat.replica.state for seat in self.seats.values() if seat.replica is not None]
+        return max((state.step for state in held), default=0)
+
+    # ---------------------------------------------------------------- messages
+
+    def take(self, sender: Voter, message: Message) -> None:
+        if isinstance(message, AskViews):
+            self._adopt_layout(message.layout)
+            views = tuple(self.witness.established.values())
+            self.send(sender, TellViews(layout_of(self.spans), views))
+        elif isinstance(message, TellViews):
+            self._adopt_layout(message.layout)
+            self._answered.add(sender)
+            for view in message.views:
+                self.learn(view)
+        elif isinstance(message, Granted):
+            self._claims.granted(sender, message)
+        elif isinstance(message, Refused):
+            self._claims.refused(message)
+        elif isinstance(message, PushOffer | PullReq):
+            self._from_trainer(sender, message)
+        elif isinstance(message, ImageOffer):
+            self._replicas.image_offered(sender, message)
+        elif isinstance(message, UpdateOffer):
+            self._replicas.update_offered(sender, message)
+        elif isinstance(message, UpdateTaken):
+            seat = self.seats.get(message.span)
+            if seat is not None and seat.owner is not None and message.term == seat.owner.view.term:
+                seat.owner.receive_taken(sender, message)
+        elif isinstance(message, Stake):
+            self._seeder.stake_told(sender, message)
+        elif not isinstance(message, AskStake):  # the one kind that is for trainers, who may be new at a helper's name
+            raise ProtocolError(f"{type(message).__name__} is not for a helper")
+
+    def _adopt_layout(self, layout: Layout | None) -> None:
+        if layout is None:
+            return
+        if self.spans is None:
+            self.spans = spans_of(layout)
+            self.seats = {span: Seat() for span in range(self.spans.n)}
+        elif layout_of(self.spans) != layout:
+            raise ProtocolError(f"another layout than {layout_of(self.spans)}: {layout}")
+
+    def _from_trainer(self, sender: Voter, m: PushOffer | PullReq) -> None:
+        seat = self.seats.get(m.span)
+        view = self.witness.established.get(m.span)
+        if seat is None or seat.owner is None or m.term != seat.owner.view.term:
+            if view is not None:
+                self.send(sender, Established(view))
+        elif not self.cut_off():
+            if isinstance(m, PushOffer):
+                seat.owner.receive_push(sender, m)
+            else:
+                seat.owner.receive_pull(sender, m)
+
+    # ---------------------------------------------------------------- time
+
+    def look(self) -> None:
+        helpers = tuple(sorted(v.peer for v in self.living(HELPER)))
+        if helpers != self._helpers:
+            self._helpers, self._same_since = helpers, self.now
+        self._ask_views()
+        self._spread_views()
+        if self.spans is None or self.me.peer not in helpers:
+            return
+        wanted = assign(self.spans.n, helpers)
+        cut_off = self.cut_off()
+        for span, seat in self.seats.items():
+            if seat.claim is not None:
+                self._claims.press(span, seat, seat.claim)
+            if cut_off:
+                continue
+            if seat.owner is not None:
+                self._look_after(span, seat, seat.owner, wanted)
+                seat.owner.look()
+            else:
+                self._look_at_other(span, seat, wanted)
+
+    def _ask_views(self) -> None:
+        """Everybody, until a majority has answered; those who come later, too."""
+        if self.now < self._asked_at + ASK_S:
+            return
+        unasked = [v for v in self.living(HELPER, TRAINER) if v not in self._answered and v != self.me]
+        if unasked:
+            self._asked_at = self.now
+            self.cast(unasked, AskViews(layout_of(self.spans)))
+
+    def _spread_views(self) -> None:
+        others = [v for v in self.living(HELPER, TRAINER) if v != self.me]
+        if others and self.witness.established and self.now >= self._spread_at + SPREAD_S:
+            self._spread_at, self._turn = self.now, self._turn + 1
+            views = tuple(self.witness.established.values())
+            self.send(others[self._turn % len(others)], TellViews(layout_of(self.spans), views))
+
+    def _informed(self) -> bool:
+        known = self.known()
+        return 2 * len(self._answered.intersection(known) | {self.me}) > len(known)
+
+    # ---------------------------------------------------------------- my own spans
+
+    def _look_after(self, span: int, seat: Seat, owner: SpanOwner, wanted: Assignment) -> None:
+        """See to it that there is a standby, and that the span is where it belongs."""
+        first, second = wanted[span]
+        choice = second if first == self.me.peer else first
+        standby = owner.view.standby
+        healthy = standby is not None and self.lives(standby) and not owner.followers.stalled(standby, SOLO_AFTER_S)
+        candidate = self._voter_of(choice)
+        if seat.claim is not None or self.now < seat.retry_at:
+            return
+        owner.followers.keep_only(standby, candidate)
+        if not healthy:
+            self._replace_standby(span, seat, owner, candidate)
+        elif first != self.me.peer and standby is not None and standby.peer == first:
+            if self._may_move(span):
+                owner.closing = True
+            if owner.closing and owner.quiet and owner.holds_all(standby):
+                self._claims.make(span, seat, owner.state, standby, self.me)
+        elif candidate is not None and candidate != standby and self._may_move(span):
+            owner.followers.add(candidate)
+            if owner.holds_all(candidate):
+                owner.also = candidate
+                self._claims.make(span, seat, owner.state, self.me, candidate)
+        else:
+            owner.closing = False
+
+    def _replace_standby(self, span: int, seat: Seat, owner: SpanOwner, candidate: Voter | None) -> None:
+        owner.closing = False
+        if candidate != seat.candidate:
+            seat.candidate, seat.candidate_since = candidate, self.now
+        if candidate is not None and candidate != owner.view.standby:
+            follower = owner.followers.add(candidate)
+            if owner.holds_all(candidate):
+                owner.also = candidate
+                self._claims.make(span, seat, owner.state, self.me, candidate)
+                return
+            if self.now < seat.candidate_since + SOLO_AFTER_S:
+                owner.solo = owner.solo and follower.taken < 0  # else it would never catch up with what is applied
+                return
+        if owner.view.standby is not None:
+            self._claims.make(span, seat, owner.state, self.me, None)
+        elif not owner.solo:
+            owner.solo = True
+            self.tell(Notice(f"span {span} has no standby now: start another helper", True))
+            owner.make()
+            owner.apply()
+
+    def _may_move(self, span: int) -> bool:
+        """Moves of free choice wait until helpers have stopped coming and going, and a few go at a time."""
+        if self.now < self._same_since + SETTLE_S:
+            return False
+        moving = [s for s, seat in self.seats.items() if s != span and seat.owner is not None and _moves(seat.owner)]
+        return len(moving) < MOVES_MAX
+
+    def _voter_of(self, peer: PeerId | None) -> Voter | None:
+        record = self.members.record(peer) if peer is not None else None
+        return None if record is None or record.voter == self.me else record.voter
+
+    # ---------------------------------------------------------------- spans of others
+
+    def _look_at_other(self, span: int, seat: Seat, wanted: Assignment) -> None:
+        view = self.witness.established.get(span)
+        if seat.claim is not None or self.now < seat.retry_at:
+            return
+        if view is not None and self.lives(view.owner):
+            seat.seeding = None
+            return
+        if view is not None and view.standby == self.me:
+            replica = seat.replica
+            if replica is not None and replica.source == view.owner:
+                self._claims.make(span, seat, replica.state, self.me, None)
+                return
+        if wanted[span][0] == self.me.peer and self._lost(view) and self._informed():
+            self._seeder.seed(span, seat)
+
+    def _lost(self, view: SpanView | None) -> bool:
+        """Nobody serves the span, and nobody is about to."""
+        if view is None:
+            return self.now > self._same_since + FOUND_S
+        seat = self.seats[view.span]
+        mine = self.me in (view.owner, view.standby) and (seat.owner is not None or seat.replica is not None)
+        return not mine and all(v in (None, self.me) or self.away(v) for v in (view.owner, view.standby))
+
+    def view_changed(self, view: SpanView) -> None:
+        seat = self.seats.get(view.span)
+        if seat is None:
+            return
+        if seat.claim is not None and seat.claim.view.term <= view.term:
+            seat.claim = None
+        if view.owner != self.me:
+            if seat.owner is not None:
+                self._step_down(view, seat, seat.owner)
+            seat.seeding = None
+            if seat.replica is not None and seat.replica.source != view.owner:
+                seat.replica = None
+        elif seat.owner is not None:
+            seat.owner.renew(view)
+        else:
+            self._take_over(view, seat)
+
+    def _take_over(self, view: SpanView, seat: Seat) -> None:
+        seeded = seat.seeding is not None and view.seed_term == view.term
+        held = seat.seeding if seeded else seat.replica
+        state = held.state if held is not None else None
+        seat.replica = seat.seeding = None
+        if state is None:
+            self.tell(Notice(f"span {view.span} was given to me, and I hold nothing of it", True))
+            return
+        seat.owner = SpanOwner(self, view, state, self.rules, partial(next, self._serial))
+        seat.candidate = None
+        self.tell(Notice(f"span {view.span} is mine now, at version {state.version} (term {view.term})"))
+
+    def _step_down(self, view: SpanView, seat: Seat, owner: SpanOwner) -> None:
+        owner.close()
+        seat.owner = None
+        if view.standby == self.me:
+            seat.replica = Replica(view.owner, NO_ERA, owner.state)
+        by_hand = view.term == owner.view.term + 1 and view.standby == self.me
+        if not by_hand:
+            self.tell(Notice(f"span {view.span} is {view.owner}'s now (term {view.term}); mine is given up"))
+
+
+def _moves(owner: SpanOwner) -> bool:
+    return owner.closing or any(v != owner.view.standby for v in owner.followers.all)

@@ -1,0 +1,279 @@
+"""A trainer's side of the parameter server: one exchange at a time, of all spans side by side.
+
+    exchange: for each span   push ──PushDone──> pull ──PullOffer, parts──> theta       (without a vector: pull only)
+
+What an exchange brings is in `theta`, span by span as it comes; it is over when all spans are. Offers are repeated
+until they are answered, to whoever owns the span by then: a push is counted once, whoever counts it (`SpanState.has`).
+Words of an owner whose view is not the greatest that I know are not heeded.
+
+A trainer is a witness of claims, too, and holds what it pulled last as its *stake*: where a span's owner and standby
+are both gone, the next helper takes the newest stake.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dlc.comm.claims import ASK_S
+from dlc.comm.codecs import Payload, get_codec
+from dlc.comm.effects import Effect
+from dlc.comm.ids import Voter
+from dlc.comm.messages import Message
+from dlc.comm.serverexchange import OVER, PULL, PUSH, Exchange, ExchangeOver, Leg, Outcome, Paused, Pulled
+from dlc.comm.servermessages import (
+    COUNTED,
+    LATE,
+    LOST,
+    AskStake,
+    AskViews,
+    Granted,
+    ImageOffer,
+    PullOffer,
+    PullReq,
+    PushDone,
+    PushOffer,
+    Refused,
+    SpanView,
+    Stake,
+    TellViews,
+    UpdateOffer,
+    UpdateTaken,
+)
+from dlc.comm.serverpeer import HELPER, TRAINER, ServerMembers, ServerPeer, layout_of
+from dlc.comm.spans import Spans
+from dlc.errors import DlcError, ProtocolError, UsageError
+
+REPEAT_S = 1.0
+"""How often what was not answered is sent again; or after four round trips."""
+PAUSED_S = 5.0
+"""A span without an owner for so long is told; a takeover is over by then."""
+
+
+class SpanClient(ServerPeer):
+    def __init__(
+        self,
+        members: ServerMembers,
+        spans: Spans,
+        theta: Tensor,
+        origin: bytes,
+        asynchronous: bool,
+        now: float,
+        step: int = 0,
+    ) -> None:
+        """`theta`: the parameters that I would begin with, fp32, one-dimensional, on the CPU; it is the client's from
+        now on. `origin`: their digest. `step`: the round that they are of, as far as I know."""
+        super().__init__(members, now)
+        if theta.dtype is not torch.float32 or theta.shape != (spans.grid.numel,):
+            raise UsageError(f"the layout has {spans.grid.numel} fp32 elements, got {theta.dtype} {tuple(theta.shape)}")
+        self.spans: Spans = spans
+        self.theta, self.asynchronous = theta, asynchronous
+        self.pulled = [Pulled(version=step, step=step, origin=origin) for _ in range(spans.n)]
+        self.exchange: Exchange | None = None
+        self._seqs = [0] * spans.n
+        self.number = 0
+        """Of the newest exchange."""
+        self._asked_at = float("-inf")
+        self._served_at = now
+        self._paused: tuple[int, ...] = ()
+        self._fp32 = get_codec("fp32")
+
+    # ---------------------------------------------------------------- commands
+
+    def begin(self, vector: Tensor | None, weight: float, now: float) -> list[Effect]:
+        """Push `vector` (fp32, as long as theta; it must not change until the exchange is over), then pull; None: pull
+        only. The exchange is the next `number`. DlcError: one is under way."""
+        self.now = now
+        if self.exchange is not None and not self.exchange.over:
+            raise DlcError("an exchange with the parameter server is under way already: wait for it first")
+        self.number += 1
+        step = 0 if self.asynchronous or vector is None else self.step + 1
+        legs = [Leg(PULL if vector is None else PUSH) for _ in range(self.spans.n)]
+        before = self.shelf.sent_bytes, self.fetches.received_bytes
+        self.exchange = Exchange(self.number, vector, weight, step, now, legs, *before)
+        if vector is not None:
+            for span, leg in enumerate(legs):
+                self._seqs[span] += 1
+                leg.seq = self._seqs[span]
+                self.shelf.hold(
+                    _push_key(span, leg.seq), len(self.spans.chunks(span)), partial(self._piece, vector, span)
+                )
+        self.look()
+        return self._drain()
+
+    @property
+    def step(self) -> int:
+        """Newest round that any part of theta is of."""
+        return max(pulled.step for pulled in self.pulled)
+
+    def cancel(self) -> None:
+        """The caller waits no longer. What was pushed may be counted all the same; the vector is not read any more."""
+        exchange = self.exchange
+        if exchange is not None and not exchange.over:
+            self._end(exchange)
+
+    def _piece(self, vector: Tensor, span: int, part: int) -> Payload:
+        a, b = self.spans.grid.span(self.spans.chunks(span)[part])
+        return self.spans.grid.coder.encode(vector[a:b])
+
+    # ---------------------------------------------------------------- time
+
+    def look(self) -> None:
+        exchange = self.exchange
+        unserved = [span for span in range(self.spans.n) if self._owner(span) is None]
+        if unserved and self.now >= self._asked_at + ASK_S:
+            self._asked_at = self.now
+            self.cast(self.living(HELPER, TRAINER), AskViews(layout_of(self.spans)))
+        self._say_paused(tuple(unserved))
+        if exchange is None or exchange.over:
+            return
+        for span, leg in enumerate(exchange.legs):
+            self._press(exchange, span, leg)
+
+    def _say_paused(self, unserved: tuple[int, ...]) -> None:
+        if not unserved:
+            self._served_at = self.now
+        paused = unserved if self.now > self._served_at + PAUSED_S else ()
+        if paused != self._paused and (paused or not unserved):
+            self._paused = paused
+            self.tell(Paused(paused))
+
+    def _owner(self, span: int) -> Voter | None:
+        view = self.witness.established.get(span)
+        return view.owner if view is not None and self.lives(view.owner) else None
+
+    def _press(self, exchange: Exchange, span: int, leg: Leg) -> None:
+        owner, view = self._owner(span), self.witness.established.get(span)
+        if leg.phase == OVER or owner is None or view is None:
+            return
+        if self.now < leg.said_at + max(REPEAT_S, 4 * self.members.rtt_s(owner.peer)):
+            return
+        leg.said_at = self.now
+        if leg.phase == PULL:
+            if not self.pulled[span].fetching:
+                self.send(owner, PullReq(span, view.term, exchange.number, leg.step))
+            return
+        base, key = self.pulled[span].version, _push_key(span, leg.seq)
+        self.send(owner, PushOffer(span, view.term, leg.seq, base, exchange.step, exchange.weight, key))
+
+    # ---------------------------------------------------------------- messages
+
+    def take(self, sender: Voter, message: Message) -> None:
+        if isinstance(message, PushDone):
+            self._push_done(sender, message)
+        elif isinstance(message, PullOffer):
+            self._offered(sender, message)
+        elif isinstance(message, AskViews):
+            if message.layout is not None and message.layout != layout_of(self.spans):
+                raise ProtocolError(f"another layout than {layout_of(self.spans)}: {message.layout}")
+            self.send(sender, TellViews(layout_of(self.spans), tuple(self.witness.established.values())))
+        elif isinstance(message, TellViews):
+            for view in message.views:
+                self.learn(view)
+        elif isinstance(message, AskStake):
+            self._tell_stake(sender, message)
+        elif not isinstance(message, Granted | Refused | ImageOffer | UpdateOffer | UpdateTaken):
+            raise ProtocolError(f"{type(message).__name__} is not for a trainer")
+
+    def view_changed(self, view: SpanView) -> None:
+        if self.exchange is not None and not self.exchange.over:
+            leg = self.exchange.legs[view.span]
+            leg.said_at = float("-inf")
+            self._press(self.exchange, view.span, leg)
+
+    def _leg(self, sender: Voter, span: int, term: int) -> Leg | None:
+        """The leg that a word of its owner is about."""
+        view = self.witness.established.get(span)
+        if view is None or view.owner != sender or view.term != term:
+            return None
+        return None if self.exchange is None or self.exchange.over else self.exchange.legs[span]
+
+    def _push_done(self, sender: Voter, m: PushDone) -> None:
+        leg = self._leg(sender, m.span, m.term)
+        if leg is None or leg.phase != PUSH or leg.seq != m.seq or self.exchange is None:
+            return
+        self.shelf.drop(_push_key(m.span, m.seq))
+        leg.phase, leg.outcome, leg.update, leg.staleness = PULL, m.outcome, m.update, m.staleness
+        leg.term, leg.version = m.term, m.version
+        leg.step = self.exchange.step if m.outcome in (COUNTED, LATE) else 0
+        leg.said_at = float("-inf")
+        self._press(self.exchange, m.span, leg)
+
+    # ---------------------------------------------------------------- theta
+
+    def _offered(self, sender: Voter, m: PullOffer) -> None:
+        leg = self._leg(sender, m.span, m.term)
+        if leg is None or leg.phase != PULL or self.exchange is None or m.number != self.exchange.number:
+            return
+        pulled = self.pulled[m.span]
+        if (pulled.term, pulled.version) == (m.term, m.version) and m.version:
+            self._leg_over(leg)
+            return
+        pulled.fetching = m.key
+        sizes = [4 * self.spans.grid.elems(chunk) for chunk in self.spans.chunks(m.span)]
+        self.fetches.fetch(sender, m.key, sizes, partial(self._fetched, sender, m), self.now)
+
+    def _fetched(self, sender: Voter, m: PullOffer, parts: list[Payload] | None) -> None:
+        pulled = self.pulled[m.span]
+        pulled.fetching = ""
+        leg, view = self._leg(sender, m.span, m.term), self.witness.established.get(m.span)
+        if leg is None or leg.phase != PULL or view is None:
+            return
+        if parts is None:
+            leg.said_at = float("-inf")
+            return
+        for chunk, part in zip(self.spans.chunks(m.span), parts, strict=True):
+            a, b = self.spans.grid.span(chunk)
+            self.theta[a:b] = self._fp32.decode(part, b - a)
+        pulled.term, pulled.version, pulled.step, pulled.origin = m.term, m.version, m.step, view.origin
+        if leg.outcome == COUNTED and view.seed_term > leg.term and leg.version > view.seed_version:
+            leg.outcome = LOST
+        self._leg_over(leg)
+
+    def _leg_over(self, leg: Leg) -> None:
+        leg.phase = OVER
+        exchange = self.exchange
+        if exchange is not None and all(other.phase == OVER for other in exchange.legs):
+            self._end(exchange)
+            self.tell(self._news(exchange))
+
+    def _end(self, exchange: Exchange) -> None:
+        exchange.over, exchange.vector = True, None
+        for span, leg in enumerate(exchange.legs):
+            self.shelf.drop(_push_key(span, leg.seq))
+
+    def _news(self, exchange: Exchange) -> ExchangeOver:
+        outcomes = []
+        for span, leg in enumerate(exchange.legs):
+            view = self.witness.established[span]
+            share, version = self.spans.share(span), self.pulled[span].version
+            found = leg.outcome, leg.update, leg.staleness
+            outcomes.append(Outcome(span, share, view.owner.peer, *found, version))
+        return ExchangeOver(
+            exchange.number,
+            min(pulled.step for pulled in self.pulled),
+            tuple(outcomes),
+            self.shelf.sent_bytes - exchange.sent_before,
+            self.fetches.received_bytes - exchange.received_before,
+            self.now - exchange.began,
+        )
+
+    def _tell_stake(self, sender: Voter, m: AskStake) -> None:
+        self.check_span(m.span)
+        pulled = self.pulled[m.span]
+        key = f"stake/{m.span}/{pulled.term}/{pulled.version}"
+        self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span, key))
+        self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key))
+
+    def _stake_piece(self, span: int, key: str, part: int) -> Payload | None:
+        pulled = self.pulled[span]
+        if key != f"stake/{span}/{pulled.term}/{pulled.version}":
+            return None
+        a, b = self.spans.grid.span(self.spans.chunks(span)[part])
+        return self._fp32.encode(self.theta[a:b])
+
+
+def _push_key(span: int, seq: int) -> str:
+    return f"push/{span}/{seq}"

@@ -1,0 +1,278 @@
+"""Messages of the parameter server. Payloads travel apart, in parts that are asked for one by one (`servershelf`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlc.comm.ids import Voter
+from dlc.comm.messages import Bulk, Excluded
+
+COUNTED = "counted"
+STALE = "stale"
+LATE = "late"
+LOST = "lost"
+"""It was counted, but owner and standby died, and nobody had pulled it."""
+NOT_FINITE = "refused: not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One trainer's share in an update."""
+
+    voter: Voter
+    seq: int
+    """Of that process's pushes to this span; the first is 1."""
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is applied at once. Its payloads travel apart."""
+
+    version: int
+    """Number of the update within its span; the first is 1."""
+    step: int
+    """Synchronous: the round. Asynchronous: 0."""
+    n: int
+    """Trainers at that time."""
+    pushes: tuple[Push, ...]
+    missing: tuple[Excluded, ...]
+    """Trainers that a round went on without, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A trainer's newest push that is part of a span."""
+
+    voter: Voter
+    seq: int
+    version: int
+    """Of the update that counted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the vector is cut (`Spans`)."""
+
+    numel: int
+    chunk_elems: int
+    codec: str
+    n_spans: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanView:
+    """Who serves a span; of two views the greater (term, owner) holds."""
+
+    span: int
+    term: int
+    owner: Voter
+    standby: Voter | None
+    origin: bytes
+    """Names the parameters with which the training began: all spans are of one origin."""
+    seed_term: int
+    """Term in which its state was taken from a trainer; updates before that which are newer than `seed_version` are
+    lost."""
+    seed_version: int
+
+
+# ------------------------------------------------------------------ views
+
+
+@dataclass(frozen=True, slots=True)
+class AskViews:
+    """Who serves what? A trainer's layout is taken over by a helper that has none."""
+
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellViews:
+    layout: Layout | None
+    views: tuple[SpanView, ...]
+    """Established ones; spans that are not named have none here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """May this view hold from now on? Asked of all who are alive."""
+
+    view: SpanView
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    span: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No: this is the greatest view that I know of or have granted."""
+
+    view: SpanView
+    established: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Established:
+    """A majority granted this view: it holds."""
+
+    view: SpanView
+
+
+# ------------------------------------------------------------------ owner and standby
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOffer:
+    """The state of a span for a new standby."""
+
+    view: SpanView
+    """Of the owner, as it stands; the receiver may not be the standby yet."""
+    era: int
+    """Of the owner's updates: they follow images of the same era only."""
+    version: int
+    digest: bytes
+    key: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOffer:
+    view: SpanView
+    era: int
+    update: Update
+    key: str
+    sizes: tuple[int, ...]
+    """Of the payloads, one per chunk of the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTaken:
+    """My replica holds all updates up to this one."""
+
+    span: int
+    term: int
+    version: int
+    """-1: I have no replica that this owner's updates could follow."""
+    digest: bytes
+    """Of the replica, now and then; else empty."""
+
+
+# ------------------------------------------------------------------ trainers
+
+
+@dataclass(frozen=True, slots=True)
+class PushOffer:
+    """My share in an update waits here under `key`; repeated until PushDone."""
+
+    span: int
+    term: int
+    seq: int
+    base: int
+    """Version of the parameters that the work began with."""
+    step: int
+    """Synchronous: the round; asynchronous: 0."""
+    weight: float
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    span: int
+    term: int
+    seq: int
+    outcome: str
+    """COUNTED, or why not."""
+    version: int
+    """Of the update that counted it; 0 where none did."""
+    update: Update | None
+    """The same, if it is still known."""
+    staleness: int
+    """Updates between the base of the push and the one that counted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullReq:
+    """What are the parameters? Answered as soon as round `step` is applied."""
+
+    span: int
+    term: int
+    number: int
+    """Of the trainer's exchange."""
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullOffer:
+    span: int
+    term: int
+    number: int
+    version: int
+    step: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStake:
+    """A helper that is to serve a span whose state nobody holds asks trainers what they pulled last."""
+
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stake:
+    span: int
+    origin: bytes
+    version: int
+    step: int
+    key: str
+
+
+# ------------------------------------------------------------------ payloads
+
+
+@dataclass(frozen=True, slots=True)
+class PartReq:
+    """Send me these parts of what you hold under the key."""
+
+    key: str
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoPart:
+    """Nothing is held under that key (any more)."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Bulk):
+    key: str
+    part: int
+    payload: bytes = field(default=b"", metadata={"frame": True})
+
+
+SERVER_MESSAGES: tuple[type, ...] = (
+    AskViews,
+    TellViews,
+    Claim,
+    Granted,
+    Refused,
+    Established,
+    ImageOffer,
+    UpdateOffer,
+    UpdateTaken,
+    PushOffer,
+    PushDone,
+    PullReq,
+    PullOffer,
+    AskStake,
+    Stake,
+    PartReq,
+    NoPart,
+    Part,
+)
+"""The index, from the family's first code on, is the code on the wire: append only."""

@@ -1,0 +1,335 @@
+"""The owner of one span: takes pushes, makes updates of them, has the standby take each one, applies it, answers.
+
+    push ──fetched──> waiting ──(round complete, or at once)──> update ──> standby takes it ──> applied ──> PushDone
+                                                                  └── sent again until taken ──┘
+
+Theta as others see it moves only by updates that the standby holds, so nothing that anybody saw is lost by a takeover.
+A push is answered once: when its update is applied, or when it cannot count (it is too old, came after its round, or is
+not finite). Until then the trainer repeats its offer, to whoever owns the span then.
+
+A round is closed once all trainers that are alive and took part before have pushed; or `patience_s`, or half of what
+the last round took, after the first push, with those that are here, provided that nothing more has come for a while of
+a push under way. Who is missing, and why, stands in the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from dlc.comm.codecs import Payload, get_codec
+from dlc.comm.entries import Part as RosterPart
+from dlc.comm.followers import LOG_MAX, Followers
+from dlc.comm.ids import Voter
+from dlc.comm.messages import Excluded
+from dlc.comm.reducer import WEIGHT_MAX, ChunkReducer
+from dlc.comm.servermessages import (
+    COUNTED,
+    LATE,
+    NOT_FINITE,
+    STALE,
+    PullOffer,
+    PullReq,
+    Push,
+    PushDone,
+    PushOffer,
+    SpanView,
+    Update,
+    UpdateTaken,
+)
+from dlc.comm.serverpeer import TRAINER, ServerPeer
+from dlc.comm.spanstate import SpanState, contributors
+from dlc.errors import ProtocolError
+
+SNAPSHOTS_MAX = 4
+"""Versions of theta that are kept for those who are fetching them."""
+SNAPSHOT_KEEP_S = 60.0
+LAST_ROUND_SHARE = 0.5
+"""A round waits for those who are late at least this part of what the last one took."""
+FETCH_STILL_S = 4.0
+"""A push that is on its way keeps its round open as long as no two parts are further apart."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How pushes become updates; the same on all helpers."""
+
+    asynchronous: bool
+    max_staleness: int
+    """Asynchronous: a push is refused if more updates than this came after its base."""
+    patience_s: float
+    """Synchronous: least time that a round waits for others after the first push."""
+
+
+@dataclass
+class Waiting:
+    offer: PushOffer
+    parts: list[Payload]
+
+
+@dataclass
+class _Snapshot:
+    key: str
+    asked_at: float
+    parts: list[Payload] = field(default_factory=list)
+
+
+class SpanOwner:
+    def __init__(
+        self, host: ServerPeer, view: SpanView, state: SpanState, rules: Rules, serial: Callable[[], int]
+    ) -> None:
+        self.host, self.view, self.state, self.rules = host, view, state, rules
+        self.solo = False
+        """There is nobody to be the standby: updates are applied without."""
+        self.closing = False
+        """No more updates are made: the span is about to be handed over."""
+        self.also: Voter | None = None
+        """A standby in the making that is being claimed: what is acknowledged meanwhile must be held by it too."""
+        self.followers = Followers(host, state, serial)
+        self.issued = state.version
+        self._serial = serial
+        self._waiting: dict[Voter, Waiting] = {}
+        """Synchronous: pushes of the next round."""
+        self._fetching: dict[Voter, PushOffer] = {}
+        self._pulls: dict[Voter, PullReq] = {}
+        self._attending: set[Voter] = set(contributors(state.last)) or set(host.living(TRAINER))
+        """Trainers that a round waits for: those in the last one, and those that came since."""
+        self._heard: set[Voter] = set()
+        """Those of them that I heard of; others are waited for in one round only."""
+        self._first_at: float | None = None
+        """When the first push of the next round was here."""
+        self._closed_at = host.now
+        self._last_round_s = 0.0
+        self._snapshots: dict[int, _Snapshot] = {}
+        if view.standby is not None:
+            self.followers.add(view.standby)
+
+    # ---------------------------------------------------------------- standbys
+
+    def renew(self, view: SpanView) -> None:
+        """A view of mine was established: the same owner, another standby."""
+        self.view, self.also, self.closing = view, None, False
+        self.followers.keep_only(view.standby)
+        if view.standby is not None:
+            self.solo = False
+            self.followers.add(view.standby)
+        self.apply()
+
+    def holds_all(self, voter: Voter) -> bool:
+        """That replica holds everything that was acknowledged."""
+        return self.followers.taken(voter) >= self.state.version
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is on its way to the standby."""
+        return self.issued == self.state.version
+
+    def receive_taken(self, sender: Voter, m: UpdateTaken) -> None:
+        self.followers.receive_taken(sender, m, self.issued, self.view)
+        self.apply()
+
+    # ---------------------------------------------------------------- pushes
+
+    def receive_push(self, sender: Voter, m: PushOffer) -> None:
+        self._attend(sender)
+        if not 0 <= m.weight <= WEIGHT_MAX or m.seq < 1 or m.base < 0 or m.step < 0:
+            raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
+        counted, last = self.state.has(sender, m.seq), self.state.last
+        if counted is not None:
+            known = last if last is not None and last.version == counted else None
+            self._answer(sender, m.seq, COUNTED, known, max(0, counted - 1 - m.base), counted)
+        elif any(p.voter == sender and p.seq >= m.seq for made in self.followers.log for p in made.update.pushes):
+            return  # answered once it is applied
+        elif self.rules.asynchronous and self.issued - m.base > self.rules.max_staleness:
+            self._answer(sender, m.seq, STALE, None, self.issued - m.base)
+        elif not self.rules.asynchronous and m.step <= self._step:
+            self._answer(sender, m.seq, LATE, last, 0)
+        elif not self._has(sender, m):
+            self._fetching[sender] = m
+            self._waiting.pop(sender, None)
+            sizes = self.state.spans.wire_sizes(self.view.span)
+            self.host.fetches.fetch(sender, m.key, sizes, partial(self._fetched, sender, m), self.host.now)
+
+    @property
+    def _step(self) -> int:
+        """The newest round that is closed."""
+        return max([self.state.step, *(made.update.step for made in self.followers.log)])
+
+    def _has(self, sender: Voter, m: PushOffer) -> bool:
+        waiting, fetching = self._waiting.get(sender), self._fetching.get(sender)
+        same = fetching is not None and fetching.key == m.key and self.host.fetches.busy(sender, m.key)
+        return same or (waiting is not None and waiting.offer.seq >= m.seq)
+
+    def _fetched(self, sender: Voter, m: PushOffer, parts: list[Payload] | None) -> None:
+        fetching = self._fetching.get(sender)
+        if fetching is None or fetching.key != m.key:
+            return
+        del self._fetching[sender]
+        if parts is None:
+            return  # dead, or it will offer again
+        spans, span = self.state.spans, self.view.span
+        chunks = spans.chunks(span)
+        coder = spans.grid.coder
+        if not all(coder.finite(part, spans.grid.elems(c)) for c, part in zip(chunks, parts, strict=True)):
+            self._answer(sender, m.seq, NOT_FINITE, None, 0)
+            return
+        self._waiting[sender] = Waiting(m, parts)
+        self._first_at = self.host.now if self._first_at is None else self._first_at
+        self.make()
+
+    def make(self) -> None:
+        """Make updates of the pushes that wait, if it is time."""
+        if self.closing or not self._waiting or len(self.followers.log) >= LOG_MAX:
+            return
+        if self.rules.asynchronous:
+            for sender in list(self._waiting):
+                self._make_one(sender)
+        elif self._complete():
+            self._make_round()
+
+    def _make_one(self, sender: Voter) -> None:
+        waiting = self._waiting.pop(sender)
+        m, staleness = waiting.offer, self.issued - waiting.offer.base
+        if staleness > self.rules.max_staleness:
+            self._answer(sender, m.seq, STALE, None, staleness)
+            return
+        push = Push(sender, m.seq, m.weight)
+        update = Update(self.issued + 1, 0, max(1, len(self._trainers() | {sender})), (push,), ())
+        self._issue(update, waiting.parts, {sender: m.base})
+
+    def _attend(self, sender: Voter) -> None:
+        self._attending.add(sender)
+        self._heard.add(sender)
+
+    def _trainers(self) -> set[Voter]:
+        """Those that are alive and take part."""
+        return self._attending.intersection(self.host.living(TRAINER))
+
+    def _complete(self) -> bool:
+        absent = self._trainers() - self._waiting.keys()
+        if not absent:
+            return True
+        now, first_at = self.host.now, self._first_at if self._first_at is not None else self.host.now
+        if now < first_at + max(self.rules.patience_s, LAST_ROUND_SHARE * self._last_round_s):
+            return False
+        heard = [self.host.fetches.heard_at(v, m.key) for v, m in self._fetching.items() if v in absent]
+        return not any(at is not None and now < at + FETCH_STILL_S for at in heard)
+
+    def _make_round(self) -> None:
+        spans, span = self.state.spans, self.view.span
+        waiting = dict(sorted(self._waiting.items()))
+        roster = tuple(RosterPart(v, w.offer.weight, 0) for v, w in waiting.items())
+        payloads: list[Payload] = []
+        for at, chunk in enumerate(spans.chunks(span)):
+            reducer = ChunkReducer(spans.grid, chunk, roster)
+            for index, held in enumerate(waiting.values()):
+                reducer.offer(index, held.parts[at])
+            payloads.append(reducer.close()[0])
+        living = set(self.host.living(TRAINER))
+        missing = sorted(self._attending - waiting.keys())
+        update = Update(
+            self.issued + 1,
+            max(held.offer.step for held in waiting.values()),
+            len(waiting),
+            tuple(Push(v, held.offer.seq, held.offer.weight) for v, held in waiting.items()),
+            tuple(Excluded(v, "late" if v in living else self._reason(v)) for v in missing),
+        )
+        self._attending &= (living & self._heard) | waiting.keys()
+        self._waiting.clear()
+        self._first_at = None
+        self._last_round_s, self._closed_at = self.host.now - self._closed_at, self.host.now
+        self._issue(update, payloads, {v: held.offer.base for v, held in waiting.items()})
+
+    def _reason(self, voter: Voter) -> str:
+        return "left" if self.host.members.gone(voter) else "dead"
+
+    def _issue(self, update: Update, payloads: list[Payload], bases: dict[Voter, int]) -> None:
+        self.issued = update.version
+        self.followers.make(update, payloads, bases, self.view)
+        self.apply()
+
+    def apply(self) -> None:
+        """Apply what may be, and answer for it."""
+        upto = self._held_by_standby()
+        for made in [m for m in self.followers.log if self.state.version < m.update.version <= upto]:
+            self.state.apply(made.update, made.payloads)
+            self.followers.applied()
+            for push in made.update.pushes:
+                staleness = made.update.version - 1 - made.bases[push.voter]
+                self._answer(push.voter, push.seq, COUNTED, made.update, staleness, made.update.version)
+            self._answer_pulls()
+        self.followers.trim()
+
+    def _held_by_standby(self) -> int:
+        if self.view.standby is None:
+            held = self.issued if self.solo else self.state.version
+        else:
+            held = self.followers.taken(self.view.standby)
+        return held if self.also not in self.followers.all else min(held, self.followers.all[self.also].taken)
+
+    def _answer(
+        self, to: Voter, seq: int, outcome: str, update: Update | None, staleness: int, version: int = 0
+    ) -> None:
+        self.host.send(to, PushDone(self.view.span, self.view.term, seq, outcome, version, update, staleness))
+
+    # ---------------------------------------------------------------- pulls
+
+    def receive_pull(self, sender: Voter, m: PullReq) -> None:
+        self._attend(sender)
+        self._pulls[sender] = m
+        self._answer_pulls()
+
+    def _answer_pulls(self) -> None:
+        due = [(v, m) for v, m in self._pulls.items() if not self.state.step < m.step <= self._step]
+        for voter, m in due:  # one that waits for a round after the newest waits for one that was lost
+            del self._pulls[voter]
+            snapshot = self._snapshot()
+            self.host.send(
+                voter,
+                PullOffer(self.view.span, self.view.term, m.number, self.state.version, self.state.step, snapshot.key),
+            )
+
+    def _snapshot(self) -> _Snapshot:
+        """Theta as it is now, frozen."""
+        version = self.state.version
+        snapshot = self._snapshots.get(version)
+        if snapshot is None:
+            spans, span, coder = self.state.spans, self.view.span, get_codec("fp32")
+            first = spans.elements(span)[0]
+            cuts = ([at - first for at in spans.grid.span(chunk)] for chunk in spans.chunks(span))
+            parts: list[Payload] = [coder.encode(self.state.theta[a:b]) for a, b in cuts]
+            snapshot = _Snapshot(f"theta/{span}/{self._serial()}", self.host.now, parts)
+            self._snapshots[version] = snapshot
+            self.host.shelf.hold_parts(snapshot.key, parts)
+        snapshot.asked_at = self.host.now
+        while len(self._snapshots) > SNAPSHOTS_MAX:
+            self._forget(min(self._snapshots))
+        return snapshot
+
+    def _forget(self, version: int) -> None:
+        self.host.shelf.drop(self._snapshots.pop(version).key)
+
+    # ---------------------------------------------------------------- time and end
+
+    def look(self) -> None:
+        """Send again what was not answered, close the round if it is time."""
+        self.followers.repeat(self.issued, self.view)
+        if self.rules.asynchronous:  # a round names those that left
+            self._attending = {v for v in self._attending if not self.host.members.gone(v)}
+        self._heard &= self._attending
+        if not self._waiting:
+            self._first_at = None
+        self.make()
+        self.apply()
+        for version in [v for v, s in self._snapshots.items() if self.host.now > s.asked_at + SNAPSHOT_KEEP_S]:
+            self._forget(version)
+
+    def close(self) -> None:
+        """Another owns the span now."""
+        self.followers.close()
+        for voter, m in self._fetching.items():
+            self.host.fetches.cancel(voter, m.key)
+        self._fetching.clear()
+        for version in list(self._snapshots):
+            self._forget(version)

@@ -1,0 +1,248 @@
+"""The state of one span: parameters, moments, and what has been counted. Owner and standby hold the same bits.
+
+It moves by *updates* alone. An update is a header (its number, whose pushes it holds) and the payloads of the span's
+chunks, exactly as they travelled; so whoever applies the same updates in the same order holds the same bits. Which push
+of each trainer was counted last is part of the state: a push that comes again after a takeover is known, and counted
+once.
+
+    synchronous     theta, moments <- rule(theta, moments, g)           g: the mean of a round, weighted by tokens
+    asynchronous    sgd        theta <- theta - lr g / n
+                    nesterov   b <- b + g / n ;  theta <- theta - lr g / n              delayed Nesterov, algorithm 4 of
+                               every n updates: m <- mu m + b ; theta <- theta - lr mu m ; b <- 0  arXiv:2401.09135, c=0
+                    others     as in a round, with g the single update
+
+n is the number of trainers when the owner made the update, so that n updates move theta as far as one round would, and
+the momentum sees their mean and not each of them. With weight decay, theta <- theta - lr wd theta comes first (AdamW).
+All arithmetic is of separately rounded fp32 operations, as in `outer_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.comm.codecs import Payload
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.servermessages import Counted, Update
+from dlc.comm.spans import Spans
+from dlc.comm.wire import pack, unpack
+from dlc.errors import ProtocolError
+
+COUNTED_MAX = 4096
+"""Trainers whose last counted push is remembered; beyond that those counted longest ago are forgotten."""
+HEAD_BYTES = 4
+"""Length of an image's header, in front of it."""
+
+
+class SpanRule(Protocol):
+    """As `dlc.train.outer_step.Rule`."""
+
+    n_moments: ClassVar[int]
+
+    def apply(self, t: int, lr: float, theta: Tensor, moments: Sequence[Tensor], g: Tensor, x: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How updates move the parameters; the same on all helpers."""
+
+    name: str
+    """Names rule, rates and mode: two states move alike exactly where it is equal."""
+    rule: SpanRule
+    lr: Callable[[int], float]
+    """Learning rate of a round, the first is 1."""
+    asynchronous: bool = False
+    momentum: float | None = None
+    """Asynchronous only: that of delayed Nesterov, whose one moment the rule names; 0: plain sgd; None: neither, the
+    rule is applied to each update."""
+    weight_decay: float = 0.0
+
+    @property
+    def n_vectors(self) -> int:
+        """Vectors of a span's length: theta, moments, and the mean in the making of delayed Nesterov."""
+        return 1 + self.rule.n_moments + (1 if self.asynchronous and self.momentum else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanHead:
+    """All of the state but its vectors."""
+
+    optimizer: str
+    span: int
+    origin: bytes
+    seed: tuple[int, int]
+    version: int
+    step: int
+    moved: int
+    rounds: float
+    buffered: int
+    counted: tuple[Counted, ...]
+    last: Update | None
+
+
+class SpanState:
+    """`theta`: the span's parameters, fp32, one-dimensional, on the CPU; becomes the state's own memory. `origin`:
+    names the parameters with which the training began (see `server`)."""
+
+    def __init__(self, spans: Spans, span: int, optimizer: Optimizer, theta: Tensor, origin: bytes) -> None:
+        self.spans, self.span, self.optimizer, self.origin = spans, span, optimizer, origin
+        if theta.dtype is not torch.float32 or theta.shape != (spans.numel(span),):
+            raise ValueError(f"span {span} has {spans.numel(span)} fp32 elements, got {theta.dtype} {theta.shape}")
+        self.theta = theta
+        self._others = [torch.zeros_like(theta) for _ in range(optimizer.n_vectors - 1)]
+        self.seed = (0, 0)
+        """Term and version at which it was taken from a trainer."""
+        self.version = self.step = 0
+        self.moved = 0
+        """Updates since the moments were zero."""
+        self.rounds = 0.0
+        """Asynchronous: sum of 1 / n over the updates."""
+        self._buffered = 0
+        """Updates in the mean in the making."""
+        self.counted: dict[PeerId, Counted] = {}
+        """Each trainer's newest push that is part of theta, those counted last at the end."""
+        self.last: Update | None = None
+        self._scratch = torch.empty(min(spans.grid.chunk_elems, theta.numel()))
+
+    def has(self, voter: Voter, seq: int) -> int | None:
+        """Version of the update that made that push part of theta; 0: it is too old to be known. None: it is not."""
+        counted = self.counted.get(voter.peer)
+        if counted is None or (counted.voter.inc, counted.seq) < (voter.inc, seq):
+            return None
+        return counted.version if (counted.voter, counted.seq) == (voter, seq) else 0
+
+    # ---------------------------------------------------------------- moving
+
+    def check(self, update: Update, payloads: Sequence[Payload]) -> None:
+        """ProtocolError for what cannot be applied here."""
+        sizes = self.spans.wire_sizes(self.span)
+        if update.version != self.version + 1 or update.n < 1:
+            raise ProtocolError(f"update {update.version} of span {self.span} cannot follow {self.version}")
+        if len(payloads) != len(sizes) or any(len(p) not in (0, s) for p, s in zip(payloads, sizes, strict=True)):
+            raise ProtocolError(f"update {update.version} of span {self.span} has payloads of another length")
+
+    def apply(self, update: Update, payloads: Sequence[Payload]) -> None:
+        """Move by one update; an empty payload leaves its chunk as it is. ProtocolError, with nothing changed."""
+        self.check(update, payloads)
+        self.version, self.step = update.version, max(self.step, update.step)
+        self.moved += 1
+        lr = self.optimizer.lr(int(self.rounds) + 1 if self.optimizer.asynchronous else self.step)
+        delayed = self.optimizer.asynchronous and self.optimizer.momentum is not None
+        flush = delayed and self._buffered + 1 >= update.n
+        self._buffered = 0 if flush else self._buffered + 1
+        self.rounds += 1 / update.n
+        if self.optimizer.asynchronous:
+            self.step = int(self.rounds)
+        grid, chunks = self.spans.grid, self.spans.chunks(self.span)
+        first = grid.span(chunks[0])[0]
+        with torch.no_grad():
+            for chunk, payload in zip(chunks, payloads, strict=True):
+                a, b = (at - first for at in grid.span(chunk))
+                if len(payload):
+                    g = grid.coder.decode(payload, b - a)
+                    self._move(a, b, lr, g, update.n, delayed)
+                if flush and self.optimizer.momentum:
+                    self._flush(a, b, lr)
+        for push in update.pushes:
+            self.counted.pop(push.voter.peer, None)
+            self.counted[push.voter.peer] = Counted(push.voter, push.seq, update.version)
+        while len(self.counted) > COUNTED_MAX:
+            del self.counted[next(iter(self.counted))]
+        self.last = update
+
+    def _move(self, a: int, b: int, lr: float, g: Tensor, n: int, delayed: bool) -> None:
+        theta, x = self.theta[a:b], self._scratch[: b - a]
+        if self.optimizer.weight_decay:
+            share = 1 / n if delayed else 1.0
+            torch.mul(theta, _fp32(lr * self.optimizer.weight_decay * share), out=x)
+            theta.sub_(x)
+        if not delayed:
+            moments = [vector[a:b] for vector in self._others]
+            self.optimizer.rule.apply(self.moved, lr, theta, moments, g, x)
+            return
+        g.div_(float(n))
+        if self.optimizer.momentum:
+            self._others[-1][a:b].add_(g)
+        torch.mul(g, _fp32(lr), out=x)
+        theta.sub_(x)
+
+    def _flush(self, a: int, b: int, lr: float) -> None:
+        """m <- mu m + b ; theta <- theta - lr mu m ; b <- 0"""
+        m, mean = self._others[0][a:b], self._others[-1][a:b]
+        mu, x = _fp32(self.optimizer.momentum or 0.0), self._scratch[: b - a]
+        m.mul_(mu)
+        m.add_(mean)
+        mean.zero_()
+        torch.mul(m, mu, out=x)
+        x.mul_(_fp32(lr))
+        self.theta[a:b].sub_(x)
+
+    # ---------------------------------------------------------------- the whole of it
+
+    def digest(self) -> bytes:
+        """BLAKE3-256: equal exactly where the states are."""
+        hasher = blake3(self._head())
+        for vector in (self.theta, *self._others):
+            hasher.update(vector.numpy().data.cast("B"))
+        return hasher.digest()
+
+    def image_bytes(self) -> int:
+        return HEAD_BYTES + len(self._head()) + 4 * self.theta.numel() * self.optimizer.n_vectors
+
+    def image(self) -> bytes:
+        """A frozen copy: [length of the head][head][theta][the other vectors], little-endian."""
+        head = self._head()
+        vectors = (vector.numpy().tobytes() for vector in (self.theta, *self._others))
+        return b"".join((len(head).to_bytes(HEAD_BYTES, "little"), head, *vectors))
+
+    @classmethod
+    def restored(cls, spans: Spans, span: int, optimizer: Optimizer, image: bytes) -> SpanState:
+        """The state of an image. ProtocolError: it is none of this span, or moves by other rules."""
+        length = int.from_bytes(image[:HEAD_BYTES], "little")
+        head = unpack(image[HEAD_BYTES : HEAD_BYTES + length], SpanHead)
+        if head.optimizer != optimizer.name or head.span != span:
+            raise ProtocolError(f"an image of span {head.span} under {head.optimizer}, not {span}, {optimizer.name}")
+        numel, start = spans.numel(span), HEAD_BYTES + length
+        if len(image) != start + 4 * numel * optimizer.n_vectors:
+            raise ProtocolError(f"an image of span {span} with {len(image)} bytes")
+        vectors = np.frombuffer(image, "<f4", offset=start).astype(np.float32).reshape(optimizer.n_vectors, numel)
+        state = cls(spans, span, optimizer, torch.from_numpy(vectors[0]), head.origin)
+        for other, vector in zip(state._others, vectors[1:], strict=True):
+            other.numpy()[:] = vector
+        state.seed = head.seed
+        state.version, state.step, state.moved = head.version, head.step, head.moved
+        state.rounds, state._buffered, state.last = head.rounds, head.buffered, head.last
+        state.counted = {push.voter.peer: push for push in head.counted}
+        return state
+
+    def _head(self) -> bytes:
+        return pack(
+            SpanHead(
+                self.optimizer.name,
+                self.span,
+                self.origin,
+                self.seed,
+                self.version,
+                self.step,
+                self.moved,
+                self.rounds,
+                self._buffered,
+                tuple(self.counted.values()),
+                self.last,
+            )
+        )
+
+
+def contributors(update: Update | None) -> Iterable[Voter]:
+    """Whose pushes it holds."""
+    return () if update is None else (push.voter for push in update.pushes)
+
+
+def _fp32(value: float) -> float:
+    return float(np.float32(value))

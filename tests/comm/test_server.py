@@ -1,0 +1,353 @@
+"""The parameter server on a virtual clock: every push counts once or is told not to, whoever dies at which step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+from dlc.comm import servermessages as sm
+from dlc.errors import ProtocolError
+from tests.comm.servernet import SPANS, Net, Process, counted
+
+NUMEL = SPANS.grid.numel
+
+
+def ones() -> torch.Tensor:
+    """What moves theta by 1 with a rate of 1."""
+    return torch.full((NUMEL,), -1.0)
+
+
+def swarm(n_helpers: int, n_trainers: int, **options: object) -> Net:
+    net = Net(**options)  # type: ignore[arg-type]
+    for i in range(n_trainers):
+        net.start(f"t{i}")
+    for i in range(n_helpers):
+        net.start(f"h{i}")
+    net.until(net.at_rest, 60.0, "a first assignment")
+    net.exchange({f"t{i}": None for i in range(n_trainers)})
+    return net
+
+
+def test_a_round_is_the_weighted_mean_of_all_and_standbys_hold_it_too() -> None:
+    net = swarm(2, 2)
+    a, b = net.processes["t0"], net.processes["t1"]
+    a.begin(torch.full((NUMEL,), -1.0), weight=1.0)
+    b.begin(torch.full((NUMEL,), -4.0), weight=3.0)
+    net.until(lambda: len(a.exchanges) == len(b.exchanges) == 2, what="a round")
+    mean = (1.0 * 1 + 4.0 * 3) / 4
+    for trainer in (a, b):
+        assert torch.allclose(trainer.service.theta, torch.full((NUMEL,), mean))
+        assert trainer.exchanges[-1].step == 1
+        for outcome in trainer.outcomes():
+            assert outcome.outcome == sm.COUNTED and outcome.update is not None and not outcome.update.missing
+            assert {(p.voter.peer, p.weight) for p in outcome.update.pushes} == {("t0", 1.0), ("t1", 3.0)}
+    net.check_replicas()
+    assert len(net.processes["h0"].service.owned) == len(net.processes["h1"].service.owned) == 2
+
+
+def test_one_helper_alone_serves_and_says_that_it_has_no_standby() -> None:
+    net = swarm(1, 1)
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.processes["t0"].service.theta, torch.ones(NUMEL))
+    assert any("no standby" in getattr(n, "text", "") for n in net.processes["h0"].news)
+
+
+STEPS: dict[str, type] = {
+    "the push is asked for": sm.PartReq,
+    "the update is offered": sm.UpdateOffer,
+    "the update is taken": sm.UpdateTaken,
+    "the push is answered": sm.PushDone,
+    "theta is offered": sm.PullOffer,
+}
+VICTIMS = ("owner", "standby", "both in turn", "frozen owner")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_whoever_dies_at_whichever_step_every_push_counts_once(step: str, victim: str, asynchronous: bool) -> None:
+    net = swarm(4, 2, asynchronous=asynchronous, seed=len(step))
+    victims = [net.owner(0), net.standby(0)]
+    struck: list[str] = []
+
+    def strike(source: Process, target: str, message: object) -> None:
+        due = isinstance(message, STEPS[step]) and net.processes[target].running
+        roles = [p.name for p in victims if p is not None and p.running and not p.frozen]
+        if not due or not {source.name, target} & set(roles) or len(struck) >= (2 if victim == "both in turn" else 1):
+            return
+        owner, standby = victims
+        chosen = {"owner": owner, "frozen owner": owner, "standby": standby}.get(victim, [owner, standby][len(struck)])
+        assert chosen is not None
+        struck.append(chosen.name)
+        if victim == "frozen owner":
+            net.freeze(chosen, 20.0)
+        else:
+            net.kill(chosen)
+
+    net.hook = strike
+    total = torch.zeros(NUMEL)
+    for _ in range(3):
+        net.exchange({"t0": ones(), "t1": ones()})
+        shares = torch.stack([counted(net.processes[f"t{i}"]) for i in range(2)])
+        total += shares.sum(0) if asynchronous else shares.amax(0)
+    assert struck
+    net.until(net.at_rest, 120.0, "spans at rest")
+    assert torch.equal(net.theta(), total), "what trainers were told is what theta is made of"
+    net.check_replicas()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_seeded_schedule_of_deaths_freezes_and_loss(seed: int) -> None:
+    """Three helpers stay out of five at any time; the dead are replaced by new processes, the frozen come back."""
+    asynchronous = seed % 2 == 0
+    net = swarm(5, 3, asynchronous=asynchronous, seed=seed, loss=0.02 * (seed % 3))
+    rng = random.Random(seed)
+    harmed: dict[str, float] = {}
+
+    def strike() -> None:
+        for name in [n for n, until in harmed.items() if net.now > until]:
+            del harmed[name]
+            if not net.processes[name].running:
+                net.start(name)
+        fit = [h for h in net.helpers() if h.name not in harmed]
+        if len(harmed) < 1 or (len(harmed) < 2 and rng.random() < 0.3):
+            victim = rng.choice(fit)
+            for_s = rng.uniform(1.0, 15.0)
+            harmed[victim.name] = net.now + for_s + 10.0
+            if rng.random() < 0.5:
+                net.kill(victim)
+            else:
+                net.freeze(victim, for_s)
+        if net.now < quiet_at:
+            net.clock.at(net.now + rng.uniform(0.2, 6.0), strike)
+
+    quiet_at = net.now + 60.0
+    net.clock.at(net.now + 0.1, strike)
+    total, done = torch.zeros(NUMEL), 0
+    names = [f"t{i}" for i in range(3)]
+    while net.now < quiet_at or done < 10:
+        net.exchange({name: ones() for name in names}, 300.0)
+        shares = torch.stack([counted(net.processes[name]) for name in names])
+        total += shares.sum(0) if asynchronous else shares.amax(0)
+        done += 1
+    net.until(net.at_rest, 200.0, "spans at rest")
+    assert torch.equal(net.theta(), total), "what trainers were told is what theta is made of"
+    net.check_replicas()
+
+
+def test_owner_and_standby_die_together_and_a_lost_push_is_told() -> None:
+    net = swarm(3, 2, seed=5)
+    net.exchange({"t0": ones(), "t1": ones()})
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+
+    def strike(source: Process, target: str, message: object) -> None:
+        if isinstance(message, sm.PullOffer) and message.span == 0 and source is owner:
+            net.kill(owner)
+            net.kill(standby)
+
+    net.hook = strike
+    net.exchange({"t0": ones(), "t1": ones()})
+    for name in ("t0", "t1"):
+        assert net.processes[name].outcomes()[0].outcome == sm.LOST
+    a, b = SPANS.elements(0)
+    assert torch.equal(net.processes["t0"].service.theta[a:b], torch.ones(b - a)), "what was pulled before is kept"
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.processes["t0"].service.theta[a:b], torch.full((b - a,), 2.0))
+
+
+def test_training_pauses_when_the_last_helper_leaves_and_goes_on_with_the_next() -> None:
+    net = swarm(2, 2)
+    net.exchange({"t0": ones(), "t1": ones()})
+    for helper in net.helpers():
+        net.act(helper, helper.node.leave)
+        net.kill(helper)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: all(t.paused for t in net.trainers()), 60.0, "a pause that is told")
+    net.start("h7")
+    net.until(lambda: all(len(t.exchanges) == 3 and not t.paused for t in net.trainers()), 120.0, "going on")
+    assert torch.equal(net.processes["t0"].service.theta, torch.full((NUMEL,), 2.0))
+    assert all((counted(t) == 1).all() for t in net.trainers())
+
+
+def test_a_newcomer_takes_its_share_and_nothing_is_lost_on_the_way() -> None:
+    net = swarm(2, 2, asynchronous=True)
+    done = 0
+    net.start("h5")
+    while not (net.at_rest() and net.processes["h5"].service.owned):
+        net.exchange({"t0": ones(), "t1": ones()})
+        done += 1
+        assert done < 200
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0 * (done + 1)))
+    net.check_replicas()
+
+
+def test_a_push_that_is_too_old_is_refused_and_told() -> None:
+    net = swarm(2, 2, asynchronous=True, max_staleness=3)
+    for _ in range(5):
+        net.exchange({"t0": ones()})
+    net.exchange({"t1": ones()})
+    assert all(o.outcome == sm.STALE and o.staleness == 5 for o in net.processes["t1"].outcomes())
+    assert torch.equal(net.processes["t1"].service.theta, torch.full((NUMEL,), 5.0)), "but the parameters are new"
+    net.exchange({"t1": ones()})
+    assert (counted(net.processes["t1"]) == 1).all()
+
+
+def test_a_round_goes_on_without_a_late_trainer_which_is_named_and_told() -> None:
+    net = swarm(2, 3, patience_s=2.0)
+    net.exchange({"t0": ones(), "t1": ones()})
+    for outcome in net.processes["t0"].outcomes():
+        assert outcome.update is not None
+        assert [(e.voter.peer, e.reason) for e in outcome.update.missing] == [("t2", "late")]
+    net.exchange({"t2": ones()})
+    assert all(o.outcome == sm.LATE for o in net.processes["t2"].outcomes())
+    assert torch.equal(net.processes["t2"].service.theta, torch.ones(NUMEL))
+
+
+def test_a_trainer_that_dies_in_the_middle_of_a_push_is_named_and_the_mean_is_of_the_others() -> None:
+    net = swarm(2, 3)
+    victim = net.processes["t2"]
+
+    def strike(source: Process, target: str, message: object) -> None:
+        if isinstance(message, sm.Part) and source is victim:
+            net.kill(victim)
+
+    net.hook = strike
+    victim.begin(torch.full((NUMEL,), 100.0))
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+    reasons = {e.reason for o in net.processes["t0"].outcomes() for e in (o.update.missing if o.update else ())}
+    assert reasons <= {"dead", "late"} and reasons
+
+
+def test_a_ten_times_slower_trainer_does_not_slow_the_others() -> None:
+    def pushes(slow: bool) -> int:
+        net = swarm(2, 3, asynchronous=True, seed=1)
+        until = net.now + 60.0
+
+        def phase(trainer: Process, phase_s: float) -> None:
+            again[trainer.name] = (len(trainer.exchanges), phase_s)
+            trainer.begin(ones())
+
+        again: dict[str, tuple[int, float]] = {}
+        for name, phase_s in (("t0", 1.0), ("t1", 1.0), *((("t2", 10.0),) if slow else ())):
+            net.clock.at(net.now + phase_s, phase, net.processes[name], phase_s)
+        while net.now < until:
+            assert net.clock.step()
+            for name, (n, phase_s) in list(again.items()):
+                if len(net.processes[name].exchanges) > n:
+                    del again[name]
+                    net.clock.at(net.now + phase_s, phase, net.processes[name], phase_s)
+        return sum(len(net.processes[name].exchanges) for name in ("t0", "t1"))
+
+    assert pushes(slow=True) >= 0.98 * pushes(slow=False)
+
+
+def test_nonsense_is_dropped_and_changes_nothing() -> None:
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    owner, trainer = net.owner(0), net.processes["t0"]
+    before = net.theta()
+    view = owner.service.witness.established[0]
+    nonsense: list[object] = [
+        sm.Claim(dataclasses.replace(view, span=99, term=99)),
+        sm.Established(dataclasses.replace(view, span=-1, term=99)),
+        sm.AskViews(sm.Layout(10, 0, "fp32", 1)),
+        sm.AskViews(sm.Layout(61, 8, "fp32", 4)),
+        sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2"),
+        sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2"),
+        sm.Stake(0, b"", -1, 0, ""),
+        sm.PullOffer(0, view.term, 1, 1, 1, ""),
+    ]
+    for message in nonsense:
+        with pytest.raises(ProtocolError):
+            owner.node.receive(trainer.voter, message, net.now)
+    harmless = [
+        sm.Part("nothing", 0, b"x"),
+        sm.NoPart("nothing"),
+        sm.PartReq("nothing", (0, 1)),
+        sm.PartReq("x" * 1000, ()),
+        sm.UpdateTaken(0, view.term, 10**9, b"?"),
+        sm.UpdateTaken(77, 1, 1, b""),
+        sm.Granted(77, 1),
+        sm.PushOffer(77, 1, 1, 0, 1, 1.0, ""),
+        sm.PullReq(77, 1, 1, 0),
+    ]
+    for message in harmless:
+        owner.node.receive(trainer.voter, message, net.now)
+    assert owner.service.fetches.strays == {trainer.voter: 1}
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), before + 1)
+
+
+def test_a_part_of_another_length_is_refused_and_the_right_one_still_counts() -> None:
+    net = swarm(2, 1)
+    owner, trainer = net.owner(0), net.processes["t0"]
+    refused: list[str] = []
+
+    def strike(source: Process, target: str, message: object) -> None:
+        if isinstance(message, sm.Part) and source is trainer and target == owner.name and not refused:
+            with pytest.raises(ProtocolError, match="bytes, not") as error:
+                owner.node.receive(trainer.voter, dataclasses.replace(message, payload=message.payload[1:]), net.now)
+            refused.append(str(error.value))
+
+    net.hook = strike
+    net.exchange({"t0": ones()})
+    assert refused and str(trainer.voter) in refused[0]
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_a_push_with_nan_is_refused_and_told() -> None:
+    net = swarm(2, 1)
+    bad = ones()
+    bad[0] = math.nan
+    net.exchange({"t0": bad})
+    outcomes = net.processes["t0"].outcomes()
+    assert outcomes[0].outcome == sm.NOT_FINITE and {o.outcome for o in outcomes[1:]} == {sm.COUNTED}
+    a, b = SPANS.elements(0)
+    assert torch.equal(net.theta()[a:b], torch.zeros(b - a))
+
+
+def cut(net: Net, left: set[str], mend: bool = False) -> None:
+    """No message between these and all others, either way."""
+    act = net.network.mend if mend else net.network.cut
+    for a in left:
+        for b in net.processes.keys() - left:
+            act(a, b)
+            act(b, a)
+
+
+def test_an_owner_that_is_cut_off_serves_nothing_and_the_others_go_on_without_it() -> None:
+    net = swarm(3, 2)
+    net.exchange({"t0": ones(), "t1": ones()})
+    owner = net.owner(0)
+    version = owner.service.seats[0].owner.state.version
+    cut(net, {owner.name})
+    net.exchange({"t0": ones(), "t1": ones()})
+    net.until(owner.service.cut_off, 60.0, "it knows")
+    assert owner.service.seats[0].owner.state.version == version
+    cut(net, {owner.name}, mend=True)
+    net.until(net.at_rest, 120.0, "the one that was cut off takes part again")
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
+    net.check_replicas()
+
+
+def test_halves_that_were_apart_for_long_become_one_again() -> None:
+    net = swarm(2, 2)
+    net.exchange({"t0": ones(), "t1": ones()})
+    cut(net, {"h0", "t0"})
+    net.exchange({"t0": ones(), "t1": ones()}, 300.0)  # both go on, once the others are no longer waited for
+    assert all(len(net.processes[h].service.owned) == SPANS.n for h in ("h0", "h1"))
+    cut(net, {"h0", "t0"}, mend=True)
+    net.until(net.at_rest, 200.0, "one owner per span")
+    net.exchange({"t0": ones(), "t1": ones()})
+    thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
+    assert torch.equal(*thetas) and torch.equal(thetas[0], net.theta())
+    net.check_replicas()
