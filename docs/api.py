@@ -21,6 +21,12 @@ CHAPTERS = {
     "Training": ["dlc.train.diloco.DiLoCo", "dlc.runspec.OuterSpec", "dlc.runspec.RunSpec", "dlc.handles.Resume"],
     "What a round tells": ["dlc.report.RoundReport", "dlc.report.Share", "dlc.report.Missing"],
     "Groups, without the log": ["dlc.mesh.Group", "dlc.mesh.GroupCall", "dlc.report.GroupReport", "dlc.report.Absent"],
+    "A parameter server": [
+        "dlc.server.ParameterServer",
+        "dlc.server.ServerClient",
+        "dlc.server.ServerReport",
+        "dlc.strategyspec.ServerSpec",
+    ],
     "Handles": ["dlc.handles.Reduction", "dlc.handles.Pending", "dlc.handles.Position", "dlc.handles.Checkpoint"],
     "In other libraries": [
         "dlc.integrations.transformers.DiLoCoCallback",

@@ -122,12 +122,12 @@ class Process:
             self._lines.put(line)
         self._lines.put(None)
 
-    def event(self, name: str, **fields: Any) -> Event:
+    def event(self, name: str, where: Callable[[Event], object] = lambda event: True, **fields: Any) -> Event:
         """The first event that matches, waited for; what was told before counts too."""
         end, seen = time.monotonic() + DEADLINE_S, 0
         while True:
             for event in self.events[seen:]:
-                if event["event"] == name and fields.items() <= event.items():
+                if event["event"] == name and fields.items() <= event.items() and where(event):
                     return event
             seen = len(self.events)
             self._take(end, f"event {name} {fields}")

@@ -7,6 +7,7 @@
     dlc.Group         an all-reduce among some of the peers, or those who show up
     dlc.RunSpec       what all peers of a run agree on
     dlc.RoundReport   what a round tells its caller
+    dlc.ParameterServer, dlc.ServerClient   helpers that own the parameters, and the trainers' side of it
 
 Each name is loaded on first use, so that `import dlc` is instant and does not need torch.
 """
@@ -21,19 +22,36 @@ if TYPE_CHECKING:
     from dlc.peer import Peer
     from dlc.report import RoundReport
     from dlc.runspec import OuterSpec, RunSpec
+    from dlc.server import ParameterServer, ServerClient
+    from dlc.strategyspec import ServerSpec
     from dlc.train.diloco import DiLoCo
 
 __version__ = "0.1.0"
-__all__ = ["DiLoCo", "Group", "OuterSpec", "Peer", "Resume", "RoundReport", "RunSpec", "__version__"]
+__all__ = [
+    "DiLoCo",
+    "Group",
+    "OuterSpec",
+    "ParameterServer",
+    "Peer",
+    "Resume",
+    "RoundReport",
+    "RunSpec",
+    "ServerClient",
+    "ServerSpec",
+    "__version__",
+]
 
 _HOMES = {
     "DiLoCo": "dlc.train.diloco",
     "Group": "dlc.mesh",
     "OuterSpec": "dlc.runspec",
+    "ParameterServer": "dlc.server",
     "Peer": "dlc.peer",
     "Resume": "dlc.handles",
     "RoundReport": "dlc.report",
     "RunSpec": "dlc.runspec",
+    "ServerClient": "dlc.server",
+    "ServerSpec": "dlc.strategyspec",
 }
 
 

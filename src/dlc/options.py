@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import keyword
 import math
 import typing
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ def check_types(table: Any, prefix: str) -> None:
     Mappings are copied and made read-only. `prefix` is what errors put before a field's name, such as "inner.".
     """
     for name, kind in field_kinds(type(table)).items():
-        object.__setattr__(table, name, _checked(getattr(table, name), kind, prefix + name))
+        object.__setattr__(table, name, _checked(getattr(table, name), kind, prefix + option(name)))
 
 
 def check(holds: bool, message: str) -> None:
@@ -50,7 +51,7 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def to_plain(value: Any) -> Any:
     """Tables and mappings as new dicts, tuples as lists; the values of a TOML file."""
     if dataclasses.is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {option(field.name): to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -65,7 +66,7 @@ def from_plain(kind: type[T], plain: Any, path: str = "", names: tuple[str, ...]
     """
     if not isinstance(plain, Mapping):
         raise ConfigError(f"{path[:-1] or 'the top level'} must be a table, got {plain!r}")
-    kinds = field_kinds(kind)
+    kinds = {option(name): inner for name, inner in field_kinds(kind).items()}
     names = names or tuple(dotted_names(kind))
     values = {}
     for name, value in plain.items():
@@ -73,7 +74,7 @@ def from_plain(kind: type[T], plain: Any, path: str = "", names: tuple[str, ...]
             raise ConfigError(unknown(f"{path}{name}", names))
         inner = kinds[name]
         is_table = dataclasses.is_dataclass(inner)
-        values[name] = from_plain(inner, value, f"{path}{name}.", names) if is_table else value
+        values[attribute(name)] = from_plain(inner, value, f"{path}{name}.", names) if is_table else value
     return kind(**values)
 
 
@@ -91,7 +92,7 @@ def unknown(name: str, names: tuple[str, ...]) -> str:
 def dotted_names(kind: Any, prefix: str = "") -> Iterator[str]:
     """Every option of a table, those of inner tables as "inner.lr"."""
     for name, inner in field_kinds(kind).items():
-        yield prefix + name
+        yield prefix + option(name)
         if dataclasses.is_dataclass(inner):
             yield from dotted_names(inner, f"{prefix}{name}.")
 
@@ -102,6 +103,16 @@ def flatten(plain: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in plain.items():
         flat.update(flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
     return flat
+
+
+def option(name: str) -> str:
+    """The option of a field: a name that Python keeps for itself has an underscore after it in the class only."""
+    return name.rstrip("_")
+
+
+def attribute(name: str) -> str:
+    """The field of an option."""
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def field_kinds(kind: Any) -> dict[str, Any]:

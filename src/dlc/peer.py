@@ -57,6 +57,7 @@ from dlc.report import waiting_text
 from dlc.runspec import RunSpec
 from dlc.served import Served, Stopped
 from dlc.statedir import Ephemeral, PeerState, StateDir
+from dlc.strategyspec import WITHOUT_LOG
 from dlc.survey import Member, member_of, status
 from dlc.watching import Callback, MemberChange, MemberWatch
 
@@ -123,8 +124,8 @@ class Peer(Collectives):
         take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be
         the same on every peer. log: False takes part without the replicated log, for what needs no rounds of all
         (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
-        same on all peers of a run. Raises JoinError (unreachable, wrong key, other RunSpec)
-        and UsageError (port taken, no key beyond loopback).
+        same on all peers of a run; implied by strategies that need none. Raises JoinError
+        (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
         security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
@@ -141,8 +142,9 @@ class Peer(Collectives):
         lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
-            peer._take_part(reception, awaited, found or not awaited, resume, timeouts, log)
-            if log and not hold:
+            with_log = log and reception.spec.strategy not in WITHOUT_LOG
+            peer._take_part(reception, awaited, found or not awaited, resume if with_log else None, timeouts, with_log)
+            if with_log and not hold:
                 peer._seat(join_timeout_s)
         except BaseException:
             peer._shut(0.0)

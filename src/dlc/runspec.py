@@ -28,7 +28,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.errors import ConfigError, ProtocolError
 from dlc.options import check as _check
 from dlc.options import one_of as _one_of
-from dlc.strategyspec import GossipSpec, MoshpitSpec, check_strategy
+from dlc.strategyspec import GossipSpec, MoshpitSpec, ServerSpec, check_strategy
 
 SPEC_BYTES_MAX = 256 << 10
 """Longest canonical form: it travels as one string of a handshake message."""
@@ -298,7 +298,8 @@ class RunSpec:
     strategy: str = "diloco"
     """What is exchanged, with whom, and when. "diloco": what H inner steps changed, with all, in rounds.
     "data-parallel": the gradients of each step, with all. "gossip": parameters, with a neighbour. "moshpit":
-    parameters, within rotating groups."""
+    parameters, within rotating groups. "parameter-server": what H inner steps changed, with helpers that own the
+    parameters."""
     sync_every: int = 20
     """Inner steps between two exchanges (H), on every peer. With "data-parallel" each step is a round, whatever this
     is, and leases alone are measured in so many steps."""
@@ -338,6 +339,8 @@ class RunSpec:
     """Averaging with neighbours."""
     moshpit: MoshpitSpec = dataclasses.field(default_factory=MoshpitSpec)
     """Averaging in rotating groups."""
+    server: ServerSpec = dataclasses.field(default_factory=ServerSpec)
+    """Helpers that own the parameters."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "")

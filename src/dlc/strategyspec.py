@@ -15,13 +15,16 @@ from dlc.options import check, one_of
 if TYPE_CHECKING:
     from dlc.runspec import RunSpec
 
-STRATEGIES = ("diloco", "data-parallel", "gossip", "moshpit")
+STRATEGIES = ("diloco", "data-parallel", "gossip", "moshpit", "parameter-server")
+WITHOUT_LOG = ("parameter-server",)
+"""Strategies whose peers take part without the replicated log."""
 GRAPHS = ("ring", "exponential", "random-pairs")
 GOSSIP_UPDATES = ("average", "noloco")
+SERVER_SPANS_MAX = 4096
 DIMS_MAX = 8
 """Of a grid: 2^8 peers in groups of two, and 2^32 in groups of sixteen."""
 GROUP_SIZE_MAX = 64
-TABLES = {"gossip": "gossip", "moshpit": "moshpit"}
+TABLES = {"gossip": "gossip", "moshpit": "moshpit", "parameter-server": "server"}
 """The table of a strategy, by its name in the RunSpec."""
 
 
@@ -78,6 +81,40 @@ class MoshpitSpec:
         check(self.dims <= DIMS_MAX, f"moshpit.dims must lie in 0 ... {DIMS_MAX}, got {self.dims}")
 
 
+@dataclasses.dataclass(frozen=True)
+class ServerSpec:
+    """Helpers that own spans of the parameters and the state of the [outer] optimizer. Only for strategy
+    "parameter-server"."""
+
+    async_: bool = False
+    """false: in rounds, which are made of one push of every trainer, weighted by tokens. true: each push is applied by
+    itself, and no trainer waits for another; with outer.optimizer "nesterov" the momentum follows the mean of as many
+    pushes as there are trainers (delayed Nesterov, arXiv:2401.09135)."""
+    max_staleness: int = 64
+    """A push is refused if more others than this were applied since its trainer pulled. Only with `async`."""
+    patience_s: float = 10.0
+    """Least time, in seconds, that a round waits for late trainers after the first push; half of what the last round
+    took if that is longer. Only without `async`."""
+    spans: int = 0
+    """Into how many parts the parameters are cut, each with an owner and a standby; at least twice the helpers there
+    will be. 0: 16."""
+    weight_decay: float = 0.0
+    """Decoupled, per round, as a factor of the learning rate: with outer.optimizer "adam" this is AdamW."""
+
+    def __post_init__(self) -> None:
+        options.check_types(self, "server.")
+        check(self.patience_s > 0, f"server.patience_s must be above 0, got {self.patience_s}")
+        check(self.spans <= SERVER_SPANS_MAX, f"server.spans must be at most {SERVER_SPANS_MAX}, got {self.spans}")
+        check(self.weight_decay >= 0, f"server.weight_decay must not be negative, got {self.weight_decay}")
+        plain = ServerSpec.__dataclass_fields__
+        for name, wanted in (("max_staleness", True), ("patience_s", False)):
+            given = getattr(self, name) != plain[name].default
+            check(
+                not given or self.async_ == wanted,
+                f"server.{name} is for server.async = {str(wanted).lower()} only: remove it",
+            )
+
+
 def check_strategy(spec: RunSpec, plain_outer: Any) -> None:
     """ConfigError, with the reason, where the strategy cannot honour an option. `plain_outer`: the default table."""
     name = spec.strategy
@@ -89,6 +126,9 @@ def check_strategy(spec: RunSpec, plain_outer: Any) -> None:
             f'[{table}] is given, but strategy is "{name}": remove it, or set strategy = "{strategy}"',
         )
     if name == "diloco":
+        return
+    if name == "parameter-server":
+        _check_server(spec)
         return
     check(
         spec.outer == plain_outer,
@@ -117,6 +157,28 @@ def _check_data_parallel(spec: RunSpec) -> None:
     check(
         spec.precision != "fp16",
         'precision = "fp16" cannot go with "data-parallel": its loss scale is each peer\'s own; set auto, bf16 or fp32',
+    )
+
+
+def _check_server(spec: RunSpec) -> None:
+    check(
+        spec.overlap == "none",
+        f'overlap = "{spec.overlap}" cannot go with "parameter-server": set none; server.async = true lets no '
+        "peer wait for another",
+    )
+    check(
+        spec.codec in ("fp32", "fp16", "bf16"),
+        f'codec "{spec.codec}" cannot go with "parameter-server": nobody keeps what it loses; set fp32, fp16 or bf16',
+    )
+    check(
+        spec.outer.clip == "none",
+        f'outer.clip = "{spec.outer.clip}" cannot go with "parameter-server": each span sees its own part of a push '
+        "only",
+    )
+    check(spec.tokens == 0, 'tokens cannot end a run of "parameter-server": nobody counts those of all; set rounds')
+    check(
+        not spec.data.streaming,
+        'data.streaming cannot go with "parameter-server": there are no leases that say who reads what',
     )
 
 

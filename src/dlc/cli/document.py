@@ -27,8 +27,10 @@ def _table(table: Any, path: str) -> list[str]:
     plain: dict[str, Any] = table.to_dict() if isinstance(table, RunSpec) else options.to_plain(table)
     lines: list[str] = []
     for name in sorted(plain, key=lambda name: isinstance(plain[name], dict)):
-        comment = textwrap.wrap(said.get(name, ""), WIDTH, initial_indent="# ", subsequent_indent="# ")
-        inner, value = getattr(table, name), plain[name]
+        comment = textwrap.wrap(
+            said.get(options.attribute(name), ""), WIDTH, initial_indent="# ", subsequent_indent="# "
+        )
+        inner, value = getattr(table, options.attribute(name)), plain[name]
         if not isinstance(value, dict):
             lines += ["", *comment, assigned(name, value)]
             continue

@@ -17,11 +17,13 @@ import queue
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlc.cli import site, trackers
 from dlc.cli.document import documented
+from dlc.cli.helping import HELPER, help_out
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.places import KeptOpen, home, key_file
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
@@ -99,6 +101,9 @@ def _take_part(
             raise
         raise SpecMismatch(f"the checkpoint {named.path} is of another run than the peers': {error}") from None
     with peer:
+        if args.role == HELPER:
+            help_out(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
+            return
         if named is not None and (aside := saver.set_later_aside(state.path, named)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)
         _train(args, peer, state.path, saved, events, interrupts, group)
@@ -123,6 +128,7 @@ def _join_swarm(
             advertise=args.advertise,
             state_dir=KeptOpen(state),
             found=args.found,
+            role=args.role,
             insecure=args.insecure,
             hold=True,
             join_timeout_s=args.join_timeout,

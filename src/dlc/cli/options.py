@@ -132,6 +132,13 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "there aside; PATH: go on from this checkpoint, or the newest in this folder",
     )
     here.add_argument(
+        "--role",
+        choices=("trainer", "helper"),
+        default="trainer",
+        help="trainer (default), or helper: owns a share of the parameters of a run with a parameter server; it needs "
+        "no GPU and no data",
+    )
+    here.add_argument(
         "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...; under torchrun each takes its own"
     )
     here.add_argument(

@@ -50,7 +50,8 @@ def _table(table: Any, path: str) -> list[str]:
             whole = " ".join((inspect.getdoc(type(value)) or said[name]).split())
             inner += ["", f"## [{path}{name}]", "", whole, "", *_table(value, f"{path}{name}.")]
         else:
-            rows.append(f"| `{name}` | {_kind(kind)} | {_default(name, value)} | {_cell(said[name])} |")
+            named = options.option(name)
+            rows.append(f"| `{named}` | {_kind(kind)} | {_default(named, value)} | {_cell(said[name])} |")
     return rows + inner
 
 

@@ -17,5 +17,9 @@ def strategy_of(parts: Parts) -> Strategy:
             from dlc.train.dataparallel import DataParallel
 
             return DataParallel(parts)
+        case "parameter-server":
+            from dlc.train.served import Served
+
+            return Served(parts)
         case name:
             raise ConfigError(f'strategy "{name}" is not in this version of dlc: set strategy = "diloco"')

@@ -1,0 +1,225 @@
+"""The strategy "parameter-server": what H inner steps changed is pushed to helpers, and the parameters are pulled.
+
+    pull ──> theta ──> H inner steps ──> push theta - local ──> (counted, or told why not) ──> pull ──> theta ...
+
+With server.async = false a round is made of one push of every trainer; with true each push moves theta by itself, and
+nobody waits for another trainer; a slower one makes fewer inner steps, so that all push about as often. A push that is
+refused (stale, late) is lost work, and told as such: the inner steps go on from the parameters that were pulled then.
+
+Promises of a run that it keeps: no master (each span of the parameters has an owner and a standby; `dlc.comm.server`),
+true reports, strangers stay out. Not kept: one model in the same bits on all trainers (with `async` each sees theta as
+of its own pull), and data that is trained once: without leases every trainer draws samples in an order of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from blake3 import blake3
+
+from dlc.errors import DlcError, RoundTimeout
+from dlc.handles import Checkpoint, Position
+from dlc.peer import Peer
+from dlc.server import ServerClient, ServerReport
+from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.outer import OuterState, pseudo_gradient, theta_of
+from dlc.train.phases import DIVERGED_MAX
+from dlc.train.rng import load_random_state, random_state
+from dlc.train.saver import Local, Saved
+from dlc.train.strategy import CHANNEL, Parts
+
+WAIT_SLICE_S = 0.2
+"""Between two looks at `stop` and at what the peer has to say, while an exchange is waited for."""
+STOP_S = 5.0
+"""An exchange that is near is waited for, when the training is to stop."""
+OWN_BLOCKS = 1 << 32
+"""Positions of one trainer; the next one's come after them."""
+
+
+class Served:
+    """See `strategy.Strategy`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._spec = parts, parts.spec
+        self._view = parts.engine.view
+        self._theta = self._view.gather(torch.empty(self._view.numel))
+        self._push = torch.empty_like(self._theta)
+        self.inner = parts.engine.inner_loop()
+        self._loader = Loader(parts.source, self._spec.inner.batch_size, pin=self.inner.device.type == "cuda")
+        self._client: ServerClient | None = None
+        self._position = Position(0, 0.0, b"", None, b"")
+        self._next = first_block(self._spec.seed, parts.peer.id)
+        self._diverged = self._exchanges = 0
+
+    @property
+    def position(self) -> Position:
+        return self._position
+
+    def newest(self) -> Position:
+        return self._position
+
+    def open(self, saved: Saved | None) -> Position:
+        if saved is not None:
+            self._theta.copy_(theta_of(saved.image))
+            self.inner.load(saved.inner)
+            load_random_state(saved.rng, self._parts.engine.device)
+        spec = self._spec
+        self._client = ServerClient(
+            cast(Peer, self._parts.peer),
+            self._theta,
+            spec=spec.server,
+            codec=spec.codec,
+            chunk_elems=spec.chunk_elems,
+            step=saved.t if saved is not None else 0,
+        )
+        self._client.begin()
+        report = self._wait(None)
+        assert report is not None
+        self._adopt(report)
+        return self._position
+
+    def ready(self) -> bool:
+        return True
+
+    def advance(self, stop: threading.Event) -> None:
+        losses, tokens = self._inner_phase(stop)
+        if not losses:
+            return
+        local = self._view.gather(self._push)
+        push = pseudo_gradient(self._theta, local, out=self._push)
+        if not all(map(math.isfinite, (*losses, float(push.abs().max())))):
+            self._start_again(len(losses), tokens)
+            return
+        self._diverged = 0
+        self._exchange(stop, losses, tokens)
+
+    def _inner_phase(self, stop: threading.Event) -> tuple[list[float], int]:
+        """H inner steps, or fewer on `stop`: the loss of each, and the tokens of all."""
+        parts, h, t = self._parts, self._steps(), self._position.t
+        parts.tell.round_begins(t, 0, h)
+        losses: list[float] = []
+        tokens, first = 0, t * self._spec.sync_every
+        count = self._spec.inner.batch_size * self._spec.inner.accumulate
+        for inner in range(h):
+            parts.calls.hear()
+            if parts.calls.over(stop) is not None:
+                break
+            firsts = [self._next + later * count for later in range(1 + AHEAD_MAX)]
+            group, *ahead = [list(range(first, first + count)) for first in firsts]
+            began = parts.clock()
+            result = self.inner.train_step(self._loader.take(group, ahead), first + inner)
+            self._next += count
+            losses.append(math.nan if result.diverged else result.loss)
+            tokens += result.tokens
+            parts.tell.step(t, inner + 1, h, result.loss, result.tokens, parts.clock() - began)
+            parts.tell.event(
+                "step",
+                t=t,
+                step=first + inner,
+                inner=inner + 1,
+                of=h,
+                loss=result.loss,
+                tokens_per_s=parts.tell.tokens_per_s,
+                mfu=parts.tell.mfu,
+                lr=self.inner.optimizer.param_groups[0]["lr"],
+            )
+        return losses, tokens
+
+    def _steps(self) -> int:
+        """Of the next inner phase: H; with `async` in proportion to the speed, so that all push about as often."""
+        h, own = self._spec.sync_every, self._parts.tell.tokens_per_s
+        if not self._spec.server.async_ or not own:
+            return h
+        members: Sequence[Any] = self._parts.peer.members()
+        return share_of_steps(h, own, [member.speed for member in members if member.alive and not member.me])
+
+    def _exchange(self, stop: threading.Event, losses: list[float], tokens: int) -> None:
+        parts, client = self._parts, self._client
+        assert client is not None
+        parts.tell.phase("waiting")
+        began = parts.clock()
+        client.begin(self._push, weight=float(tokens))
+        report = self._wait(stop)
+        if report is None:
+            parts.tell.work_dropped(self._position.t, len(losses), tokens)
+            return
+        self._adopt(report)
+        if report.counted < 1.0:
+            lost = round(tokens * (1.0 - report.counted))
+            parts.tell.work_dropped(self._position.t, len(losses), lost)
+        counted = report.counted > 0.5
+        self._exchanges += 1
+        head = f"{parts.peer.id[:8]}-{self._exchanges}"
+        loss = statistics.fmean(losses) if counted else None
+        parts.calls.on_round(report.to_round(CHANNEL, head), counted, loss, parts.clock() - began)
+        parts.calls.counted(self._position.t, stop)
+
+    def _wait(self, stop: threading.Event | None) -> ServerReport | None:
+        """The report of the exchange under way; None: `stop` came first, and a while passed since."""
+        client = self._client
+        assert client is not None
+        left_s = STOP_S
+        while not client.done:
+            self._parts.calls.listen()
+            client.poll(WAIT_SLICE_S)
+            if stop is not None and stop.is_set():
+                left_s -= WAIT_SLICE_S
+                if left_s <= 0:
+                    break
+        try:
+            return client.wait(0.0)
+        except RoundTimeout:
+            return None
+
+    def _adopt(self, report: ServerReport) -> None:
+        """The model becomes what was pulled."""
+        assert self._client is not None
+        self._client.read(self._theta)
+        self._view.scatter(self._theta)
+        digest = blake3(self._theta.numpy().data.cast("B")).digest()
+        self._position = Position(report.step, 0.0, b"", None, digest)
+
+    def _start_again(self, steps: int, tokens: int) -> None:
+        """From what was pulled last, with a new inner optimizer: the steps since were not finite."""
+        self._diverged += 1
+        self._parts.tell.work_dropped(self._position.t, steps, tokens)
+        self._parts.tell.event("diverged", t=self._position.t, in_a_row=self._diverged)
+        if self._diverged >= DIVERGED_MAX:
+            raise DlcError(
+                f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {self._position.t}): "
+                "found the run anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+            )
+        self._view.scatter(self._theta)
+        self.inner = self._parts.engine.inner_loop()
+
+    def wind_up(self, stopped: bool, stop: threading.Event) -> None:
+        """Nothing is left over: each phase ends in its exchange."""
+
+    def finish(self) -> Position:
+        return self._position
+
+    def frozen(self) -> Checkpoint:
+        state = OuterState(self._theta, self._spec.outer.ending(self._spec.rounds), t=self._position.t)
+        return Checkpoint(b"", self._position.t, 0.0, self._position.digest, state.export())
+
+    def local(self) -> Local:
+        return Local(self.inner.tensors(), None, random_state(self._parts.engine.device))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def share_of_steps(h: int, own: float, others: Sequence[float]) -> int:
+    """floor(H v / v_max), at least 1 (dynamic local updates, arXiv:2401.09135); what others tell is checked."""
+    fastest = max((speed for speed in others if math.isfinite(speed)), default=0.0)
+    return h if fastest <= own else max(1, int(h * own / fastest))
+
+
+def first_block(seed: int, peer: str) -> int:
+    """Where the positions of this trainer begin, far from those of others, in an order of samples that is its own."""
+    return int.from_bytes(blake3(f"{seed} {peer}".encode()).digest(3), "big") * OWN_BLOCKS

@@ -1,0 +1,114 @@
+"""The parameter server over real sockets: library objects in this process, and `dlc join` in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlc
+from dlc.errors import RoundTimeout, UsageError
+from dlc.runspec import OuterSpec, RunSpec
+from dlc.strategyspec import ServerSpec
+from dlc.train.outer import theta_of
+from dlc.train.saver import newest
+from dlc.train.trainer import Trainer
+from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host
+
+PLAIN = OuterSpec(optimizer="sgd", lr=1.0)
+
+
+def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper() -> None:
+    numel = 5000
+    with dlc.Peer.join(log=False) as first, dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as second:
+        spec = ServerSpec(patience_s=60.0)
+        a = dlc.ServerClient(first, torch.zeros(numel), spec=spec, chunk_elems=512)
+        b = dlc.ServerClient(second, torch.ones(numel), spec=spec, chunk_elems=512)
+        with pytest.raises(RoundTimeout, match="longer than 0.2 s"):
+            a.exchange(timeout_s=0.2)
+        with pytest.raises(UsageError, match='join with role="helper"'):
+            dlc.ParameterServer(first)
+        with dlc.Peer.join([first.address], role="helper", log=False, join_timeout_s=JOIN_S) as third:
+            server = dlc.ParameterServer(third, outer=PLAIN, spec=spec)
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda client: client.exchange(timeout_s=DEADLINE_S), (a, b)))
+                began = [client.read(torch.empty(numel)) for client in (a, b)]
+                assert torch.equal(began[0], began[1]) and began[0].unique().numel() == 1, "all spans of one beginning"
+                pushes = [pool.submit(c.exchange, torch.full((numel,), -1.0), weight=w, timeout_s=DEADLINE_S)
+                          for c, w in ((a, 1.0), (b, 3.0))]  # fmt: skip
+                reports = [push.result() for push in pushes]
+            assert torch.equal(a.read(torch.empty(numel)), began[0] + 1)
+            assert torch.equal(b.read(torch.empty(numel)), began[0] + 1)
+            for report in reports:
+                assert report.counted == 1.0 and report.step == 1 and not report.missing
+                assert {(s.peer, s.weight, s.fraction) for s in report.contributors} == {
+                    (first.id, 1.0, 1.0),
+                    (second.id, 3.0, 1.0),
+                }
+                assert report.owned == {third.id: 1.0} and report.bytes_sent >= 2 * numel
+            owned, backed = server.spans()
+            assert len(owned) == 10 and not backed and server.step() == 1
+
+
+def test_a_killed_helpers_spans_go_on_at_the_other(tmp_path: Path) -> None:
+    """Helpers are processes of their own, trainers peers of this one; no push is lost, none counts twice."""
+    numel = 5000
+    spec = RunSpec(strategy="parameter-server", outer=PLAIN, server=ServerSpec(patience_s=60.0))
+    with contextlib.closing(Host(tmp_path)) as host, contextlib.ExitStack() as stack:
+        key = host.key.read_text()
+        first = stack.enter_context(dlc.Peer.join(spec=spec, key=key))
+        second = stack.enter_context(dlc.Peer.join([first.address], key=key, join_timeout_s=JOIN_S))
+        words = ("--peers", first.address, "--key-file", str(host.key), "--role", "helper")
+        killed, left = (host.start(name, *words) for name in ("h0", "h1"))
+        clients = [
+            dlc.ServerClient(peer, torch.zeros(numel), spec=spec.server, chunk_elems=256) for peer in (first, second)
+        ]
+        rounds = 0
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda client: client.exchange(timeout_s=DEADLINE_S), clients))
+            for helper in (killed, left):
+                helper.event("serving", lambda event: event["owned"] and event["standby"])
+            while rounds < 8:
+                pushes = [pool.submit(c.exchange, torch.full((numel,), -1.0), timeout_s=DEADLINE_S) for c in clients]
+                if rounds == 3:
+                    killed.kill()
+                assert all(push.result().counted == 1.0 for push in pushes)
+                rounds += 1
+        for client in clients:
+            assert torch.equal(client.read(torch.empty(numel)), torch.full((numel,), float(rounds)))
+        assert len(left.event("serving", lambda event: len(event["owned"]) == 16)["standby"]) == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_trainer_of_the_strategy_trains_and_its_checkpoint_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 50)
+    config = tmp_path / "RUN.toml"
+    table = RUN.format(rounds=4, text=text.as_posix())
+    config.write_text(f'strategy = "parameter-server"\n{table}[server]\nasync = {str(asynchronous).lower()}\n')
+    spec = RunSpec.from_toml(config)
+    events: list[Event] = []
+    with (
+        dlc.Peer.join(spec=spec, role="helper") as helper,
+        dlc.Peer.join([helper.address], hold=True, join_timeout_s=JOIN_S) as peer,
+    ):
+        server = dlc.ParameterServer(helper, outer=spec.outer, spec=spec.server)
+        summary = Trainer(peer, tmp_path / "t", device="cpu", on_event=events.append).run(threading.Event())
+        assert server.step() == 4
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [event["t"] for event in rounds] == [1, 2, 3, 4] and all(event["counted"] for event in rounds)
+    assert summary.reason == "rounds" and summary.t == 4 and summary.setbacks.tokens_dropped == 0
+    assert rounds[-1]["digest"] == "" and summary.digest
+    saved = newest(tmp_path / "t", spec)
+    assert saved is not None and saved.t == 4 and theta_of(saved.image).numel() > 0
+
+
+def test_a_helper_of_a_run_with_another_strategy_is_told_so(tmp_path: Path) -> None:
+    with contextlib.closing(Host(tmp_path)) as host:
+        helper = host.start("h", "--role", "helper")
+        assert helper.exit_code() != 0
+        assert "leave out --role helper" in helper.log()
