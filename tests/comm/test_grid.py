@@ -10,7 +10,15 @@ from dlc import runspec
 from dlc.comm import sparsecodec
 from dlc.comm.blockcodecs import BLOCK
 from dlc.comm.codecs import CODECS, get_codec
-from dlc.comm.grid import CHUNK_ELEMS_MAX, LOOPBACK_CHUNK_ELEMS, N_CHUNKS_MAX, Grid, usual_chunk_elems
+from dlc.comm.grid import (
+    CHUNK_ELEMS_MAX,
+    LOOPBACK_CHUNK_ELEMS,
+    N_CHUNKS_MAX,
+    RESULT_BYTES_MAX,
+    RESULT_PARTS,
+    Grid,
+    usual_chunk_elems,
+)
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
 from dlc.errors import ConfigError
 
@@ -60,6 +68,7 @@ def test_there_is_no_such_chunk(chunk: int) -> None:
         (4, CHUNK_ELEMS_MAX + 1, "fp32", "chunk_elems"),
         (N_CHUNKS_MAX * 4 + 1, 4, "fp32", "raise chunk_elems to 5"),
         (4, 4, "fp7", "unknown codec"),
+        (1 << 21, 1 << 21, "topk", "where 256 contribute"),
     ],
 )
 def test_bad_grids_are_refused(numel: int, chunk_elems: int, codec: str, message: str) -> None:
@@ -92,6 +101,8 @@ def test_a_run_may_say_how_large_chunks_may_be(numel: int, most: int, elems: int
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_the_largest_chunk_fits_a_frame(codec: str) -> None:
     assert get_codec(codec).wire_bytes(CHUNK_ELEMS_MAX) <= BULK_FRAME_BYTES_MAX
+    assert RESULT_BYTES_MAX <= BULK_FRAME_BYTES_MAX
+    assert Grid(1 << 20, 1 << 20, codec).result_bytes(0, RESULT_PARTS) <= RESULT_BYTES_MAX
     assert CHUNK_ELEMS_MAX == runspec.CHUNK_ELEMS_MAX
 
 

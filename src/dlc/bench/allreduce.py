@@ -119,7 +119,8 @@ class Work:
     """Between rounds."""
 
     def __post_init__(self) -> None:
-        get_codec(self.codec)
+        if get_codec(self.codec).sparse:
+            raise UsageError(f"{self.codec} is for training only: it leaves most elements for later rounds")
         if not 0 < self.mb <= MB_MAX:
             raise UsageError(f"--mb is {self.mb:g}; choose up to {MB_MAX:g} MB")
         if self.n_peers < 2 or self.rounds < 1:

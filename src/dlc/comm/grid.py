@@ -17,6 +17,8 @@ from dlc.errors import ConfigError
 CHUNK_ELEMS_MAX = 1 << 21
 """8 MiB of fp32 per chunk: an owner holds one payload per contributor and open chunk, and what is longer fits no frame
 of the bulk lane."""
+RESULT_BYTES_MAX, RESULT_PARTS = 8 << 20, 256
+"""A result fits a frame of the bulk lane, also where it is as long as the parts of so many contributors together."""
 N_CHUNKS_MAX = ITEMS_MAX
 """A plan lists one owner per chunk, and a decree one hash: both must fit the longest array of a header."""
 
@@ -68,7 +70,11 @@ class Grid:
                 f"{self.numel} elements in chunks of {self.chunk_elems} are {self.n_chunks} chunks, "
                 f"at most {N_CHUNKS_MAX} are allowed: raise chunk_elems to {needed} or more"
             )
-        get_codec(self.codec)
+        if self.coder.result_bytes(self.elems(0), RESULT_PARTS) > RESULT_BYTES_MAX:
+            raise ConfigError(
+                f"{self.codec} in chunks of {self.chunk_elems} makes results of more than {RESULT_BYTES_MAX} bytes "
+                f"where {RESULT_PARTS} contribute, too long for one message: lower chunk_elems"
+            )
 
     @property
     def n_chunks(self) -> int:
