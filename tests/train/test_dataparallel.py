@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import queue
-import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,18 @@ from torch import Tensor, nn
 
 from dlc.errors import ConfigError, DlcError
 from dlc.flat import FlatView
-from dlc.peer import Peer
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.train import saver
 from dlc.train.inner import InnerLoop
 from dlc.train.joint import GRADIENT_SCALE, NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.setup import inner_loop_of, model_of
-from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
-from tests.swarm import Host, free_addresses
 from tests.train.fake_peer import FakePeer
+from tests.train.school import DEADLINE_S, Pupil, School
 from tests.train.test_trainer import LLAMA, Run
 
 ROUNDS = 12
-DEADLINE_S = 90.0
 
 
 def spec_in(folder: Path, **options: Any) -> RunSpec:
@@ -213,49 +207,29 @@ def test_two_peers_take_the_steps_of_one_process_with_the_joint_batch(
 ) -> None:
     rounds = 60
     spec = spec_in(tmp_path, rounds=rounds, timeouts=TimeoutsSpec(chunk_s=30.0))  # nobody is counted in part
-    events: list[list[dict[str, Any]]] = [[], []]
     threads: dict[int, int] = {}
-    stop = threading.Event()
+    with School() as school:
+        one = school.add(Pupil(spec, tmp_path / "0"))
+        two = school.add(Pupil(spec, tmp_path / "1", one.peer.address))
 
-    def take(event: dict[str, Any]) -> None:
-        """The first peer does not run away while the second one joins."""
-        events[0].append(event)
-        if event["event"] == "step" and event["step"] == 3:
-            wait_until(lambda: stop.is_set() or _steps(events[1]), DEADLINE_S, "the second peer trains")
+        def wait(event: dict[str, Any]) -> None:
+            """The first peer does not run away while the second one joins."""
+            threads[0] = threading.get_ident()
+            if event["event"] == "step" and event["step"] == 3:
+                wait_until(lambda: one.stop.is_set() or two.all("step"), DEADLINE_S, "the second peer trains")
 
-    def train(i: int) -> Summary:
-        threads[i] = threading.get_ident()
-        return trainers[i].run(stop)
-
-    with ThreadPoolExecutor(2) as pool:
-        queues = [queue.SimpleQueue[object]() for _ in range(2)]
-        peers = [Peer.join(spec=spec, hold=True, on_event=queues[0].put)]
-        try:
-            peers.append(Peer.join(peers[0].address, spec=spec, hold=True, on_event=queues[1].put))
-            trainers = [  # one after the other: first weights come from the random state of the process
-                Trainer(
-                    peers[i],
-                    tmp_path / str(i),
-                    device="cpu",
-                    on_event=events[1].append if i else take,
-                    peer_events=queues[i],
-                    eval_blocks=1,
-                )
-                for i in range(2)
-            ]
-            ends = [pool.submit(train, i) for i in range(2)]
-            wait_until(lambda: all(end.done() for end in ends), DEADLINE_S, "both trainers end")
-        finally:
-            stop.set()
-            for peer in peers:
-                peer.leave()
-        summaries = [end.result() for end in ends]
+        one.on_event = wait
+        two.on_event = lambda event: threads.update({1: threading.get_ident()})
+        for pupil in (one, two):
+            school.start(pupil)
+        summaries = school.summaries()
+    events = [pupil.events for pupil in (one, two)]
     assert len({(s.t, s.digest) for s in summaries}) == 1 and summaries[0].t == rounds
     told = {e["t"]: e for events_of in events for e in events_of if e["event"] == "round"}
     together = [t for t, e in told.items() if len(e["contributors"]) == 2]
     assert together, "they never took a step together"
     at = [{e["t"]: batch for e, batch in zip(_steps(events[i]), batches[threads[i]], strict=True)} for i in range(2)]
-    ids = {peer.id: i for i, peer in enumerate(peers)}
+    ids = {pupil.peer.id: i for i, pupil in enumerate((one, two))}
     steps = [
         [ids_ for share in told[t]["contributors"] for ids_ in at[ids[share["peer"]]][t - 1]]
         for t in range(1, rounds + 1)
@@ -271,27 +245,34 @@ def _steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def test_a_peer_that_is_killed_harms_nobody_and_who_comes_later_has_the_same_state(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    config = tmp_path / "RUN.toml"
-    config.write_text('strategy = "data-parallel"\n' + Path(host.config(0)).read_text())
-    (address,) = free_addresses(1)
-    try:
-        first = host.start("first", "--config", str(config), "--key-file", str(host.key), "--listen", address)
-        others = [host.start(name, "--peers", address, "--key-file", str(host.key)) for name in ("second", "third")]
-        second, third = others
-        for peer in others:
-            peer.event("round", counted=True)
-        second.kill()
-        pair = {peer.event("started")["peer"] for peer in (first, third)}
-        joint = third.event("round", counted=True)
-        while not (joint["digest"] and {share["peer"] for share in joint["contributors"]} == pair):
-            joint = third.event("round", t=joint["t"] + 1)
-        same = first.event("round", head=joint["head"])
-        assert same["digest"] in (joint["digest"], "")  # none is told where the next step was taken already
-        for peer in (first, third):
-            peer.signal(signal.SIGINT)
-        assert [first.exit_code(), third.exit_code()] == [0, 0]
-        assert not first.all("digest_mismatch") and not third.all("digest_mismatch")
-    finally:
-        host.close()
+def test_a_peer_that_dies_harms_nobody_and_who_comes_later_has_the_same_state(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path, rounds=0)
+    with School() as school:
+        one = school.add(Pupil(spec, tmp_path / "0"))
+        others = [school.add(Pupil(spec, tmp_path / str(i), one.peer.address)) for i in (1, 2, 3)]
+        two, dead, late = others
+
+        def together(*pupils: Pupil) -> list[dict[str, Any]]:
+            ids = {pupil.peer.id for pupil in pupils}
+            return [e for e in one.all("round") if {share["peer"] for share in e["contributors"]} == ids]
+
+        for pupil in (one, two, dead):
+            school.start(pupil)
+        wait_until(lambda: together(one, two, dead), DEADLINE_S, "three take a step together")
+        dead.peer._driver.stop(0.0)  # nothing is announced
+        wait_until(lambda: together(one, two), DEADLINE_S, "two go on")
+        school.start(late)
+        wait_until(lambda: len(together(one, two, late)) > 20, DEADLINE_S, "the newcomer takes part")
+        ends = [school.ends[0], school.ends[1], school.ends[3]]
+        for pupil in (one, two, late):
+            pupil.stop.set()
+        wait_until(lambda: all(end.done() for end in ends), DEADLINE_S, "they end")
+        assert {end.result().reason for end in ends} == {"interrupted"}
+    states: dict[str, set[str]] = {}
+    for pupil in (one, two, late):
+        assert not pupil.all("digest_mismatch")
+        for event in pupil.all("round"):
+            if event["digest"]:  # none is told where the next step was taken already
+                states.setdefault(event["head"], set()).add(event["digest"])
+    assert all(len(digests) == 1 for digests in states.values())
+    assert late.all("synced")[0]["t"] > 0

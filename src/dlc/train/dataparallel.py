@@ -20,10 +20,9 @@ import threading
 import torch
 from torch import Tensor
 
-from dlc.comm.grid import usual_chunk_elems
 from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.flat import finite, flatten_tensors
-from dlc.train.joint import GRADIENT_SCALE, JointState, joint_spec
+from dlc.train.joint import GRADIENT_SCALE, JointState, joint_spec, step_chunk_elems
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer_loop import WAIT_SLICE_S
 from dlc.train.phases import DIVERGED_MAX, LAST_ROUND_S
@@ -76,7 +75,7 @@ class DataParallel:
             CHANNEL,
             self.state,
             codec=spec.codec,
-            chunk_elems=spec.chunk_elems or usual_chunk_elems(self.state.numel),
+            chunk_elems=spec.chunk_elems or step_chunk_elems(self.state.numel),
             lease_len=spec.blocks_per_lease,
         )
         return self.finish()

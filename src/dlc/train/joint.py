@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm.grid import USUAL_ELEMS_MAX, usual_chunk_elems
 from dlc.runspec import InnerSpec, OuterSpec, RunSpec
 from dlc.train.outer import OuterState
 from dlc.train.outer_step import fp32, outer_lr
@@ -31,8 +32,19 @@ NORM_EPS = 1e-6
 """As torch has it."""
 NORM_ELEMENTS_MAX = 1 << 17
 """Squared at a time: 512 KiB, which stays in a core's second-level cache."""
+STEP_CHUNKS = 32
+"""Enough that sending, reducing and sending back overlap: what does not is the time of one or two of them."""
 ADAM_EPS = 1e-8
 """As torch.optim.AdamW has it."""
+
+
+def step_chunk_elems(numel: int) -> int:
+    """Elements per chunk where the run does not say: a power of two.
+
+    Larger than for rounds after many steps: what a chunk costs every peer in work of its own comes with every step.
+    """
+    some = 1 << (max(1, numel // STEP_CHUNKS) - 1).bit_length()
+    return max(usual_chunk_elems(numel), min(some, USUAL_ELEMS_MAX))
 
 
 def joint_spec(spec: RunSpec) -> OuterSpec:
