@@ -20,6 +20,7 @@ EXAMPLES = {
     "federated": (),
     "custom_strategy": (),
     "opendiloco": (),
+    "hivemind_quickstart": (),
     "accelerate_loop": ("accelerate",),
     "lightning_trainer": ("lightning",),
     "transformers_trainer": ("accelerate",),
@@ -30,7 +31,7 @@ DEADLINE_S = 300.0
 RUNNER = """\
 import os, runpy, sys, traceback
 sys.path.insert(0, "examples")
-import torch, dlc.train.diloco, dlc.peer
+import torch, dlc.train.diloco, dlc.peer, dlc.compat.hivemind.peer_swarm
 for name in sys.argv[1:]:
     __import__(name)
 for folder_and_name in sys.stdin.read().split():

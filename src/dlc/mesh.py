@@ -9,7 +9,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, overload
 
 import torch
@@ -141,6 +141,7 @@ class Group:
     min_size:      fewer are no group: RoundTimeout.
     matchmaking_s: who has not come by then is not waited for.
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
+    expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
     owns:          False: a client, whose link carries its own vector only; others reduce.
 
     Any number of groups of different names may average at the same time; one name does so once at a time.
@@ -157,6 +158,7 @@ class Group:
         matchmaking_s: float = 5.0,
         codec: str = "fp16",
         owns: bool = True,
+        expected: Callable[[], Collection[str]] | None = None,
     ) -> None:
         if peers is not None and peer.id not in peers:
             raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
@@ -170,6 +172,7 @@ class Group:
         self.peer, self.name, self.codec, self.owns = peer, name, codec, owns
         self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
         self.peers = tuple(sorted(set(peers))) if peers is not None else None
+        self._expected = self.peers if expected is None else expected
         self._key = name
         if self.peers is not None:
             self._key += "/" + blake3("\0".join(self.peers).encode()).hexdigest(8)
@@ -247,7 +250,7 @@ class Group:
             label=label,
             target=self.target_size or 0,
             least=self.min_size,
-            expected=self.peers,
+            expected=self._expected,
             patience_s=self.matchmaking_s,
             budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
             gather=gather,

@@ -68,8 +68,9 @@ class Call:
     label: str = ""
     target: int = 0
     least: int = 1
-    expected: tuple[PeerId, ...] | None = None
-    """Whom it waits for as long as they are up; None: everybody. Ignored where there is a target."""
+    expected: tuple[PeerId, ...] | Callable[[], Collection[PeerId]] | None = None
+    """Whom it waits for as long as they are up; None: everybody, or only for the target where there is one. A function
+    is asked again whenever something has changed, and must be quick."""
     patience_s: float = 5.0
     """How long it waits for others."""
     budget_s: float = 60.0
@@ -206,10 +207,9 @@ class Meeting:
 
     def _due(self, wishes: dict[Voter, Wish], everybody: bool) -> float:
         """Running time from which the first in rank forms the group."""
-        if self.call.target:
-            here = len(wishes) >= self.call.target
-        else:
-            here = everybody and self._expected() <= {v.peer for v in wishes}
+        here = bool(self.call.target) and len(wishes) >= self.call.target
+        if not self.call.target or self.call.expected is not None:
+            here = here or (everybody and self._expected() <= {v.peer for v in wishes})
         here = here and len(wishes) >= self.call.least
         if here or len(wishes) >= GROUP_MAX:
             self._here_since = self.ground.running_s if self._here_since is None else self._here_since
@@ -221,7 +221,7 @@ class Meeting:
     def _expected(self) -> set[PeerId]:
         members, expected = self.ground.members, self.call.expected
         up = {v.peer for v in self.ground.up() if _takes_part(members.record(v.peer))}
-        return up if expected is None else up & set(expected)
+        return up if expected is None else up & set(expected() if callable(expected) else expected)
 
     def _give_up(self, wishes: dict[Voter, Wish]) -> None:
         self.close()

@@ -1,0 +1,84 @@
+"""Hivemind's names over dlc's own peer: `import dlc.compat.hivemind as hivemind`.
+
+For programs that were written for Hivemind 1.1. The classes are thin faces on one `dlc.Peer` per `DHT`: no process is
+forked, and no memory shared. Modules stand where Hivemind has them (`hivemind.averaging`, `.optim`, `.compression`,
+`.dht`, `.utils`); what is not offered raises NotOffered with its name. docs/migration.md tells what differs, and why.
+"""
+
+from __future__ import annotations
+
+from dlc import __version__ as __version__
+from dlc.compat.hivemind import averaging, compression, dht, moe, optim, p2p, utils
+from dlc.compat.hivemind.averaging import DecentralizedAverager
+from dlc.compat.hivemind.compression import (
+    BlockwiseQuantization,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    PerTensorCompression,
+    Quantile8BitQuantization,
+    RoleAdaptiveCompression,
+    ScaledFloat16Compression,
+    SizeAdaptiveCompression,
+    Uniform8BitQuantization,
+)
+from dlc.compat.hivemind.dht import DHT, set_run_key
+from dlc.compat.hivemind.moe import NAMES
+from dlc.compat.hivemind.optim import (
+    GradientAverager,
+    GradScaler,
+    Optimizer,
+    ProgressTracker,
+    TrainingAverager,
+    TrainingStateAverager,
+)
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID
+from dlc.compat.hivemind.refused import MOE, NotOffered, attribute_hook
+from dlc.compat.hivemind.utils import (
+    DHTExpiration,
+    PerformanceEMA,
+    ValueWithExpiration,
+    get_dht_time,
+    get_logger,
+    use_hivemind_log_handler,
+)
+
+__getattr__ = attribute_hook(__name__, dict.fromkeys(NAMES, MOE))
+
+__all__ = [
+    "BlockwiseQuantization",
+    "CompressionBase",
+    "DHT",
+    "DHTExpiration",
+    "DecentralizedAverager",
+    "Float16Compression",
+    "GradScaler",
+    "GradientAverager",
+    "Multiaddr",
+    "NoCompression",
+    "NotOffered",
+    "Optimizer",
+    "PeerID",
+    "PerTensorCompression",
+    "PerformanceEMA",
+    "ProgressTracker",
+    "Quantile8BitQuantization",
+    "RoleAdaptiveCompression",
+    "ScaledFloat16Compression",
+    "SizeAdaptiveCompression",
+    "TrainingAverager",
+    "TrainingStateAverager",
+    "Uniform8BitQuantization",
+    "ValueWithExpiration",
+    "averaging",
+    "compression",
+    "dht",
+    "get_dht_time",
+    "get_logger",
+    "moe",
+    "optim",
+    "p2p",
+    "set_run_key",
+    "use_hivemind_log_handler",
+    "utils",
+]

@@ -1,0 +1,7 @@
+"""Averaging in groups."""
+
+from __future__ import annotations
+
+from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
+
+__all__ = ["DecentralizedAverager"]

@@ -1,0 +1,105 @@
+"""`StepControl`: a handle on one averaging step that is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Generator
+from concurrent.futures import CancelledError, Future
+from enum import Enum
+from typing import Any
+
+from dlc.compat.hivemind.utils.timed_storage import get_dht_time
+
+log = logging.getLogger(__name__)
+
+
+class AveragingStage(Enum):
+    """Where a step stands."""
+
+    IDLE = 0
+    LOOKING_FOR_GROUP = 1
+    AWAITING_TRIGGER = 2
+    """It has a group, and the caller has not allowed the all-reduce yet."""
+    RUNNING_ALLREDUCE = 3
+    FINISHED = 4
+    """With a result, an error, or cancelled."""
+
+
+class StepControl(Future[Any]):
+    """A future of what was gathered, `{peer id: data}`, whose step can be watched, triggered and cancelled.
+
+    scheduled_time: until when a group waits for more members; deadline: when the step gives up. Both count as
+    `get_dht_time` does. number: of the round, -1 where rounds have none. The weight may change until
+    the all-reduce begins.
+    """
+
+    def __init__(self, scheduled_time: float, deadline: float, allow_retries: bool, weight: float, number: int) -> None:
+        super().__init__()
+        self.deadline, self.allow_retries, self.number = deadline, allow_retries, number
+        self.stage = AveragingStage.IDLE
+        self.began_allreduce = False
+        self._changed = threading.Event()
+        self._triggered = False
+        self._scheduled_time = scheduled_time
+        self.weight = weight
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"the weight is {weight}: it must be a finite number that is not negative")
+        self._warn_if_begun("weight")
+        self._weight = float(weight)
+
+    @property
+    def scheduled_time(self) -> float:
+        return self._scheduled_time
+
+    @scheduled_time.setter
+    def scheduled_time(self, scheduled_time: float) -> None:
+        self._warn_if_begun("scheduled_time")
+        if scheduled_time >= self.deadline:
+            log.warning("the step is scheduled after its deadline: it will fail")
+        self._scheduled_time = scheduled_time
+
+    @property
+    def triggered(self) -> bool:
+        """The all-reduce is allowed."""
+        return self._triggered
+
+    def allow_allreduce(self) -> None:
+        """Let the all-reduce begin as soon as there is a group; a second call changes nothing."""
+        self._triggered = True
+        self._changed.set()
+
+    def wait_for_trigger(self) -> bool:
+        """Return when the all-reduce is allowed (True), or the step is cancelled or past its deadline (False)."""
+        left = self.get_timeout()
+        self._changed.wait(None if math.isinf(left) else left)
+        return self._triggered and not self.cancelled()
+
+    def get_timeout(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - get_dht_time())
+
+    def cancel(self) -> bool:
+        """Give the step up. False: it is over already. What others have received of it may count."""
+        cancelled = super().cancel()
+        self._changed.set()
+        return cancelled
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+    def _warn_if_begun(self, what: str) -> None:
+        if self.began_allreduce:
+            log.warning("the all-reduce has begun: a new %s changes nothing", what)
+
+
+__all__ = ["AveragingStage", "CancelledError", "StepControl"]

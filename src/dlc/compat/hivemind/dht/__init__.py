@@ -1,0 +1,208 @@
+"""`DHT`: this process's handle on the swarm. Under it is one `dlc.Peer`; there is no second process and no fork."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, tcp_of
+from dlc.compat.hivemind.refused import refuse
+from dlc.compat.hivemind.swarm import Swarm
+from dlc.compat.hivemind.utils.timed_storage import DHTExpiration, ValueWithExpiration, get_dht_time
+from dlc.errors import UsageError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+_keys: dict[str, str | bytes | Path | None] = {"default": None}
+
+
+def set_run_key(key: str | bytes | Path | None) -> None:
+    """The run key of every `DHT` from now on that is made without one of its own; the text, its bytes, or a file."""
+    _keys["default"] = key
+
+
+class DHT:
+    """Joins the swarm of `initial_peers` (HOST:PORT or multiaddresses); without them, begins one.
+
+    host_maddrs: where to listen, the first TCP address of them; beyond loopback a run key is needed: `run_key`, or
+    `set_run_key`. announce_maddrs: what others dial. client_mode: averagers of this peer own no part of a mean.
+    identity_path: a folder for the key pair of this peer. p2p: a `Swarm` that is there already, instead of a peer.
+
+    Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay.
+    `use_ipfs` and validators are refused.
+    JoinError, UsageError: as of `dlc.Peer.join`.
+    """
+
+    def __init__(
+        self,
+        initial_peers: Sequence[str] | None = None,
+        *,
+        start: bool,
+        p2p: Swarm | None = None,
+        daemon: bool = True,
+        num_workers: int = 4,
+        record_validators: Iterable[object] = (),
+        shutdown_timeout: float = 3.0,
+        await_ready: bool = True,
+        host_maddrs: Sequence[str] | None = LOOPBACK,
+        announce_maddrs: Sequence[str] | None = None,
+        client_mode: bool = False,
+        identity_path: str | Path | None = None,
+        use_ipfs: bool = False,
+        use_relay: bool = True,
+        use_auto_relay: bool = False,
+        startup_timeout: float = 60.0,
+        run_key: str | bytes | Path | None = None,
+    ) -> None:
+        if isinstance(initial_peers, str) or not all(isinstance(peer, str) for peer in initial_peers or ()):
+            raise TypeError("initial_peers is a list of addresses")
+        if use_ipfs:
+            raise refuse("use_ipfs", "give the address of a peer as initial_peers")
+        self.add_validators(record_validators)
+        self.initial_peers = initial_peers
+        self._client_mode = client_mode
+        self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
+        self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
+        self._swarm = p2p
+        self._closed = False
+        if start:
+            self.run_in_background()
+
+    # ---------------------------------------------------------------- beginning and end
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Join; returns as a member. The arguments change nothing."""
+        if self._swarm is None:
+            from dlc.compat.hivemind.peer_swarm import PeerSwarm
+
+            self._swarm = PeerSwarm.join(
+                tcp_of(self.initial_peers or ()),
+                listen=_first(self._host_maddrs, "host_maddrs"),
+                advertise=_first(self._announce_maddrs, "announce_maddrs") if self._announce_maddrs else None,
+                key=self._run_key if self._run_key is not None else _keys["default"],
+                state_dir=self._identity_path,
+                timeout_s=self._startup_timeout,
+            )
+
+    start = run_in_background
+
+    @property
+    def swarm(self) -> Swarm:
+        """What averagers and trackers stand on. UsageError before the start."""
+        if self._swarm is None:
+            raise UsageError("this DHT was not started: give start=True, or call run_in_background()")
+        return self._swarm
+
+    def is_alive(self) -> bool:
+        """Started, and not shut down."""
+        return self._swarm is not None and not self._closed
+
+    def shutdown(self) -> None:
+        """Leave the swarm; averagers of this DHT end with it. Idempotent."""
+        if self.is_alive():
+            self._closed = True
+            self.swarm.leave()
+
+    terminate = kill = shutdown
+
+    def join(self, timeout: float | None = None) -> None:
+        """There is no process to wait for."""
+
+    def __enter__(self) -> DHT:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def peer_id(self) -> PeerID:
+        return PeerID(self.swarm.id)
+
+    @property
+    def client_mode(self) -> bool:
+        return self._client_mode
+
+    def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        """What others give as `initial_peers`; str() of one, or the object."""
+        return [Multiaddr.of(self.swarm.address, self.swarm.id)]
+
+    # ---------------------------------------------------------------- values
+
+    def store(
+        self,
+        key: Any,
+        value: Any,
+        expiration_time: DHTExpiration,
+        subkey: Any = None,
+        return_future: bool = False,
+    ) -> Any:
+        """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
+
+        True: told; False: it has expired already, or another with a later end is known. With return_future, a future.
+        """
+        now = get_dht_time()
+        known = newest([r for r in self._records(key, now) if r.subkey == subkey])
+        if expiration_time <= now or (known is not None and _end(known, subkey) >= expiration_time):
+            return _maybe_future(False, return_future)
+        record = Record(key, subkey, value, float(expiration_time))
+        self.swarm.post(notice_key(key, subkey), record.to_bytes(), expiration_time - now)
+        return _maybe_future(True, return_future)
+
+    def get(self, key: Any, latest: bool = False, return_future: bool = False) -> Any:
+        """(value, expiration time) as a `ValueWithExpiration`, None where there is none; always the latest known.
+
+        Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`.
+        """
+        return _maybe_future(newest(self._records(key, get_dht_time())), return_future)
+
+    def _records(self, key: Any, now: float) -> list[Record]:
+        return records(self.swarm.notices(notice_prefix(key)), key, now)
+
+    # ---------------------------------------------------------------- not offered
+
+    def run_coroutine(self, coro: Callable[..., Any], return_future: bool = False) -> Any:
+        """Refused: there is no event loop, and no DHTNode to hand to a coroutine."""
+        raise refuse("DHT.run_coroutine", "there is no DHT node; use store, get, peer_id, get_visible_maddrs")
+
+    async def replicate_p2p(self) -> Any:
+        """Refused: there is no daemon to share."""
+        raise refuse("DHT.replicate_p2p", "there is no libp2p daemon; averagers share the DHT's own peer")
+
+    def add_validators(self, record_validators: Iterable[object]) -> None:
+        """Refused, unless there are none."""
+        if list(record_validators):
+            raise refuse(
+                "record_validators",
+                "every notice carries its author, whom the transport has authenticated; leave the argument out, "
+                "and check what get() returns",
+            )
+
+
+def _end(known: ValueWithExpiration[Any], subkey: Any) -> float:
+    return float(known.value[subkey].expiration_time if subkey is not None else known.expiration_time)
+
+
+def _first(maddrs: Iterable[str], what: str) -> str:
+    found = tcp_of(maddrs)
+    if not found:
+        raise UsageError(f"{what} has no TCP address: give /ip4/HOST/tcp/PORT")
+    return found[0]
+
+
+def _maybe_future(value: T, wanted: bool) -> T | Future[T]:
+    if not wanted:
+        return value
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+__all__ = ["DHT", "DHTExpiration", "ValueWithExpiration", "set_run_key"]

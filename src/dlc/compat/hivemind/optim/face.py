@@ -1,0 +1,96 @@
+"""What `Optimizer` shows to programs that know torch's optimizers: groups, state, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dlc.compat.hivemind.optim.grad_averager import GradientAverager
+from dlc.compat.hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
+from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
+from dlc.errors import UsageError
+
+
+class TorchFace(torch.optim.Optimizer):
+    """Base of `Optimizer`, which makes its parts. torch's own `__init__` is not called: the optimizer inside is one."""
+
+    run_id: str
+    tracker: ProgressTracker
+    state_averager: TrainingStateAverager
+    grad_averager: GradientAverager | None
+
+    @property
+    def local_epoch(self) -> int:
+        """Epochs that this peer's parameters have seen."""
+        return self.state_averager.local_epoch
+
+    @property
+    def local_progress(self) -> LocalTrainingProgress:
+        return self.tracker.local_progress
+
+    @property
+    def use_local_updates(self) -> bool:
+        return self.grad_averager is None
+
+    @property
+    def use_gradient_averaging(self) -> bool:
+        return self.grad_averager is not None
+
+    @property
+    def opt(self) -> torch.optim.Optimizer:
+        """The optimizer inside."""
+        return self.state_averager.optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return {**self.opt.state, "local_epoch": self.local_epoch}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The groups of the optimizer inside, with the model's own parameters."""
+        rest = iter(self.state_averager.main_parameters)
+        return tuple({**group, "params": [next(rest) for _ in group["params"]]} for group in self.opt.param_groups)
+
+    def is_alive(self) -> bool:
+        return self.state_averager.is_alive()
+
+    def is_synchronized_with_peers(self) -> bool:
+        """At the newest epoch, or the one before."""
+        return self.local_epoch >= self.tracker.global_epoch - 1
+
+    def __repr__(self) -> str:
+        return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the model. UsageError with reuse_grad_buffers: they are the sums."""
+        if self.grad_averager is not None and self.grad_averager.reuse_grad_buffers:
+            raise UsageError(
+                "with reuse_grad_buffers the gradients are the sums: they are zeroed here, not by the caller"
+            )
+        self.state_averager.parts.zero_main_gradients(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer inside, and the epoch."""
+        state = self.opt.state_dict()
+        state["state"] = {**state["state"], "local_epoch": self.local_epoch}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        inner = dict(state_dict["state"])
+        self.state_averager.local_epoch = int(inner.pop("local_epoch", self.local_epoch))
+        self.opt.load_state_dict({**state_dict, "state": inner})
+        self.tracker.report_local_progress(self.local_epoch, 0)
+        self._number_rounds()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the others would not have it."""
+        raise UsageError("give all groups of parameters when the optimizer is made")
+
+    def _number_rounds(self) -> None:
+        """The epoch has changed."""
+        raise NotImplementedError
+
+
+__all__ = ["TorchFace"]

@@ -1,0 +1,344 @@
+"""`TrainingStateAverager`: an optimizer with its parameters, schedule and statistics, kept in step with other peers.
+
+A `step` does, in this order, what its flags ask for: wait for a trigger, step the optimizer and the schedule, average
+the state. Each part is done at once, or in the background (delay_optimizer_step, delay_averaging); what was done in the
+background is applied to the model by a later `step`, never in between.
+
+Offloaded, the optimizer works on fp32 copies in host memory, and the model's parameters are set from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer as TorchOptimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
+from dlc.compat.hivemind.averaging.control import StepControl
+from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
+from dlc.compat.hivemind.dht import DHT
+from dlc.compat.hivemind.optim.components import Components, build
+from dlc.compat.hivemind.optim.grad_scaler import GradScaler
+from dlc.compat.hivemind.optim.optimizer_state import dump, load
+from dlc.compat.hivemind.utils.background import in_background
+from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
+from dlc.errors import DlcError, SwarmClosed, UsageError
+
+log = logging.getLogger(__name__)
+
+
+class Update:
+    """What one `step` does, and what of it is not in the model yet."""
+
+    def __init__(self) -> None:
+        self.stepped = False
+        """The optimizer has made its step: an offloaded one has other parameters than the model."""
+        self.averaged: list[Tensor] = []
+        """Means that the local tensors are to take."""
+        self.before: list[Tensor] = []
+        """With the delta rule, what was averaged: only the change is taken over."""
+        self.owes_step = self.averages = False
+        """The optimizer's step is done in the background; a round is a part of it."""
+        self.future: Future[None] | None = None
+        """Where it is done in the background."""
+
+    @property
+    def done(self) -> bool:
+        return self.future is None or self.future.done()
+
+
+class TrainingStateAverager(DecentralizedAverager):
+    """optimizer: one, or a callable of `params` (parameters or groups of them) that makes it; scheduler: the same, of
+    the optimizer; it follows `local_epoch`, not the number of steps. offload_optimizer: see above; needs callables.
+    custom_gradients: the caller fills the gradients of an offloaded optimizer. delta_rule_averaging: what local steps
+    changed during a round is kept: tensor += mean - value before. sync_epoch_when_averaging: take over the greatest
+    epoch of the group. average_opt_statistics: statistics by name that are averaged, too, and so are extra_tensors.
+
+    Not needed, and of no effect: reuse_tensors (rounds have buffers of their own). Others: DecentralizedAverager.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        optimizer: TorchOptimizer | Callable[..., TorchOptimizer],
+        params: Iterable[Any] | None = None,
+        scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
+        initialize_optimizer: bool | None = None,
+        offload_optimizer: bool = False,
+        custom_gradients: bool = False,
+        reuse_tensors: bool | None = None,
+        delta_rule_averaging: bool = False,
+        performance_ema_alpha: float = 0.1,
+        sync_epoch_when_averaging: bool = False,
+        parameter_names: Sequence[str] | None = None,
+        average_opt_statistics: Sequence[str] = (),
+        extra_tensors: Sequence[Tensor] = (),
+        status_loglevel: int = logging.DEBUG,
+        **kwargs: Any,
+    ) -> None:
+        self.parts: Components = build(optimizer, params, scheduler, initialize_optimizer, offload_optimizer)
+        self.optimizer, self.scheduler = self.parts.optimizer, self.parts.scheduler
+        self.main_parameters = self.parts.main
+        self.parameter_names = tuple(parameter_names or range(len(self.main_parameters)))
+        self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
+        self.delta_rule_averaging, self.sync_epoch_when_averaging = delta_rule_averaging, sync_epoch_when_averaging
+        self.opt_keys_for_averaging, self.extra_tensors = tuple(average_opt_statistics), tuple(extra_tensors)
+        self.status_loglevel = status_loglevel
+        self.local_epoch = 0
+        self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
+        self.lock_optimizer = threading.RLock()
+        """Whoever reads or changes parameters and statistics holds it, so that a donor never gives half a step."""
+        self._updates: list[Update] = []
+        self.last_error: DlcError | None = None
+        """Of the last round that failed."""
+        averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self._local_tensors()]
+        super().__init__(averaged, dht, tensor_infos=list(self._infos()), **kwargs)
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
+        """Look for a group now; give what this returns to `step(averaging_control=...)`."""
+        control: StepControl = super().step(scheduled_time=scheduled_time, wait=False, require_trigger=True, **kwargs)
+        return control
+
+    def step(  # type: ignore[override]  # as in Hivemind: other arguments than its base
+        self,
+        wait_for_delayed_updates: bool | None = None,
+        apply_delayed_updates: bool = True,
+        increment_epoch: bool = False,
+        optimizer_step: bool = False,
+        zero_grad: bool = False,
+        delay_optimizer_step: bool = False,
+        averaging_round: bool = False,
+        delay_averaging: bool | None = None,
+        averaging_control: StepControl | None = None,
+        wait_for_trigger: Callable[[], Any] | None = None,
+        grad_scaler: GradScaler | None = None,
+        set_to_none: bool = True,
+        averaging_opts: dict[str, Any] | None = None,
+    ) -> None:
+        """What the flags say, in their order. A round that fails is logged, and leaves everything as it was."""
+        delay_averaging = delay_optimizer_step if delay_averaging is None else delay_averaging
+        work = optimizer_step or zero_grad or averaging_round
+        self._check_flags(delay_optimizer_step, delay_averaging, averaging_round, averaging_opts, averaging_control)
+        if wait_for_trigger is not None and not self.custom_gradients and delay_optimizer_step:
+            raise UsageError("a delayed step with a trigger needs custom_gradients: the caller fills them")
+        if wait_for_delayed_updates is None:
+            keeps_local_steps = self.delta_rule_averaging and not delay_optimizer_step
+            wait_for_delayed_updates = averaging_round or (work and not keeps_local_steps)
+        if wait_for_delayed_updates:
+            self.wait_for_delayed_updates()
+        if apply_delayed_updates:
+            self._apply_finished()
+        if increment_epoch:
+            self.local_epoch += 1
+        if not work:
+            if increment_epoch:
+                self._update_scheduler()
+            return
+        if self.offload_optimizer and not self.custom_gradients:
+            self.parts.load_gradients()
+        update = Update()
+        number, epoch = self.next_round, self.local_epoch  # as they are now: what is in the background comes later
+        update.owes_step, update.averages = delay_optimizer_step and optimizer_step, averaging_round
+
+        def optimize() -> None:
+            if wait_for_trigger is not None:
+                wait_for_trigger()
+            self._optimize(update, optimizer_step, zero_grad, grad_scaler, set_to_none)
+
+        def average() -> None:
+            if averaging_round:
+                self._average_state(update, averaging_control, averaging_opts or {}, number, epoch)
+
+        def both() -> None:
+            optimize()
+            average()
+
+        if not delay_optimizer_step:
+            optimize()
+            if not delay_averaging:
+                self._guard(average)
+            self._apply(update)
+        if delay_optimizer_step or (averaging_round and delay_averaging):
+            later = both if delay_optimizer_step else average
+            update.future = in_background(lambda: self._guard(later), "update")
+            self._updates.append(update)
+
+    def wait_for_delayed_updates(self) -> None:
+        """Return when nothing is done in the background any more; a round ends by its own time limits."""
+        for update in list(self._updates):
+            if update.future is not None:
+                update.future.exception()  # raised where the update is applied
+
+    @property
+    def busy(self) -> bool:
+        """Something is done in the background."""
+        return any(not update.done for update in self._updates)
+
+    @property
+    def averaging_in_progress(self) -> bool:
+        return any(update.averages and not update.done for update in self._updates)
+
+    # ---------------------------------------------------------------- its parts
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """A round that fails is told in the log and in `last_error`, and does not stop the training."""
+        try:
+            work()
+        except SwarmClosed:
+            raise
+        except DlcError as error:
+            self.last_error = error
+            log.warning("%s: %s", self.prefix, error)
+
+    def _optimize(
+        self, update: Update, optimizer_step: bool, zero_grad: bool, scaler: GradScaler | None, set_to_none: bool
+    ) -> None:
+        with self.lock_optimizer:
+            if optimizer_step:
+                if scaler is None:
+                    self.optimizer.step()
+                else:
+                    with scaler.running_global_step():
+                        scaler.step(self.optimizer)
+            if zero_grad:
+                self.optimizer.zero_grad(set_to_none)
+                self.parts.zero_main_gradients(set_to_none)
+            self._update_scheduler()
+            update.stepped = optimizer_step
+
+    def _average_state(
+        self, update: Update, control: StepControl | None, opts: dict[str, Any], number: int, epoch: int
+    ) -> None:
+        began = time.perf_counter()
+        if control is None or control.triggered or control.done():
+            control = self.schedule_step(gather=epoch, **opts)
+            control.number = number
+        with self.lock_optimizer, torch.no_grad(), self.get_tensors() as averaged:
+            for average, local in zip(averaged, self._local_tensors(), strict=True):
+                average.copy_(local)
+            if self.delta_rule_averaging:
+                update.before = [average.clone() for average in averaged]
+        self.delay_before_averaging.update(1, time.perf_counter() - began)
+        control.allow_allreduce()
+        gathered = control.result()
+        with self.get_tensors() as averaged:
+            update.averaged = [average.clone() for average in averaged]
+        log.log(self.status_loglevel, "%s: averaged the state of %d peers", self.prefix, len(gathered))
+        if self.sync_epoch_when_averaging:
+            self.local_epoch = max([self.local_epoch, *(e for e in gathered.values() if isinstance(e, int))])
+            self._update_scheduler()
+
+    def _apply_finished(self) -> None:
+        for update in [update for update in self._updates if update.done]:
+            self._updates.remove(update)
+            if update.future is not None:
+                update.future.result()  # an error of the optimizer itself
+            self._apply(update)
+
+    def _apply(self, update: Update) -> None:
+        """Bring what was done into the model."""
+        with self.lock_optimizer, torch.no_grad():
+            if update.averaged:
+                for i, (local, mean) in enumerate(zip(self._local_tensors(), update.averaged, strict=True)):
+                    if update.before:
+                        local.add_((mean - update.before[i]).to(local.device, local.dtype))
+                    else:
+                        local.copy_(mean)
+            if self.offload_optimizer and (update.stepped or update.averaged):
+                self.parts.apply()
+
+    def _update_scheduler(self) -> None:
+        """Bring the schedule to `local_epoch`."""
+        if self.scheduler is not None:
+            while self.scheduler._step_count <= self.local_epoch:
+                self.scheduler.step()
+
+    # ---------------------------------------------------------------- tensors
+
+    def _local_tensors(self) -> Iterator[Tensor]:
+        """What is averaged, as the optimizer has it."""
+        params = self.parts.optimized
+        yield from params
+        for name in self.opt_keys_for_averaging:
+            yield from (self.optimizer.state[param][name] for param in params)
+        yield from self.extra_tensors
+
+    def _infos(self) -> Iterator[CompressionInfo]:
+        named = list(zip(self.main_parameters, self.parameter_names, strict=True))
+        yield from (CompressionInfo.from_tensor(p, name, TensorRole.PARAMETER) for p, name in named)
+        for stat in self.opt_keys_for_averaging:
+            yield from (CompressionInfo.from_tensor(p, (name, stat), TensorRole.OPTIMIZER) for p, name in named)
+        yield from (CompressionInfo.from_tensor(t, i) for i, t in enumerate(self.extra_tensors))
+
+    # ---------------------------------------------------------------- state for others
+
+    def get_current_state(self) -> tuple[Any, ...]:
+        """Parameters, extra tensors and the optimizer's state, after what is still done in the background."""
+        for update in list(self._updates):
+            if update.future is not None and update.owes_step and not update.stepped:
+                update.future.exception()  # waits; its epoch is counted already
+        with self.lock_optimizer, torch.no_grad():
+            state, statistics = dump(self.optimizer)
+            own = [*self.parts.optimized, *self.extra_tensors]
+            tensors = [t.detach().cpu().clone() for t in own]
+            metadata = {
+                "epoch": self.local_epoch,
+                "group_bits": self.get_group_bits(),
+                "optimizer_metadata": state,
+            }
+        infos = [CompressionInfo.from_tensor(t, name, TensorRole.PARAMETER)
+                 for t, name in zip(self.main_parameters, self.parameter_names, strict=True)]  # fmt: skip
+        infos += [CompressionInfo.from_tensor(t, i) for i, t in enumerate(self.extra_tensors)]
+        infos += [CompressionInfo.from_tensor(t, i, TensorRole.OPTIMIZER) for i, t in enumerate(statistics)]
+        return metadata, [*tensors, *statistics], infos
+
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+        """Take over parameters, statistics, epoch and schedule of the best donor; returns them, or None: there is no
+        donor, or none that is as far as this peer."""
+        if not wait:
+            return in_background(lambda: self.load_state_from_peers(timeout=timeout), "load")
+        loaded = super().load_state_from_peers(timeout=timeout)
+        if loaded is None:
+            return None
+        metadata, tensors = loaded
+        epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
+        if type(epoch) is not int or epoch < self.local_epoch:
+            log.warning("%s: the state of the other peer is of epoch %r, this peer is further", self.prefix, epoch)
+            return None
+        with self.lock_optimizer:
+            mine = [*self.parts.optimized, *self.extra_tensors]
+            own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+            load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
+            if self.offload_optimizer:
+                self.parts.apply()
+            self.local_epoch = epoch
+            if self.scheduler is not None:  # which goes on from where it was itself
+                for group, before in zip(self.optimizer.param_groups, own, strict=True):
+                    group.update(before)
+                self._update_scheduler()
+        return loaded
+
+    def shutdown(self) -> None:
+        self.wait_for_delayed_updates()
+        super().shutdown()
+
+    @staticmethod
+    def _check_flags(delay_step: bool, delay_averaging: bool, round_: bool, opts: object, control: object) -> None:
+        if delay_step and round_ and not delay_averaging:
+            raise UsageError("after a delayed optimizer step the averaging is delayed, too")
+        if not round_ and (opts or control is not None):
+            raise UsageError("averaging_opts and averaging_control are for steps with averaging_round=True")
+
+
+__all__ = ["GradScaler", "TrainingStateAverager"]

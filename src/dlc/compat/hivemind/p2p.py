@@ -1,0 +1,77 @@
+"""How peers are called and where they are: `PeerID`, and multiaddresses (`/ip4/1.2.3.4/tcp/4600/p2p/ID`).
+
+Both are strings, so that they may be printed, sorted, put into JSON and compared without knowing of these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dlc.comm.addresses import is_numeric, join_address, parse_address
+from dlc.errors import UsageError
+
+HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+
+class PeerID(str):
+    """Name of a peer; of dlc's own kind, derived from its public key."""
+
+    def __new__(cls, name: str | bytes) -> PeerID:
+        return super().__new__(cls, name.decode() if isinstance(name, bytes) else name)
+
+    def to_bytes(self) -> bytes:
+        return self.encode()
+
+    def to_string(self) -> str:
+        return str(self)
+
+    to_base58 = pretty = to_string
+
+    @classmethod
+    def from_base58(cls, name: str) -> PeerID:
+        return cls(name)
+
+
+class Multiaddr(str):
+    """`/ip4/1.2.3.4/tcp/4600`, with or without `/p2p/ID`. UsageError for other protocols."""
+
+    def __new__(cls, text: str) -> Multiaddr:
+        parse_multiaddr(text)
+        return super().__new__(cls, text)
+
+    @classmethod
+    def of(cls, address: str, peer: str = "") -> Multiaddr:
+        """Of HOST:PORT."""
+        host, port = parse_address(address)
+        kind = ("ip6" if ":" in host else "ip4") if is_numeric(host) else "dns"
+        return cls(f"/{kind}/{host}/tcp/{port}" + (f"/p2p/{peer}" if peer else ""))
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as dlc writes it."""
+        return parse_multiaddr(self)
+
+
+def parse_multiaddr(text: str) -> str:
+    """HOST:PORT of a multiaddress; an address that has that form already is returned as it is. UsageError otherwise."""
+    if not text.startswith("/"):
+        host, port = parse_address(text)
+        return join_address(host, port)
+    parts = text.strip("/").split("/")
+    named = dict(zip(parts[::2], parts[1::2], strict=False))
+    hosts = [named[kind] for kind in HOSTS if kind in named]
+    if len(parts) % 2 or not hosts or "tcp" not in named or set(named) - {*HOSTS, "tcp", "p2p"}:
+        raise UsageError(
+            f"{text!r} is no address of a dlc peer: write HOST:PORT or /ip4/HOST/tcp/PORT "
+            "(UDP, QUIC, relays and addresses in IPFS are not offered)"
+        )
+    host = hosts[0]
+    return join_address(*parse_address(f"[{host}]:{named['tcp']}" if ":" in host else f"{host}:{named['tcp']}"))
+
+
+def tcp_of(maddrs: Iterable[str]) -> list[str]:
+    """HOST:PORT of each of them; those of QUIC, which Hivemind's programs list beside TCP, are left out."""
+    return [parse_multiaddr(text) for text in map(str, maddrs) if "/quic" not in text]
+
+
+__all__ = ["Multiaddr", "PeerID", "parse_multiaddr", "tcp_of"]

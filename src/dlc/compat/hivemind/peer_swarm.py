@@ -1,0 +1,219 @@
+"""`Swarm` over a `dlc.Peer`: notices on its board, averages by `dlc.Group`, state by loans."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from dlc.comm.loans import borrow, give_back, lend
+from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
+from dlc.errors import JoinError, RoundTimeout
+from dlc.mesh import Group, GroupCall
+from dlc.peer import Peer
+from dlc.report import GroupReport
+
+log = logging.getLogger(__name__)
+
+RUN = "hivemind"
+"""Name of a run that is begun here."""
+HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
+"""Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
+LOOK_S = 0.05
+"""How often a step looks whether it was cancelled."""
+LISTEN_S = 0.2
+"""How often it is looked for changes of notices and members: they are read where they lie."""
+FETCH_S = 600.0
+"""Limit of a fetch without one of its own; a donor that is silent is noticed long before."""
+SECOND_S = 10.0
+"""How long the members of a group wait for each other before a further part is averaged."""
+
+
+class PeerSwarm:
+    """Owns the peer: `leave` leaves."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = threading.Event()
+        self._said = -float("inf")
+        self._watcher: threading.Thread | None = None
+
+    @classmethod
+    def join(
+        cls,
+        peers: Sequence[str],
+        *,
+        listen: str,
+        advertise: str | None,
+        key: str | bytes | Path | None,
+        state_dir: str | Path | None,
+        timeout_s: float,
+    ) -> PeerSwarm:
+        """As `Peer.join`, without the log; None of `peers`: a run is begun."""
+        swarm = cls(
+            Peer.join(
+                peers,
+                run=None if peers else RUN,
+                listen=listen,
+                advertise=advertise,
+                key=key,
+                state_dir=state_dir,
+                join_timeout_s=timeout_s,
+                log=False,
+            )
+        )
+        swarm._greet()
+        return swarm
+
+    def _greet(self) -> None:
+        """Wait until the notices of all who are here have come: what a newcomer decides by must not lack them."""
+        self._hello()
+        end = time.monotonic() + HELLO_S
+        while time.monotonic() < end:
+            heard = {notice.author for notice in self.notices(HELLO)}
+            if {member.id for member in self._peer.members() if not member.left} <= heard:
+                return
+            self._closed.wait(LOOK_S)
+        log.warning("not all peers have told what they know within %g s; going on without", HELLO_S)
+
+    def _hello(self) -> None:
+        if time.monotonic() - self._said > HELLO_TTL_S / 8:
+            self._said = time.monotonic()
+            self.post(f"{HELLO}{self.id}", b"", HELLO_TTL_S)
+
+    @property
+    def id(self) -> str:
+        return self._peer.id
+
+    @property
+    def address(self) -> str:
+        return self._peer.address
+
+    def present(self) -> frozenset[str]:
+        alive = {member.id for member in self._peer.members() if member.alive and not member.left}
+        return frozenset(alive | {self.id})
+
+    # ---------------------------------------------------------------- notices
+
+    def post(self, key: str, value: bytes, ttl_s: float) -> None:
+        self._peer.mesh.act(lambda mesh, now: mesh.post(key, value, ttl_s, now))
+
+    def withdraw(self, key: str) -> None:
+        self._peer.mesh.act(lambda mesh, now: mesh.withdraw(key, now))
+
+    def notices(self, prefix: str) -> list[Notice]:
+        return self._peer.mesh.ask(
+            lambda mesh, now: [
+                Notice(author, key, posted.value)
+                for key in mesh.board.keys(prefix)
+                for author, posted in mesh.board.get(key).items()
+            ]
+        )
+
+    def listen(self, changed: Callable[[], None]) -> Callable[[], None]:
+        self._listeners.append(changed)
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="dlc-hivemind-watch", daemon=True)
+            self._watcher.start()
+        return lambda: self._listeners.remove(changed)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LISTEN_S):
+            for listener in tuple(self._listeners):
+                listener()
+
+    # ---------------------------------------------------------------- averages
+
+    def average(self, key: str, parts: Sequence[tuple[Tensor, str]], terms: Terms) -> Outcome | None:
+        self._hello()
+        missing: dict[str, str] = {}
+        first: GroupReport | None = None
+        for index, (vector, codec) in enumerate(parts):
+            group = Group(
+                self._peer,
+                key if first is None else f"{key}/{index}",
+                peers=None if first is None else sorted(first.gathered),
+                target_size=terms.target if first is None else None,
+                min_size=terms.minimum if first is None else 1,
+                matchmaking_s=terms.patience_s if first is None else SECOND_S,
+                codec=codec,
+                owns=terms.owns,
+                expected=terms.expected if first is None else None,
+            )
+            call = group.all_reduce(
+                vector,
+                weight=terms.weight,
+                gather=terms.data,
+                contributes=terms.contributes,
+                receives=terms.contributes,
+                timeout_s=group.matchmaking_s + terms.budget_s,
+                async_op=True,
+            )
+            report = self._waited(call, terms)
+            if report is None:
+                return None
+            first = first or report
+            if terms.contributes:  # who receives nothing cannot know
+                missing.update({absent.peer: absent.reason for absent in report.missing})
+        assert first is not None
+        return Outcome(tuple(sorted(first.gathered)), first.gathered, missing, first)
+
+    @staticmethod
+    def _waited(call: GroupCall, terms: Terms) -> GroupReport | None:
+        told = False
+        while not call.done:
+            if terms.given_up():
+                call.cancel()
+                return None
+            if not told and call.stage == "running":
+                told = True
+                terms.formed()
+            with suppress(RoundTimeout):
+                call.wait(LOOK_S)
+        try:
+            report = call.wait(0)
+        except RoundTimeout:
+            if not call.members:
+                return None
+            raise
+        if not told:
+            terms.formed()
+        return report
+
+    # ---------------------------------------------------------------- state
+
+    def hold(self, key: str, data: bytes, ttl_s: float) -> None:
+        self._peer.mesh.act(lambda mesh, now: lend(mesh, key, data, ttl_s, now))
+
+    def release(self, key: str) -> None:
+        self._peer.mesh.act(lambda mesh, now: give_back(mesh, key, now))
+
+    def fetch(self, peer: str, key: str, n_bytes: int, timeout_s: float | None) -> bytes | None:
+        out, over, why = bytearray(n_bytes), threading.Event(), [""]
+        limit_s = FETCH_S if timeout_s is None else timeout_s
+
+        def ended(reason: str) -> None:
+            why[0] = reason
+            over.set()
+
+        self._peer.mesh.act(lambda mesh, now: borrow(mesh, key, peer, out, limit_s, ended, now))
+        while not over.wait(LOOK_S):
+            self._peer.mesh.ask(lambda mesh, now: None)  # SwarmClosed, where nothing will come any more
+        if why[0]:
+            raise JoinError(f"{peer[:8]} did not give its state: {why[0]}")
+        return bytes(out)
+
+    def leave(self) -> None:
+        self._closed.set()
+        self._peer.leave()
+        for listener in tuple(self._listeners):
+            listener()  # so that whoever waits for news learns that there will be none
+
+
+__all__ = ["PeerSwarm"]

@@ -1,0 +1,356 @@
+"""The scenarios of Hivemind's averaging tests, over peers without sockets: `fake_swarm`."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
+from dlc.compat.hivemind.averaging.image import pack_state, unpack_state
+from dlc.compat.hivemind.averaging.rotation import rotated
+from dlc.compat.hivemind.compression import SizeAdaptiveCompression
+from dlc.errors import ProtocolError, UsageError
+from tests.compat.fake_swarm import Town
+from tests.helpers import wait_until
+
+WAIT_S = 60.0
+FOREVER_S = 300.0
+
+
+def averager(town: Town, tensors: list[Tensor], **options: Any) -> DecentralizedAverager:
+    dht = DHT(start=True, p2p=town.peer())
+    return DecentralizedAverager(
+        tensors, dht, **{"start": True, "prefix": "mine", "min_matchmaking_time": FOREVER_S, **options}
+    )
+
+
+def of(averager: DecentralizedAverager) -> list[Tensor]:
+    with averager.get_tensors() as tensors:
+        return [t.clone() for t in tensors]
+
+
+def results(steps: list[StepControl]) -> list[dict[str, Any]]:
+    return [step.result(WAIT_S) for step in steps]
+
+
+@pytest.mark.parametrize(("n_clients", "n_aux"), [(0, 0), (1, 1), (2, 0), (0, 2), (0, 3), (1, 2)])
+def test_all_reduce_once_with_clients_and_auxiliary_peers(n_clients: int, n_aux: int) -> None:
+    town, n = Town(), 4
+    modes = [AveragingMode.CLIENT] * n_clients + [AveragingMode.AUX] * n_aux
+    modes += [AveragingMode.NODE] * (n - len(modes))
+    given = [[torch.randn(123, generator=torch.Generator().manual_seed(i)), torch.full((3,), float(i))]
+             for i in range(n)]  # fmt: skip
+    contributing = [i for i in range(n) if modes[i] is not AveragingMode.AUX]
+    mean = [sum(given[i][k].double() for i in contributing) / len(contributing) for k in range(2)]
+    peers = [
+        averager(
+            town,
+            [t.clone() for t in given[i]],
+            target_group_size=n,
+            client_mode=modes[i] is AveragingMode.CLIENT,
+            auxiliary=modes[i] is AveragingMode.AUX,
+        )
+        for i in range(n)
+    ]
+    for gathered in results([peer.step(wait=False) for peer in peers]):
+        assert set(gathered) == {peer.peer_id for peer in peers}
+    for i, peer in enumerate(peers):
+        assert peer.mode is modes[i]
+        for tensor, exact, own in zip(of(peer), mean, given[i], strict=True):
+            expected = own if modes[i] is AveragingMode.AUX else exact.float()
+            torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_weighted_mean_and_what_is_gathered() -> None:
+    town, weights = Town(), [0.5, 3.0, 0.0, 7.25]
+    peers = [averager(town, [torch.full((5,), float(i))]) for i in range(4)]
+    steps = [p.step(weight=w, gather={"batch": (i, w)}, wait=False)
+             for i, (p, w) in enumerate(zip(peers, weights, strict=True))]  # fmt: skip
+    for gathered in results(steps):
+        assert gathered == {p.peer_id: {"batch": (i, w)} for i, (p, w) in enumerate(zip(peers, weights, strict=True))}
+    expected = sum(i * w for i, w in enumerate(weights)) / sum(weights)
+    assert all(torch.allclose(of(p)[0], torch.full((5,), expected)) for p in peers)
+    assert all(torch.equal(of(p)[0], of(peers[0])[0]) for p in peers)
+
+
+def test_a_group_is_complete_when_all_who_are_known_are_here() -> None:
+    """Nobody waits for min_matchmaking_time to pass, which would take this test minutes."""
+    town = Town()
+    peers = [averager(town, [torch.full((2,), float(i))]) for i in range(3)]
+    assert all(len(gathered) == 3 for gathered in results([peer.step(wait=False) for peer in peers]))
+
+
+def test_a_grid_of_groups_holds_the_global_mean_after_as_many_rounds_as_it_has_dimensions() -> None:
+    town, n = Town(), 8
+    values = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
+    peers = [
+        averager(town, [values[i].clone()], target_group_size=2, initial_group_bits=format(i // 2, "02b"))
+        for i in range(n)
+    ]
+    spread = values.std(0)
+    for _ in range(3):
+        assert all(len(gathered) == 2 for gathered in results([peer.step(wait=False) for peer in peers]))
+        now = torch.stack([of(peer)[0] for peer in peers])
+        torch.testing.assert_close(now.mean(0), values.mean(0), rtol=0, atol=1e-6)
+        assert bool((now.std(0) <= spread + 1e-6).all())
+        spread = now.std(0)
+    assert bool((spread < 1e-6).all())
+
+
+def test_sixteen_peers_in_groups_of_four() -> None:
+    town = Town()
+    peers = [averager(town, [torch.ones(1) * i], target_group_size=4, initial_group_bits="000") for i in range(16)]
+    gathered = results([peer.step(wait=False, gather=i) for i, peer in enumerate(peers)])
+    assert all(len(group) == 4 and group[peer.peer_id] == i
+               for i, (peer, group) in enumerate(zip(peers, gathered, strict=True)))  # fmt: skip
+    groups = {tuple(sorted(group)) for group in gathered}
+    assert len(groups) == 4 and len({p for group in groups for p in group}) == 16
+    for peer, group in zip(peers, gathered, strict=True):
+        assert of(peer)[0].item() == pytest.approx(sum(group.values()) / 4)
+
+
+def test_bits_rotate_and_a_peer_without_bits_stays_where_it_is() -> None:
+    members = ["a", "b", "c", "d"]
+    assert rotated("0110", members, "c", 4) == "1010"
+    assert rotated("01", members, "d", None) == "11"
+    assert rotated("01", ["a"], "a", 1) == "01"
+    assert rotated("", members, "c", 4) == ""
+    town = Town()
+    peer = averager(town, [torch.zeros(1)])
+    peer.set_group_bits("00101011101010")
+    assert peer.get_group_bits() == "00101011101010"
+    with pytest.raises(UsageError, match="bits"):
+        peer.set_group_bits("012")
+
+
+def test_too_few_peers_is_an_error_that_leaves_the_tensors_unchanged() -> None:
+    town = Town()
+    peers = [
+        averager(town, [torch.full((3,), float(i))], initial_group_bits=format(i, "03b"), min_matchmaking_time=0.2)
+        for i in range(4)
+    ]
+    for i, step in enumerate([peer.step(wait=False, timeout=0.4) for peer in peers]):
+        with pytest.raises(AllreduceException, match="fewer than 2"):
+            step.result(WAIT_S)
+        assert step.stage is AveragingStage.FINISHED and torch.equal(of(peers[i])[0], torch.full((3,), float(i)))
+
+
+def test_a_step_that_failed_is_tried_again_unless_that_is_not_allowed() -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((3,), float(i))]) for i in range(2)]
+    failures = [0, 2]
+    lock = threading.Lock()
+
+    def failing(peer: str) -> bool:
+        with lock:
+            index = [p.peer_id for p in peers].index(peer)  # type: ignore[arg-type]
+            failures[index] -= 1
+            return failures[index] >= 0
+
+    town.failing = failing
+    steps = [peer.step(wait=False, allow_retries=True, timeout=WAIT_S) for peer in peers]
+    first = steps[0].result(WAIT_S)  # alone in its mean, as the outcome tells
+    assert set(first) == {p.peer_id for p in peers}
+    assert peers[0].last_outcome is not None and dict(peers[0].last_outcome.missing) == {peers[1].peer_id: "left"}
+    while failures[1] > 0:
+        results([peers[0].step(wait=False)])
+    again = peers[0].step(wait=False)
+    results([steps[1], again])
+    town.failing = lambda peer: peer == peers[1].peer_id
+    once = peers[1].step(wait=False, allow_retries=False)
+    results([peers[0].step(wait=False)])
+    with pytest.raises(Exception, match="made to fail"):
+        once.result(WAIT_S)
+
+
+def test_a_trigger_holds_a_step_back_and_a_second_one_changes_nothing() -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((3,), float(i))]) for i in range(4)]
+    steps = [peer.step(wait=False, weight=1.0, require_trigger=i in (1, 2)) for i, peer in enumerate(peers)]
+    wait_until(lambda: steps[0].stage is steps[3].stage is AveragingStage.LOOKING_FOR_GROUP, WAIT_S)
+    wait_until(lambda: steps[1].stage is steps[2].stage is AveragingStage.AWAITING_TRIGGER, WAIT_S)
+    assert not any(step.done() for step in steps) and not steps[1].triggered
+    steps[1].weight = 2.0
+    for step in steps[1:3]:
+        step.allow_allreduce()
+    assert all(len(gathered) == 4 for gathered in results(steps))
+    assert all(step.done() and step.began_allreduce for step in steps)
+    wait_until(lambda: all(step.stage is AveragingStage.FINISHED for step in steps), WAIT_S)
+    assert of(peers[0])[0][0].item() == pytest.approx((0 + 2 * 1 + 2 + 3) / 5)
+    steps[0].allow_allreduce()
+    with pytest.raises(UsageError, match="wait=False"):
+        peers[0].step(require_trigger=True)
+
+
+@pytest.mark.parametrize("target", [None, 2])
+def test_cancelled_steps_leave_the_others_a_group(target: int | None) -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((3,), float(i))], target_group_size=target, client_mode=i % 2 == 0,
+                      min_matchmaking_time=0.5)
+             for i in range(4)]  # fmt: skip
+    steps = [peer.step(wait=False, require_trigger=True) for peer in peers]
+    assert steps[0].cancel() and steps[1].cancel()
+    for step in steps[2:]:
+        step.allow_allreduce()
+    assert all(len(step.result(WAIT_S)) == 2 for step in steps[2:])
+    for step, peer, value in zip(steps[:2], peers, (0.0, 1.0), strict=False):
+        assert step.cancelled() and torch.equal(of(peer)[0], torch.full((3,), value))
+        with pytest.raises(CancelledError):
+            step.result()
+    assert not steps[3].cancel(), "a step that is over cannot be cancelled"
+
+
+def test_a_step_that_waits_for_others_can_be_cancelled() -> None:
+    town = Town()
+    peer = averager(town, [torch.zeros(1)])
+    step = peer.step(wait=False)
+    wait_until(lambda: step.stage is AveragingStage.LOOKING_FOR_GROUP, WAIT_S)
+    assert step.cancel()
+    wait_until(lambda: step.stage is AveragingStage.FINISHED, WAIT_S)
+    assert not any(town.waiting.values())
+
+
+def test_peers_with_other_shapes_do_not_meet_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    alike = [averager(town, [torch.full((3,), float(i))], min_matchmaking_time=0.5) for i in range(2)]
+    other = averager(town, [torch.zeros(4)], min_matchmaking_time=0.5)
+    alone = other.step(wait=False, timeout=0.5)
+    assert all(len(gathered) == 2 for gathered in results([peer.step(wait=False) for peer in alike]))
+    with pytest.raises(AllreduceException):
+        alone.result(WAIT_S)
+    assert str(other.peer_id)[:8] in caplog.text and torch.equal(of(other)[0], torch.zeros(4))
+
+
+def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((3,), float(i))]) for i in range(2)]
+    stranger = town.peer()
+    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0"):
+        stranger.post("averagers/mine/", raw, 60)
+        assert set(peers[0].directory.others()) == {peers[1].peer_id}
+    assert stranger.id[:8] in caplog.text
+    assert all(len(gathered) == 2 for gathered in results([peer.step(wait=False) for peer in peers]))
+
+
+def test_codecs_of_two_tensors_may_differ_and_alpha_goes_a_part_of_the_way() -> None:
+    town = Town()
+    mixed = SizeAdaptiveCompression(threshold=4, less=NoCompression(), greater_equal=Float16Compression())
+    peers = [
+        averager(town, [torch.full((2,), float(i)), torch.full((8,), 10.0 * i)], compression=mixed, averaging_alpha=0.5)
+        for i in (0, 2)
+    ]
+    results([peer.step(wait=False) for peer in peers])
+    assert [t[0].item() for t in of(peers[0])] == [0.5, 5.0] and [t[0].item() for t in of(peers[1])] == [1.5, 15.0]
+
+
+def test_what_is_changed_while_a_step_waits_is_kept_on_top_of_the_mean() -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((2,), float(i))]) for i in (0, 2)]
+    step = peers[0].step(wait=False)
+    wait_until(lambda: any(town.waiting.values()), WAIT_S)
+    with peers[0].get_tensors() as (tensor,):
+        tensor.add_(10.0)
+    results([step, peers[1].step(wait=False)])
+    assert of(peers[0])[0].tolist() == [11.0, 11.0] and of(peers[1])[0].tolist() == [1.0, 1.0]
+
+
+def test_what_cannot_be_averaged_is_refused_at_once() -> None:
+    town = Town()
+    for tensors, options in (
+        ([torch.zeros(2, dtype=torch.float64)], {}),
+        ([torch.zeros(2, requires_grad=True) * 2], {}),
+        ([], {}),
+        ([torch.zeros(2)], {"client_mode": True, "auxiliary": True}),
+        ([torch.zeros(2)], {"target_group_size": 2, "min_group_size": 3}),
+        ([torch.zeros(2)], {"initial_group_bits": "2"}),
+    ):
+        with pytest.raises(UsageError):
+            averager(town, tensors, **options)
+    with pytest.raises(UsageError, match="not started"):
+        averager(town, [torch.zeros(2)], start=False).step()
+    with pytest.raises(ValueError, match="weight"):
+        averager(town, [torch.zeros(2)]).step(weight=-1.0)
+
+
+# ---------------------------------------------------------------- state
+
+
+class Own(DecentralizedAverager):
+    """A donor with a state of its own."""
+
+    state: tuple[Any, ...] = ({"x": 123, "nested": (1, "a")}, (torch.randn(3), torch.tensor([1, 2, 3])))
+    calls = 0
+
+    def get_current_state(self) -> tuple[Any, ...]:
+        self.calls += 1
+        return self.state
+
+
+def test_state_is_taken_when_it_is_asked_for_and_only_where_it_is_shared() -> None:
+    town = Town()
+    donor = Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="demo-run")
+    loader = Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="demo-run")
+    assert donor.calls == 0
+    metadata, tensors = loader.load_state_from_peers(timeout=WAIT_S)
+    assert donor.calls == 1 and metadata == Own.state[0]
+    assert all(map(torch.equal, tensors, Own.state[1])) and [t.dtype for t in tensors] == [torch.float32, torch.int64]
+    donor.state = ({"y": 1}, [torch.zeros(0), torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor(True)])
+    metadata, tensors = loader.load_state_from_peers(wait=False, timeout=WAIT_S).result(WAIT_S)
+    assert metadata == {"y": 1} and [tuple(t.shape) for t in tensors] == [(0,), (2, 2), ()]
+    donor.allow_state_sharing = False
+    assert loader.load_state_from_peers(timeout=WAIT_S) is None and donor.calls == 2
+    donor.allow_state_sharing = True
+    assert loader.load_state_from_peers(timeout=WAIT_S) is not None
+    donor.shutdown()
+    assert loader.load_state_from_peers(timeout=WAIT_S) is None
+
+
+def test_the_donor_with_the_greatest_priority_is_asked_first() -> None:
+    town = Town()
+    peers = [averager(town, [torch.zeros(3), torch.tensor([float(i)])], allow_state_sharing=i != 1) for i in range(4)]
+    for i, peer in enumerate(peers):
+        peer.state_sharing_priority = 5 - abs(2 - i)
+
+    def loaded_by(i: int) -> float:
+        return float(peers[i].load_state_from_peers(timeout=WAIT_S)[1][-1].item())
+
+    assert loaded_by(0) == 2 and loaded_by(2) == 3
+    peers[0].state_sharing_priority = 10
+    assert loaded_by(2) == 0
+    peers[2].allow_state_sharing = False
+    assert loaded_by(0) == 3
+    client = averager(town, [torch.zeros(3), torch.zeros(1)], client_mode=True)
+    with pytest.raises(ValueError, match="client"):
+        client.allow_state_sharing = True
+    with pytest.raises(ValueError, match="client"):
+        client.state_sharing_priority = 1
+
+
+def test_a_donor_that_fails_or_dies_is_replaced_by_the_next() -> None:
+    town = Town()
+
+    class Broken(Own):
+        def get_current_state(self) -> tuple[Any, ...]:
+            raise RuntimeError("no state today")
+
+    broken = Broken([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="mine")
+    broken.state_sharing_priority = 9
+    averager(town, [torch.full((3,), 7.0)])
+    loader = averager(town, [torch.zeros(3)])
+    assert loader.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [7.0] * 3
+
+
+def test_images_of_state_are_checked() -> None:
+    raw = pack_state({"a": 1}, [torch.randn(300), torch.arange(4)], ["fp16", "int8"])
+    metadata, (half, whole) = unpack_state(raw)
+    assert metadata == {"a": 1} and half.shape == (300,) and torch.equal(whole, torch.arange(4))
+    for bad in (b"", raw[:20], raw[:-1], b"\xff" * 64, raw[:8] + b"\xc1" * (len(raw) - 8)):
+        with pytest.raises(ProtocolError):
+            unpack_state(bad)

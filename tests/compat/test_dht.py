@@ -1,0 +1,99 @@
+"""Values of the DHT, over peers without sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+import dlc.compat.hivemind as hivemind
+from dlc.compat.hivemind import DHT, get_dht_time
+from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.errors import SwarmClosed, UsageError
+from tests.compat.fake_swarm import Town
+
+
+def two() -> tuple[Town, DHT, DHT]:
+    town = Town()
+    return town, DHT(start=True, p2p=town.peer()), DHT(start=True, p2p=town.peer())
+
+
+def test_a_value_is_seen_by_all_with_its_end() -> None:
+    _, a, b = two()
+    end = get_dht_time() + 60
+    assert a.store(("key", 1), [1, "x", (2, 3)], end)
+    found = b.get(("key", 1), latest=True)
+    assert found == ([1, "x", (2, 3)], end)
+    value, until = found
+    assert value == found.value == [1, "x", (2, 3)] and until == found.expiration_time == found[1]
+    assert b.get("another key") is None
+
+
+def test_of_two_values_the_one_that_ends_later_counts() -> None:
+    _, a, b = two()
+    now = get_dht_time()
+    assert a.store("k", "late", now + 100)
+    assert not b.store("k", "early", now + 50), "a value that ends earlier must not replace it"
+    assert b.get("k").value == "late"
+    assert b.store("k", "later", now + 200) and a.get("k").value == "later"
+
+
+def test_expired_values_are_neither_stored_nor_found() -> None:
+    town, a, b = two()
+    assert not a.store("k", 1, get_dht_time() - 1)
+    assert a.store("k", 1, get_dht_time() + 100)
+    (key,) = (key for _, key in town.posted)
+    town.posted[a.peer_id, key] = (MSGPackSerializer.dumps(["k", None, 1, get_dht_time() - 1]), 1e18)
+    assert b.get("k") is None
+
+
+def test_subkeys_are_a_dict_of_values() -> None:
+    _, a, b = two()
+    now = get_dht_time()
+    assert a.store("k", 1, now + 100, subkey="a") and b.store("k", 2, now + 50, subkey=b"b")
+    found = a.get("k")
+    assert found.expiration_time == now + 100
+    assert {subkey: item.value for subkey, item in found.value.items()} == {"a": 1, b"b": 2}
+    assert not b.store("k", 3, now + 90, subkey="a")
+    assert b.store("k", 3, now + 110, subkey="a") and a.get("k").value["a"].value == 3
+    assert b.store("k", "whole", now + 500) and a.get("k").value == "whole"
+
+
+def test_a_future_is_given_where_it_is_asked_for() -> None:
+    _, a, b = two()
+    assert a.store("k", 1, get_dht_time() + 60, return_future=True).result() is True
+    assert b.get("k", return_future=True).result().value == 1
+
+
+def test_what_is_no_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    town, a, b = two()
+    a.store("k", 1, get_dht_time() + 60)
+    (key,) = (key for _, key in town.posted)
+    for raw in (b"\xc1", b"\x93\x01\x02\x03", MSGPackSerializer.dumps(["k", None, 2, "soon"])):
+        b.swarm.post(key, raw, 60)
+        assert a.get("k").value == 1
+    assert str(b.peer_id)[:8] in caplog.text
+
+
+def test_coroutines_validators_and_ipfs_are_refused_by_name() -> None:
+    _, a, _ = two()
+    with pytest.raises(hivemind.NotOffered, match="run_coroutine"):
+        a.run_coroutine(None)  # type: ignore[arg-type]
+    with pytest.raises(hivemind.NotOffered, match="record_validators"):
+        DHT(start=False, record_validators=[object()])
+    with pytest.raises(hivemind.NotOffered, match="use_ipfs"):
+        DHT(start=False, use_ipfs=True)
+    with pytest.raises(TypeError):
+        DHT(start=False, no_such_option=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        DHT("1.2.3.4:1", start=False)
+    with pytest.raises(UsageError, match="not started"):
+        DHT(start=False).get("k")
+
+
+def test_shutdown_ends_it_once_and_for_all() -> None:
+    town, a, b = two()
+    with b:
+        assert b.is_alive() and b.get_visible_maddrs()[0].address == "127.0.0.1:4600"
+    b.shutdown()
+    assert not b.is_alive() and len(town.peers) == 1
+    with pytest.raises(SwarmClosed):
+        b.store("k", 1, get_dht_time() + 60)

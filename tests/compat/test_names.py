@@ -1,0 +1,143 @@
+"""What a program of Hivemind finds under which name, and what it is told where a thing is not offered."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlc.compat.hivemind as hivemind
+from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, parse_multiaddr, tcp_of
+from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = """
+import dlc.compat
+dlc.compat.install()
+import hivemind, hivemind.optim.optimizer, hivemind.averaging.control
+from hivemind import DHT, DecentralizedAverager, Optimizer, TrainingAverager
+from hivemind.averaging.averager import DecentralizedAverager as same
+from hivemind.averaging.partition import AllreduceException
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.progress_tracker import ProgressTracker
+from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.compression import Float16Compression
+assert same is DecentralizedAverager and hivemind.Optimizer is Optimizer is hivemind.optim.optimizer.Optimizer
+try:
+    from hivemind.moe import Server
+except NotImplementedError as error:
+    print(error)
+dlc.compat.uninstall()
+import sys
+assert "hivemind" not in sys.modules and "hivemind.optim" not in sys.modules
+sys.modules["hivemind"] = type(sys)("hivemind")
+try:
+    dlc.compat.install()
+except Exception as error:
+    print(error)
+"""
+
+
+def test_install_puts_every_module_in_place_and_refuses_to_replace_another_one() -> None:
+    done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "hivemind.moe.Server" in first and "imported already" in second
+
+
+@pytest.mark.parametrize("name", ["Server", "RemoteExpert", "RemoteMixtureOfExperts", "ModuleBackend"])
+def test_experts_are_refused_by_name(name: str) -> None:
+    with pytest.raises(hivemind.NotOffered, match=name):
+        getattr(hivemind, name)
+    with pytest.raises(hivemind.NotOffered, match=name):
+        getattr(hivemind.moe, name)
+    with pytest.raises(AttributeError):
+        hivemind.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("/ip4/1.2.3.4/tcp/4600/p2p/Qm12", "1.2.3.4:4600"),
+        ("/ip4/1.2.3.4/tcp/4600", "1.2.3.4:4600"),
+        ("/ip6/::1/tcp/4600", "[::1]:4600"),
+        ("/dns4/host.example/tcp/80", "host.example:80"),
+        ("host.example:80", "host.example:80"),
+    ],
+)
+def test_addresses_are_multiaddresses_or_host_and_port(text: str, address: str) -> None:
+    assert parse_multiaddr(text) == address
+    assert Multiaddr.of(address).address == address
+
+
+@pytest.mark.parametrize("text", ["/ip4/1.2.3.4/udp/4600/quic", "/tcp/4600", "/ip4/1.2.3.4", "/ip4/1.2.3.4/tcp", "x"])
+def test_other_addresses_are_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_multiaddr(text)
+
+
+def test_quic_addresses_beside_tcp_are_left_out() -> None:
+    assert tcp_of(["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"]) == ["0.0.0.0:0"]
+
+
+def test_peer_ids_are_strings_with_the_methods_of_hivemind() -> None:
+    peer = PeerID("abc")
+    assert peer == "abc" and peer.to_bytes() == b"abc" and PeerID(b"abc") == peer and peer.to_base58() == "abc"
+
+
+def test_every_compression_is_a_codec_and_the_adaptive_ones_choose() -> None:
+    big, small = (CompressionInfo.from_tensor(torch.zeros(n), key=n, role=TensorRole.GRADIENT) for n in (1000, 10))
+    for kind, codec in (
+        (hivemind.NoCompression, "fp32"),
+        (hivemind.Float16Compression, "fp16"),
+        (hivemind.ScaledFloat16Compression, "bf16"),
+        (hivemind.Uniform8BitQuantization, "int8"),
+        (hivemind.Quantile8BitQuantization, "int8"),
+        (hivemind.BlockwiseQuantization, "int8"),
+    ):
+        assert kind().codec_for(big) == codec
+    half = hivemind.Float16Compression()
+    assert half.estimate_compression_ratio(big) == 0.5
+    by_size = hivemind.SizeAdaptiveCompression(
+        threshold=100, less=half, greater_equal=hivemind.Uniform8BitQuantization()
+    )
+    assert (by_size.codec_for(small), by_size.codec_for(big)) == ("fp16", "int8")
+    by_role = hivemind.RoleAdaptiveCompression(gradient=by_size)
+    assert by_role.codec_for(big) == "int8"
+    assert by_role.codec_for(CompressionInfo.from_tensor(torch.zeros(1000))) == "fp32"
+    assert hivemind.PerTensorCompression({1000: half}).codec_for(big) == "fp16"
+
+    class Own(hivemind.CompressionBase):
+        pass
+
+    with pytest.raises(hivemind.NotOffered, match="Own"):
+        Own().codec_for(big)
+
+
+def test_small_values_keep_their_types_and_strange_ones_are_refused() -> None:
+    value = {"a": (1, 2.5), b"b": [None, True, {3}], 7: "x", "peer": PeerID("abc"), "o": OrderedDict(k=1)}
+    again = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))
+    assert again == value and type(again["a"]) is tuple and type(again["peer"]) is str
+    with pytest.raises(UsageError, match="Path"):
+        MSGPackSerializer.dumps({"p": Path("x")})
+    with pytest.raises(ValueError, match="msgpack"):
+        MSGPackSerializer.loads(b"\xc1")
+
+
+def test_performance_is_an_average_that_is_right_from_the_first_measurement_on() -> None:
+    ema = hivemind.PerformanceEMA(alpha=0.1)
+    assert ema.samples_per_second < 1e-9
+    assert ema.update(10, interval=2.0) == pytest.approx(5.0)
+    for _ in range(200):
+        ema.update(30, interval=1.0)
+    assert ema.samples_per_second == pytest.approx(30.0)
+    with ema.pause(), pytest.raises(ValueError, match="interval"):
+        ema.update(1)

@@ -1,0 +1,151 @@
+"""The compat layer over real peers on loopback: few and short, the scenarios themselves are in the files beside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dlc.comm.security import generate_run_key
+from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
+from dlc.compat.hivemind.compression import NoCompression, SizeAdaptiveCompression
+from dlc.errors import SwarmClosed, UsageError
+from tests.helpers import wait_until
+
+WAIT_S = 60.0
+MATCHMAKING_S = 30.0
+
+
+@contextmanager
+def dhts(n: int, **options: object) -> Iterator[list[DHT]]:
+    """n of one swarm; the first begins it."""
+    made = [DHT(start=True, **options)]  # type: ignore[arg-type]
+    try:
+        maddrs = made[0].get_visible_maddrs()
+        with ThreadPoolExecutor(n) as pool:
+            joins = [pool.submit(DHT, maddrs, start=True, **options) for _ in range(n - 1)]  # type: ignore[arg-type]
+            made += [join.result(WAIT_S) for join in joins]
+        for dht in made:
+            wait_until(lambda dht=dht: len(dht.swarm.present()) == n, WAIT_S, "everybody is known to everybody")
+        yield made
+    finally:
+        for dht in made:
+            dht.shutdown()
+
+
+def test_values_groups_clients_and_state_over_real_peers() -> None:
+    before = threading.active_count()
+    mixed = SizeAdaptiveCompression(threshold=100, less=NoCompression(), greater_equal=Float16Compression())
+    with dhts(4, run_key=generate_run_key()) as made:
+        assert made[0].store("key", {"a": 1}, get_dht_time() + 60, subkey="x")
+        wait_until(lambda: made[3].get("key") is not None, WAIT_S)
+        assert made[3].get("key").value["x"].value == {"a": 1}
+        averagers = [
+            DecentralizedAverager(
+                [torch.full((1000,), float(i)), torch.full((3,), 10.0 * i)],
+                dht,
+                start=True,
+                prefix="mine",
+                min_matchmaking_time=MATCHMAKING_S,
+                compression=mixed,
+                client_mode=i == 1,
+                auxiliary=i == 3,
+            )
+            for i, dht in enumerate(made)
+        ]
+        wait_until(lambda: all(len(a.directory.others()) == 3 for a in averagers), WAIT_S)
+        for _ in range(2):
+            steps = [a.step(wait=False, weight=w, gather=w, timeout=WAIT_S)
+                     for a, w in zip(averagers, (1.0, 2.0, 3.0, None), strict=True)]  # fmt: skip
+            for step in steps:
+                assert step.result(WAIT_S) == {
+                    a.peer_id: w for a, w in zip(averagers, (1.0, 2.0, 3.0, None), strict=True)
+                }
+        for i, averager in enumerate(averagers):
+            outcome = averager.last_outcome
+            assert outcome is not None and not outcome.missing
+            with averager.get_tensors() as (big, small):
+                assert big[0].item() == pytest.approx((0 + 2 * 1 + 3 * 2) / 6 if i < 3 else 3.0, abs=1e-3)
+                assert small[0].item() == pytest.approx((0 + 20 + 60) / 6 if i < 3 else 30.0, abs=1e-5)
+        metadata, tensors = averagers[3].load_state_from_peers(timeout=WAIT_S)
+        assert metadata == {"group_bits": ""} and tensors[1][0].item() == pytest.approx(80 / 6, abs=1e-5)
+        for averager in averagers:
+            averager.shutdown()
+    with pytest.raises(SwarmClosed):
+        made[0].get("key")
+    wait_until(lambda: threading.active_count() <= before, WAIT_S, "no thread is left")
+
+
+def test_a_member_that_dies_leaves_the_others_a_mean_of_their_own() -> None:
+    with dhts(3) as made:
+        averagers = [
+            DecentralizedAverager([torch.full((10,), float(i))], dht, start=True, prefix="p", min_matchmaking_time=60)
+            for i, dht in enumerate(made)
+        ]
+        wait_until(lambda: all(len(a.directory.others()) == 2 for a in averagers), WAIT_S)
+        steps = [a.step(wait=False, timeout=WAIT_S) for a in averagers[:2]]
+        assert not any(step.done() for step in steps)
+        made[2].shutdown()  # they wait for it no longer
+        assert all(len(step.result(WAIT_S)) == 2 for step in steps)
+        for averager in averagers[:2]:
+            with averager.get_tensors() as (tensor,):
+                assert tensor.tolist() == [0.5] * 10
+
+
+def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state() -> None:
+    with dhts(3) as made:
+        torch.manual_seed(0)
+        features = torch.randn(100, 5)
+        targets = features @ torch.randn(5, 1)
+        nets = [nn.Linear(5, 1) for _ in range(3)]
+
+        def make(i: int) -> Optimizer:
+            return Optimizer(
+                dht=made[i],
+                run_id="run",
+                target_batch_size=32,
+                batch_size_per_step=8,
+                params=nets[i].parameters(),
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                matchmaking_time=MATCHMAKING_S,
+                delay_state_averaging=False,
+                grad_compression=Float16Compression(),
+            )
+
+        def train(opt: Optimizer, net: nn.Module, epochs: int) -> float:
+            loss = torch.zeros(())
+            while opt.local_epoch < epochs:
+                batch = torch.randint(0, len(features), (8,))
+                loss = F.mse_loss(net(features[batch]), targets[batch])
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+            return float(loss)
+
+        opts = [make(0), make(1)]
+        for opt in opts:
+            opt.load_state_from_peers(timeout=WAIT_S)
+            opt.tracker.report_local_progress(0, 1)
+        wait_until(lambda: all(opt.tracker.global_progress.num_peers == 2 for opt in opts), WAIT_S)
+        start = F.mse_loss(nets[0](features), targets).item()
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(train, opt, net, 5) for opt, net in zip(opts, nets, strict=False)]:
+                future.result(2 * WAIT_S)
+        assert torch.equal(nets[0].weight, nets[1].weight) and opts[0].local_epoch == opts[1].local_epoch == 5
+        assert F.mse_loss(nets[0](features), targets).item() < start
+        third = make(2)
+        third.load_state_from_peers(timeout=WAIT_S)
+        assert third.local_epoch == 5 and torch.equal(nets[2].weight, nets[0].weight)
+        for opt in (*opts, third):
+            opt.shutdown()
+
+
+def test_listening_beyond_loopback_needs_a_run_key() -> None:
+    with pytest.raises(UsageError, match="run key"):
+        DHT(start=True, host_maddrs=["/ip4/0.0.0.0/tcp/0"])
