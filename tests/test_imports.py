@@ -21,7 +21,7 @@ PURE = ("wire", "ids", "messages", "measures", "catalogue", "entries", "ledger",
 PURE += ("framing", "straggler", "codecbase", "blockcodecs", "sparsecodec", "partition", "rates", "meshmessages")
 PURE += ("spans", "spanstate", "servermessages", "claims")
 """Parts of comm/ that are values and functions: no state machine, no input or output."""
-LEAVES = ("errors", "options", "runspec", "strategyspec", "report")
+LEAVES = ("errors", "options", "runspec", "strategyspec", "pacespec", "report")
 """Modules that everybody may import, and that import only each other."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,42 @@ def test_a_whole_swarm_that_is_started_again_goes_on_with_its_momentum(tmp_path:
     assert torch.equal(saved["outer"]["image"], image), "what was saved is the caller's"
     with pytest.raises(UsageError, match="outer=True"):
         dlc.Resume.of({"t": 2})
+
+
+def test_a_newcomer_joins_while_eager_rounds_of_fragments_are_on_their_way() -> None:
+    """Digests are equal on all peers after every round, though each trains ahead on parameters of its own."""
+    data, nets = batches(3), [model() for _ in range(3)]
+    joined = threading.Event()
+
+    def run(peer: dlc.Peer, net: nn.Module, xs: list[torch.Tensor], newcomer: bool) -> tuple[dict[int, bytes], int]:
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        outer = dlc.OuterSpec(momentum=0.5)
+        opt = dlc.DiLoCo(net, inner, peer, 4, outer=outer, overlap="eager", fragments=2, chunk_elems=20)
+        digests, counted = dict[int, bytes](), 0
+        for x in itertools.cycle(xs):
+            loss_of(net, x).backward()
+            report = opt.step()
+            opt.zero_grad()
+            position = peer.position("train")
+            digests[position.t] = position.digest
+            counted += report is not None
+            if newcomer and counted >= 4:
+                joined.set()
+            if joined.is_set() and counted >= 4:
+                break
+        peer.leave()
+        return digests, counted
+
+    xs = torch.cat([x for part in data for x in part])
+    start = loss_of(nets[0], xs)
+    with dlc.Peer.join() as first, dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+        with ThreadPoolExecutor(3) as pool:
+            futures = [pool.submit(run, first, nets[0], data[0], False)]
+            futures.append(pool.submit(run, second, nets[1], data[1], False))
+            with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as third:
+                futures.append(pool.submit(run, third, nets[2], data[2], True))
+                seen = [future.result(120)[0] for future in futures]
+    for t in {t for digests in seen for t in digests}:
+        assert len({digests[t] for digests in seen if digests.get(t)}) == 1
+    assert len(seen[0].keys() & seen[1].keys()) > 2 and seen[2].keys() & seen[0].keys()
+    assert loss_of(nets[0], xs) < start

@@ -185,6 +185,21 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("strategy = 'data-parallel'\noverlap = 'delayed'", "the next step needs the mean gradient of this one"),
         ("strategy = 'data-parallel'\n[inner]\noptimizer = 'muon'", "a matrix product has none in common"),
         ("strategy = 'data-parallel'\ncodec = 'int8'", 'codec "int8" cannot go with "data-parallel"'),
+        ("overlap = 'eagr'", "overlap must be one of none, delayed, eager, got 'eagr'; did you mean 'eager'?"),
+        ("overlap_steps = 3", 'overlap_steps is given, but overlap is "none": remove it'),
+        (
+            "overlap = 'eager'\nfragments = 2\noverlap_steps = 11",
+            "overlap_steps must lie in 0 ... 10, the inner steps between two rounds, got 11",
+        ),
+        ("mixing = 0.5", 'mixing is given, but overlap is "none"'),
+        ("overlap = 'delayed'\nmixing = 1", "mixing must lie in [0, 1)"),
+        ("fragments = 3", "sync_every (20) must be a multiple of fragments (3)"),
+        ("fragments = 0", "fragments must be at least 1"),
+        ("strategy = 'gossip'\nfragments = 2", 'fragments is given, but strategy is "gossip"'),
+        ("strategy = 'moshpit'\nsync_mode = 'deadline'", 'sync_mode is given, but strategy is "moshpit"'),
+        ("sync_mode = 'time'", "sync_mode must be one of steps, deadline, got 'time'"),
+        ("round_s = 3", 'round_s is given, but sync_mode is "steps"'),
+        ("sync_mode = 'deadline'\nround_s = -1.0", "round_s must not be negative"),
         ("precision = 'half'", "precision must be one of"),
         ("[data]\nsource = ''", "data.source is empty"),
         ("[data]\nseq_len = 0", "data.seq_len must be at least 1"),
@@ -234,6 +249,9 @@ def test_derived_sizes() -> None:
     assert dataclasses.replace(spec, rounds=0).horizon_steps == 0
     assert dataclasses.replace(spec, inner=InnerSpec(total_steps=77)).horizon_steps == 77
     assert dataclasses.replace(spec, data=DataSpec(lease_blocks=31)).blocks_per_lease == 31
+    cut = dataclasses.replace(spec, sync_every=6, fragments=3)
+    assert (cut.steps_per_round, cut.exchanges, cut.horizon_steps, cut.blocks_per_round) == (2, 12, 24, 12)
+    assert cut.blocks_per_lease == 72 and dataclasses.replace(spec, sync_mode="deadline").blocks_per_lease == 240
 
 
 def test_a_spec_cannot_be_changed_under_its_hash() -> None:

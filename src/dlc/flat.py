@@ -96,6 +96,10 @@ class FlatView:
         """Copy `flat` (fp32, CPU, `numel` elements) into the parameters."""
         unflatten_into(flat, self.tensors)
 
+    def sizes(self) -> list[tuple[str, int]]:
+        """Name and number of elements of each parameter, in order."""
+        return [(name, t.numel()) for name, t in zip(self._names, self.tensors, strict=True)]
+
     def layout(self) -> dict[str, str]:
         """Dtype and shape of each parameter by name, in order: "float32 256x128"."""
         return {

@@ -28,6 +28,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.errors import ConfigError, ProtocolError
 from dlc.options import check as _check
 from dlc.options import one_of as _one_of
+from dlc.pacespec import check_pace
 from dlc.strategyspec import GossipSpec, MoshpitSpec, ServerSpec, check_strategy
 
 SPEC_BYTES_MAX = 256 << 10
@@ -39,7 +40,8 @@ BYTE_VALUES = 256
 
 CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-OVERLAPS = ("none", "delayed")
+DEADLINE_LEASES = 4
+"""Times the usual length of a lease."""
 OPTIMIZERS = ("adamw", "muon", "sgd")
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "adam")
 OUTER_CLIPS = ("none", "median")
@@ -136,7 +138,7 @@ class DataSpec:
     """Length of a block in tokens; at most the model's `max_position_embeddings`."""
     lease_blocks: int = 0
     """Length of one lease in blocks; at least what a peer uses in one round. 0: two rounds of blocks, or three with
-    overlap (`RunSpec.blocks_per_lease`)."""
+    overlap, four times as many with deadlines (`RunSpec.blocks_per_lease`)."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "data.")
@@ -303,6 +305,13 @@ class RunSpec:
     sync_every: int = 20
     """Inner steps between two exchanges (H), on every peer. With "data-parallel" each step is a round, whatever this
     is, and leases alone are measured in so many steps."""
+    sync_mode: str = "steps"
+    """When a peer offers its work. "steps": after `sync_every` inner steps. "deadline": all at the same time, when the
+    median peer has made so many; faster ones have made more by then, slower ones fewer, and the mean is weighted by
+    tokens, so that nobody is waited for. A peer makes one step at least."""
+    round_s: float = 0.0
+    """Seconds of inner steps between two rounds. 0: what the median peer needs for its steps, as they tell each other.
+    Only for sync_mode "deadline"."""
     codec: str = "fp16"
     """Wire form of contributions and means: "fp32", "fp16", "bf16", or a quarter and an eighth of fp32: "int8", "int4",
     in blocks with a scale of their own; each peer then adds what encoding lost to its next contribution. "topk": the 64
@@ -310,13 +319,26 @@ class RunSpec:
     overlap: str = "none"
     """What inner steps do during a round. "none": wait for it, if it takes no longer than usual. "delayed": go on, as
     the first ones of the next phase; the mean is applied when it is there, and what they changed is kept on top of it
-    and part of the next round."""
+    and part of the next round. "eager": the same, but they go on from where the peer's own part of the mean will
+    take the parameters, and what the others' parts change is put right then (4 bytes of host memory more per
+    parameter)."""
+    overlap_steps: int = 0
+    """How many inner steps go on during a round before it is waited for. 0: as many as there are between two rounds.
+    Only with overlap."""
+    mixing: float = 0.0
+    """How much of a round's effect a peer whose steps went on leaves undone in its own parameters, in [0, 1): they
+    become (1 - mixing) times the new ones plus mixing times those it had. Only with overlap."""
+    fragments: int = 1
+    """Into how many parts the model is cut, by layers. Each is exchanged every `sync_every` inner steps, one after the
+    other: a round is of one part, and comes every sync_every / fragments steps (Streaming DiLoCo). What a peer that
+    dies had in the other parts is lost with it."""
     chunk_elems: int = 0
     """Elements per chunk of the all-reduce, at most 2,097,152: the grid is the same for all owners. 0: some
     hundreds of chunks, of 16,384 to 262,144 elements. The library's own all-reduces take smaller ones for short
     vectors."""
     rounds: int = 0
-    """The run ends with this many training rounds. 0: no such limit. With `tokens` too, the first reached ends it."""
+    """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
+    the first reached ends it."""
     tokens: int = 0
     """The run ends with the round that reaches this many tokens, all peers together. 0: no such limit. With neither
     limit the run is endless."""
@@ -347,9 +369,9 @@ class RunSpec:
         name_fits = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run)
         _check(name_fits is not None, f"run must be 1 to 64 letters, digits, '.', '-' or '_', got {self.run!r}")
         _one_of("codec", self.codec, CODECS)
-        _one_of("overlap", self.overlap, OVERLAPS)
         _one_of("precision", self.precision, PRECISIONS)
         _check(self.sync_every >= 1, "sync_every must be at least 1 inner step")
+        check_pace(self)
         _check(
             self.chunk_elems <= CHUNK_ELEMS_MAX,
             f"chunk_elems must lie in [0, {CHUNK_ELEMS_MAX}], got {self.chunk_elems}",
@@ -381,7 +403,12 @@ class RunSpec:
     @property
     def steps_per_round(self) -> int:
         """Inner steps of one peer between two exchanges."""
-        return 1 if self.strategy == "data-parallel" else self.sync_every
+        return 1 if self.strategy == "data-parallel" else self.sync_every // self.fragments
+
+    @property
+    def exchanges(self) -> int:
+        """Rounds after which the run ends, each fragment's counted; 0: no such limit."""
+        return self.rounds * self.fragments
 
     @property
     def blocks_per_step(self) -> int:
@@ -396,8 +423,10 @@ class RunSpec:
     @property
     def blocks_per_lease(self) -> int:
         """Length of one lease: `data.lease_blocks`, or where that is 0 two rounds of blocks, with overlap three: one is
-        on its way to a round, one is trained on, and one is left where a round takes long."""
-        return self.data.lease_blocks or (2 if self.overlap == "none" else 3) * self.sync_every * self.blocks_per_step
+        on its way to a round, one is trained on, and one is left where a round takes long. With deadlines four times
+        as many: for the peers that are faster than the median."""
+        rounds = (2 if self.overlap == "none" else 3) * (1 if self.sync_mode == "steps" else DEADLINE_LEASES)
+        return self.data.lease_blocks or rounds * self.sync_every * self.blocks_per_step
 
     @property
     def tokens_per_round(self) -> int:
@@ -407,7 +436,7 @@ class RunSpec:
     @property
     def horizon_steps(self) -> int:
         """Global inner step at which the cosine ends; 0: the rate is constant after the warm-up."""
-        return self.inner.total_steps or self.rounds * self.steps_per_round
+        return self.inner.total_steps or self.exchanges * self.steps_per_round
 
     @cached_property
     def hash(self) -> bytes:

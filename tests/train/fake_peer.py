@@ -222,6 +222,6 @@ class FakePeer:
         self.left = True
 
     def theta(self) -> Tensor:
-        out = torch.empty(self.state.numel)
+        out = torch.empty(self.state.size)
         self.state.read(out)
         return out

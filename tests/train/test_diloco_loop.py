@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dlc.train.offers
 import dlc.train.outer_loop
 from dlc.errors import DlcError, UsageError
 from dlc.flat import FlatView
@@ -276,7 +277,7 @@ def test_delayed_steps_that_are_not_finite_are_never_offered() -> None:
 
 
 def test_the_norm_of_a_vector_whose_squares_overflow_is_told() -> None:
-    assert dlc.train.outer_loop._norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
+    assert dlc.train.offers.norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30)
 
 
 def test_a_hook_changes_what_is_offered_and_nothing_else() -> None:

@@ -18,7 +18,8 @@ from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
 from dlc.train import saver
 from dlc.train.diloco import DiLoCo
 from dlc.train.feedback import Feedback
-from dlc.train.outer_loop import OuterLoop, Work
+from dlc.train.offers import Work
+from dlc.train.outer_loop import OuterLoop
 from tests.train.fake_peer import FakeCheckpoint, FakePeer
 from tests.train.test_trainer import LLAMA, H, Run
 
@@ -170,7 +171,7 @@ class Model:
         return self.loop.residual
 
     def local(self) -> Tensor:
-        return self.loop._view.gather(torch.empty(NUMEL))
+        return FlatView.of(self.model).gather(torch.empty(NUMEL))
 
 
 def test_other_codecs_keep_nothing() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import dlc.train.outer_loop
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
-from dlc.train.outer_loop import NotFinite, OuterLoop, Work
+from dlc.train.offers import NotFinite, Work
+from dlc.train.outer_loop import OuterLoop
 from tests.train.fake_peer import FakePeer
 
 STEP = 2.0**-6

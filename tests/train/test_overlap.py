@@ -127,3 +127,93 @@ def test_blocks_of_delayed_steps_are_trained_once(delayed: RunSpec, tmp_path: Pa
     run.go()
     assert sorted(trained) == list(range(len(trained)))
     assert run.peer.uptos == [n * H * PER_STEP for n in range(1, 6)]
+
+
+def test_overlap_steps_bound_what_is_done_before_a_round_is_waited_for(delayed: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(dataclasses.replace(delayed, overlap_steps=1)), tmp_path)
+    run.peer.slices = [9, 9, 9]
+    made: list[int] = []
+
+    def note() -> None:
+        made.append(len(run.all("step")))
+
+    run.peer.on_contribute = note
+    run.go()
+    assert made == [H, 2 * H, 3 * H] and run.peer.weights == [H * STEP_TOKENS] * 3
+    ahead = [event["inner"] for event in run.all("step")]
+    assert ahead == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_eager_steps_go_on_from_where_the_round_will_lead(delayed: RunSpec, tmp_path: Path, fragments: int) -> None:
+    """Alone, what a peer foresees is what comes: the mean puts nothing right, and no step is lost or counted twice."""
+    eager = dataclasses.replace(delayed, overlap="eager", codec="fp32", fragments=fragments)
+    run = Run(FakePeer(eager), tmp_path)
+    period = H // fragments
+    run.peer.slices = [1] * (3 * fragments)
+    before: list[torch.Tensor] = []
+    run.on_step = {period + 1: lambda: before.append(run.params())}
+    train_step, seen = InnerLoop.train_step, []
+
+    def second_of_next_phase(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        if step == period + 1:
+            seen.append(run.params())
+        return train_step(self, batches, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerLoop, "train_step", second_of_next_phase)
+        summary = run.go()
+    torch.testing.assert_close(seen[0], before[0], rtol=0, atol=1e-6)
+    assert summary.t == 3 * fragments and run.peer.weights == [period * STEP_TOKENS] * (3 * fragments)
+    assert [event["step"] for event in run.all("step")] == list(range(3 * H))
+    assert summary.digest == run.peer.state.digest().hex()
+    assert torch.equal(run.params(), run.peer.theta())
+
+
+def test_eager_steps_that_diverge_begin_again_where_the_round_will_lead(
+    delayed: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    train_step = InnerLoop.train_step
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        calls.append(step)
+        result = train_step(self, batches, step)
+        return StepResult(float("nan"), result.tokens, 1.0) if len(calls) == H + 2 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(dataclasses.replace(delayed, overlap="eager")), tmp_path)
+    run.peer.slices = [5]
+    run.go()
+    assert len(run.all("diverged")) == 1 and run.peer.weights == [H * STEP_TOKENS] * 3
+    assert torch.isfinite(run.peer.theta()).all()
+
+
+def test_a_missed_eager_round_counts_all_the_steps_later(delayed: RunSpec, tmp_path: Path, trained: list[int]) -> None:
+    run = Run(FakePeer(dataclasses.replace(delayed, overlap="eager")), tmp_path)
+    run.peer.misses, run.peer.slices = ["late"], [2, 0]
+    summary = run.go()
+    assert [event["counted"] for event in run.all("round")] == [False, True, True]
+    assert run.peer.weights[1] >= (H + 2) * STEP_TOKENS and trained == list(range(len(trained)))
+    assert summary.tokens == sum(run.peer.weights[1:])
+
+
+def test_mixing_leaves_a_part_of_the_parameters_where_they_were(delayed: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(dataclasses.replace(delayed, mixing=0.25, codec="fp32")), tmp_path)
+    run.peer.slices = [2]
+    after: list[torch.Tensor] = []
+    run.on_step = {n: lambda: after.append(run.params()) for n in (H, H + 2)}
+    train_step, seen = InnerLoop.train_step, []
+
+    def third_of_next_phase(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        if step == H + 2:
+            seen.extend((run.params(), run.peer.theta()))
+        return train_step(self, batches, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerLoop, "train_step", third_of_next_phase)
+        run.go()
+    mixed, theta = seen
+    moved = after[1] - after[0]  # during the round
+    torch.testing.assert_close(mixed, 0.75 * (theta + moved) + 0.25 * after[1], rtol=0, atol=1e-6)
+    assert run.peer.weights == [H * STEP_TOKENS] * 3 and torch.equal(run.params(), run.peer.theta())

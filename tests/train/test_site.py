@@ -45,6 +45,11 @@ def test_a_step_that_cannot_be_shared_evenly_is_refused() -> None:
         check_fits(spec, 4, "ddp")
 
 
+def test_fragments_do_not_go_with_a_site_of_several_processes() -> None:
+    with pytest.raises(ConfigError, match=r"fragments = 2 .* gather the whole model"):
+        check_fits(RunSpec(fragments=2), 2, "ddp")
+
+
 @pytest.mark.parametrize("other", [{"inner": InnerSpec(optimizer="muon", batch_size=2)}, {"precision": "fp16"}])
 def test_what_fsdp_cannot_do_is_refused(other: dict[str, Any]) -> None:
     check_fits(RunSpec(**other), 2, "ddp")

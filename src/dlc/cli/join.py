@@ -196,7 +196,7 @@ def _train(
             keep=args.keep,
         )
         if live:
-            sinks.append(LiveTable(peer.members, peer.spec.rounds))
+            sinks.append(LiveTable(peer.members, peer.spec.exchanges))
         trainer.run(interrupts.stop)
     finally:
         for sink in reversed(sinks):

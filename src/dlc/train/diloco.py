@@ -13,8 +13,12 @@ the swarm: a peer that comes late starts from it, and equal rounds give equal bi
 does not know (buffers such as batch-norm statistics, the moments of the inner optimizer) stays local, and so does what
 the codecs int8 and int4 lose of a contribution, which is added to the next one.
 
-With overlap="delayed" no step waits, unless a round takes longer than `sync_every` of them: the mean is applied at the
-first step after it is there, and the steps made meanwhile are kept on top of it and offered with the next ones.
+With overlap="delayed" no step waits, unless a round takes longer than `overlap_steps` of them: the mean is applied at
+the first step after it is there, and the steps made meanwhile are kept on top of it and offered with the next ones.
+With "eager" those steps begin where this peer's own part of the mean will take the parameters.
+
+With fragments=K every `sync_every / K`-th step exchanges a K-th of the model, in turn (`fragments`): as much traffic,
+but never more than that at once, and with overlap it has as many steps to travel.
 
 Where a framework calls `inner.step()`, `follow` hangs the exchanges on that; `finish` ends a training in either case.
 
@@ -30,14 +34,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dlc.errors import ConfigError, UsageError
+from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.handles import outer_part
+from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
-from dlc.runspec import OVERLAPS, OuterSpec
+from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
+from dlc.train.offers import NotFinite, Work
 from dlc.train.outer import OuterState
-from dlc.train.outer_loop import WAIT_SLICE_S, Hook, NotFinite, OuterLoop, Work
+from dlc.train.outer_loop import WAIT_SLICE_S, Hook, OuterLoop
 from dlc.train.swarm import TrainPeer
 
 _NESTEROV = OuterSpec()
@@ -52,7 +58,10 @@ class DiLoCo:
     model:   or its parameters, in the same order on all peers.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
-    overlap: "none", or "delayed": inner steps go on during a round; `flush` waits for the last one.
+    overlap: "none", or "delayed" or "eager": inner steps go on during a round; `flush` waits for the last one.
+    overlap_steps: so many of them at most, then a round is waited for; 0: until the next one is due.
+    mixing:  how much of a round's effect on the parameters is left undone by a peer whose steps went on, in [0, 1).
+    fragments: into how many parts the model is cut; `sync_every` must be a multiple. ConfigError: it cannot be cut so.
     weight:  of one inner step in the mean of a round: tokens of a step, or 1 where all peers use equal batches.
     pseudo_gradient_hook: makes of the difference that the inner steps made (fp32 [parameters], on the CPU: the
              trainable parameters one after the other, each row-major; a copy) what is offered in its place: masked,
@@ -76,6 +85,9 @@ class DiLoCo:
         chunk_elems: int = 0,
         channel: str = "train",
         overlap: str = "none",
+        overlap_steps: int = 0,
+        mixing: float = 0.0,
+        fragments: int = 1,
         weight: float = 1.0,
         pseudo_gradient_hook: Hook | None = None,
         patience_s: float = 0.0,
@@ -86,14 +98,16 @@ class DiLoCo:
             raise UsageError(f"sync_every must be at least 1 inner step, not {sync_every}")
         if not weight > 0:
             raise UsageError(f"the weight of a step must be above 0, not {weight}")
-        if overlap not in OVERLAPS:
-            raise ConfigError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
+        check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         self.inner = inner
         self.sync_every = sync_every
         self.weight = weight
         self.last_report: RoundReport | None = None
         """Of the last round that counted this peer."""
-        self._delayed = overlap == "delayed"
+        self._overlaps = overlap != "none"
+        self._period = sync_every // fragments
+        """Inner steps between two rounds."""
+        self._overlap_steps = overlap_steps or self._period
         self._steps = 0
         """Made, and in no round yet."""
         self._offered = 0
@@ -105,6 +119,9 @@ class DiLoCo:
             FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model),
             channel=channel,
             outer=outer,
+            fragments=fragments,
+            eager=overlap == "eager",
+            mixing=mixing,
             hook=pseudo_gradient_hook,
             patience_s=patience_s,
         )
@@ -146,7 +163,8 @@ class DiLoCo:
         return self.inner.param_groups
 
     def step(self, closure: Callable[[], float] | None = None) -> RoundReport | None:
-        """One inner step. Every `sync_every`-th blocks for a round and returns its report; others return None.
+        """One inner step. Every `sync_every`-th (or, with K fragments, each K times as often) blocks for a round and
+        returns its report; others return None.
 
         With overlap the report comes with the first step after the round. None also stands for a contribution that an
         owner refused.
@@ -166,10 +184,10 @@ class DiLoCo:
     def _stepped(self) -> RoundReport | None:
         """Count an inner step, and do what is due after it."""
         self._steps += 1
-        report = self._settle(wait=self.inner_step >= self.sync_every) if self._offered else None
+        report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._offered else None
         if not self._offered:
-            if self._steps >= self.sync_every:
-                report = self._exchange(wait=not self._delayed) or report
+            if self._steps >= self._period:
+                report = self._exchange(wait=not self._overlaps) or report
             elif self._outer.moved() and not self._outer.rebase(self._work):
                 self._steps = 0
         return report
@@ -200,7 +218,7 @@ class DiLoCo:
         self.unfollow()
         report = self.flush()
         report = self._exchange(wait=True) or report
-        self._outer.refresh()
+        self._outer.adopt()
         return report
 
     def reload(self) -> None:
@@ -234,7 +252,7 @@ class DiLoCo:
         settled = self._outer.settle(self._work)
         self._steps = self._steps - self._offered if settled.counted else self._steps if settled.kept else 0
         self._offered = 0
-        if self._outer.displaced and self._delayed:
+        if self._outer.displaced and self._overlaps:
             self._outer.resume(self._work)
         if not settled.counted:
             return None
@@ -271,7 +289,7 @@ class DiLoCo:
         """
         self._outer.load_residual(state.get("residual"))
         self.inner.load_state_dict(state["inner"])
-        self._steps = min(int(state["inner_step"]), self.sync_every - 1)
+        self._steps = min(int(state["inner_step"]), self._period - 1)
 
 
 __all__ = ["DiLoCo", "NotFinite"]

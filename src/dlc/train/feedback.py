@@ -27,33 +27,37 @@ from dlc.errors import CheckpointError
 
 
 class Feedback:
-    """The residual of one channel, for a codec with `feedback`. Used from one thread."""
+    """The residual of one channel, for a codec with `feedback`: `parts` of them, one after another, where its rounds
+    average so many vectors in turn. Used from one thread."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, parts: int = 1) -> None:
         self._grid = grid
         self._scratch = torch.empty(min(grid.chunk_elems, grid.numel))
         self._spare: Tensor | None = None
         """Memory for v, while none is offered."""
-        self.residual = torch.zeros(grid.numel)
+        self.residual = torch.zeros(parts * grid.numel)
         """e: changed by `over` and `load` only."""
 
-    def added(self, d: Tensor) -> Tensor:
+    def added(self, d: Tensor, part: int = 0) -> Tensor:
         """v = d + c e, in memory that is the caller's until `over`."""
-        v = self._spare if self._spare is not None else torch.empty_like(self.residual)
+        v = self._spare if self._spare is not None else torch.empty(self._grid.numel)
         self._spare = None
-        return torch.add(d, self.residual, alpha=self._grid.coder.carry, out=v)
+        return torch.add(d, self._residual_of(part), alpha=self._grid.coder.carry, out=v)
 
-    def over(self, v: Tensor, included: Sequence[bool] = ()) -> None:
+    def over(self, v: Tensor, included: Sequence[bool] = (), part: int = 0) -> None:
         """v will not be sent any more. `included`: of each chunk of a round that counted it, whether its mean has v in
         it; empty where no round did, and nothing changes."""
-        coder = self._grid.coder
+        coder, residual = self._grid.coder, self._residual_of(part)
         for chunk, is_in in enumerate(included):
             if is_in:
                 start, stop = self._grid.span(chunk)
-                part = v[start:stop]
-                sent = coder.decode(coder.encode(part, self._scratch), stop - start)
-                torch.sub(part, sent, out=self.residual[start:stop])
+                offered = v[start:stop]
+                sent = coder.decode(coder.encode(offered, self._scratch), stop - start)
+                torch.sub(offered, sent, out=residual[start:stop])
         self._spare = v
+
+    def _residual_of(self, part: int) -> Tensor:
+        return self.residual[part * self._grid.numel : (part + 1) * self._grid.numel]
 
     def load(self, residual: Tensor | None) -> None:
         """Go on from a saved residual (copied), or from zero where there is none.
@@ -66,7 +70,7 @@ class Feedback:
         if residual.dtype != torch.float32 or residual.shape != self.residual.shape:
             raise CheckpointError(
                 f"the saved residual is {residual.dtype} {tuple(residual.shape)}, "
-                f"this model needs float32 ({self._grid.numel},): it belongs to another model"
+                f"this model needs float32 ({self.residual.numel()},): it belongs to another model"
             )
         if not bool(torch.isfinite(residual).all()):
             raise CheckpointError("the saved residual holds NaN or Inf: every contribution would be refused")

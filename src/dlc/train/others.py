@@ -59,6 +59,11 @@ class Others:
         at = [self._by_now(told, since) for told, since in self._told.values() if told.t == t]
         return statistics.median_low(at) if at else None
 
+    def steps_s(self) -> list[float]:
+        """Seconds of an inner step of each of the others, as far as they know it."""
+        self.look()
+        return [told.step_s for told, _ in self._told.values() if told.step_s is not None]
+
     def _by_now(self, told: _Told, since: float) -> int:
         made = (TOLD_AGE_S + self._clock() - since) // told.step_s if told.step_s else 0
         return int(min(told.of, told.inner + made))

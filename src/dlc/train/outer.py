@@ -5,6 +5,9 @@
 
 Every peer applies the same means in the same order, so all hold the same bits.
 
+Where the model is cut into fragments, a round moves one of them, and the others stay as they are: each has steps of its
+own, which the schedule and Adam's bias correction count.
+
 Memory in bytes per parameter: sgd 4 (theta), nesterov 8, adam 12.
 
 Threads: the driver's thread calls `step`, `digest`, `export` and `restore`, the trainer's thread `read`; one lock
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from dlc.errors import CheckpointError, ConfigError, DlcError, UsageError
 from dlc.runspec import OUTER_OPTIMIZERS, OUTER_SCHEDULES, OuterSpec
+from dlc.train.fragments import Fragments
 from dlc.train.outer_step import outer_lr, rule_of
 
 SLICE_ELEMENTS_MAX = 256 * 1024
@@ -37,8 +41,9 @@ HASH_THREADED_BYTES_MIN = 16 * 2**20
 
 IMAGE_MAGIC = b"dlcouter"
 IMAGE_VERSION = 2
-IMAGE_HEADER = struct.Struct("<8sIIQQ4I6d32x")
-"""magic, version, reserved, t, numel, and what `_hyperparameters` names; 128 bytes, so that theta is aligned."""
+IMAGE_HEADER = struct.Struct("<8sIIQQ4I6d8s24x")
+"""magic, version, reserved, t, numel, what `_hyperparameters` names, and how the model is cut into fragments; 128
+bytes, so that theta is aligned."""
 HYPERPARAMETERS = "optimizer schedule warmup_rounds total_rounds lr min_lr_ratio momentum beta1 beta2 eps".split()
 
 
@@ -62,23 +67,39 @@ class OuterState:
     """Outer parameters and moments of one channel, with the step that moves them.
 
     `theta` (fp32, CPU, 1-D) is copied; the moments start at zero. `spec`: the outer optimizer; one with a schedule that
-    ends needs `total_rounds` (ConfigError).
+    ends needs `total_rounds` (ConfigError). `fragments`: what each round moves; the whole of theta if not given.
     """
 
-    def __init__(self, theta: Tensor, spec: OuterSpec, *, t: int = 0, slice_elements: int = SLICE_ELEMENTS_MAX) -> None:
+    def __init__(
+        self,
+        theta: Tensor,
+        spec: OuterSpec,
+        *,
+        t: int = 0,
+        slice_elements: int = SLICE_ELEMENTS_MAX,
+        fragments: Fragments | None = None,
+    ) -> None:
         if theta.dtype != torch.float32 or theta.device.type != "cpu" or theta.dim() != 1:
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
         if not 1 <= slice_elements <= SLICE_ELEMENTS_MAX:
             raise UsageError(f"slice_elements must lie in 1 ... {SLICE_ELEMENTS_MAX}, not {slice_elements}")
         if spec.schedule != "constant" and not spec.total_rounds:
             raise ConfigError(f"outer.schedule is {spec.schedule!r}: say with outer.total_rounds where it ends")
-        self.numel = theta.numel()
+        self.size = theta.numel()
+        """Elements of theta."""
+        self.fragments = fragments if fragments is not None else Fragments.whole(self.size)
+        self.numel = self.fragments.packed_numel
+        """Elements that a round averages."""
+        if self.fragments.numel != self.size:
+            raise UsageError(
+                f"fragments of {self.fragments.numel} elements do not make up theta, which has {self.size}"
+            )
         self.spec = spec
         self._rule = rule_of(spec)
         self._theta = theta.detach().clone(memory_format=torch.contiguous_format)
         self._moments = [torch.zeros_like(self._theta) for _ in range(self._rule.n_moments)]
         self._t = t
-        self._scratch = torch.empty(min(slice_elements, self.numel), dtype=torch.float32)
+        self._scratch = torch.empty(min(slice_elements, self.size), dtype=torch.float32)
         self._slice = slice_elements
         self._lock = threading.Lock()
         self._torn = False
@@ -89,7 +110,8 @@ class OuterState:
         return self._t
 
     def step(self, t: int, means: Iterable[tuple[int, int, Tensor | None]]) -> None:
-        """Apply round t: for each (start, stop, mean) the fp32 mean pseudo-gradient of elements [start, stop).
+        """Apply round t: for each (start, stop, mean) the fp32 mean pseudo-gradient of elements [start, stop) of what
+        the round averages.
 
         Ranges ascend and do not overlap. A range without a mean (None: nobody contributed), or not named, keeps theta
         and the moments as they are. A mean may be reused by the caller once the next one is asked for.
@@ -99,24 +121,50 @@ class OuterState:
             if t <= self._t:
                 raise UsageError(f"round {t} cannot follow round {self._t}")
             self._torn = True
-            done, lr = 0, outer_lr(self.spec, t)
+            done, fragment, turn = 0, self.fragments.of_round(t), self.fragments.turn(t)
+            lr = outer_lr(self.spec, turn)
             for start, stop, mean in means:
                 if not done <= start <= stop <= self.numel:
                     raise UsageError(f"range [{start}, {stop}) does not follow {done} within {self.numel} elements")
                 done = stop
-                if mean is not None:
-                    self._step_range(t, lr, start, stop, mean)
+                if mean is None:
+                    continue
+                if mean.dtype != torch.float32 or mean.device.type != "cpu" or mean.shape != (stop - start,):
+                    raise UsageError(f"the mean of [{start}, {stop}) is {tuple(mean.shape)} {mean.dtype} {mean.device}")
+                for a, b, at in self.fragments.pieces(fragment, start, stop):
+                    self._step_range(turn, lr, a, b, mean[at - start : at - start + b - a])
             self._t = t
             self._torn = False
 
-    def _step_range(self, t: int, lr: float, start: int, stop: int, mean: Tensor) -> None:
-        if mean.dtype != torch.float32 or mean.device.type != "cpu" or mean.shape != (stop - start,):
-            raise UsageError(f"the mean of [{start}, {stop}) is {tuple(mean.shape)} {mean.dtype} {mean.device}")
+    def _step_range(self, turn: int, lr: float, start: int, stop: int, mean: Tensor) -> None:
+        """Elements [start, stop) of theta."""
         with torch.no_grad():
             for a in range(start, stop, self._slice):
                 b = min(a + self._slice, stop)
                 moments = [moment[a:b] for moment in self._moments]
-                self._rule.apply(t, lr, self._theta[a:b], moments, mean[a - start : b - start], self._scratch[: b - a])
+                part = mean[a - start : b - start]
+                self._rule.apply(turn, lr, self._theta[a:b], moments, part, self._scratch[: b - a])
+
+    def foresee(self, t: int, g: Tensor, out: Tensor) -> bool:
+        """out <- the fragment of theta after round t, if its mean were g; both packed fp32. Nothing is changed.
+
+        False: t is not the next round.
+        """
+        with self._lock:
+            self._check_whole()
+            if t != self._t + 1:
+                return False
+            fragment, turn = self.fragments.of_round(t), self.fragments.turn(t)
+            lr = outer_lr(self.spec, turn)
+            with torch.no_grad():
+                for start, stop, at in self.fragments.pieces(fragment):
+                    for a in range(start, stop, self._slice):
+                        b = min(a + self._slice, stop)
+                        part = slice(at + a - start, at + b - start)
+                        moments = [moment[a:b].clone() for moment in self._moments]
+                        out[part] = self._theta[a:b]
+                        self._rule.apply(turn, lr, out[part], moments, g[part], self._scratch[: b - a])
+            return True
 
     def digest(self) -> bytes:
         """BLAKE3-256 of the image: equal exactly where the outer states are."""
@@ -129,9 +177,9 @@ class OuterState:
             return hasher.digest()
 
     def read(self, out: Tensor) -> int:
-        """Copy theta into `out` (fp32, `numel` elements) and return the round it belongs to."""
-        if out.dtype != torch.float32 or out.shape != (self.numel,):
-            raise UsageError(f"theta is float32 ({self.numel},), the target {out.dtype} {tuple(out.shape)}")
+        """Copy theta into `out` (fp32, `size` elements) and return the round it belongs to."""
+        if out.dtype != torch.float32 or out.shape != (self.size,):
+            raise UsageError(f"theta is float32 ({self.size},), the target {out.dtype} {tuple(out.shape)}")
         with self._lock:
             self._check_whole()
             out.copy_(self._theta)
@@ -159,7 +207,7 @@ class OuterState:
 
     def image_bytes(self) -> int:
         """Size of an exported image in bytes."""
-        return IMAGE_HEADER.size + 4 * self.numel * (1 + len(self._moments))
+        return IMAGE_HEADER.size + 4 * self.size * (1 + len(self._moments))
 
     def export(self) -> memoryview:
         """A frozen little-endian image, [header][theta][moments], that later steps do not touch. Allocates it all."""
@@ -168,7 +216,7 @@ class OuterState:
             self._check_whole()
             image[: IMAGE_HEADER.size] = self._header()
             for index, vector in enumerate(self._vectors()):
-                np.frombuffer(image, "<f4", self.numel, self._place(index))[:] = vector.numpy()
+                np.frombuffer(image, "<f4", self.size, self._place(index))[:] = vector.numpy()
         return memoryview(image).toreadonly()
 
     def copy_image(self, start: int, out: memoryview) -> None:
@@ -191,16 +239,18 @@ class OuterState:
         view = memoryview(image).cast("B")
         if view.nbytes < IMAGE_HEADER.size:
             raise CheckpointError(f"the state image has only {view.nbytes} bytes")
-        magic, version, _, t, numel, *theirs = IMAGE_HEADER.unpack_from(view)
+        magic, version, _, t, numel, *theirs, cut = IMAGE_HEADER.unpack_from(view)
         if (magic, version) != (IMAGE_MAGIC, IMAGE_VERSION):
             raise CheckpointError(f"no dlc state image of version {IMAGE_VERSION} (found {magic!r}, version {version})")
-        if numel != self.numel:
-            raise CheckpointError(f"the state image holds {numel} parameters, this model {self.numel}")
+        if numel != self.size:
+            raise CheckpointError(f"the state image holds {numel} parameters, this model {self.size}")
         mine = _hyperparameters(self.spec)
         pairs = zip(HYPERPARAMETERS, _named(theirs), _named(mine), strict=True)
         differ = [f"{name} {there!r}, here {here!r}" for name, there, here in pairs if there != here]
         if differ:
             raise CheckpointError(f"the state image is of another outer step: {'; '.join(differ)}")
+        if cut != self.fragments.fingerprint:
+            raise CheckpointError("the state image is of a model that was cut into other fragments, or into none")
         if view.nbytes != self.image_bytes():
             raise CheckpointError(f"the state image has {view.nbytes} bytes, this model needs {self.image_bytes()}")
         arrays = [np.frombuffer(view, "<f4", numel, self._place(index)) for index in range(1 + len(self._moments))]
@@ -219,10 +269,11 @@ class OuterState:
 
     def _place(self, index: int) -> int:
         """Where the vector lies in the image, in bytes."""
-        return IMAGE_HEADER.size + 4 * self.numel * index
+        return IMAGE_HEADER.size + 4 * self.size * index
 
     def _header(self) -> bytes:
-        return IMAGE_HEADER.pack(IMAGE_MAGIC, IMAGE_VERSION, 0, self._t, self.numel, *_hyperparameters(self.spec))
+        named, cut = _hyperparameters(self.spec), self.fragments.fingerprint
+        return IMAGE_HEADER.pack(IMAGE_MAGIC, IMAGE_VERSION, 0, self._t, self.size, *named, cut)
 
     def _check_whole(self) -> None:
         if self._torn:

@@ -15,6 +15,17 @@ Two things can happen meanwhile, and neither loses work or counts it twice (prom
 - Inner steps go on while d is offered. `grow` offers what has come since along with it, as long as no plan names d;
   after that the new steps are no part of the round, and `settle` keeps them: local := theta_new - (d_now - d).
 
+With `eager` the inner steps that go on meanwhile do not begin at local, but where the peer's own part of the mean,
+d / M, will take theta (eager updates, arXiv:2502.12996). What that moved the model by, the overlay, is no part of d,
+and gone when the round is over: the mean has come in its place. The state that all peers share moves by means only.
+
+With `mixing` a > 0 the model does not become local' = theta_new - (d_now - d) after a round, but stays a part of the
+way back, at (1 - a) local' + a local (Streaming DiLoCo, arXiv:2501.18512): what that leaves undone is part of d again.
+
+Where the model is cut into `Fragments`, base, local and d are of the whole model as ever, but a round is offered, and
+moves, one fragment of them. What its lease tells is counted then, once; the other fragments of d stay, without blocks
+of their own, until it is their turn.
+
 Either holds only as long as the lease still names the blocks that the work was trained on: otherwise somebody else
 trains them now, and it is dropped.
 
@@ -32,7 +43,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,11 +50,13 @@ from torch import Tensor
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import FlatView, finite
-from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.feedback import Feedback
-from dlc.train.outer import OuterState, pseudo_gradient
-from dlc.train.swarm import Pending, Position, TrainPeer
+from dlc.train.fragments import Fragments
+from dlc.train.offers import NotFinite, Offer, Overlay, Settled, Work, norm_of, share_of
+from dlc.train.origin import Origin
+from dlc.train.outer import OuterState
+from dlc.train.swarm import Position, TrainPeer
 
 POLL_S = 0.2
 """Between two looks whether a round passed without us: short against a round, long against the cost of looking."""
@@ -52,46 +64,15 @@ WAIT_SLICE_S = 0.1
 """How long a stop can go unnoticed while waiting for a round."""
 
 
-class NotFinite(DlcError):
-    """The inner steps ended in NaN or Inf; nothing was offered, and the model is the swarm's again."""
-
-
-class Work(NamedTuple):
-    """What a pseudo-gradient was trained on."""
-
-    blocks: tuple[int, ...] = ()
-    """Positions of the data source, in order of use; empty on a channel without leases."""
-    upto: int = 0
-    """The lease position after them."""
-
-
-class Offer(NamedTuple):
-    """A frozen d on its way to a round."""
-
-    pending: Pending
-    d: Tensor
-    sent: Tensor
-    """What was offered: d itself or what the hook made of it, with feedback the residual too."""
-    work: Work
-
-
 Hook = Callable[[Tensor], Tensor]
 """From d (fp32, 1-D, on the CPU; a copy, which it may change) to what is offered in its place, of the same form."""
 
 
-class Settled(NamedTuple):
-    """What became of an offer."""
-
-    report: RoundReport | None
-    """Of the round that ended; None: this peer's state was replaced, or a round had passed before the offer."""
-    counted: bool
-    """The offered work is part of that round."""
-    kept: bool
-    """What is not counted is still local progress; otherwise it was dropped."""
-
-
 class OuterLoop:
-    """Keeps one model in step with channel `channel` of `peer`. Used from one thread."""
+    """Keeps one model in step with channel `channel` of `peer`. Used from one thread.
+
+    fragments: into how many the model is cut. eager, mixing: see above; mixing in [0, 1).
+    """
 
     def __init__(
         self,
@@ -100,18 +81,28 @@ class OuterLoop:
         *,
         channel: str,
         outer: OuterSpec,
+        fragments: int = 1,
+        eager: bool = False,
+        mixing: float = 0.0,
         hook: Hook | None = None,
         patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._peer, self._view, self._channel, self._clock = peer, view, channel, clock
+        self._peer, self._channel, self._clock = peer, channel, clock
         self._hook, self._patience_s = hook, patience_s
-        self._base = view.gather(torch.empty(view.numel, dtype=torch.float32))
+        self._fragments = Fragments.strided(view.sizes(), fragments) if fragments > 1 else Fragments.whole(view.numel)
+        self._eager = eager
+        self._share = 1.0
+        """Our part of a mean, as it was last."""
+        self._overlay: Overlay | None = None
+        self._mixing = mixing
+        self._whole = fragments == 1 and not mixing
+        """A round that counted all inner steps leaves nothing of d."""
+        self._origin = Origin(view)
         self._spare: Tensor | None = None
         """Memory for d; none while the only vector is offered, so that a second one is made only if steps go on."""
-        exact = all(t.dtype == torch.float32 for t in view.tensors)
-        self._start: Tensor = self._base if exact else self._base.clone()
-        """What the parameters held before the inner steps, less what a rebase kept."""
+        self._packed: Tensor | None = None
+        """Memory for a fragment of d, while none is offered."""
         self._position: Position | None = None
         self._leased = False
         self._poll_at = -math.inf
@@ -121,7 +112,7 @@ class OuterLoop:
         """d of an offer that no round counted: it is offered again as it is, bit for bit, if no step comes between."""
         self.displaced = False
         """The parameters belong to an older base than d does: `resume` before the next inner step."""
-        self.state = OuterState(self._base, outer)
+        self.state = OuterState(self._origin.base, outer, fragments=self._fragments)
         self._clips = outer.clip == "median"
 
     @property
@@ -144,10 +135,10 @@ class OuterLoop:
 
         `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `load_residual`.
         """
-        chunk_elems = chunk_elems or usual_chunk_elems(self._view.numel)
+        chunk_elems = chunk_elems or usual_chunk_elems(self.state.numel)
         self._leased = lease_len > 0
-        grid = Grid(self._view.numel, chunk_elems, codec)
-        self._feedback = Feedback(grid) if grid.coder.feedback else None
+        grid = Grid(self.state.numel, chunk_elems, codec)
+        self._feedback = Feedback(grid, len(self._fragments)) if grid.coder.feedback else None
         self.load_residual(residual)
         self._peer.open(
             self._channel, self.state, codec=codec, chunk_elems=chunk_elems, lease_len=lease_len, timeout_s=timeout_s
@@ -176,18 +167,19 @@ class OuterLoop:
         """Set the model to the swarm's theta; local progress is dropped."""
         if self._again is not None:
             self._spare, self._again = self._again, None
-        self.displaced = False
-        self._position = self._peer.pull(self._channel, self._base)
-        self._view.scatter(self._base)
-        if self._start is not self._base:
-            self._view.gather(self._start)
+        self.displaced, self._overlay = False, None
+        self._position = self._peer.pull(self._channel, self._origin.base)
+        self._origin.load()
         return self._position
 
     def refresh(self) -> Position:
-        """The newest position, with the model at its theta: called where there is no local progress."""
+        """The newest position, with the model at its theta: called where all that was trained is counted."""
         newest = self._peer.position(self._channel)
         if self._differs(newest):
-            return self.adopt()
+            if self._whole:
+                return self.adopt()
+            self._replant(self._measure(), Work())  # what is counted already, and not in theta yet
+            return self.position
         self._position = newest
         return newest
 
@@ -258,17 +250,45 @@ class OuterLoop:
         return made.detach().contiguous()
 
     def _contribute(self, d: Tensor, hooked: Tensor, weight: float, work: Work) -> None:
-        sent = self._feedback.added(hooked) if self._feedback is not None else hooked
+        """Offer what the hook made of d, or its fragment of the next round; the caller's d is taken."""
+        after = self.position.t
+        fragment = self._fragments.of_round(after + 1)
+        if len(self._fragments) > 1:
+            packed = self._packed if self._packed is not None else torch.empty(self._fragments.packed_numel)
+            self._fragments.take(d, fragment, packed)
+            hooked = packed if hooked is d else self._fragments.take(hooked, fragment)
+            self._packed, self._spare, d = None, d, packed
+        sent = self._feedback.added(hooked, fragment) if self._feedback is not None else hooked
         pending = self._peer.contribute(
             self._channel,
             sent,
             weight=weight,
             upto=work.upto,
-            norm=_norm(sent) if self._clips else 0.0,
-            after=self.position.t,
+            norm=norm_of(sent) if self._clips else 0.0,
+            after=after,
             patience_s=self._patience_s,
         )
-        self._offer = Offer(pending, d, sent, work)
+        self._offer = Offer(pending, fragment, d, sent, work)
+        if self._eager:
+            self._foresee(fragment, hooked)
+
+    def _foresee(self, fragment: int, offered: Tensor) -> None:
+        """Put the offered fragment of the model where our part of the mean will take theta."""
+        ahead = torch.empty_like(offered)
+        if not self.state.foresee(self.position.t + 1, offered * self._share, ahead):
+            return  # that round is past: what became of the offer is learned by waiting for it
+        local = self._origin.gather()
+        before = self._fragments.take(local, fragment).clone()
+        self._fragments.put(ahead, fragment, local)
+        moved = self._fragments.take(self._origin.scatter(local), fragment).sub_(before)
+        self._overlay = Overlay(fragment, moved if self._overlay is None else moved.add_(self._overlay.moved))
+
+    def _done_with(self, offer: Offer) -> None:
+        """The memory of an offer that nobody reads any more."""
+        if len(self._fragments) > 1:
+            self._packed = offer.d
+        else:
+            self._spare = offer.d
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the offer's round is over."""
@@ -298,7 +318,7 @@ class OuterLoop:
         before, self._offer = self._offer, None
         if self._feedback is not None:
             self._feedback.over(before.sent)
-        self._spare = before.d
+        self._done_with(before)
         if stands:
             self._contribute(d, hooked, weight, work)
         else:
@@ -306,11 +326,17 @@ class OuterLoop:
         return stands
 
     def put_back(self) -> None:
-        """Set the model to what is offered: inner steps made since then are undone."""
+        """Set the model to what is offered: inner steps made since then are undone, and in other fragments also those
+        before."""
         assert self._offer is not None
-        scratch = self._spare if self._spare is not None else torch.empty_like(self._base)
-        self._place(self._offer.d, scratch)
-        self._spare = scratch
+        d = self._vector()
+        if len(self._fragments) > 1:
+            d.zero_()
+        self._fragments.put(self._offer.d, self._offer.fragment, d)
+        if self._overlay is not None:
+            self._shift(d, *self._overlay, -1.0)
+        self._place(d)
+        self._spare = d
 
     @property
     def offered(self) -> Work:
@@ -323,31 +349,40 @@ class OuterLoop:
         What was not counted is kept if its lease stands, and the model goes on from it once `resume` was called.
         """
         assert self._offer is not None
-        (pending, d, sent, offered), self._offer = self._offer, None
+        offer, self._offer = self._offer, None
+        pending, offered = offer.pending, offer.work
         report, counted = pending.report, pending.counted
         if self._feedback is not None:
-            self._feedback.over(sent, pending.included if counted else ())
+            self._feedback.over(offer.sent, pending.included if counted else (), offer.fragment)
         more = len(work.blocks) > len(offered.blocks)
-        if counted:
+        if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
-            kept = self._replant(self._measure().sub_(d), rest) if more else self.adopt() is not None
-            self._spare = d
+            self._share = share_of(report, self._peer.id)
+            kept = self._go_on(offer, rest) if more or not self._whole else self.adopt() is not None
+            self._done_with(offer)
         elif (report is not None and report.refused(self._peer.id)) or (
             report is None and not pending.overtaken and not self._leased
         ):
-            self._spare, kept = d, False
+            self._done_with(offer)
+            kept = False
             self.adopt()
-        elif more:
+        elif more or not self._whole or self._eager:
             kept = self._replant(self._measure(), work)
-            self._spare = d
+            self._done_with(offer)
         else:
             # Not the model yet: if d is offered again, base only tells where the swarm stands.
-            self._position, self._again = self._peer.pull(self._channel, self._base), d
+            self._position, self._again = self._peer.pull(self._channel, self._origin.base), offer.d
             self.displaced = True
             kept = self._stands(self._position, work)
             if not kept:
                 self.adopt()
         return Settled(report, counted, kept)
+
+    def _go_on(self, offer: Offer, rest: Work) -> bool:
+        """From the theta that has the offer in it; as `_replant`."""
+        left = self._measure()
+        self._shift(left, offer.fragment, offer.d, -1.0)
+        return self._replant(left, rest, offer.fragment)
 
     def give_up(self) -> None:
         """Nothing more will be offered: the model is set to theta, and the peer may still send the frozen d."""
@@ -357,31 +392,46 @@ class OuterLoop:
     # ---------------------------------------------------------------- inside
 
     def _measure(self) -> Tensor:
-        """start - local, in the spare vector, which is the caller's then."""
-        d = self._spare if self._spare is not None else torch.empty_like(self._base)
-        self._spare = None
-        return pseudo_gradient(self._start, self._view.gather(d), out=d)
+        """start - local without the overlay, in the spare vector, which is the caller's then."""
+        d = self._origin.measure(self._vector())
+        if self._overlay is not None:
+            self._shift(d, *self._overlay, 1.0)
+        return d
 
-    def _replant(self, d: Tensor, work: Work) -> bool:
-        """base := theta_new, local := theta_new - d; d becomes spare. False: the lease of `work` is gone, d dropped."""
-        self._position = self._peer.pull(self._channel, self._base)
+    def _vector(self) -> Tensor:
+        """The spare one, or a new one."""
+        d = self._spare if self._spare is not None else torch.empty_like(self._origin.base)
+        self._spare = None
+        return d
+
+    def _shift(self, flat: Tensor, fragment: int, packed: Tensor, sign: float) -> None:
+        """Add a fragment to its places in a flat vector, or subtract it."""
+        for a, b, at in self._fragments.pieces(fragment):
+            flat[a:b].add_(packed[at : at + b - a], alpha=sign)
+
+    def _replant(self, d: Tensor, work: Work, mixed: int | None = None) -> bool:
+        """base := theta_new, local := theta_new - d; d becomes spare. False: the lease of `work` is gone, d dropped.
+
+        `mixed`: the fragment that the round moved, of which `mixing` keeps a part where it is.
+        """
+        local = self._origin.gather() if mixed is not None and self._mixing else None
+        self._overlay, base = None, self._origin.base
+        self._position = self._peer.pull(self._channel, base)
         kept = self._stands(self._position, work)
+        if kept and local is not None and mixed is not None:
+            for a, b, _ in self._fragments.pieces(mixed):
+                d[a:b].lerp_(base[a:b] - local[a:b], self._mixing)
         if kept:
-            self._place(d, d)
+            self._place(d)
         else:
-            self._view.scatter(self._base)
-            if self._start is not self._base:
-                self._view.gather(self._start)
+            self._origin.load()
             self.displaced = False
         self._spare = d
         return kept
 
-    def _place(self, d: Tensor, scratch: Tensor) -> None:
-        """local := base - d; `scratch` is overwritten, and may be d where the parameters are fp32."""
-        exact = self._start is self._base
-        self._view.scatter(torch.sub(self._base, d, out=scratch if exact else self._start))
-        if not exact:
-            self._view.gather(self._start).add_(d)
+    def _place(self, d: Tensor) -> None:
+        """local := base - d; d is overwritten."""
+        self._origin.place(d)
         self.displaced = False
 
     def _stands(self, position: Position, work: Work) -> bool:
@@ -394,8 +444,3 @@ class OuterLoop:
         if not newest.digest:
             return False  # being fetched again: nothing to go on from yet
         return newest.t != self.position.t or newest.digest != self.position.digest
-
-
-def _norm(d: Tensor) -> float:
-    """Euclidean, summed in float64: the squares of the vector that most needs clipping overflow float32."""
-    return float(torch.linalg.vector_norm(d, dtype=torch.float64))

@@ -34,6 +34,11 @@ def check_fits(spec: RunSpec, size: int, parallel: str) -> None:
         from dlc.train.sharded import check_options
 
         check_options(spec)
+    if spec.fragments > 1:
+        raise ConfigError(
+            f"fragments = {spec.fragments} cannot go with a site of {size} processes: every round would gather the "
+            "whole model from its ranks, for a part of it; found the run with fragments = 1, or join with one process"
+        )
     inner = spec.inner
     each = inner.batch_size * inner.accumulate
     if each % size:

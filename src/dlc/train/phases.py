@@ -4,6 +4,7 @@
                    │       ↑                  ↑          │
                    └───────┘ rebase           └──────────┘ more inner steps, while the round waits for others
 
+- When it is time for a round: see `pace`. H is the number of inner steps between two rounds.
 - The learning rate of inner step i after round t is that of global step t * H + i, on every peer; beyond H steps it is
   that of the last one.
 - Who comes in the middle of a round begins at the inner step at which the others are, so that it is ready when they are
@@ -12,32 +13,35 @@
   round without us we go on until the others are at their sync point. The lease alone limits how far that can be.
 - Inner steps stand still only for as long as rounds usually take. Where one takes longer (somebody is late or has died,
   the quorum is lost), they go on; see `outer_loop` for what becomes of them.
-- With overlap = "delayed" they do not stand still at all: the steps made while a round is on its way are the first ones
-  of the next phase, and go on from the new theta when it is there (local := theta_new - what is not counted yet).
+- With overlap they do not stand still at all, but after `overlap_steps`: the steps made while a round is on its way are
+  the first ones of the next phase, and go on from the new theta when it is there (local := theta_new - what is not
+  counted yet).
 - A phase whose loss is not finite contributes nothing: the swarm's model is loaded again, and after `DIVERGED_MAX`
   such phases in a row the trainer gives up.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dlc.errors import DlcError
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
 from dlc.train.inner import InnerLoop
-from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.loader import Loader
+from dlc.train.offers import NotFinite
 from dlc.train.others import Others
-from dlc.train.outer_loop import WAIT_SLICE_S, NotFinite, OuterLoop
+from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
+from dlc.train.pace import pace_of
 from dlc.train.progress import Progress
 from dlc.train.strategy import Calls
+from dlc.train.supply import Supply
 from dlc.train.telling import Teller
 
 log = logging.getLogger(__name__)
@@ -71,12 +75,11 @@ class Phases:
         self._new_inner, self._clock, self._calls = new_inner, clock, calls
         self.inner = new_inner()
         self._done = Progress()
-        self._blocks_per_step = spec.inner.batch_size * spec.inner.accumulate
-        self._loader = Loader(source, spec.inner.batch_size, pin=self.inner.device.type == "cuda")
-        self._ahead: deque[int] = deque()
-        """Blocks of the lease that come after what is done, as far as they were looked up."""
-        self._later: Sequence[int] = ()
-        """Those after them, for the loader only: when they are trained, they are looked up again."""
+        self._pace = pace_of(spec, others, lambda: tell.step_s, clock)
+        self._h = spec.steps_per_round
+        self._overlap_steps = spec.overlap_steps or math.inf
+        loader = Loader(source, spec.inner.batch_size, pin=self.inner.device.type == "cuda")
+        self._supply = Supply(outer, loader, spec.blocks_per_step)
         self._inner_step = 0
         """Of this phase; beyond H if it goes on."""
         self._in_step = False
@@ -96,26 +99,28 @@ class Phases:
 
     def close(self) -> None:
         """End the loader's thread; no step can follow."""
-        self._loader.close()
+        self._supply.close()
 
     # ---------------------------------------------------------------- inner steps
 
     def inner_phase(self, stop: threading.Event) -> bool:
         """Inner steps until it is time for a round. False: stopped, or the local progress was dropped."""
-        h = self._spec.sync_every
+        t, pace = self._outer.position.t, self._pace
         if not self._passed:
-            self._inner_step = self._first_step(self._outer.position.t)
-        self._ahead.clear()
-        if self._inner_step < h:
-            self._tell.round_begins(self._outer.position.t, self._inner_step, h)
+            self._inner_step = self._first_step(t)
+            pace.begins(t, self._inner_step, self._in_step)
+        self._supply.forget()
+        if self._inner_step < (of := pace.target(self._inner_step)):
+            self._tell.round_begins(t, self._inner_step, of)
         while True:
             self._calls.hear()
             self._others.look()
-            if self._outer.moved(at_once=self._inner_step >= h) and not self._rebase():
+            due = pace.due(self._inner_step)
+            if self._outer.moved(at_once=due) and not self._rebase():
                 return False
             if self._calls.over(stop) is not None:
                 return False
-            if self._inner_step >= h and not (self._passed and self._too_early()):
+            if due and not (self._passed and self._too_early()):
                 break
             if not self._step():
                 break  # the lease is used up
@@ -124,8 +129,10 @@ class Phases:
     def _first_step(self, t: int) -> int:
         """Where to start a phase: at the inner step of the others, if they are in one and we were not with them."""
         if self._in_step:
-            return min(self._begun, self._spec.sync_every)
-        return min(self._others.inner(t) or 0, self._spec.sync_every - 1)
+            return self._begun
+        if self._spec.sync_mode == "deadline":
+            return 0  # their steps are no measure of ours, their deadline is
+        return min(self._others.inner(t) or 0, self._h - 1)
 
     def _too_early(self) -> bool:
         """Most of the others have more than one of our steps before them: who is ready now would only wait."""
@@ -134,7 +141,7 @@ class Phases:
 
     def _rebase(self) -> bool:
         """A round passed without us: our work so far goes on from its theta."""
-        self._ahead.clear()
+        self._supply.forget()
         if not len(self._done):
             self._in_step = False  # begin where the others are now
             return False
@@ -148,7 +155,7 @@ class Phases:
         """What is not counted will not be: its blocks go, or went, to others."""
         lost, tokens = len(self._done), self._done.tokens
         self._done.keep(0)
-        self._ahead.clear()
+        self._supply.forget()
         self._in_step = self._passed = False
         if lost:
             self._tell.work_dropped(self._outer.position.t, lost, tokens)
@@ -161,52 +168,35 @@ class Phases:
         if self._outer.displaced and not self._outer.resume(self._done.work):
             self.drop()
             return False
-        group = self._next_blocks()
+        left = max(1, self._pace.target(self._inner_step) - self._inner_step)
+        group = self._supply.next(self._done.work.blocks, left)
         if not group:
             return False
-        h = self._spec.sync_every
+        h = self._h
         began, t = self._clock(), self._outer.position.t
         inner = min(self._inner_step if ahead is None else ahead, h - 1)
         step = (t if ahead is None else t + 1) * h + inner
-        batches = self._loader.take(group, self._steps_after())
-        result = self.inner.train_step(batches, step)
+        result = self.inner.train_step(self._supply.batches(group), step)
         if result.diverged:
             raise NotFinite(f"the loss of inner step {inner} after round {t} is not finite")
         self._done.add(group, result.tokens, result.loss)
         self._inner_step += 1
-        told = inner + 1 if ahead is None else h  # the others wait for our offer only, and that is made
-        self._tell.step(t, told, h, result.loss, result.tokens, self._clock() - began)
+        of = self._pace.target(self._inner_step) if ahead is None else h
+        made = min(self._inner_step, of) if ahead is None else inner + 1
+        told = made if ahead is None else of  # the others wait for our offer only, and that is made
+        self._tell.step(t, told, of, result.loss, result.tokens, self._clock() - began)
         self._tell.event(
             "step",
             t=t,
             step=step,
-            inner=inner + 1,
-            of=h,
+            inner=made,
+            of=of,
             loss=result.loss,
             tokens_per_s=self._tell.tokens_per_s,
             mfu=self._tell.mfu,
             lr=self.inner.optimizer.param_groups[0]["lr"],
         )
         return True
-
-    def _next_blocks(self) -> list[int]:
-        """Of the next step; fewer at the end of the lease."""
-        count = self._blocks_per_step
-        if not self._ahead:
-            lease, done = self._outer.newest().lease, self._done.work.blocks
-            left = max(1, self._spec.sync_every - self._inner_step)
-            blocks = lease.take(len(done) + (left + AHEAD_MAX) * count)[0] if lease is not None else []
-            if tuple(blocks[: len(done)]) == done:
-                end = len(done) + left * count
-                self._ahead.extend(blocks[len(done) : end])
-                self._later = blocks[end:]
-        return [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
-
-    def _steps_after(self) -> list[list[int]]:
-        """Blocks of the steps that come next, as things stand."""
-        count = self._blocks_per_step
-        blocks = list(itertools.islice(itertools.chain(self._ahead, self._later), AHEAD_MAX * count))
-        return [blocks[a : a + count] for a in range(0, len(blocks), count)]
 
     # ---------------------------------------------------------------- rounds
 
@@ -229,7 +219,7 @@ class Phases:
                 self.drop()
                 return
             late = clock() - since >= patience_s or self._somebody_is_late()
-            if not may_step or not (overlaps or late):
+            if not may_step or not (late or (overlaps and len(done) - offered < self._overlap_steps)):
                 continue
             if late and len(done) > offered and clock() - tried_at >= GROW_EVERY_S:
                 tried_at = clock()
@@ -257,8 +247,8 @@ class Phases:
 
     def _overlaps(self) -> bool:
         """Whether inner steps go on during the next round. Not during the last one: no round would count them."""
-        ends = self._spec.rounds and self._outer.position.t + 1 >= self._spec.rounds
-        return self._spec.overlap == "delayed" and not ends
+        ends = self._spec.exchanges and self._outer.position.t + 1 >= self._spec.exchanges
+        return self._spec.overlap != "none" and not ends
 
     def _step_beyond(self, offered: int, overlaps: bool) -> bool:
         """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone."""
@@ -273,7 +263,7 @@ class Phases:
         """The steps since the offer diverged: the model and the progress are those that were offered."""
         self._outer.put_back()
         self._done.keep(offered)
-        self._ahead.clear()
+        self._supply.forget()
         self._tell_diverged()
 
     def _settle(self, offered: int, waited_s: float) -> RoundReport | None:
@@ -282,7 +272,7 @@ class Phases:
         Returns its report, if it counted us.
         """
         settled = self._outer.settle(self._done.work)
-        self._ahead.clear()
+        self._supply.forget()
         loss = self._done.counted(offered) if settled.counted else None
         if not settled.kept:
             self.drop()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dlc.train.outer_loop import Work
+from dlc.train.offers import Work
 
 
 class Step(NamedTuple):

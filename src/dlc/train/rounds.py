@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 
+from dlc.train.offers import NotFinite
 from dlc.train.others import Others
-from dlc.train.outer_loop import NotFinite, OuterLoop
+from dlc.train.outer_loop import OuterLoop
 from dlc.train.phases import Phases
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
@@ -26,7 +27,16 @@ class Rounds:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         spec, peer, engine, clock = parts.spec, parts.peer, parts.engine, parts.clock
-        self.outer = OuterLoop(peer, engine.view, channel=CHANNEL, outer=spec.outer.ending(spec.rounds), clock=clock)
+        self.outer = OuterLoop(
+            peer,
+            engine.view,
+            channel=CHANNEL,
+            outer=spec.outer.ending(spec.rounds),
+            fragments=spec.fragments,
+            eager=spec.overlap == "eager",
+            mixing=spec.mixing,
+            clock=clock,
+        )
         self.phases = Phases(
             spec,
             self.outer,

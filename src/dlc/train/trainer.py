@@ -167,7 +167,7 @@ class Trainer:
     def _over(self, stop: threading.Event) -> str | None:
         """Why the training is over, or None."""
         position = self.strategy.position
-        if self.spec.rounds and position.t >= self.spec.rounds:
+        if self.spec.exchanges and position.t >= self.spec.exchanges:
             return "rounds"
         if self.spec.tokens and position.tokens >= self.spec.tokens:
             return "tokens"

@@ -1,0 +1,66 @@
+"""What `outer_loop` keeps of a contribution on its way to a round, and what it tells of it afterwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlc.errors import DlcError
+from dlc.report import RoundReport
+from dlc.train.swarm import Pending
+
+
+class NotFinite(DlcError):
+    """The inner steps ended in NaN or Inf; nothing was offered, and the model is the swarm's again."""
+
+
+class Work(NamedTuple):
+    """What a pseudo-gradient was trained on."""
+
+    blocks: tuple[int, ...] = ()
+    """Positions of the data source, in order of use; empty on a channel without leases."""
+    upto: int = 0
+    """The lease position after them."""
+
+
+class Offer(NamedTuple):
+    """A frozen d on its way to a round, or a fragment of it."""
+
+    pending: Pending
+    fragment: int
+    d: Tensor
+    """Packed."""
+    sent: Tensor
+    """What was offered: d itself, or with feedback d and the residual."""
+    work: Work
+
+
+class Settled(NamedTuple):
+    """What became of an offer."""
+
+    report: RoundReport | None
+    """Of the round that ended; None: this peer's state was replaced, or a round had passed before the offer."""
+    counted: bool
+    """The offered work is part of that round."""
+    kept: bool
+    """What is not counted is still local progress; otherwise it was dropped."""
+
+
+class Overlay(NamedTuple):
+    """What was added to the parameters in advance of a round."""
+
+    fragment: int
+    moved: Tensor
+    """Packed."""
+
+
+def norm_of(d: Tensor) -> float:
+    """Euclidean, summed in float64: the squares of the vector that most needs clipping overflow float32."""
+    return float(torch.linalg.vector_norm(d, dtype=torch.float64))
+
+
+def share_of(report: RoundReport, peer: str) -> float:
+    """Its part of the weight of the mean."""
+    return next((share.weight for share in report.contributors if share.peer == peer), 0.0) / report.weight
