@@ -67,6 +67,8 @@ class Arm:
 
 REFERENCE = "4 workers, H 50, fp16"
 AVERAGE = OuterSpec(lr=1.0, momentum=0.0)
+FASTER = OuterSpec(lr=2.0, momentum=0.0)
+"""Adam divides a gradient by its noise: what four workers average has half the noise, and might go twice as far."""
 LATE = (("overlap", "delayed"), ("overlap_steps", 10))
 EAGER = (("overlap", "eager"), ("overlap_steps", 10))
 ARMS = (
@@ -88,6 +90,8 @@ ARMS = (
     Arm("eager, 50 steps", "later", options=(("overlap", "eager"),)),
     Arm("momentum .9", "why", outer=OuterSpec()),
     Arm("plain averaging", "why", outer=AVERAGE),
+    Arm("lr 2, no momentum", "why", outer=FASTER),
+    Arm("H 10, lr 2, no momentum", "why", h=10, outer=FASTER),
     Arm("H 10, momentum .9", "why", h=10, outer=OuterSpec()),
     Arm("H 10, plain averaging", "why", h=10, outer=AVERAGE),
     Arm("batch x16", "noise", workers=0, batches=16),

@@ -96,6 +96,16 @@ class FlatView:
         """Copy `flat` (fp32, CPU, `numel` elements) into the parameters."""
         unflatten_into(flat, self.tensors)
 
+    def subtract_from(self, flat: Tensor) -> Tensor:
+        """flat <- flat - parameters (fp32, CPU, `numel` elements), without a second vector; returns it."""
+        _check_flat(flat, self.numel)
+        start = 0
+        with torch.no_grad():
+            for t in self.tensors:
+                flat[start : start + t.numel()].view(t.shape).sub_(t.to(flat.device, torch.float32))
+                start += t.numel()
+        return flat
+
     def sizes(self) -> list[tuple[str, int]]:
         """Name and number of elements of each parameter, in order."""
         return [(name, t.numel()) for name, t in zip(self._names, self.tensors, strict=True)]

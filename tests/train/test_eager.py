@@ -39,7 +39,7 @@ def test_our_part_comes_at_once_and_the_others_with_the_mean(
         for parameter in model.parameters():
             parameter.fill_(1.0)
     view = FlatView.of(model)
-    loop = OuterLoop(peer, view, channel="train", outer=OuterSpec(lr=1.0, momentum=0.0), eager=True)
+    loop = OuterLoop(peer, view, channel="train", outer=OuterSpec(lr=1.0, momentum=0.0), overlap="eager")
     loop.open(codec="fp32", chunk_elems=8)
 
     def value(values: torch.Tensor) -> float:

@@ -124,7 +124,12 @@ class Model:
                 parameter.fill_(1.0)
         self.view, mean = FlatView.of(self.model), OuterSpec(lr=1.0, momentum=0.0)
         self.loop = OuterLoop(
-            self.peer, self.view, channel="train", outer=mean, fragments=fragments, eager=eager, mixing=0.0
+            self.peer,
+            self.view,
+            channel="train",
+            outer=mean,
+            fragments=fragments,
+            overlap="eager" if eager else "delayed",
         )
         self.loop.open(codec="fp32", chunk_elems=8, lease_len=256)
         self.fragments = self.loop.state.fragments

@@ -126,10 +126,23 @@ def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
     assert torch.equal(m.local(), torch.full((8,), 1.25 + 4 * STEP))
 
 
+def test_without_steps_during_a_round_one_vector_is_both_base_and_offer() -> None:
+    m = Model()
+    memory = m.loop._origin.base.data_ptr()
+    for _ in range(3):
+        m.step()
+        assert m.offer() and m.loop._offer is not None
+        assert m.loop._offer.d.data_ptr() == memory
+        assert m.settle() and m.loop._spare is None
+        assert m.loop._origin.base.data_ptr() == memory
+    assert torch.equal(m.local(), torch.full((8,), 1 + 3 * STEP))
+
+
 def test_steps_that_diverge_while_a_round_is_under_way_are_undone() -> None:
     m = Model()
     m.step(2)
     assert m.offer()
+    m.step()
     with torch.no_grad():
         next(m.model.parameters()).fill_(float("nan"))
     m.loop.put_back()

@@ -120,7 +120,7 @@ class DiLoCo:
             channel=channel,
             outer=outer,
             fragments=fragments,
-            eager=overlap == "eager",
+            overlap=overlap,
             mixing=mixing,
             hook=pseudo_gradient_hook,
             patience_s=patience_s,

@@ -71,7 +71,10 @@ Hook = Callable[[Tensor], Tensor]
 class OuterLoop:
     """Keeps one model in step with channel `channel` of `peer`. Used from one thread.
 
-    fragments: into how many the model is cut. eager, mixing: see above; mixing in [0, 1).
+    overlap:   with "none" inner steps during a round are an exception, before which `displaced` asks for `resume`; it
+               needs 4 bytes per parameter less.
+    fragments: into how many the model is cut.
+    mixing:    see above, in [0, 1).
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class OuterLoop:
         *,
         channel: str,
         outer: OuterSpec,
+        overlap: str = "none",
         fragments: int = 1,
-        eager: bool = False,
         mixing: float = 0.0,
         hook: Hook | None = None,
         patience_s: float = 0.0,
@@ -91,7 +94,7 @@ class OuterLoop:
         self._peer, self._channel, self._clock = peer, channel, clock
         self._hook, self._patience_s = hook, patience_s
         self._fragments = Fragments.strided(view.sizes(), fragments) if fragments > 1 else Fragments.whole(view.numel)
-        self._eager = eager
+        self._eager = overlap == "eager"
         self._share = 1.0
         """Our part of a mean, as it was last."""
         self._overlay: Overlay | None = None
@@ -99,8 +102,10 @@ class OuterLoop:
         self._whole = fragments == 1 and not mixing
         """A round that counted all inner steps leaves nothing of d."""
         self._origin = Origin(view)
+        self._frugal = overlap == "none" and self._whole and self._origin.spendable
+        """base is spent for what is offered."""
         self._spare: Tensor | None = None
-        """Memory for d; none while the only vector is offered, so that a second one is made only if steps go on."""
+        """Memory for d, or for a base that was spent."""
         self._packed: Tensor | None = None
         """Memory for a fragment of d, while none is offered."""
         self._position: Position | None = None
@@ -111,7 +116,7 @@ class OuterLoop:
         self._again: Tensor | None = None
         """d of an offer that no round counted: it is offered again as it is, bit for bit, if no step comes between."""
         self.displaced = False
-        """The parameters belong to an older base than d does: `resume` before the next inner step."""
+        """The parameters belong to an older base than d does, or base is spent: `resume` before the next inner step."""
         self.state = OuterState(self._origin.base, outer, fragments=self._fragments)
         self._clips = outer.clip == "median"
 
@@ -168,7 +173,7 @@ class OuterLoop:
         if self._again is not None:
             self._spare, self._again = self._again, None
         self.displaced, self._overlay = False, None
-        self._position = self._peer.pull(self._channel, self._origin.base)
+        self._position = self._pull()
         self._origin.load()
         return self._position
 
@@ -218,8 +223,12 @@ class OuterLoop:
         NotFinite: d holds NaN or Inf. UsageError: the hook made nothing of it that can be offered. In either case, and
         where the hook raises, the model is at theta.
         """
-        d = self._again if self._again is not None else self._measure()
-        self._again = None
+        if self._again is not None:
+            d, self._again = self._again, None
+        elif self._frugal:
+            d, self.displaced = self._origin.spend(), True
+        else:
+            d = self._measure()
         if not finite(d):
             self._spare = d
             self.adopt()
@@ -287,7 +296,7 @@ class OuterLoop:
         """The memory of an offer that nobody reads any more."""
         if len(self._fragments) > 1:
             self._packed = offer.d
-        else:
+        elif self._origin.spent or not self._frugal:
             self._spare = offer.d
 
     def wait(self, timeout_s: float) -> bool:
@@ -327,8 +336,12 @@ class OuterLoop:
 
     def put_back(self) -> None:
         """Set the model to what is offered: inner steps made since then are undone, and in other fragments also those
-        before."""
+        before. With a base that was spent none were made, and now they can be."""
         assert self._offer is not None
+        if self._origin.spent:
+            self._origin.recover(self._offer.d)
+            self.displaced = False
+            return
         d = self._vector()
         if len(self._fragments) > 1:
             d.zero_()
@@ -358,8 +371,12 @@ class OuterLoop:
         if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
             self._share = share_of(report, self._peer.id)
-            kept = self._go_on(offer, rest) if more or not self._whole else self.adopt() is not None
-            self._done_with(offer)
+            if more or not self._whole:
+                kept = self._go_on(offer, rest)
+                self._done_with(offer)
+            else:
+                self._done_with(offer)
+                kept = self.adopt() is not None
         elif (report is not None and report.refused(self._peer.id)) or (
             report is None and not pending.overtaken and not self._leased
         ):
@@ -370,8 +387,8 @@ class OuterLoop:
             kept = self._replant(self._measure(), work)
             self._done_with(offer)
         else:
-            # Not the model yet: if d is offered again, base only tells where the swarm stands.
-            self._position, self._again = self._peer.pull(self._channel, self._origin.base), offer.d
+            # Not the model yet, nor base: d may be offered again as it is.
+            self._position, self._again = self._peer.position(self._channel), offer.d
             self.displaced = True
             kept = self._stands(self._position, work)
             if not kept:
@@ -400,7 +417,7 @@ class OuterLoop:
 
     def _vector(self) -> Tensor:
         """The spare one, or a new one."""
-        d = self._spare if self._spare is not None else torch.empty_like(self._origin.base)
+        d = self._spare if self._spare is not None else torch.empty(self._fragments.numel)
         self._spare = None
         return d
 
@@ -415,8 +432,9 @@ class OuterLoop:
         `mixed`: the fragment that the round moved, of which `mixing` keeps a part where it is.
         """
         local = self._origin.gather() if mixed is not None and self._mixing else None
-        self._overlay, base = None, self._origin.base
-        self._position = self._peer.pull(self._channel, base)
+        self._overlay = None
+        self._position = self._pull()
+        base = self._origin.base
         kept = self._stands(self._position, work)
         if kept and local is not None and mixed is not None:
             for a, b, _ in self._fragments.pieces(mixed):
@@ -426,8 +444,14 @@ class OuterLoop:
         else:
             self._origin.load()
             self.displaced = False
-        self._spare = d
+        self._spare = None if self._frugal else d
         return kept
+
+    def _pull(self) -> Position:
+        """base := the swarm's theta."""
+        if self._origin.spent:
+            self._origin.renew(self._vector())
+        return self._peer.pull(self._channel, self._origin.base)
 
     def _place(self, d: Tensor) -> None:
         """local := base - d; d is overwritten."""

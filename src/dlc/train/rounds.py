@@ -33,7 +33,7 @@ class Rounds:
             channel=CHANNEL,
             outer=spec.outer.ending(spec.rounds),
             fragments=spec.fragments,
-            eager=spec.overlap == "eager",
+            overlap=spec.overlap,
             mixing=spec.mixing,
             clock=clock,
         )
