@@ -1,11 +1,16 @@
 """Host memory of the outer side of training: bytes per parameter, beyond the model and its gradients.
 
     python benchmarks/memory.py --millions 100
+    python benchmarks/memory.py --millions 25 --n 4 --round
 
 Peers on loopback train a vector of so many fp32 parameters with `dlc.DiLoCo`; the inner step is a trifle. Read is what
 Linux counts as resident in one of them: when the model is there, after each round, and at most during the rounds
 (VmHWM). Whatever is not the model belongs to the outer side: parameters and momentum of the swarm, the contribution,
 the result, and the history of updates, which holds as many results as it has room for.
+
+With `--round` peers only average that vector (`Peer.all_reduce`), and told is what a round takes beyond it and what was
+there before. The result has to be held to vote, in wire form; parts for the span that the peer owns come from the
+others. The bound is the result, 1.5 spans in wire form, and 64 MB.
 """
 
 from __future__ import annotations
@@ -22,8 +27,12 @@ from _workers import LIMIT_S, WORKER, Workers, say
 from torch import nn
 
 import dlc
+from dlc.comm.codecs import get_codec
 from dlc.comm.security import generate_run_key
 from dlc.demo import free_addresses
+
+SPARE_BYTES = 64e6
+"""Of the bound of a round: sockets, frames on their way, buffers."""
 
 
 def resident_bytes(field: str) -> int:
@@ -62,22 +71,47 @@ class Nudge(torch.optim.Optimizer):
                 param.add_(self.by)
 
 
+def average(options: argparse.Namespace, peer: dlc.Peer) -> None:
+    """Rounds of one vector; each is told with what was resident before it, and at most in it."""
+    vector = torch.full((options.numel,), 0.0)
+    say("ready", before=resident_bytes("VmRSS"))
+    for _ in range(options.rounds):
+        sys.stdin.readline()
+        vector.fill_(options.rank + 1.0)
+        forget_peak()
+        before = resident_bytes("VmRSS")
+        report = peer.all_reduce(vector, codec=options.codec, timeout_s=LIMIT_S)
+        peak = resident_bytes("VmHWM")
+        right = len(report.contributors) == options.n and bool((vector == (options.n + 1) / 2).all())
+        say("round", before=before, after=resident_bytes("VmRSS"), peak=peak, right=right)
+
+
 def worker_main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--round", action="store_true")
     parser.add_argument("--key", required=True)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--peers", default="")
     parser.add_argument("--codec", required=True)
     parser.add_argument("--overlap", required=True)
-    for name in ("--numel", "--rank", "--rounds"):
+    for name in ("--numel", "--n", "--rank", "--rounds"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    peers = [p for p in options.peers.split(",") if p]
+    peer = dlc.Peer.join(peers, run="memory", key=options.key, listen=options.listen, join_timeout_s=LIMIT_S)
+    if options.round:
+        average(options, peer)
+    else:
+        train(options, peer)
+    sys.stdin.readline()
+    peer.leave()
+
+
+def train(options: argparse.Namespace, peer: dlc.Peer) -> None:
     model = Vector(options.numel)
     for piece in model.pieces:
         piece.data.fill_(0.0)  # touched: resident
-    peers = [p for p in options.peers.split(",") if p]
-    peer = dlc.Peer.join(peers, run="memory", key=options.key, listen=options.listen, join_timeout_s=LIMIT_S)
     before = resident_bytes("VmRSS")
     inner = Nudge(model.parameters(), by=-1e-3 * (options.rank + 1))
     opt = dlc.DiLoCo(model, inner, peer, sync_every=1, codec=options.codec, overlap=options.overlap)
@@ -87,9 +121,24 @@ def worker_main(arguments: list[str]) -> None:
         forget_peak()
         report = opt.step()
         say("round", after=resident_bytes("VmRSS"), peak=resident_bytes("VmHWM"), t=report.t if report else None)
-    sys.stdin.readline()
     opt.flush()
-    peer.leave()
+
+
+def show_rounds(each: list[list[dict[str, Any]]], numel: int, args: argparse.Namespace) -> int:
+    """What the round that took most of each peer took, beside the bound; 1 where it is over."""
+    wrong = [one for told in each for one in told if not one["right"]]
+    if wrong:
+        raise RuntimeError(f"not the mean of all {args.n}: {wrong[0]}")
+    result_bytes = get_codec(args.codec).wire_bytes(numel)
+    bound_bytes = result_bytes + 1.5 * result_bytes / args.n + SPARE_BYTES
+    beyond = [[one["peak"] - one["before"] for one in told] for told in each]
+    if args.json:
+        print(json.dumps({"parameters": numel, "codec": args.codec, "bound": bound_bytes, "beyond": beyond}))
+    else:
+        print(f"MB beyond a vector of {4e-6 * numel:g} MB, {args.n} peers, {args.codec}; bound {bound_bytes / 1e6:.0f}")
+        for number, row in enumerate(beyond):
+            print(f"  round {number + 1}: " + ", ".join(f"{b / 1e6:.0f}" for b in row))
+    return int(max(map(max, beyond)) > bound_bytes)
 
 
 def main() -> int:
@@ -102,6 +151,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="the last one is told (default 4)")
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--overlap", default="none")
+    parser.add_argument("--round", action="store_true", help="only average a vector, and tell what each round takes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not Path("/proc/self/clear_refs").exists():
@@ -112,16 +162,21 @@ def main() -> int:
     with Workers(__file__) as workers:
         for rank, address in enumerate(addresses):
             words = ["--key", key, "--listen", address, "--codec", args.codec, "--overlap", args.overlap]
-            words += ["--numel", str(numel), "--rank", str(rank), "--rounds", str(args.rounds)]
+            words += ["--numel", str(numel), "--n", str(args.n), "--rank", str(rank), "--rounds", str(args.rounds)]
+            words += ["--round"] if args.round else []
             workers.start(f"p{rank}", *words, *(["--peers", addresses[0]] if rank else []))
         ready = [workers.wait(f"p{rank}", "ready") for rank in range(args.n)]
         told: list[dict[str, Any]] = []
+        each: list[list[dict[str, Any]]] = []
         for _ in range(args.rounds):
             for rank in range(args.n):
                 workers.tell(f"p{rank}", "round")
             told = [workers.wait(f"p{rank}", "round") for rank in range(args.n)]
+            each.append(told)
         for rank in range(args.n):
             workers.tell(f"p{rank}", "end")
+    if args.round:
+        return show_rounds(each, numel, args)
     rows = [
         {
             "after": (one["after"] - first["before"]) / numel,
