@@ -275,6 +275,10 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
             averager(town, tensors, **options)
     with pytest.raises(UsageError, match="not started"):
         averager(town, [torch.zeros(2)], start=False).step()
+    over = averager(town, [torch.zeros(2)])
+    over.shutdown()
+    with pytest.raises(UsageError, match="shut down"):
+        over.step()
     with pytest.raises(ValueError, match="weight"):
         averager(town, [torch.zeros(2)]).step(weight=-1.0)
 

@@ -98,12 +98,13 @@ def test_a_member_that_dies_leaves_the_others_a_mean_of_their_own() -> None:
                 assert tensor.tolist() == [0.5] * 10
 
 
-def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state() -> None:
+@pytest.mark.parametrize("mode", ["at once", "delayed", "local"])
+def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state(mode: str) -> None:
+    torch.manual_seed(0)
+    features = torch.randn(100, 5)
+    targets = features @ torch.randn(5, 1)
+    nets = [nn.Linear(5, 1) for _ in range(3)]
     with dhts(3) as made:
-        torch.manual_seed(0)
-        features = torch.randn(100, 5)
-        targets = features @ torch.randn(5, 1)
-        nets = [nn.Linear(5, 1) for _ in range(3)]
 
         def make(i: int) -> Optimizer:
             return Optimizer(
@@ -114,34 +115,40 @@ def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state() -> 
                 params=nets[i].parameters(),
                 optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
                 matchmaking_time=MATCHMAKING_S,
-                delay_state_averaging=False,
+                delay_state_averaging=mode != "at once",
+                delay_grad_averaging=mode == "delayed",
+                use_local_updates=mode == "local",
                 grad_compression=Float16Compression(),
             )
 
-        def train(opt: Optimizer, net: nn.Module, epochs: int) -> float:
-            loss = torch.zeros(())
+        def train(opt: Optimizer, net: nn.Module, epochs: int) -> None:
             while opt.local_epoch < epochs:
                 batch = torch.randint(0, len(features), (8,))
-                loss = F.mse_loss(net(features[batch]), targets[batch])
                 opt.zero_grad()
-                loss.backward()
+                F.mse_loss(net(features[batch]), targets[batch]).backward()
                 opt.step()
-            return float(loss)
+            opt.state_averager.step(wait_for_delayed_updates=True)
 
         opts = [make(0), make(1)]
         for opt in opts:
+            wait_until(lambda opt=opt: len(opt.state_averager.directory.others()) == 1, WAIT_S)
+        for opt in opts:
             opt.load_state_from_peers(timeout=WAIT_S)
             opt.tracker.report_local_progress(0, 1)
+        assert torch.equal(nets[0].weight, nets[1].weight)
         wait_until(lambda: all(opt.tracker.global_progress.num_peers == 2 for opt in opts), WAIT_S)
         start = F.mse_loss(nets[0](features), targets).item()
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(train, opt, net, 5) for opt, net in zip(opts, nets, strict=False)]:
                 future.result(2 * WAIT_S)
-        assert torch.equal(nets[0].weight, nets[1].weight) and opts[0].local_epoch == opts[1].local_epoch == 5
+        assert opts[0].local_epoch == opts[1].local_epoch == 5
+        torch.testing.assert_close(nets[0].weight, nets[1].weight, rtol=1e-4, atol=1e-5)
         assert F.mse_loss(nets[0](features), targets).item() < start
         third = make(2)
+        wait_until(lambda: len(third.state_averager.directory.others()) == 2, WAIT_S)
         third.load_state_from_peers(timeout=WAIT_S)
-        assert third.local_epoch == 5 and torch.equal(nets[2].weight, nets[0].weight)
+        assert third.local_epoch == 5
+        torch.testing.assert_close(nets[2].weight, nets[0].weight, rtol=1e-4, atol=1e-5)
         for opt in (*opts, third):
             opt.shutdown()
 

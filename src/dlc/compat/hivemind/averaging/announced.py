@@ -95,9 +95,11 @@ class Announced:
 
     @property
     def directory(self) -> Directory:
-        """The averagers of this prefix. UsageError before the start."""
+        """The averagers of this prefix. UsageError before the start, and after the end."""
         if self._directory is None:
             raise UsageError("this averager was not started: give start=True, or call run_in_background()")
+        if not self._directory.open:
+            raise UsageError("this averager was shut down")
         return self._directory
 
     def announce(self, **changes: Any) -> None:

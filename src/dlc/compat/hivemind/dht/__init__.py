@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlc.comm.board import TTL_S_MAX
 from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, tcp_of
 from dlc.compat.hivemind.refused import refuse
@@ -149,11 +150,14 @@ class DHT:
         True: told; False: it has expired already, or another with a later end is known. With return_future, a future.
         """
         now = get_dht_time()
-        known = newest([r for r in self._records(key, now) if r.subkey == subkey])
+        known = newest([r for r in self._records(key) if r.subkey == subkey])
         if expiration_time <= now or (known is not None and _end(known, subkey) >= expiration_time):
             return _maybe_future(False, return_future)
         record = Record(key, subkey, value, float(expiration_time))
-        self.swarm.post(notice_key(key, subkey), record.to_bytes(), expiration_time - now)
+        ttl_s = expiration_time - now
+        if ttl_s > TTL_S_MAX:
+            log.warning("a value is kept for %g days; store it again before that", TTL_S_MAX / 86400)
+        self.swarm.post(notice_key(key, subkey), record.to_bytes(), min(ttl_s, TTL_S_MAX))
         return _maybe_future(True, return_future)
 
     def get(self, key: Any, latest: bool = False, return_future: bool = False) -> Any:
@@ -161,10 +165,10 @@ class DHT:
 
         Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`.
         """
-        return _maybe_future(newest(self._records(key, get_dht_time())), return_future)
+        return _maybe_future(newest(self._records(key)), return_future)
 
-    def _records(self, key: Any, now: float) -> list[Record]:
-        return records(self.swarm.notices(notice_prefix(key)), key, now)
+    def _records(self, key: Any) -> list[Record]:
+        return records(self.swarm.notices(notice_prefix(key)), key)
 
     # ---------------------------------------------------------------- not offered
 
