@@ -27,6 +27,12 @@ CHAPTERS = {
         "dlc.server.ServerReport",
         "dlc.strategyspec.ServerSpec",
     ],
+    "Neighbours and grids, without the log": [
+        "dlc.gossip.Gossip",
+        "dlc.report.GossipReport",
+        "dlc.moshpit.Moshpit",
+        "dlc.report.MoshpitReport",
+    ],
     "Handles": ["dlc.handles.Reduction", "dlc.handles.Pending", "dlc.handles.Position", "dlc.handles.Checkpoint"],
     "In other libraries": [
         "dlc.integrations.transformers.DiLoCoCallback",

@@ -20,6 +20,11 @@ def know_each_other(peers: list[dlc.Peer]) -> None:
     wait_until(lambda: all(sum(m.alive for m in p.members()) == len(peers) for p in peers), LONG_S)
 
 
+def shown(peer: dlc.Peer, key: str) -> int:
+    """How many show a notice of this key."""
+    return peer.mesh.ask(lambda mesh, now: len(mesh.board.get(key)))
+
+
 def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
     with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
         know_each_other(peers)
@@ -61,3 +66,51 @@ def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leave
         assert torch.equal(x, torch.ones(8))
     with pytest.raises(UsageError, match="not this one"):
         dlc.Group(peers[1], "x", peers=["somebody"])
+
+
+def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
+    with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
+        know_each_other(peers)
+        given = [torch.randn(20_000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        mean = torch.stack(given).double().mean(0)
+        held = [g.clone() for g in given]
+        gossips = [dlc.Gossip(p, graph="exponential", codec="fp32") for p in peers]
+        wait_until(lambda: all(len(g._members()) == 3 for g in gossips), LONG_S)
+
+        def walk(i: int) -> list[dlc.GossipReport]:
+            return [gossips[i].step(held[i], wait_s=LONG_S) for _ in range(12)]
+
+        told = list(pool.map(walk, range(4)))
+        for i, reports in enumerate(told):
+            assert float((held[i].double() - mean).abs().max()) < 0.05
+            assert reports[-1].peers == 4 and reports[-1].distance < 0.1 * float(given[0].norm())
+            assert not any(r.returned or r.overdrawn for r in reports) and reports[0].bytes_sent > 0
+        assert sum(g.weight for g in gossips) == pytest.approx(4.0)
+        for gossip in gossips:
+            gossip.close()
+
+
+def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() -> None:
+    with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
+        know_each_other(peers)
+        given = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        held = [g.clone() for g in given]
+        pits = [dlc.Moshpit(p, dims=2, codec="fp32", matchmaking_s=30.0) for p in peers]
+        wait_until(
+            lambda: all(len(p.mesh.ask(lambda m, _: m.board.get("moshpit/moshpit"))) == 4 for p in peers), LONG_S
+        )
+        told = list(pool.map(lambda i: pits[i].average(held[i]), range(4)))
+        mean = torch.stack(given).double().mean(0)
+        for i, report in enumerate(told):
+            assert report.complete and report.weight == 4.0 and report.sides == (2, 2), report.summary()
+            torch.testing.assert_close(held[i].double(), mean, rtol=1e-5, atol=1e-6)
+        peers[3].leave()
+        wait_until(lambda: all(sum(m.alive for m in p.members()) == 3 for p in peers[:3]), LONG_S)
+        with pytest.raises(UsageError, match="at least 4 peers"):
+            pits[0].average(held[0])
+        three = [dlc.Moshpit(p, "three", group_size=2, codec="fp32", matchmaking_s=30.0) for p in peers[:3]]
+        wait_until(
+            lambda: all(len(p.mesh.ask(lambda m, _: m.board.get("moshpit/three"))) == 3 for p in peers[:3]), LONG_S
+        )
+        reports = list(pool.map(lambda i: three[i].step(held[i]), range(3)))
+        assert all(r.rounds and not r.failed for r in reports), [r.summary() for r in reports]

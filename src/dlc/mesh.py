@@ -79,7 +79,7 @@ class GroupCall:
             raise self._error
         if self._report is None:
             assert self._outcome is not None
-            if self._call.out is not None:
+            if self._call.out is not None and self._tensors:
                 unflatten_into(self._call.out, self._tensors)
             self._report = self._made(self._outcome)
         return self._report
@@ -89,6 +89,11 @@ class GroupCall:
         self._mesh.act(lambda mesh, now: mesh.give_up(self._call.key, now))
         if not self._over.is_set():
             self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
+
+    @property
+    def group(self) -> str:
+        """A name that only this group of this key has; empty before there is a mean."""
+        return f"{self._outcome.leader}/{self._outcome.nonce}" if self._outcome is not None else ""
 
     def _told(self, news: ServiceNews) -> None:
         """On the driver thread."""

@@ -183,6 +183,104 @@ class GroupReport:
         return "; ".join(parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class GossipReport:
+    """What one step of gossip gave. Weights are of push-sum: shares of the mass that all peers hold together."""
+
+    name: str
+    t: int
+    """Number of the step here; peers count for themselves."""
+    peers: int
+    """Who gossips, as far as it is known here, this peer included."""
+    gave: Mapping[str, float] = dataclasses.field(hash=False)
+    """Peer id to the weight that was given to it in this step."""
+    took: Mapping[str, float] = dataclasses.field(hash=False)
+    """Peer id to the weight that was taken in, since the step before."""
+    returned: Mapping[str, str] = dataclasses.field(hash=False)
+    """Peer id to the reason why a share came back that had been given to it."""
+    unsettled: float
+    """Weight that is on its way: neither here nor there as far as this peer knows."""
+    weight: float
+    """That this peer holds after the step; 1 on average, where nobody was lost."""
+    overdrawn: float
+    """Weight given up because a share was taken back that the other had; 0 but after cuts longer than a minute."""
+    distance: float
+    """Consensus distance: root mean square over the peers of the distance to their mean, from sketches (about 10%
+    exact) of each one's newest step."""
+    bytes_sent: int
+    """Bulk bytes, of gifts that were settled since the step before."""
+    bytes_received: int
+    seconds: float
+    waiting_s: float
+    """Part of it that was spent waiting for the gifts of others."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, keys in the order of the fields."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
+
+    def summary(self) -> str:
+        """One line for a log."""
+        parts = [
+            f"{self.name} step {self.t}: gave to {len(self.gave)}, took from {len(self.took)} of {self.peers - 1}",
+            f"weight {self.weight:.3g}, distance {self.distance:.3g}",
+            f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f})",
+            f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
+        ]
+        parts += [f"back from {peer[:8]} ({why})" for peer, why in self.returned.items()]
+        return "; ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoshpitReport:
+    """What one averaging on Moshpit's grid gave: a group's report per round."""
+
+    name: str
+    cycle: int
+    """Times that the grid was gone through before, as the peers count together."""
+    axes: tuple[int, ...]
+    """Of the rounds that were made."""
+    sides: tuple[int, ...]
+    """Of the grid; everybody has the mean after as many rounds as it has sides."""
+    peers: int
+    """Who takes part in the grid, as far as it was known here when the cycle began."""
+    rounds: tuple[GroupReport, ...]
+    """Of each round that gave a mean."""
+    failed: tuple[str, ...]
+    """Why the others gave none; the vector went on as it was."""
+    weight: float
+    """Sum of the weights of all that are in the mean, if nobody failed; the peers' number, with weights of 1."""
+    complete: bool
+    """All rounds of a cycle were made, with everybody that belongs to the groups: the mean is exact."""
+    seconds: float
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(report.bytes_sent for report in self.rounds)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(report.bytes_received for report in self.rounds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, keys in the order of the fields."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["rounds"] = [report.to_dict() for report in self.rounds]
+        return plain | {"bytes_sent": self.bytes_sent, "bytes_received": self.bytes_received}
+
+    def summary(self) -> str:
+        """One line for a log."""
+        grid = "x".join(map(str, self.sides)) or "1"
+        sizes = "+".join(str(len(report.contributors)) for report in self.rounds)
+        parts = [
+            f"{self.name} cycle {self.cycle}: {self.peers} peers on {grid}, groups of {sizes or 0}",
+            f"weight {self.weight:g}, " + ("exact" if self.complete else "not everybody in"),
+            f"{self.seconds:.2f} s",
+            f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
+        ]
+        return "; ".join([*parts, *self.failed])
+
+
 def waiting_text(reason: str, peers: Sequence[str], left_s: float | None) -> str:
     """Why no round is possible now, whom we wait for, and for how long yet: None: not without them; 0: no longer."""
     if left_s is None:

@@ -1,9 +1,14 @@
 """A board of small notices: a key and an author to some bytes, with an expiration, on every peer.
 
 An author sends a new notice to everybody who is up, in swarms larger than DIRECT_MAX to FANOUT at random, who hand it
-on once; repeats it at growing intervals while it lives; and shows all its notices to whoever comes. So everybody has
-it within a message's time, and after a loss within REPEAT_FIRST_S or little more. Of one author and key the newest
-counts: greater (incarnation, seq). Nothing is agreed on: two authors may have one key, and readers see both.
+on once; repeats it at growing intervals while it lives, in large swarms to SLICE others in turn; and shows all its
+notices to whoever comes. So everybody has it within a message's time, after a loss within REPEAT_FIRST_S or little
+more; in large swarms all but a few per cent within some messages' time, and these when their turn comes. Of one author
+and key the newest counts: greater (incarnation, seq). Nothing is agreed on: two authors may have one key, and readers
+see both.
+
+A notice may be for some peers only (`to`), such as those that are expected in a group: they alone are told, and whoever
+shows a notice of that kind under the same key.
 
 A notice outlives the process that wrote it, until it expires; `Posted.author` tells who it was.
 """
@@ -23,6 +28,8 @@ DIRECT_MAX = 64
 """Largest swarm in which an author tells everybody itself."""
 FANOUT = 4
 """Whom a new notice is handed on to in larger ones: after log_4 N steps all but a few per cent have it."""
+SLICE = 16
+"""Whom a repeat is told to in larger ones."""
 REPEAT_FIRST_S, REPEAT_MAX_S = 0.5, 8.0
 """Between two repeats of an author's own notice; doubled from the first to the last."""
 VALUE_BYTES_MAX = 64 << 10
@@ -45,6 +52,7 @@ class Posted:
     """Of my own clock."""
     gone: bool
     value: bytes
+    near: bool = False
 
     @property
     def version(self) -> tuple[int, int]:
@@ -55,6 +63,8 @@ class Posted:
 class Repeat:
     at: float
     gap_s: float
+    to: set[PeerId] | None
+    """Whom it is for; None: everybody."""
 
 
 class Board:
@@ -67,11 +77,13 @@ class Board:
         """Of my own notices."""
         self._seq = 0
         self._expire_at = math.inf
+        self._turn = 0
+        """Where the next slice begins."""
 
     # ---------------------------------------------------------------- mine
 
-    def post(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Show `value` under `key` to everybody for `ttl_s` seconds; replaces my notice of that key."""
+    def post(self, key: str, value: bytes, ttl_s: float, to: Iterable[PeerId] | None = None) -> None:
+        """Show `value` under `key` for `ttl_s` seconds, to everybody or to these; replaces my notice of that key."""
         if not 0 < ttl_s <= TTL_S_MAX:
             raise UsageError(f"a notice lives for up to {TTL_S_MAX:g} s, not {ttl_s:g}")
         if len(value) > VALUE_BYTES_MAX or len(key) > KEY_CHARS_MAX:
@@ -81,19 +93,19 @@ class Board:
         number, size = number + (before is None), size + len(value) - (len(before.value) if before else 0)
         if number > NOTICES_MAX or size > AUTHOR_BYTES_MAX:
             raise UsageError(f"one peer may have {NOTICES_MAX} notices of {AUTHOR_BYTES_MAX} bytes together")
-        self._say(key, value, False, self.ground.now + ttl_s)
+        self._say(key, value, False, self.ground.now + ttl_s, None if to is None else set(to))
 
     def withdraw(self, key: str) -> None:
         """My notice of this key is no longer shown anywhere."""
         mine = self._by_key.get(key, {}).get(self.ground.me.peer)
         if mine is not None and not mine.gone:
-            self._say(key, b"", True, mine.until)
+            self._say(key, b"", True, mine.until, self._repeats[key].to)
 
-    def _say(self, key: str, value: bytes, gone: bool, until: float) -> None:
+    def _say(self, key: str, value: bytes, gone: bool, until: float, to: set[PeerId] | None) -> None:
         self._seq += 1
-        self._keep(key, Posted(self.ground.me, self._seq, until, gone, value))
-        self._repeats[key] = Repeat(self.ground.now + REPEAT_FIRST_S, REPEAT_FIRST_S)
-        self._tell(self._audience(), (key,))
+        self._keep(key, Posted(self.ground.me, self._seq, until, gone, value, to is not None))
+        self._repeats[key] = Repeat(self.ground.now + REPEAT_FIRST_S, REPEAT_FIRST_S, to)
+        self._spread([key], first=True)
 
     # ---------------------------------------------------------------- what is known
 
@@ -115,13 +127,18 @@ class Board:
             if len(item.key) > KEY_CHARS_MAX:
                 raise ProtocolError(f"a notice with a key of {len(item.key)} characters")
         changed = [item.key for item in message.items if self._take(item)]
+        for item in message.items:
+            mine = self._repeats.get(item.key)
+            if item.near and mine is not None and mine.to is not None and item.author.peer not in mine.to:
+                mine.to.add(item.author.peer)
+                self._tell([item.author], (item.key,))
         if changed and len(self.ground.members.records()) > DIRECT_MAX:
             self._pass_on(message.items, set(changed))
         return changed
 
     def member_up(self, voter: Voter) -> None:
         """Whoever comes is shown what is mine."""
-        self._tell([voter], self._repeats)
+        self._tell([voter], [k for k, repeat in self._repeats.items() if repeat.to is None or voter.peer in repeat.to])
 
     def tick(self) -> None:
         now = self.ground.now
@@ -132,8 +149,7 @@ class Board:
             repeat = self._repeats[key]
             repeat.gap_s = min(2 * repeat.gap_s, REPEAT_MAX_S)
             repeat.at = now + repeat.gap_s
-        if due:
-            self._tell(self._audience(), due)
+        self._spread(due, first=False)
 
     def next_deadline(self) -> float:
         return min((repeat.at for repeat in self._repeats.values()), default=self._expire_at)
@@ -144,8 +160,11 @@ class Board:
         author = item.author
         if author.peer == self.ground.me.peer or item.left_s <= 0:
             return False
+        if self.ground.members.record(author.peer) is None:  # it repeats what it says until I know it
+            self.ground.dropped["", "a notice of somebody whose record is not known"] += 1
+            return False
         before = self._by_key.get(item.key, {}).get(author.peer)
-        posted = Posted(author, item.seq, self.ground.now + item.left_s, item.gone, item.value)
+        posted = Posted(author, item.seq, self.ground.now + item.left_s, item.gone, item.value, item.near)
         if before is not None and before.version >= posted.version:
             return False
         number, size = self._sizes.get(author.peer, (0, 0))
@@ -181,16 +200,35 @@ class Board:
             if not by_author:
                 del self._by_key[key]
 
-    def _audience(self) -> list[Voter]:
+    def _spread(self, keys: list[str], first: bool) -> None:
+        """Tell those whom these notices of mine are for."""
+        if not keys:
+            return
         others = self.ground.up()
-        return others if len(others) < DIRECT_MAX else self.ground.rng.sample(others, FANOUT)
+        public = [key for key in keys if self._repeats[key].to is None]
+        if public:
+            self._tell(self._audience(others, first), public)
+        for key in keys:
+            to = self._repeats[key].to
+            if to is not None:
+                self._tell([voter for voter in others if voter.peer in to], (key,))
+
+    def _audience(self, others: list[Voter], first: bool) -> list[Voter]:
+        if len(others) < DIRECT_MAX:
+            return others
+        if first:
+            return self.ground.rng.sample(others, FANOUT)
+        start = self._turn % len(others)
+        self._turn = start + SLICE
+        return (others + others)[start : start + SLICE]
 
     def _tell(self, audience: Iterable[Voter], keys: Iterable[str]) -> None:
-        mine, now, peer = list[Notice](), self.ground.now, self.ground.me.peer
+        mine, now, me = list[Notice](), self.ground.now, self.ground.me
         for key in keys:
-            posted = self._by_key[key].get(peer)
+            posted = self._by_key[key].get(me.peer)
             if posted is not None and posted.until > now:
-                mine.append(Notice(posted.author, key, posted.seq, posted.until - now, posted.gone, posted.value))
+                left_s = posted.until - now
+                mine.append(Notice(me, key, posted.seq, left_s, posted.gone, posted.near, posted.value))
         messages = [Notices(part) for part in _parts(mine)]
         for voter in audience:
             for message in messages:
@@ -198,7 +236,9 @@ class Board:
 
     def _pass_on(self, items: Iterable[Notice], changed: set[str]) -> None:
         others = self.ground.up()
-        news = tuple(item for item in items if item.key in changed)
+        news = tuple(item for item in items if item.key in changed and not item.near)
+        if not news:
+            return
         for voter in self.ground.rng.sample(others, min(FANOUT, len(others))):
             self.ground.send(voter, Notices(news))
 

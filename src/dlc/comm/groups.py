@@ -351,8 +351,8 @@ class Reduction:
 
     def _tell_done(self) -> None:
         self._pace(begin=False)
-        for i, seat in enumerate(self.seats):
-            if i != self.me and i not in self._finished:
+        for seat in self.seats:
+            if seat.voter != self.ground.me and not self.ground.members.gone(seat.voter):
                 self.ground.send(seat.voter, Done(self.begin.key, self.begin.nonce))
 
     @property

@@ -23,6 +23,7 @@ EARLY_S, EARLY_MAX = 10.0, 1024
 """How long, and how many, requests for keys not held yet are kept."""
 RELEASED_MAX = 4096
 """Released keys that are remembered: who asks for an older one finds out by its own patience."""
+CHANNEL_CHARS_MAX = 512
 ASKED_MAX = 1024
 """Chunks that one peer may have asked for and not got: four windows."""
 
@@ -171,9 +172,10 @@ class Holdings:
         if self._early and running_s - self._early[0][0] > EARLY_S:
             self._early = [kept for kept in self._early if running_s - kept[0] <= EARLY_S]
 
-    def next_run(self) -> float | None:
-        """Running time at which something here is over."""
-        return min((holding.until_run for holding in self._held.values()), default=None)
+    @property
+    def any(self) -> bool:
+        """Something is held, or waited for."""
+        return bool(self._held or self._early)
 
     def drop_asker(self, voter: Voter) -> None:
         """It is dead or gone: nothing is sent there any more."""

@@ -143,7 +143,8 @@ class Meeting:
         self._shunned: dict[Voter, float] = {}
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
-        board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S)
+        to = call.expected if isinstance(call.expected, tuple) and not call.target else None
+        board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
 
     # ---------------------------------------------------------------- who waits
 

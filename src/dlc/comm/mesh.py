@@ -4,18 +4,21 @@
     parcels    vectors pulled chunk by chunk from holders      parcels.py, holdings.py
     meetings   who waits with one key forms a group            meetings.py
     groups     the all-reduce of a group                       groups.py
+    gossip     shares of mass between neighbours               gossip.py
 
 Here messages find their machine, and members that die or leave are told to all. What the driver asks is at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
+from dlc.comm.gossip import Gossip
+from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groups import DEAD, LEFT, Reduction
 from dlc.comm.ids import PeerId, Voter
@@ -38,6 +41,7 @@ class Mesh:
         self.parcels = Parcels(ground)
         self._meetings: dict[str, Meeting] = {}
         self._groups: dict[tuple[str, int], Reduction] = {}
+        self._gossips: dict[str, Gossip] = {}
 
     # ---------------------------------------------------------------- commands
 
@@ -67,12 +71,31 @@ class Mesh:
 
         return self._event(now, act)
 
-    def post(self, key: str, value: bytes, ttl_s: float, now: float) -> list[Effect]:
+    def post(
+        self, key: str, value: bytes, ttl_s: float, now: float, to: Iterable[PeerId] | None = None
+    ) -> list[Effect]:
         """See `Board.post`."""
-        return self._event(now, lambda: self.board.post(key, value, ttl_s))
+        return self._event(now, lambda: self.board.post(key, value, ttl_s, to))
 
     def withdraw(self, key: str, now: float) -> list[Effect]:
         return self._event(now, lambda: self.board.withdraw(key))
+
+    def gossip(self, name: str, grid: Grid) -> Gossip:
+        """A gossip of this name begins here. UsageError where there is one already."""
+        if name in self._gossips:
+            raise UsageError(f"this peer gossips under the name {name!r} already")
+        self._gossips[name] = Gossip(self.ground, self.parcels, name, grid)
+        return self._gossips[name]
+
+    def with_gossip(self, gossip: Gossip, act: Callable[[], None], now: float) -> list[Effect]:
+        """A command of its owner to a gossip."""
+
+        def acted() -> None:
+            act()
+            if gossip.closed:
+                self._gossips.pop(gossip.name, None)
+
+        return self._event(now, acted)
 
     # ---------------------------------------------------------------- groups
 
@@ -112,6 +135,9 @@ class Mesh:
     # ---------------------------------------------------------------- the machine interface
 
     def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
+        if self.ground.members.record(sender.peer) is None:
+            self.ground.dropped["", "from somebody whose record is not known"] += 1
+            return []
         return self._event(now, lambda: self._handle(sender, message))
 
     def tick(self, now: float) -> list[Effect]:
@@ -120,6 +146,8 @@ class Mesh:
             self.parcels.tick()
             for group in list(self._groups.values()):
                 group.tick()
+            for gossip in self._gossips.values():
+                gossip.tick()
 
         return self._event(now, act)
 
@@ -127,6 +155,7 @@ class Mesh:
         due = [self.board.next_deadline()]
         due += [meeting.next_deadline() for meeting in self._meetings.values()]
         due += [group.next_deadline() for group in self._groups.values()]
+        due += [gossip.next_deadline() for gossip in self._gossips.values()]
         parcels = self.parcels.next_deadline()
         return min(due if parcels is None else [*due, parcels])
 
@@ -134,11 +163,15 @@ class Mesh:
         def act() -> None:
             if isinstance(event, MemberUp):
                 self.board.member_up(event.voter)
+                for gossip in self._gossips.values():
+                    gossip.member_up(event.voter)
                 return
             why = LEFT if self.ground.members.gone(event.voter) else DEAD
             self.parcels.member_gone(event.voter, why)
             for group in list(self._groups.values()):
                 group.member_gone(event.voter, why)
+            for gossip in self._gossips.values():
+                gossip.member_gone(event.voter)
 
         return self._event(now, act)
 
@@ -184,6 +217,8 @@ class Mesh:
                 self._invite(sender, m)
             case mm.Done():
                 self._done(sender, m)
+            case mm.Gift() | mm.Withdraw() | mm.Taken() | mm.Refused():
+                self._of_gossip(sender, m)
             case mm.Decline() | mm.Cancel() | mm.Begin():
                 self._of_meeting(sender, m)
 
@@ -197,3 +232,17 @@ class Mesh:
             meeting.receive_cancel(sender, m)
         else:
             meeting.receive_decline(sender, m)
+
+    def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
+        gossip = self._gossips.get(m.name)
+        if gossip is None:
+            if isinstance(m, mm.Gift | mm.Withdraw):
+                self.ground.send(sender, mm.Refused(m.name, m.serial, "nobody gossips under this name here"))
+        elif isinstance(m, mm.Gift):
+            gossip.receive_gift(sender, m)
+        elif isinstance(m, mm.Withdraw):
+            gossip.receive_withdraw(sender, m)
+        elif isinstance(m, mm.Taken):
+            gossip.receive_taken(sender, m)
+        else:
+            gossip.receive_refused(sender, m)

@@ -26,6 +26,8 @@ class Notice:
     """Seconds until it expires, when this was sent: no clock is compared between hosts."""
     gone: bool
     """Withdrawn: older ones of the key are no longer shown."""
+    near: bool
+    """For some peers only, who are told by the author: it is not handed on."""
     value: bytes
 
 
@@ -175,8 +177,18 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Value of the notice of a peer that gossips: where it stands."""
+
+    t: int
+    weight: float
+    sketch: bytes
+    """Projection of its vector (sketch.py); empty before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gift:
-    """I keep a share of my mass for you under this key: pull it. Repeated until it is answered."""
+    """A share of my mass is yours, as soon as you have pulled the vector that I hold. Repeated until it is answered."""
 
     name: str
     serial: int
@@ -185,6 +197,8 @@ class Gift:
     step: int
     weight: float
     grid: GridSpec
+    vector: int
+    """What it is held under: `Key.step`. Gifts of one step share a vector."""
 
 
 @dataclass(frozen=True, slots=True)

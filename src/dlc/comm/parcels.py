@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.holdings import Holdings
+from dlc.comm.holdings import ASKED_MAX, CHANNEL_CHARS_MAX, Holdings
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Coming, Key, NoParcel, Parcel, Pull
 from dlc.comm.messages import Bulk, GridSpec
@@ -40,6 +40,8 @@ GAPS = 3.0
 """Times the longest pause after which a holder counts as silent."""
 GAP_DECAY = 0.9
 ASKS_MAX = 3
+LOOK_S = 0.25
+"""Intakes are looked at so often: who has been silent for too long, whose time is over."""
 
 LATE, DEAD, LEFT, WRONG_SIZE = "late", "dead", "left", "refused: wrong size"
 
@@ -79,6 +81,7 @@ class Parcels:
         self.ground = ground
         self.holdings = Holdings(ground)
         self._intakes: dict[tuple[Key, Voter], Intake] = {}
+        self._look_run = 0.0
 
     # ---------------------------------------------------------------- wanting
 
@@ -124,6 +127,8 @@ class Parcels:
     # ---------------------------------------------------------------- messages
 
     def receive_pull(self, sender: Voter, m: Pull) -> None:
+        if len(m.chunks) > ASKED_MAX or len(m.key.channel) > CHANNEL_CHARS_MAX:
+            raise ProtocolError(f"{sender} asks for {len(m.chunks)} chunks of a {len(m.key.channel)}-letter key")
         self.holdings.asked(sender, m)
 
     def receive_parcel(self, sender: Voter, m: Parcel) -> None:
@@ -165,8 +170,11 @@ class Parcels:
     # ---------------------------------------------------------------- time and members
 
     def tick(self) -> None:
-        self.holdings.tick()
         running_s = self.ground.running_s
+        if running_s < self._look_run:
+            return
+        self._look_run = running_s + LOOK_S
+        self.holdings.tick()
         for intake in list(self._intakes.values()):
             if (intake.key, intake.holder) not in self._intakes or not (intake.in_flight or intake.todo):
                 continue
@@ -191,14 +199,8 @@ class Parcels:
         return max(SILENCE_S_MIN, 4 * self.ground.members.rtt_s(intake.holder.peer), GAPS * gap_s)
 
     def next_deadline(self) -> float | None:
-        """Absolute time of the next thing that `tick` has to look at."""
-        due = [
-            min(i.until_run, i.heard_run + self.silence_s(i)) for i in self._intakes.values() if i.in_flight or i.todo
-        ]
-        over = self.holdings.next_run()
-        if over is not None:
-            due.append(over)
-        return self.ground.at(min(due)) if due else None
+        """Absolute time of the next look."""
+        return self.ground.at(self._look_run) if self._intakes or self.holdings.any else None
 
     def member_gone(self, voter: Voter, why: str) -> None:
         """It died or left: what is wanted of it will not come."""

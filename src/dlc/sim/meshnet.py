@@ -99,6 +99,8 @@ class Host:
         self.seen = Seen(self.voter, net)
         self.mesh = Mesh(Ground(self.voter, self.seen, Rates(), random.Random(f"{net.seed} {name} {inc}")))
         self.told: list[object] = []
+        self.heard: Callable[[object], None] = self.told.append
+        """Called with what its machines tell."""
         self.dead = self.frozen = False
         self.sending = False
         self.due = float("inf")
@@ -141,8 +143,16 @@ class MeshNet:
     # ---------------------------------------------------------------- who is there
 
     def add(self, n: int, up_Bps: float = 1e6) -> list[Host]:
+        """n peers that know each other from the start: nobody has posted anything that others would have to see."""
         first = len(self.hosts)
-        return [self.start(f"p{first + i:04}", up_Bps=up_Bps) for i in range(n)]
+        hosts = [Host(self, f"p{first + i:04}", 1, up_Bps) for i in range(n)]
+        for host in hosts:
+            self.hosts[host.name] = host
+            self.voters.add(host.voter)
+        self.version += 1
+        for host in hosts:
+            self._tick(host)
+        return hosts
 
     def start(self, name: str, inc: int = 1, up_Bps: float = 1e6) -> Host:
         """A new process; with the name of an old one, in its place."""
@@ -225,7 +235,7 @@ class MeshNet:
             if isinstance(effect, Send):
                 self._send(host, effect.to, effect.message)
             elif isinstance(effect, Notify):
-                host.told.append(effect.event)
+                host.heard(effect.event)
         due = max(self.now + TICK_S_MIN, min(host.mesh.next_deadline(), self.now + TICK_S_MAX))
         if due < host.due - 1e-9 or host.due <= self.now:
             host.due = due

@@ -1,0 +1,403 @@
+"""Push-sum gossip: shares of a peer's mass change hands, and each share counts exactly once. No round, no barrier.
+
+Every peer has an estimate z (a vector) and a weight w; its mass is (w z, w). In a step it gives parts of its weight
+with its vector to neighbours; who takes one has afterwards z = sum w_i z_i / sum w_i over what it has and what came.
+Mass is neither made nor lost, so all z approach the mean of what everybody brought, sum w z / sum w, whatever the
+graph, the pace of each, or the loss of messages (Kempe, Dobra, Gehrke 2003; Benezit et al. 2010).
+
+A gift goes through these states, and leaves them at both ends in one way only:
+
+    giver                                               taker
+    given: out of w and z, payload kept
+       ── Gift, repeated ─────────────────────────────>  pulls the parcels
+       <─ Taken  ─────────────────────────────────────   all of it is here: counts here from now on
+       <─ Refused ────────────────────────────────────   it is not taken, and never will be
+    time over, or taker down: Withdraw, repeated ─────>  not here yet: Refused, and never taken; here: Taken
+    Taken: forgotten        Refused: comes back to the giver
+
+- A taker keeps its answer for the newest gift of each giver, and gives it again however often it is asked. A giver has
+  one gift at a time on its way to each taker, so that is enough. Older gifts are settled.
+- A taker that is down is asked for RECLAIM_S: it may be frozen, or behind a cut. Its *process* proved to be gone: the
+  share comes back, for what it had taken went with it.
+- After RECLAIM_S without an answer the share comes back, too. Should the taker return, and have it: the giver gives up
+  as much of its weight (`overdrawn`), so that weights are right again, and the error of the mean is that weight times
+  how far the two estimates were apart. Told, not silent.
+- What a quantised payload does not say stays with the giver: who gives the weight v of z as z' keeps
+  z + v (z - z') / (w - v). So a lossy codec moves no mass either (`after_giving`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dlc.comm.grid import Grid
+from dlc.comm.ground import Ground
+from dlc.comm.holdings import Holding
+from dlc.comm.ids import Voter
+from dlc.comm.meshmessages import Gift, Key, Parcel, Refused, Taken, Withdraw
+from dlc.comm.messages import GridSpec
+from dlc.comm.parcels import Intake, Parcels
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.service import ServiceNews
+from dlc.errors import UsageError
+
+AGAIN_S = 1.0
+"""Unanswered gifts and withdrawals are repeated so often."""
+RECLAIM_S = 60.0
+"""A taker that is down for longer does not keep the share."""
+ARRIVED_MAX = 8
+"""Gifts that wait here until the owner takes them in: one more is refused, and stays with its giver."""
+OPEN_S = 1e9
+"""A payload is held until its gifts are settled, not by the clock."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some mass: `weight` times the vector that the payloads, one per chunk, decode to."""
+
+    peer: Voter
+    """Who gave it; of a share that came back, who did not take it."""
+    weight: float
+    step: int
+    payloads: Sequence[bytes | memoryview]
+    why: str = ""
+    """Of a share that came back."""
+
+
+@dataclass
+class Arrivals:
+    """What changes the owner's mass since it looked last."""
+
+    taken: list[Share] = field(default_factory=list)
+    returned: list[Share] = field(default_factory=list)
+    overdrawn: float = 0.0
+    """Weight to be given up: it was taken back from somebody who had it."""
+
+
+@dataclass(frozen=True)
+class GossipNews(ServiceNews):
+    """A gift arrived, or one of mine is settled."""
+
+    name: str
+
+
+@dataclass
+class Given:
+    share: Share
+    serial: int
+    vector: int
+    until_run: float
+    again: float = 0.0
+    withdrawn: bool = False
+    down_since: float | None = None
+
+
+@dataclass
+class Coming:
+    """A gift that is being pulled."""
+
+    gift: Gift
+    intake: Intake
+    payloads: list[bytes | memoryview | None]
+    left: int
+
+
+class Gossip:
+    def __init__(self, ground: Ground, parcels: Parcels, name: str, grid: Grid) -> None:
+        self.ground, self.parcels, self.name, self.grid = ground, parcels, name, grid
+        self.spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
+        self._serial = self._vector = int(ground.now * 1000) << 16
+        """Greater than those of an earlier gossip of this name in this process, which takers may remember."""
+        self._given: dict[Voter, Given] = {}
+        self._coming: dict[Voter, Coming] = {}
+        self._settled: dict[Voter, tuple[int, bool, str]] = {}
+        """Per giver: its newest gift that is settled here, whether it was taken, and if not, why."""
+        self._reclaimed: dict[Voter, tuple[int, float]] = {}
+        """Shares that came back without an answer: serial and weight."""
+        self._arrivals = Arrivals()
+        self.bytes_sent = self.bytes_received = 0
+        self.closed = False
+
+    # ---------------------------------------------------------------- the owner
+
+    def free(self, to: Voter) -> bool:
+        """A gift to this peer may be given now."""
+        return to not in self._given
+
+    def give(
+        self, gifts: Sequence[tuple[Voter, float]], step: int, payloads: Sequence[bytes | memoryview], budget_s: float
+    ) -> None:
+        """Give (peer, weight) each of one vector, whose chunks are these; each settled, or withdrawn after budget_s."""
+        for to, _ in gifts:
+            if not self.free(to):
+                raise UsageError(f"a gift to {to.peer[:8]} is on its way already")
+        self._vector += 1
+        holding = Holding(self.grid, self.ground.running_s + OPEN_S)
+        key = self._key(self._vector)
+        for chunk, payload in enumerate(payloads):
+            holding.put(Parcel(key, chunk, 0.0, (), payload))
+        self.parcels.holdings.hold(key, holding)
+        for to, weight in gifts:
+            self._serial += 1
+            share = Share(to, weight, step, payloads)
+            given = Given(share, self._serial, self._vector, self.ground.running_s + budget_s)
+            self._given[to] = given
+            self._push(given)
+
+    def arrivals(self) -> Arrivals:
+        """What came, and came back, since the last call: the caller takes it into its mass."""
+        found, self._arrivals = self._arrivals, Arrivals()
+        return found
+
+    @property
+    def unsettled(self) -> list[Share]:
+        """Shares of mine that are on their way."""
+        return [given.share for given in self._given.values()]
+
+    @property
+    def coming(self) -> set[Voter]:
+        """Peers whose gift is being pulled."""
+        return set(self._coming)
+
+    def arrived_from(self, voter: Voter, step: int) -> bool:
+        """A gift of this step, or a later one, has come and is not taken in yet."""
+        return any(s.peer == voter and s.step >= step for s in self._arrivals.taken)
+
+    def close(self) -> None:
+        """Nothing is given or taken any more; what is unsettled is withdrawn once, and lost if nobody answers."""
+        self.closed = True
+        for given in list(self._given.values()):
+            self.ground.send(given.share.peer, Withdraw(self.name, given.serial, given.share.peer))
+            self._drop(given)
+        for coming in list(self._coming.values()):
+            self.parcels.stop(coming.intake)
+            self._settle(coming.intake.holder, coming.gift.serial, "this gossip is closed")
+        self._coming.clear()
+
+    # ---------------------------------------------------------------- giving
+
+    def _key(self, vector: int) -> Key:
+        return Key("gossip/" + self.name, vector, 0)
+
+    def _push(self, given: Given) -> None:
+        """Say it (again)."""
+        given.again = self.ground.now + AGAIN_S
+        to = given.share.peer
+        if given.withdrawn:
+            self.ground.send(to, Withdraw(self.name, given.serial, to))
+            return
+        share = given.share
+        self.ground.send(to, Gift(self.name, given.serial, to, share.step, share.weight, self.spec, given.vector))
+
+    def receive_taken(self, sender: Voter, m: Taken) -> None:
+        given = self._given.get(sender)
+        if given is not None and given.serial == m.serial:
+            self._drop(given)
+            self._tell()
+            return
+        serial, weight = self._reclaimed.get(sender, (-1, 0.0))
+        if serial == m.serial:
+            del self._reclaimed[sender]
+            self._arrivals.overdrawn += weight
+            self._tell()
+
+    def receive_refused(self, sender: Voter, m: Refused) -> None:
+        given = self._given.get(sender)
+        if given is not None and given.serial == m.serial:
+            self._take_back(given, m.why)
+        elif self._reclaimed.get(sender, (-1, 0.0))[0] == m.serial:
+            del self._reclaimed[sender]
+
+    def _take_back(self, given: Given, why: str) -> None:
+        share = given.share
+        self._drop(given)
+        self._arrivals.returned.append(Share(share.peer, share.weight, share.step, share.payloads, why))
+        self._tell()
+
+    def _drop(self, given: Given) -> None:
+        """It is settled: its payload goes with the last gift of the vector."""
+        del self._given[given.share.peer]
+        if not any(other.vector == given.vector for other in self._given.values()):
+            holding = self.parcels.holdings.held(self._key(given.vector))
+            self.bytes_sent += holding.sent_bytes if holding is not None else 0
+            self.parcels.holdings.release(self._key(given.vector), "the gift is withdrawn")
+
+    # ---------------------------------------------------------------- taking
+
+    def receive_gift(self, sender: Voter, m: Gift) -> None:
+        why = self._reason_against(sender, m)
+        serial = self._settled.get(sender, (-1, False, ""))[0]
+        coming = self._coming.get(sender)
+        if m.to == self.ground.me and m.serial <= serial:
+            if m.serial == serial:
+                self._answer(sender)
+            return
+        if coming is not None and m.serial <= coming.gift.serial:
+            return
+        if coming is not None:  # the giver has settled that one by itself
+            self._give_up(sender, coming, "another gift came")
+        if why:
+            if m.to == self.ground.me:
+                self._settle(sender, m.serial, why)
+            else:
+                self.ground.send(sender, Refused(m.name, m.serial, why))
+            return
+        self._pull(sender, m)
+
+    def _reason_against(self, sender: Voter, m: Gift) -> str:
+        if m.to != self.ground.me:
+            return "it was meant for another process"
+        if self.closed:
+            return "this gossip is closed"
+        if m.grid != self.spec:
+            return f"{self.spec.numel} elements in {self.spec.codec} are averaged here"
+        if not 0 < m.weight <= WEIGHT_MAX:
+            return f"a weight of {m.weight}"
+        if len(self._arrivals.taken) + len(self._coming) >= ARRIVED_MAX:
+            return "busy"
+        return ""
+
+    def _pull(self, sender: Voter, m: Gift) -> None:
+        intake = Intake(
+            self._key(m.vector),
+            sender,
+            self.grid,
+            math.inf,
+            2,
+            lambda parcel: self._take(sender, parcel),
+            lambda why: self._failed(sender, why),
+        )
+        n_chunks = self.grid.n_chunks
+        self._coming[sender] = Coming(m, intake, [None] * n_chunks, n_chunks)
+        self.parcels.want(intake, range(n_chunks))
+
+    def _take(self, sender: Voter, parcel: Parcel) -> None:
+        coming = self._coming[sender]
+        if not self.grid.coder.finite(parcel.payload, self.grid.elems(parcel.chunk)):
+            self.ground.dropped[sender.peer, "not finite"] += 1
+            self._give_up(sender, coming, "refused: not finite")
+            return
+        coming.payloads[parcel.chunk] = parcel.payload
+        coming.left -= 1
+        if coming.left:
+            return
+        del self._coming[sender]
+        self.parcels.stop(coming.intake)
+        self.bytes_received += coming.intake.received_bytes
+        gift = coming.gift
+        whole = [payload for payload in coming.payloads if payload is not None]
+        self._settled[sender] = (gift.serial, True, "")
+        self._arrivals.taken.append(Share(sender, gift.weight, gift.step, whole))
+        self._answer(sender)
+        self._tell()
+
+    def _failed(self, sender: Voter, why: str) -> None:
+        coming = self._coming.pop(sender)
+        self._settle(sender, coming.gift.serial, why)
+
+    def _give_up(self, sender: Voter, coming: Coming, why: str) -> None:
+        self.parcels.stop(coming.intake)
+        del self._coming[sender]
+        self._settle(sender, coming.gift.serial, why)
+
+    def receive_withdraw(self, sender: Voter, m: Withdraw) -> None:
+        if m.to != self.ground.me:
+            self.ground.send(sender, Refused(m.name, m.serial, "it was meant for another process"))
+            return
+        serial = self._settled.get(sender, (-1, False, ""))[0]
+        coming = self._coming.get(sender)
+        if m.serial == serial:
+            self._answer(sender)
+        elif coming is not None and coming.gift.serial == m.serial:
+            self._give_up(sender, coming, "withdrawn")
+        elif m.serial > serial and coming is None:
+            self._settle(sender, m.serial, "withdrawn")
+
+    def _settle(self, sender: Voter, serial: int, why: str) -> None:
+        """This gift is not taken, now or ever."""
+        self._settled[sender] = (serial, False, why)
+        self._answer(sender)
+
+    def _answer(self, sender: Voter) -> None:
+        serial, taken, why = self._settled[sender]
+        self.ground.send(sender, Taken(self.name, serial) if taken else Refused(self.name, serial, why))
+
+    # ---------------------------------------------------------------- time and members
+
+    def tick(self) -> None:
+        now, members = self.ground.now, self.ground.members
+        for given in list(self._given.values()):
+            to = given.share.peer
+            if members.gone(to):
+                self._take_back(given, "left")
+                continue
+            if members.up(to):
+                given.down_since = None
+            elif given.down_since is None:
+                given.down_since, given.withdrawn = self.ground.running_s, True
+            elif self.ground.running_s - given.down_since > RECLAIM_S:
+                self._reclaimed[to] = (given.serial, given.share.weight)
+                self._take_back(given, "dead")
+                continue
+            if self.ground.running_s >= given.until_run:
+                given.withdrawn = True
+            if now >= given.again:
+                self._push(given)
+
+    def member_up(self, voter: Voter) -> None:
+        given = self._given.get(voter)
+        if given is not None:
+            given.again = 0.0
+        if voter in self._reclaimed:
+            self.ground.send(voter, Withdraw(self.name, self._reclaimed[voter][0], voter))
+
+    def member_gone(self, voter: Voter) -> None:
+        """Down, or gone for good; intakes from it have failed already."""
+        if self.ground.members.gone(voter):
+            self._settled.pop(voter, None)
+            self._reclaimed.pop(voter, None)
+        self.tick()
+
+    def next_deadline(self) -> float:
+        return min((given.again for given in self._given.values()), default=math.inf)
+
+    def _tell(self) -> None:
+        self.ground.notify(GossipNews(self.name))
+
+
+# ------------------------------------------------------------------ the arithmetic of mass
+
+
+def decoded(grid: Grid, payloads: Sequence[bytes | memoryview], out: Tensor) -> Tensor:
+    """The vector of these payloads, fp32, into `out`."""
+    for chunk, payload in enumerate(payloads):
+        start, stop = grid.span(chunk)
+        out[start:stop].copy_(grid.coder.decode(payload, stop - start))
+    return out
+
+
+def encoded(grid: Grid, z: Tensor) -> list[memoryview]:
+    return [grid.coder.encode(z[slice(*grid.span(chunk))]) for chunk in range(grid.n_chunks)]
+
+
+def after_giving(z: Tensor, weight: float, given: float, told: Tensor) -> float:
+    """Give the weight `given` of z away as `told`, its quantised form: z keeps what that does not say, in place.
+
+    Returns the weight that is left. w z = (w - v) z_new + v z', so z_new = z + v / (w - v) (z - z').
+    """
+    left = weight - given
+    if not left > 0:
+        raise ValueError(f"of a weight of {weight}, {given} cannot be given away")
+    z.add_(z - told, alpha=given / left)
+    return left
+
+
+def absorb(z: Tensor, weight: float, share: float, vector: Tensor) -> float:
+    """Take the weight `share` of `vector` into (z, weight), in place; returns the new weight."""
+    total = weight + share
+    z.lerp_(vector, share / total)
+    return total

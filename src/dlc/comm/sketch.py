@@ -1,0 +1,58 @@
+"""How far apart vectors of millions of elements are, from a kilobyte each: a random projection that all peers share.
+
+    s = S x,  S in {-1, 0, 1}^(k x n), one sign per column:    s_j = sum over i with i mod k = j of sign_i x_i
+
+The signs are drawn from a seed, so every peer uses the same S, and S is linear: for two vectors x and y,
+E ||S x - S y||^2 = ||x - y||^2, with a relative standard deviation of about sqrt(2 / k) (count sketch; Charikar, Chen,
+Farach-Colton 2002). Over several peers the errors of the pairs average out in part.
+
+`distance` is the consensus distance: the root of the mean over peers of ||x_i - mean||^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SKETCH_ELEMS = 256
+SLICE_ELEMS = 1 << 20
+"""Signs are drawn for so many elements at a time; a multiple of SKETCH_ELEMS."""
+
+
+def sketch(x: Tensor, seed: int = 0) -> Tensor:
+    """The projection of a fp32 CPU vector: SKETCH_ELEMS fp32 elements."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(SKETCH_ELEMS, dtype=torch.float64)
+    for start in range(0, x.numel(), SLICE_ELEMS):
+        part = x[start : start + SLICE_ELEMS]
+        signs = torch.randint(0, 2, (part.numel(),), generator=generator, dtype=torch.int8)
+        signed = torch.where(signs.bool(), part, -part)
+        rows = signed.numel() // SKETCH_ELEMS
+        total += signed[: rows * SKETCH_ELEMS].view(rows, SKETCH_ELEMS).sum(0, dtype=torch.float64)
+        rest = signed[rows * SKETCH_ELEMS :]
+        total[: rest.numel()] += rest
+    return total.float()
+
+
+def distance(sketches: Sequence[Tensor]) -> float:
+    """Consensus distance of the vectors behind these sketches; 0 for fewer than two."""
+    if len(sketches) < 2:
+        return 0.0
+    stack = torch.stack([s.double() for s in sketches])
+    return math.sqrt(float((stack - stack.mean(0)).square().sum(1).mean()))
+
+
+def to_bytes(s: Tensor) -> bytes:
+    """Little-endian fp32."""
+    return bytes(s.float().contiguous().numpy().astype("<f4").tobytes())
+
+
+def from_bytes(raw: bytes) -> Tensor | None:
+    """None where it is no sketch."""
+    if len(raw) != 4 * SKETCH_ELEMS:
+        return None
+    found = torch.frombuffer(bytearray(raw), dtype=torch.float32).clone()
+    return found if bool(torch.isfinite(found).all()) else None

@@ -1,0 +1,248 @@
+"""`Gossip`: averaging with a few neighbours at a time, without rounds, barriers or a log.
+
+    gossip = dlc.Gossip(peer, graph="random-pairs")
+    for step, batch in enumerate(loader):
+        ...
+        if step % every == 0:
+            report = gossip.step(list(model.parameters()))
+
+Each step gives shares of this peer's mass to its neighbours, takes in what came from others, and writes the estimate of
+the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a share that gets lost).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dlc.collectives import refuse_sparse
+from dlc.comm.board import DIRECT_MAX
+from dlc.comm.driver import clock
+from dlc.comm.effects import Effect
+from dlc.comm.gossip import Arrivals, GossipNews, absorb, after_giving, decoded, encoded
+from dlc.comm.gossip import Gossip as Machine
+from dlc.comm.graphs import GRAPHS, neighbours
+from dlc.comm.grid import Grid, usual_chunk_elems
+from dlc.comm.ids import Voter
+from dlc.comm.mesh import Mesh
+from dlc.comm.meshmessages import Place
+from dlc.comm.service import ServiceNews
+from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
+from dlc.comm.wire import pack, unpack
+from dlc.errors import ProtocolError, UsageError
+from dlc.flat import flatten_tensors, unflatten_into
+from dlc.peer import Peer
+from dlc.report import GossipReport
+from dlc.served import Stopped
+
+T = TypeVar("T")
+
+PLACE_S = 3600.0
+"""A peer that makes no step for so long is no neighbour any more; one that is dead or has left is none at once."""
+WEIGHT_MIN = 2.0**-20
+"""Who holds less gives nothing more away before something comes: its neighbours have what it had."""
+
+
+class Gossip:
+    """One peer's place in a gossip; for one thread at a time.
+
+    graph:  "random-pairs" (each step another partner, both give half), "ring" or "exponential": see `dlc.comm.graphs`.
+    codec:  "fp32", "fp16", "bf16", "int8", "int4"; what it rounds off stays with the giver, so no mean moves by it.
+    weight: of this peer's vector in the mean that all approach.
+    seed:   of the pairs; equal on all peers.
+
+    All peers of one `name` pass tensors of the same shapes. Left open until `close`.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        name: str = "gossip",
+        *,
+        graph: str = "random-pairs",
+        codec: str = "fp16",
+        weight: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if graph not in GRAPHS:
+            raise UsageError(f"there is no graph {graph!r}; known: {', '.join(GRAPHS)}")
+        if not 0 < weight < float("inf"):
+            raise UsageError(f"weight is {weight}: it must be above 0 and finite")
+        refuse_sparse(codec)
+        self.peer, self.name, self.graph, self.codec, self.seed = peer, name, graph, codec, seed
+        self.weight = weight
+        """Of push-sum, that this peer holds now."""
+        self.t = 0
+        self._key = f"gossip/{name}"
+        self._mesh = peer.mesh
+        self._machine: Machine | None = None
+        self._grid: Grid | None = None
+        self._news = threading.Event()
+        self._error: BaseException | None = None
+        self._bytes = (0, 0)
+        self._mesh.listen(self._told)
+        self._post(b"")
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, tensors: Tensor | Sequence[Tensor], *, wait_s: float = 10.0, keep_s: float = 60.0) -> GossipReport:
+        """Give shares to this step's neighbours, take in what came, and write the estimate into `tensors`, in place.
+
+        What the tensors changed by since the last step is this peer's own work: it enters the mean with its weight.
+
+        wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
+        its own to be taken. 0: take what is there; what comes later is taken in by the next step.
+        keep_s: a gift that is not taken within this time is withdrawn, and comes back.
+        Raises SwarmClosed, UsageError (other shapes than before).
+        """
+        began = clock()
+        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        z = flatten_tensors(many)
+        machine, grid = self._begun(z.numel())
+        members = self._members()
+        self.t = max([self.t + 1, *(place.t for place in members.values())])
+        took: dict[str, float] = {}
+        returned: dict[str, str] = {}
+        overdrawn = self._absorb(machine, grid, z, took, returned)
+        gave = self._give(machine, grid, z, sorted([*members, self.peer.voter]), keep_s)
+        waited = clock()
+        self._wait(machine, members, took, wait_s)
+        waited = clock() - waited
+        overdrawn += self._absorb(machine, grid, z, took, returned)
+        unflatten_into(z, many)
+        mine = sketch(z, self.seed)
+        if self.t % (1 + len(members) // DIRECT_MAX) == 0:  # the more peers, the less often each tells all others
+            self._post(to_bytes(mine))
+        others = [found for place in members.values() if (found := from_bytes(place.sketch)) is not None]
+        before, self._bytes = self._bytes, (machine.bytes_sent, machine.bytes_received)
+        return GossipReport(
+            name=self.name,
+            t=self.t,
+            peers=len(members) + 1,
+            gave={voter.peer: weight for voter, weight in gave},
+            took=took,
+            returned=returned,
+            unsettled=self._ask(lambda: sum(share.weight for share in machine.unsettled)),
+            weight=self.weight,
+            overdrawn=overdrawn,
+            distance=distance([mine, *others]),
+            bytes_sent=self._bytes[0] - before[0],
+            bytes_received=self._bytes[1] - before[1],
+            seconds=clock() - began,
+            waiting_s=waited,
+        )
+
+    def close(self) -> None:
+        """Take part no longer: the mass that this peer holds is gone from the mean of the others."""
+        self._mesh.unlisten(self._told)
+        machine = self._machine
+        if machine is not None:
+            self._mesh.act(lambda mesh, now: mesh.with_gossip(machine, machine.close, now))
+        self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
+
+    # ---------------------------------------------------------------- mass
+
+    def _absorb(
+        self, machine: Machine, grid: Grid, z: Tensor, took: dict[str, float], returned: dict[str, str]
+    ) -> float:
+        """Take in what came and what came back; returns the weight that had to be given up."""
+        arrivals: Arrivals = self._ask(machine.arrivals)
+        room = torch.empty(z.numel()) if arrivals.taken or arrivals.returned else z
+        for share in arrivals.taken:
+            self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
+            took[share.peer.peer] = took.get(share.peer.peer, 0.0) + share.weight
+        for share in arrivals.returned:
+            self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
+            returned[share.peer.peer] = share.why
+        self.weight = max(WEIGHT_MIN, self.weight - arrivals.overdrawn)
+        return arrivals.overdrawn
+
+    def _give(
+        self, machine: Machine, grid: Grid, z: Tensor, members: list[Voter], keep_s: float
+    ) -> list[tuple[Voter, float]]:
+        me = self.peer.voter
+        shares = neighbours(self.graph, members, me, self.t, self.seed)
+        if not shares or self.weight < WEIGHT_MIN:
+            return []
+        free = set(self._ask(lambda: [voter for voter, _ in shares if machine.free(voter)]))
+        gifts = [(voter, self.weight * share) for voter, share in shares if voter in free]
+        if not gifts:
+            return []
+        payloads = encoded(grid, z)
+        told = decoded(grid, payloads, torch.empty(z.numel()))
+        self.weight = after_giving(z, self.weight, sum(weight for _, weight in gifts), told)
+
+        def give(mesh: Mesh, now: float) -> list[Effect]:
+            return mesh.with_gossip(machine, lambda: machine.give(gifts, self.t, payloads, keep_s), now)
+
+        self._mesh.act(give)
+        return gifts
+
+    def _wait(self, machine: Machine, members: dict[Voter, Place], took: dict[str, float], wait_s: float) -> None:
+        """For the gifts of this step to this peer, and for its own to be settled."""
+        everybody, me = sorted([*members, self.peer.voter]), self.peer.voter
+        givers = [
+            v
+            for v in members
+            if any(to == me for to, _ in neighbours(self.graph, everybody, v, self.t, self.seed)) and v.peer not in took
+        ]
+        end = clock() + wait_s
+
+        def waiting() -> bool:
+            """Whoever stands at this step already, or further, and gives me nothing, will not do so any more."""
+            behind = {v for v, place in self._members().items() if place.t < self.t}
+            return self._ask(
+                lambda: (
+                    bool(machine.unsettled)
+                    or any((v in behind or v in machine.coming) and not machine.arrived_from(v, self.t) for v in givers)
+                )
+            )
+
+        while self._error is None and clock() < end and waiting():
+            self._news.wait(min(0.25, max(0.0, end - clock())))
+            self._news.clear()
+
+    # ---------------------------------------------------------------- the others
+
+    def _members(self) -> dict[Voter, Place]:
+        """Who gossips under this name and is up, this peer not among them."""
+        found: dict[Voter, Place] = {}
+
+        def read(mesh: Mesh, now: float) -> None:
+            for posted in mesh.board.get(self._key).values():
+                if posted.author != self.peer.voter and mesh.ground.members.up(posted.author):
+                    try:
+                        found[posted.author] = unpack(posted.value, Place)
+                    except ProtocolError:
+                        mesh.ground.dropped[posted.author.peer, "a place that cannot be"] += 1
+
+        self._mesh.ask(read)
+        return found
+
+    def _post(self, projection: bytes) -> None:
+        value = pack(Place(self.t, self.weight, projection))
+        self._mesh.act(lambda mesh, now: mesh.post(self._key, value, PLACE_S, now))
+
+    def _begun(self, numel: int) -> tuple[Machine, Grid]:
+        if self._grid is None or self._machine is None:
+            if not numel:
+                raise UsageError("gossip needs at least one element")
+            grid = self._grid = Grid(numel, usual_chunk_elems(numel), self.codec)
+            self._machine = self._mesh.ask(lambda mesh, now: mesh.gossip(self.name, grid))
+        if numel != self._grid.numel:
+            raise UsageError(f"the tensors have {numel} elements, those of the steps before {self._grid.numel}")
+        return self._machine, self._grid
+
+    def _ask(self, fn: Callable[[], T]) -> T:
+        return self._mesh.ask(lambda mesh, now: fn())
+
+    def _told(self, news: ServiceNews) -> None:
+        """On the driver thread."""
+        if isinstance(news, Stopped):
+            self._error = news.error
+        if isinstance(news, Stopped) or (isinstance(news, GossipNews) and news.name == self.name):
+            self._news.set()

@@ -1,0 +1,96 @@
+"""Notices: everybody has them, the newest counts, they expire, and nobody can fill another's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlc.comm import board as module
+from dlc.comm.board import Board
+from dlc.comm.ids import Voter
+from dlc.comm.meshmessages import Notice, Notices
+from dlc.errors import ProtocolError, UsageError
+from dlc.sim.meshnet import Host, MeshNet
+
+
+def board(host: Host) -> Board:
+    return host.mesh.board
+
+
+def seen(host: Host, key: str) -> dict[str, bytes]:
+    host.mesh.ground.wake(max(host.mesh.ground.now, 0.0))
+    return {peer: posted.value for peer, posted in board(host).get(key).items()}
+
+
+@pytest.mark.parametrize(("n", "loss"), [(5, 0.0), (5, 0.3), (100, 0.05)])
+def test_everybody_has_a_notice_and_whoever_comes_later_too(n: int, loss: float) -> None:
+    net = MeshNet(n, loss=loss)
+    hosts = net.add(n)
+    net.run(1.0)
+    net.act(hosts[0], lambda mesh, now: mesh.post("k", b"old", 900.0, now))
+    net.act(hosts[1], lambda mesh, now: mesh.post("k", b"other", 900.0, now))
+    net.act(hosts[0], lambda mesh, now: mesh.post("k", b"new", 900.0, now))
+    told = {hosts[0].name: b"new", hosts[1].name: b"other"}
+    net.until(lambda: all(seen(h, "k") == told for h in hosts), 150.0)
+    newcomer = net.start("zz")
+    net.until(lambda: seen(newcomer, "k") == told, 150.0)
+    net.act(hosts[0], lambda mesh, now: mesh.withdraw("k", now))
+    net.until(lambda: all(hosts[0].name not in seen(h, "k") for h in [*hosts, newcomer]), 150.0)
+    net.run(910.0)
+    assert all(not board(h)._by_key and not board(h)._sizes and not board(h)._repeats for h in hosts)
+
+
+def test_a_restarted_author_counts_for_more_and_what_a_dead_one_said_stays_until_it_expires() -> None:
+    net = MeshNet(2)
+    a, b, c = net.add(3)
+    net.act(a, lambda mesh, now: mesh.post("k", b"first", 50.0, now))
+    net.run(1.0)
+    net.kill(a)
+    net.run(20.0)
+    assert seen(b, "k") == {a.name: b"first"} == seen(c, "k")
+    again = net.start(a.name, inc=2)
+    net.act(again, lambda mesh, now: mesh.post("k", b"second", 50.0, now))
+    net.until(lambda: seen(b, "k") == {a.name: b"second"} == seen(c, "k"), 10.0)
+    net.run(60.0)
+    assert not seen(b, "k")
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NOTICES_MAX", 3)
+    net = MeshNet(3)
+    a, b, x = net.add(3)
+    for value, ttl_s in ((b"x" * (module.VALUE_BYTES_MAX + 1), 1.0), (b"", 0.0), (b"", 1e9)):
+        with pytest.raises(UsageError):
+            a.mesh.post("k", value, ttl_s, net.now)
+    for i in range(3):
+        a.mesh.post(f"k{i}", b"", 9.0, net.now)
+    with pytest.raises(UsageError, match="one peer may have"):
+        a.mesh.post("k3", b"", 9.0, net.now)
+    flood = Notices(tuple(Notice(x.voter, f"k{i}", i + 1, 9.0, False, False, b"") for i in range(9)))
+    b.mesh.receive(x.voter, flood, net.now)
+    assert sum(x.name in seen(b, f"k{i}") for i in range(9)) == 3
+    assert b.mesh.ground.dropped[x.name, "too many notices"] == 6
+    stranger = Voter("stranger", 1)
+    b.mesh.receive(x.voter, Notices((Notice(stranger, "k", 1, 9.0, False, False, b""),)), net.now)
+    b.mesh.receive(stranger, Notices((Notice(x.voter, "k", 99, 9.0, False, False, b""),)), net.now)
+    assert not seen(b, "k")
+    with pytest.raises(ProtocolError):
+        b.mesh.receive(x.voter, Notices((Notice(x.voter, "k", 1, -1.0, False, False, b""),)), net.now)
+
+
+def test_what_others_say_in_my_name_is_not_believed() -> None:
+    net = MeshNet(4)
+    a, b = net.add(2)
+    b.mesh.receive(a.voter, Notices((Notice(b.voter, "k", 99, 9.0, False, False, b"lie"),)), net.now)
+    assert not seen(b, "k")
+
+
+def test_a_notice_for_some_goes_to_them_alone_and_to_whoever_shows_one_of_its_kind() -> None:
+    net = MeshNet(5)
+    hosts = net.add(70)
+    a, b, c, d = hosts[:4]
+    net.act(a, lambda mesh, now: mesh.post("k", b"a", 60.0, now, [b.name]))
+    net.run(20.0)
+    assert [h.name for h in hosts if seen(h, "k")] == [a.name, b.name]
+    net.act(c, lambda mesh, now: mesh.post("k", b"c", 60.0, now, [a.name]))
+    net.until(lambda: set(seen(a, "k")) == set(seen(c, "k")) == {a.name, c.name}, 20.0)
+    assert not seen(d, "k")

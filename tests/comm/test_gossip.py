@@ -1,0 +1,215 @@
+"""Push-sum on a virtual clock: mass is neither made nor lost, whatever the network does; graphs and sketches."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlc.comm.gossip import Gossip, absorb, after_giving, decoded, encoded
+from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
+from dlc.comm.meshmessages import Taken
+from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
+from dlc.errors import UsageError
+from dlc.sim.meshnet import Host, MeshNet
+
+NUMEL, CHUNK = 100, 16
+
+
+class Walker:
+    """One peer that gossips: gives at its own pace, and takes in what came before each step."""
+
+    def __init__(self, net: MeshNet, host: Host, i: int, codec: str = "fp32", weight: float = 1.0) -> None:
+        self.net, self.host, self.weight, self.t = net, host, weight, 0
+        self.grid = Grid(NUMEL, CHUNK, codec)
+        self.z = torch.randn(NUMEL, generator=torch.Generator().manual_seed(i)) + i
+        self.machine: Gossip = host.mesh.gossip("g", self.grid)
+        self.overdrawn = 0.0
+
+    def take(self) -> None:
+        room = torch.empty(NUMEL)
+        arrivals = self.machine.arrivals()
+        for share in [*arrivals.taken, *arrivals.returned]:
+            self.weight = absorb(self.z, self.weight, share.weight, decoded(self.grid, share.payloads, room))
+        self.overdrawn += arrivals.overdrawn
+        self.weight -= arrivals.overdrawn
+
+    def step(self, graph: str, voters: list[Voter], keep_s: float = 10.0) -> None:
+        if self.host.dead or self.host.frozen:
+            return
+        self.take()
+        shares = neighbours(graph, voters, self.host.voter, self.t)
+        self.t += 1
+        gifts = [(to, self.weight * s) for to, s in shares if self.machine.free(to)]
+        if not gifts:
+            return
+        payloads = encoded(self.grid, self.z)
+        told = decoded(self.grid, payloads, torch.empty(NUMEL))
+        self.weight = after_giving(self.z, self.weight, sum(w for _, w in gifts), told)
+        give = self.machine.give
+        self.net.act(
+            self.host,
+            lambda mesh, now: mesh.with_gossip(self.machine, lambda: give(gifts, self.t, payloads, keep_s), now),
+        )
+
+
+def walkers(net: MeshNet, n: int, **options: Any) -> list[Walker]:
+    return [Walker(net, host, i, weight=1.0 + i % 3, **options) for i, host in enumerate(net.add(n))]
+
+
+def mass(many: list[Walker]) -> tuple[torch.Tensor, float]:
+    total = sum((w.weight * w.z.double() for w in many), torch.zeros(NUMEL, dtype=torch.float64))
+    return total, sum(w.weight for w in many)
+
+
+def settled(many: list[Walker]) -> bool:
+    return not any(w.machine.unsettled or w.machine.coming for w in many if not w.host.dead)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_mass_is_conserved_and_everybody_comes_to_the_true_mean(seed: int) -> None:
+    rng = random.Random(seed)
+    net = MeshNet(seed, loss=rng.choice([0.0, 0.1, 0.3]), duplicates=rng.choice([0.0, 0.2]))
+    codec = rng.choice(["fp32", "fp16", "int8"])
+    many, graph = walkers(net, rng.randint(2, 7), codec=codec), rng.choice(GRAPHS)
+    voters = [w.host.voter for w in many]
+    before, weight = mass(many)
+    spread = float(torch.stack([w.z for w in many]).std(0).mean())
+
+    def walk(w: Walker, pace_s: float) -> None:
+        if net.now < 1060.0:
+            w.step(graph, voters, keep_s=rng.choice([0.2, 2.0, 10.0]))
+            net.clock.at(net.now + pace_s, walk, w, pace_s)
+
+    for w in many:
+        net.clock.at(net.now + rng.random(), walk, w, rng.uniform(0.3, 1.5))
+    frozen = rng.choice(many).host
+    if seed % 2:
+        net.clock.at(1010.0, net.freeze, frozen)
+        net.clock.at(1025.0, net.thaw, frozen)
+    net.run(62.0)
+    net.until(lambda: settled(many), 120.0)
+    for w in many:
+        w.take()
+    after, left = mass(many)
+    assert left == pytest.approx(weight, rel=1e-9)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-3)
+    assert all(w.overdrawn == 0.0 and w.weight > 0 for w in many)
+    held = sum(len(w.host.mesh.parcels.holdings._held) for w in many)
+    assert held == 0
+    worst = max(float((w.z.double() - before / weight).abs().max()) for w in many)
+    assert worst < (0.2 if codec == "int8" else 0.02) * max(spread, 1.0)
+
+
+def untold(source: str, target: str, message: Any) -> Any:
+    """Answers of a taker do not come."""
+    return None if isinstance(message, Taken) else message
+
+
+@pytest.mark.parametrize(("fault", "limit_s"), [("leave", 10.0), ("kill", 90.0)])
+def test_a_share_of_a_process_that_is_gone_comes_back_of_a_dead_one_after_a_time(fault: str, limit_s: float) -> None:
+    net = MeshNet(3)
+    a, b = walkers(net, 2)
+    net.tamper = untold
+    a.step("ring", [a.host.voter, b.host.voter])
+    net.run(1.0)
+    assert a.weight == 0.5 and b.machine.arrived_from(a.host.voter, 0)
+    getattr(net, fault)(b.host)
+    net.until(lambda: not a.machine.unsettled, limit_s)
+    a.take()
+    assert a.weight == 1.0
+
+
+def test_a_share_taken_back_from_one_who_had_it_after_all_is_given_up_and_told() -> None:
+    net = MeshNet(4)
+    a, b = walkers(net, 2)
+    net.tamper = untold
+    a.step("ring", [a.host.voter, b.host.voter])
+    net.run(1.0)
+    net.freeze(b.host)
+    net.until(lambda: not a.machine.unsettled, 90.0)
+    a.take()
+    assert a.weight == 1.0
+    net.tamper = lambda source, target, message: message
+    net.thaw(b.host)
+    net.run(5.0)
+    a.take()
+    b.take()
+    assert a.overdrawn == 0.5 and a.weight + b.weight == pytest.approx(3.0)
+
+
+def test_gifts_of_another_shape_or_to_nobody_come_back() -> None:
+    net = MeshNet(5)
+    a, *_ = walkers(net, 1)
+    other, nobody = net.add(2)
+    other.mesh.gossip("g", Grid(NUMEL + 1, CHUNK, "fp32"))
+    for host, why in ((other, "101 elements"), (nobody, "nobody gossips")):
+        a.step("ring", [a.host.voter, host.voter])
+        net.until(lambda: not a.machine.unsettled, 10.0)
+        (share,) = a.machine._arrivals.returned
+        assert why in share.why
+        a.take()
+        assert a.weight == 1.0
+
+
+def test_who_does_not_take_in_what_comes_refuses_more() -> None:
+    net = MeshNet(6)
+    many = walkers(net, 2)
+    a, b = many
+    for _ in range(12):
+        a.weight = 1.0
+        a.step("ring", [a.host.voter, b.host.voter])
+        net.until(lambda: settled(many), 10.0)
+    assert len(b.machine._arrivals.taken) == 8
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16])
+def test_graphs_conserve_mass_and_shrink_the_distance_by_their_gap(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for graph in GRAPHS:
+        x = rng.standard_normal(n)
+        for t in range(20):
+            p = mixing(graph, n, t)
+            assert np.allclose(p.sum(0), 1.0) and (p >= 0).all()
+            assert sum(share for _, share in gives(graph, n, 0, t)) < 1.0
+        rho = contraction(graph, n)
+        assert 0.0 <= rho < 1.0 and spectral_gap(graph, n) == 1.0 - rho
+        deviation = x - x.mean()
+        if graph == "random-pairs":
+            squares = [np.linalg.norm(mixing(graph, n, t) @ deviation) ** 2 for t in range(3000)]
+            assert np.mean(squares) == pytest.approx(rho**2 * np.linalg.norm(deviation) ** 2, rel=0.05)
+        elif graph == "ring":
+            after = mixing(graph, n) @ deviation
+            assert np.linalg.norm(after) <= rho * np.linalg.norm(deviation) + 1e-12
+        elif n == 1 << hops(n):
+            for t in range(hops(n)):
+                deviation = mixing(graph, n, t) @ deviation
+            assert np.linalg.norm(deviation) < 1e-12 and rho == 0.0
+    with pytest.raises(UsageError, match="random-pairs"):
+        gives("star", n, 0, 0)
+
+
+def test_a_lossy_codec_moves_no_mass() -> None:
+    grid = Grid(NUMEL, CHUNK, "int4")
+    z = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    before = 3.0 * z.double()
+    told = decoded(grid, encoded(grid, z), torch.empty(NUMEL))
+    left = after_giving(z, 3.0, 1.0, told)
+    torch.testing.assert_close(left * z.double() + 1.0 * told.double(), before, rtol=1e-5, atol=1e-5)
+
+
+def test_sketches_tell_the_distance() -> None:
+    generator = torch.Generator().manual_seed(2)
+    many = [torch.randn(100_003, generator=generator) * 0.1 + 5.0 for _ in range(8)]
+    stack = torch.stack(many).double()
+    exact = math.sqrt(float((stack - stack.mean(0)).square().sum(1).mean()))
+    told = [from_bytes(to_bytes(sketch(x, seed=3))) for x in many]
+    assert distance([t for t in told if t is not None]) == pytest.approx(exact, rel=0.15)
+    assert distance([sketch(many[0]), sketch(many[0])]) == 0.0
+    assert from_bytes(b"x") is None and from_bytes(b"\xff" * 1024) is None
