@@ -18,6 +18,8 @@ from dlc.train.model import build_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"llama-2m": 2e6, "llama-14m": 14e6, "llama-60m": 60e6, "llama-150m": 150e6, "llama-1.1b": 1.1e9}
+STRATEGIES = {"data-parallel": "data-parallel", "gossip": "gossip", "noloco": "gossip", "moshpit": "moshpit"}
+"""One small run for each, beside the sizes, which are DiLoCo's."""
 
 
 def test_the_reference_is_what_make_docs_writes() -> None:
@@ -38,7 +40,16 @@ def test_the_reference_has_every_option_below_its_table() -> None:
 
 
 def test_there_is_a_ready_run_of_each_size() -> None:
-    assert {path.stem for path in (ROOT / "configs").iterdir()} == set(SIZES)
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == set(SIZES) | set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_ready_run_of_each_strategy_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "configs" / f"{name}.toml"
+    spec = RunSpec.from_toml(path)
+    assert (spec.run, spec.strategy) == (name, STRATEGIES[name]) and spec.rounds > 0
+    assert main(["join", "--config", str(path), "--print-config"]) == 0
+    assert RunSpec.from_dict(tomllib.loads(capsys.readouterr().out)) == spec
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -164,7 +164,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ),
         ("strategy = 'gossip'\n[gossip]\ngraph = 'rings'", "got 'rings'; did you mean 'ring'?"),
         ("strategy = 'gossip'\n[gossip]\nupdate = 'noloco'", "set gossip.graph = \"random-pairs\", not 'exponential'"),
-        ("strategy = 'gossip'\n[gossip]\npull = 0.4", "gossip.pull must lie above gossip.outer_momentum (0.5)"),
+        ("strategy = 'gossip'\n[gossip]\npull = 1.6", "below 2 (1 - gossip.outer_momentum^2) = 1.5, got 1.6"),
         (
             "strategy = 'gossip'\noverlap = 'delayed'",
             'overlap = "delayed" cannot go with "gossip": what is averaged are',

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dlc.runspec import RunSpec
 
 STRATEGIES = ("diloco", "data-parallel", "gossip", "moshpit", "parameter-server")
-WITHOUT_LOG = ("parameter-server",)
+WITHOUT_LOG = ("gossip", "moshpit", "parameter-server")
 """Strategies whose peers take part without the replicated log."""
 GRAPHS = ("ring", "exponential", "random-pairs")
 GOSSIP_UPDATES = ("average", "noloco")
@@ -42,9 +42,13 @@ class GossipSpec:
     """How much of what the pair has learned moves the slow weights (NoLoCo's beta). Only for update "noloco"."""
     outer_momentum: float = 0.5
     """Of the slow weights (NoLoCo's alpha), in [0, 1). Only for update "noloco"."""
-    pull: float = 0.9
-    """How strongly the slow weights are drawn to the mean of the pair (NoLoCo's gamma), above `outer_momentum` and
-    below 2. Only for update "noloco"."""
+    pull: float = 0.6
+    """How strongly the slow weights are drawn to the mean of the pair (NoLoCo's gamma), above 0 and below
+    2 (1 - outer_momentum^2): with more, momentum drives peers apart. Only for update "noloco"."""
+
+    wait_s: float = 2.0
+    """How long an exchange waits at most for the neighbours that it is with. 0: it takes what came meanwhile, and inner
+    steps never stand still; not for update "noloco"."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "gossip.")
@@ -54,11 +58,17 @@ class GossipSpec:
             self.update != "noloco" or self.graph == "random-pairs",
             f'gossip.update "noloco" averages in pairs: set gossip.graph = "random-pairs", not {self.graph!r}',
         )
+        least = "above 0" if self.update == "noloco" else "at least 0"
+        check(
+            self.wait_s > 0 or (self.wait_s == 0 and self.update != "noloco"),
+            f"gossip.wait_s must be {least}, got {self.wait_s}",
+        )
         check(self.outer_lr > 0, f"gossip.outer_lr must be above 0, got {self.outer_lr}")
         check(0 <= self.outer_momentum < 1, f"gossip.outer_momentum must lie in [0, 1), got {self.outer_momentum}")
+        most = 2 * (1 - self.outer_momentum**2)
         check(
-            self.outer_momentum < self.pull < 2,
-            f"gossip.pull must lie above gossip.outer_momentum ({self.outer_momentum}) and below 2, got {self.pull}",
+            0 < self.pull < most,
+            f"gossip.pull must lie above 0 and below 2 (1 - gossip.outer_momentum^2) = {most:g}, got {self.pull}",
         )
 
 
@@ -67,10 +77,12 @@ class MoshpitSpec:
     """Averaging of parameters in rotating groups (Moshpit SGD, arXiv:2103.03239). Only for strategy "moshpit"."""
 
     group_size: int = 0
-    """Peers in a group (M), at least 2. 0: chosen from the number of peers."""
+    """Peers in a group (M), at least 2. 0: about 8, or as `dims` and the number of peers have it."""
     dims: int = 0
-    """Dimensions of the grid (d): after so many exchanges without a fault all hold the mean of all, and M^d peers have
-    a place each. 0: chosen from the number of peers."""
+    """Dimensions of the grid (d): in as many exchanges what a peer learned reaches all, and M^d peers have a place
+    each. 0: as the group size and the number of peers have it."""
+    wait_s: float = 5.0
+    """How long a group waits at most for those of its members that have not come, above 0."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "moshpit.")
@@ -78,6 +90,11 @@ class MoshpitSpec:
             self.group_size == 0 or 2 <= self.group_size <= GROUP_SIZE_MAX,
             f"moshpit.group_size must be 0 or lie in 2 ... {GROUP_SIZE_MAX}, got {self.group_size}",
         )
+        check(
+            not (self.group_size and self.dims),
+            "moshpit.group_size and moshpit.dims are both given: remove one, it follows from the number of peers",
+        )
+        check(self.wait_s > 0, f"moshpit.wait_s must be above 0, got {self.wait_s}")
         check(self.dims <= DIMS_MAX, f"moshpit.dims must lie in 0 ... {DIMS_MAX}, got {self.dims}")
 
 

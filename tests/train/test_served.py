@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from dlc.train.served import OWN_BLOCKS, first_block, share_of_steps
+from dlc.train.data import OWN_BLOCKS, first_block
+from dlc.train.served import share_of_steps
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class LiveTable:
     def take(self, event: Event) -> None:
         self._bars.take(event)
         self._news = "" if event["event"] in ("round", "synced") else news(event) or self._news
-        if event["event"] == "round":
+        if event["event"] in ("round", "averaging"):
             self._last_round = sentence(event)
         if event["event"] == "validation":
             self._validation = sentence(event)
@@ -140,7 +140,7 @@ class Bars:
             case "step":
                 self.shown.update(self._round, completed=event["inner"], total=event["of"])
                 self._at(event["t"], event["inner"], event["of"])
-            case "round" if (of := self.shown.tasks[0].total) is not None:
+            case "round" | "averaging" if (of := self.shown.tasks[0].total) is not None:
                 self._at(event["t"], 0, int(of))
 
     def _at(self, t: int, inner: int, of: int) -> None:
@@ -162,6 +162,8 @@ class Metrics:
                 self._writer.scalar(event["step"], **known)
             case "round":
                 self._writer.report({name: value for name, value in event.items() if name != "event"})
+            case "averaging":
+                self._writer.scalar(event["t"], consensus_distance=event["distance"], exchange_s=event["seconds"])
             case "validation" if event["loss"] is not None:
                 self._writer.scalar(event["t"], validation_loss=event["loss"])
 
@@ -182,6 +184,8 @@ def sentence(event: Event) -> str:
         case "round":
             own = f"loss {event['loss']:.4f}" if event["loss"] is not None else "not counted here"
             return f"{read_report(event).summary()}; {own}; {_speed(event)}; digest {event['digest'][:12]}"
+        case "averaging":
+            return f"{averaging(event)}; loss {event['loss']:.4f}; {_speed(event)}"
         case "validation":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f} nats per token"
             return f"validation after round {event['t']}: {loss}"
@@ -196,6 +200,20 @@ def sentence(event: Event) -> str:
                 f"model {event['model']}; checkpoint {event['checkpoint']}"
             )
     return news(event)
+
+
+def averaging(event: Event) -> str:
+    """An exchange without a round: with whom, how far models are apart, what it took."""
+    partners, missing = event["partners"], event["missing"]
+    met = ", ".join(peer[:8] for peer in partners) or "nobody"
+    parts = [
+        f"averaging {event['t']}: with {met}",
+        f"distance {event['distance']:.4g}",
+        f"{event['seconds']:.2f} s (waiting {event['waiting_s']:.2f})",
+        f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}",
+    ]
+    parts += [f"without {peer[:8]} ({why})" for peer, why in missing.items()]
+    return "; ".join(parts)
 
 
 def _speed(event: Event) -> str:

@@ -48,6 +48,10 @@ def point(event: Mapping[str, Any]) -> Point | None:
         case "step":
             names = ("loss", "tokens_per_s", "lr")
             return _point(TRAIN_AXIS, event["step"], {f"train/{name}": event[name] for name in names})
+        case "averaging":
+            known = ("loss", "distance", "seconds", "waiting_s", "bytes_sent", "bytes_received")
+            partners = {"round/peers": len(event["partners"]) + 1}
+            return _point(ROUND_AXIS, event["t"], {f"round/{name}": event[name] for name in known} | partners)
         case "round":
             values = {f"round/{name}": event[name] for name in ("loss", "seconds", "waiting_s", "bytes_sent")}
             values["round/bytes_received"] = event["bytes_received"]

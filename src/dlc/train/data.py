@@ -35,6 +35,8 @@ from dlc.train.sources import Documents, Files, Place
 from dlc.train.streaming import StreamSource
 from dlc.train.tokens import ByteTokenizer, Ids, Tokenizer
 
+OWN_BLOCKS = 1 << 32
+"""Positions of one peer, where there are no leases; the next one's come after them."""
 _MASK64 = 2**64 - 1
 _FEISTEL_ROUNDS = 4
 """Four rounds of a keyed mix make a pseudo-random permutation (Luby and Rackoff, 1988)."""
@@ -178,6 +180,12 @@ class BlockSource:
     def fingerprint(self) -> bytes:
         """As `Blocks.fingerprint`: BLAKE3-256 of all ids of both sides, in the order in which they are packed."""
         return blake3("".join(f"{meta.tokens}:{meta.digest}\n" for meta in self._metas).encode()).digest()
+
+
+def first_block(seed: int, peer: str) -> int:
+    """Where the positions of a peer begin in a run without leases: far from those of others, in an order of samples
+    that is its own."""
+    return int.from_bytes(blake3(f"{seed} {peer}".encode()).digest(3), "big") * OWN_BLOCKS
 
 
 def check_seq_len(seq_len: int) -> None:

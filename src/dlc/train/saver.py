@@ -6,6 +6,7 @@
     image    outer state: theta, moments    (OuterState.export)
     inner.*  the inner optimizer's state, local to this peer
     residual what encoding lost of this peer's contributions; only with a codec that keeps it (OuterLoop.residual)
+    own.*    what a strategy without a common state keeps of this peer (Strategy.local)
     rng.*    the random state of this peer's inner steps (rng.random_state)
 
 The log holds the position in the data (the leases, and how far each is committed); the learning rate is a function of
@@ -40,7 +41,7 @@ KEPT = 2
 FOLDER, NAMES = "checkpoints", "t-*.safetensors"
 NAMED_MAX = 5
 """Parameters named in an error."""
-_INNER, _RESIDUAL, _RNG = "inner.", "residual", "rng."
+_INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Saved:
     """Empty: none was saved."""
     layout: Mapping[str, str]
     """Of the parameters in the image (`FlatView.layout`)."""
+    own: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,18 @@ class Local:
     inner: dict[str, Tensor]
     residual: Tensor | None = None
     rng: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self) -> Local:
         """The same on the CPU, in memory that nobody else writes to."""
         residual = self.residual.clone() if self.residual is not None else None
-        return Local(_copies(self.inner), residual, _copies(self.rng))
+        return Local(_copies(self.inner), residual, _copies(self.rng), _copies(self.own))
 
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
         named = {_INNER + name: tensor for name, tensor in self.inner.items()}
         named.update({_RNG + name: tensor for name, tensor in self.rng.items()})
+        named.update({_OWN + name: tensor for name, tensor in self.own.items()})
         return named if self.residual is None else {**named, _RESIDUAL: self.residual}
 
 
@@ -161,7 +165,8 @@ def read(path: Path) -> Saved:
         spec = RunSpec.from_dict(tomllib.loads(meta["spec"]))
         log_bytes, image = tensors["log"].numpy().tobytes(), tensors["image"].numpy().data.cast("B")
         inner, rng, layout = _below(tensors, _INNER), _below(tensors, _RNG), dict(meta["layout"])
-        return Saved(path, spec, int(meta["t"]), log_bytes, image, inner, tensors.get(_RESIDUAL), rng, layout)
+        own = _below(tensors, _OWN)
+        return Saved(path, spec, int(meta["t"]), log_bytes, image, inner, tensors.get(_RESIDUAL), rng, layout, own)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 

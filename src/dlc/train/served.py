@@ -26,6 +26,7 @@ from dlc.errors import DlcError, RoundTimeout
 from dlc.handles import Checkpoint, Position
 from dlc.peer import Peer
 from dlc.server import ServerClient, ServerReport
+from dlc.train.data import first_block
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer import OuterState, pseudo_gradient, theta_of
 from dlc.train.phases import DIVERGED_MAX
@@ -37,8 +38,6 @@ WAIT_SLICE_S = 0.2
 """Between two looks at `stop` and at what the peer has to say, while an exchange is waited for."""
 STOP_S = 5.0
 """An exchange that is near is waited for, when the training is to stop."""
-OWN_BLOCKS = 1 << 32
-"""Positions of one trainer; the next one's come after them."""
 
 
 class Served:
@@ -218,8 +217,3 @@ def share_of_steps(h: int, own: float, others: Sequence[float]) -> int:
     """floor(H v / v_max), at least 1 (dynamic local updates, arXiv:2401.09135); what others tell is checked."""
     fastest = max((speed for speed in others if math.isfinite(speed)), default=0.0)
     return h if fastest <= own else max(1, int(h * own / fastest))
-
-
-def first_block(seed: int, peer: str) -> int:
-    """Where the positions of this trainer begin, far from those of others, in an order of samples that is its own."""
-    return int.from_bytes(blake3(f"{seed} {peer}".encode()).digest(3), "big") * OWN_BLOCKS

@@ -21,5 +21,9 @@ def strategy_of(parts: Parts) -> Strategy:
             from dlc.train.served import Served
 
             return Served(parts)
+        case "gossip" | "moshpit":
+            from dlc.train.averaging import Averaging
+
+            return Averaging(parts)
         case name:
             raise ConfigError(f'strategy "{name}" is not in this version of dlc: set strategy = "diloco"')

@@ -42,7 +42,9 @@ class Calls:
     on_round: Callable[[RoundReport, bool, float | None, float], None]
     """The round that an offer waited for: its report, whether it counted us, our mean loss, seconds we stood still."""
     counted: Callable[[int, threading.Event], None]
-    """After a round that counted us, with its number."""
+    """After an exchange that counted us, with its number."""
+    moved: Callable[[int, int, float], None]
+    """By an exchange that is no round: bytes sent, bytes received, seconds that inner steps stood still for it."""
 
 
 @dataclass(frozen=True)

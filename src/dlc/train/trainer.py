@@ -124,7 +124,7 @@ class Trainer:
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
-        calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then)
+        calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
         self.strategy = strategy_of(Parts(peer, spec, self._engine, self._source, self._tell, calls, clock))
         self._heard: list[RoundDone] = []
         """Rounds that the peer told of, and that are not reported yet."""
@@ -208,14 +208,17 @@ class Trainer:
         if report.channel != CHANNEL or report.head in self._told:
             return
         self._told.append(report.head)
-        self._waited_s += waited_s
-        self._bytes_sent += report.bytes_sent
-        self._bytes_received += report.bytes_received
+        self._moved(report.bytes_sent, report.bytes_received, waited_s)
         position = self.strategy.newest()
         digest = position.digest.hex() if position.head.hex() == report.head else ""
         own = {"counted": counted, "digest": digest, "loss": loss, "own_waiting_s": waited_s}
         speed = {"tokens_per_s": self._tell.tokens_per_s, "mfu": self._tell.mfu}
         self._tell.event("round", **report.to_dict(), **own, **speed)
+
+    def _moved(self, bytes_sent: int, bytes_received: int, waited_s: float) -> None:
+        self._waited_s += waited_s
+        self._bytes_sent += bytes_sent
+        self._bytes_received += bytes_received
 
     def _validate(self) -> float:
         loss = self._engine.evaluate(self._eval_batches)

@@ -1,0 +1,312 @@
+"""The strategies "gossip" and "moshpit": a peer trains its own model, and averages its parameters with a few others.
+
+    [ H inner steps ──> exchange with a few ──> show the model to newcomers ] again
+
+- There is no log, and so no common state: models differ between peers, by the *consensus distance* that every
+  exchange tells (the root mean square of how far each is from the mean of all). Nobody is waited for but the few of an
+  exchange, and these for a stated time. Who they are, and what becomes of the vector, is the part of an `Exchange`.
+- A peer that dies takes what it had learned since its last exchange with it, and harms nobody. One that comes later
+  takes the model of whoever is furthest (`handover`), and that peer's step.
+- Kept are P1 (no master), P5 (strangers stay out) and P6 (true reports). Not kept: P2 (there is no one model), P7
+  (every peer goes through all of the data in an order of its own: samples are drawn, not leased).
+- A checkpoint is of this peer alone: its model and its inner optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from dlc.errors import CheckpointError, ConfigError, DlcError
+from dlc.flat import finite
+from dlc.handles import Checkpoint, Position
+from dlc.handover import Handover
+from dlc.peer import Peer
+from dlc.runspec import OuterSpec
+from dlc.train.data import first_block
+from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.outer import OuterState, theta_of
+from dlc.train.phases import DIVERGED_MAX
+from dlc.train.rng import load_random_state, random_state
+from dlc.train.saver import Local, Saved
+from dlc.train.site import SiteEngine
+from dlc.train.strategy import Parts
+from dlc.train.swarm import Frozen
+
+log = logging.getLogger(__name__)
+
+NAME = "train"
+TRAINER = "trainer"
+LOOK_S = 5.0
+"""How long a newcomer waits to hear from all living trainers where they stand: each tells it once it has a model."""
+LOOK_EVERY_S = 0.05
+EXCHANGE_S = 600.0
+"""An exchange that has begun ends within this; who dies in it is noticed far sooner."""
+_COUNTS = "counts"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What an exchange did."""
+
+    t: int
+    """Its number: who falls behind goes on with that of the others, so that all end together."""
+    partners: tuple[str, ...]
+    """Peer ids of the others whose vectors are part of the mean."""
+    missing: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Peer id to why its vector is not, though it was to be."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+    waiting_s: float = 0.0
+    """Part of them in which this peer only waited."""
+
+
+class Exchange(Protocol):
+    """With whom one averages, and how."""
+
+    def step(self, t: int, vector: Tensor) -> Averaged:
+        """Average `vector` (fp32, CPU, [numel]) in place, as exchange `t`; who fails is no part of the mean."""
+
+    def own(self) -> dict[str, Tensor]:
+        """What is to be kept of this peer in a checkpoint."""
+
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        """Take it back."""
+
+    def begin(self, vector: Tensor) -> None:
+        """Before the first step, where nothing was loaded: the model that all began with, or a newcomer took over."""
+
+    def close(self) -> None:
+        """Take part no longer."""
+
+
+class Averaging:
+    """See `strategy.Strategy`. ConfigError: this peer is a site of several processes."""
+
+    def __init__(self, parts: Parts) -> None:
+        if isinstance(parts.engine, SiteEngine):
+            raise ConfigError(
+                f'strategy "{parts.spec.strategy}" is for peers of one process each: start every process with its own '
+                '`dlc join`, without torchrun, or set strategy = "diloco"'
+            )
+        self._parts, self._view = parts, parts.engine.view
+        self._peer = cast(Peer, parts.peer)
+        self._inner = parts.engine.inner_loop()
+        self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
+        self._vector = self._view.gather(torch.empty(self._view.numel))
+        """The model after the last exchange: what steps that diverge are undone to."""
+        self._scratch = torch.empty_like(self._vector)
+        self._handover: Handover | None = None
+        self._exchange: Exchange | None = None
+        self._first_block = first_block(parts.spec.seed, self._peer.id)
+        self._t = self._blocks = self._tokens = 0
+        self._inner_step = self._diverged = 0
+        self._loss_sum = 0.0
+        self._left = False
+
+    @property
+    def position(self) -> Position:
+        """`tokens`: of this peer alone. There is no lease, and no head."""
+        return Position(self._t, float(self._tokens), b"", None, b"")
+
+    def newest(self) -> Position:
+        return self.position
+
+    # ---------------------------------------------------------------- the beginning
+
+    def open(self, saved: Saved | None) -> Position:
+        spec = self._parts.spec
+        handover = self._handover = Handover(self._peer, NAME, self._view.numel, spec.seed)
+        if saved is not None:
+            self._restore(saved)
+        handover.stand(self._t, self._vector)
+        if self._furthest(handover) > self._t:
+            self._take_over(handover)
+        exchange = self._exchange = exchange_of(self._peer, self._parts)
+        own = {name: tensor for name, tensor in saved.own.items() if name != _COUNTS} if saved is not None else {}
+        if own and saved is not None and saved.t == self._t:
+            exchange.load(own)
+        else:
+            exchange.begin(self._vector)
+        return self.position
+
+    def _restore(self, saved: Saved) -> None:
+        counts = saved.own.get(_COUNTS)
+        if counts is None or counts.shape != (2,):
+            raise CheckpointError(f"{saved.path} is not of a run that averages without rounds")
+        self._vector.copy_(theta_of(saved.image))
+        self._view.scatter(self._vector)
+        self._inner.load(saved.inner)
+        load_random_state(saved.rng, self._inner.device)
+        self._t, (self._blocks, self._tokens) = saved.t, (int(count) for count in counts)
+
+    def _furthest(self, handover: Handover) -> int:
+        """The furthest step of the others; 0 where nobody tells one."""
+        pause, end = threading.Event(), self._parts.clock() + LOOK_S
+        while True:
+            standings = handover.standings()
+            others = {m.id for m in self._peer.members() if m.alive and not (m.left or m.me) and m.role == TRAINER}
+            if others <= {standing.voter.peer for standing in standings} or self._parts.clock() >= end:
+                return max((standing.t for standing in standings), default=0)
+            pause.wait(LOOK_EVERY_S)
+
+    def _take_over(self, handover: Handover) -> None:
+        t = handover.fetch(self._scratch)
+        if t is None:
+            log.warning("nobody could give its model: this peer goes on from its own, of step %d", self._t)
+            return
+        self._vector, self._scratch = self._scratch, self._vector
+        self._view.scatter(self._vector)
+        self._t = t
+        handover.stand(t, self._vector)
+
+    # ---------------------------------------------------------------- steps
+
+    def ready(self) -> bool:
+        return True
+
+    def advance(self, stop: threading.Event) -> None:
+        parts, h = self._parts, self._parts.spec.sync_every
+        parts.tell.round_begins(self._t, self._inner_step, h)
+        while self._inner_step < h:
+            parts.calls.hear()
+            if parts.calls.over(stop) is not None:
+                return
+            if not self._step(h):
+                return
+        if finite(self._view.gather(self._scratch)):
+            self._average(stop)
+        else:
+            self._undo()
+
+    def _step(self, h: int) -> bool:
+        """One inner step. False: it diverged."""
+        parts, count, began = self._parts, self._parts.spec.blocks_per_step, self._parts.clock()
+        first = self._first_block + self._blocks
+        groups = [range(first + i * count, first + (i + 1) * count) for i in range(1 + AHEAD_MAX)]
+        batches = self._loader.take(groups[0], groups[1:])
+        step = self._t * h + self._inner_step
+        result = self._inner.train_step(batches, step)
+        self._blocks += count
+        if result.diverged:
+            self._undo()
+            return False
+        self._tokens += result.tokens
+        self._loss_sum += result.loss
+        self._inner_step += 1
+        tell = parts.tell
+        tell.step(self._t, self._inner_step, h, result.loss, result.tokens, parts.clock() - began)
+        tell.event(
+            "step",
+            t=self._t,
+            step=step,
+            inner=self._inner_step,
+            of=h,
+            loss=result.loss,
+            tokens_per_s=tell.tokens_per_s,
+            mfu=tell.mfu,
+            lr=self._inner.optimizer.param_groups[0]["lr"],
+        )
+        return True
+
+    def _undo(self) -> None:
+        """Steps diverged: the model is that of the last exchange again. DlcError: it was so too often."""
+        self._diverged += 1
+        self._inner_step, self._loss_sum = 0, 0.0
+        self._parts.tell.event("diverged", t=self._t, in_a_row=self._diverged)
+        log.warning("the loss is not finite; the inner steps since the last exchange are undone")
+        if self._diverged >= DIVERGED_MAX:
+            raise DlcError(
+                f"the loss was not finite {DIVERGED_MAX} times in a row (last after step {self._t}): found the run "
+                "anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+            )
+        self._view.scatter(self._vector)
+        self._inner = self._parts.engine.inner_loop()
+
+    def _average(self, stop: threading.Event) -> None:
+        """`scratch` holds the parameters."""
+        parts = self._parts
+        assert self._exchange is not None and self._handover is not None
+        parts.tell.phase("waiting")
+        furthest = max((standing.t for standing in self._handover.standings()), default=0)
+        averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
+        self._vector, self._scratch = self._scratch, self._vector
+        self._view.scatter(self._vector)
+        loss, self._loss_sum = self._loss_sum / max(1, self._inner_step), 0.0
+        self._t, self._inner_step, self._diverged = averaged.t, 0, 0
+        distance = self._handover.stand(self._t, self._vector)
+        parts.calls.moved(averaged.bytes_sent, averaged.bytes_received, averaged.waiting_s)
+        parts.tell.event(
+            "averaging",
+            t=self._t,
+            partners=list(averaged.partners),
+            missing=dict(averaged.missing),
+            distance=distance,
+            bytes_sent=averaged.bytes_sent,
+            bytes_received=averaged.bytes_received,
+            seconds=averaged.seconds,
+            waiting_s=averaged.waiting_s,
+            loss=loss,
+            tokens_per_s=parts.tell.tokens_per_s,
+            mfu=parts.tell.mfu,
+        )
+        parts.calls.counted(self._t, stop)
+
+    # ---------------------------------------------------------------- the end
+
+    def wind_up(self, stopped: bool, stop: threading.Event) -> None:
+        """What was trained since the last exchange stays in this peer's own model, and so in its checkpoint."""
+
+    def finish(self) -> Position:
+        """Of a common state there is none: the model stays this peer's own. `digest` is that of its parameters."""
+        self._leave()
+        self._view.gather(self._scratch)
+        digest = blake3(self._scratch.numpy().tobytes()).digest()
+        return Position(self._t, float(self._tokens), b"", None, digest)
+
+    def frozen(self) -> Frozen:
+        image = OuterState(self._view.gather(self._scratch), OuterSpec(optimizer="sgd"), t=self._t).export()
+        return Checkpoint(b"", self._t, float(self._tokens), blake3(image).digest(), image)
+
+    def local(self) -> Local:
+        assert self._exchange is not None
+        own = {_COUNTS: torch.tensor([self._blocks, self._tokens]), **self._exchange.own()}
+        return Local(self._inner.tensors(), None, random_state(self._inner.device), own)
+
+    def close(self) -> None:
+        self._loader.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody counts on this peer's exchanges, or on its model, any more."""
+        for part in (self._exchange, self._handover):
+            if part is not None and not self._left:
+                try:
+                    part.close()
+                except DlcError as error:  # the peer has left already, and everybody knows
+                    log.debug("%s", error)
+        self._left = True
+
+
+def exchange_of(peer: Peer, parts: Parts) -> Exchange:
+    """What the run names."""
+    spec = parts.spec
+    if spec.strategy == "moshpit":
+        from dlc.train.grids import Grids
+
+        return Grids(peer, spec)
+    if spec.gossip.update == "noloco":
+        from dlc.train.noloco import Pairs
+
+        return Pairs(peer, spec)
+    from dlc.train.gifts import Gifts
+
+    return Gifts(peer, spec)

@@ -1,0 +1,69 @@
+"""The strategy "moshpit": a group of a grid averages at each exchange, along another axis each time; see `dlc.Moshpit`.
+
+After as many exchanges as the grid has axes, everybody's inner steps of the first of them are in everybody's model, if
+nobody failed. Members count with equal weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dlc.errors import UsageError
+from dlc.moshpit import Moshpit
+from dlc.peer import Peer
+from dlc.runspec import RunSpec
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+
+log = logging.getLogger(__name__)
+
+
+class Grids:
+    """See `averaging.Exchange`."""
+
+    def __init__(self, peer: Peer, spec: RunSpec) -> None:
+        table = spec.moshpit
+        self._me, self._timeout_s = peer.id, table.wait_s + EXCHANGE_S
+        self._warned = False
+        self._moshpit = Moshpit(
+            peer,
+            NAME,
+            group_size=table.group_size or None,
+            dims=table.dims or None,
+            matchmaking_s=table.wait_s,
+            codec=spec.codec,
+        )
+
+    def step(self, t: int, vector: Tensor) -> Averaged:
+        try:
+            report = self._moshpit.step(vector, timeout_s=self._timeout_s)
+        except UsageError as error:  # fewer peers than the grid needs: there may be more of them later
+            if not self._warned:
+                log.warning("this peer trains alone for now: %s", error)
+            self._warned = True
+            return Averaged(t, (), {self._me: str(error)})
+        self._warned = False
+        missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
+        return Averaged(
+            t=t,
+            partners=tuple(s.peer for group in report.rounds for s in group.contributors if s.peer != self._me),
+            missing=missing | ({self._me: "; ".join(report.failed)} if report.failed else {}),
+            bytes_sent=report.bytes_sent,
+            bytes_received=report.bytes_received,
+            seconds=report.seconds,
+            waiting_s=sum(group.waiting_s for group in report.rounds),
+        )
+
+    def own(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        """Nothing: the grid is that of who is up."""
+
+    def begin(self, vector: Tensor) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        self._moshpit.close()

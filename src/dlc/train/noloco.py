@@ -1,0 +1,95 @@
+"""Gossip with `update = "noloco"`: slow weights with a momentum, averaged in random pairs (NoLoCo, arXiv:2506.10911).
+
+    d      <- theta - phi                                                 what this peer learned since the last exchange
+    m      <- mu m + lr mean(d) + pull (mean(phi) - phi)                  means over the pair
+    phi    <- phi + m ;  theta <- phi
+
+Pairs are a matching of the members that is drawn from the run's seed and the step. A partner that does not come within
+`gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Momentum and slow weights are each
+peer's own, and differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dlc.comm.driver import clock
+from dlc.comm.graphs import pairs
+from dlc.errors import CheckpointError, RoundTimeout
+from dlc.mesh import Group
+from dlc.peer import Peer
+from dlc.runspec import RunSpec
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+
+
+def noloco_step(
+    phi: Tensor, m: Tensor, d: Tensor, mean_d: Tensor, mean_phi: Tensor, lr: float, mu: float, pull: float
+) -> None:
+    """Move slow weights `phi` and momentum `m` in place; all flat fp32 of equal length, `mean_phi` is overwritten."""
+    m.mul_(mu).add_(mean_d, alpha=lr).add_(mean_phi.sub_(phi), alpha=pull)
+    phi.add_(m)
+
+
+class Pairs:
+    """See `averaging.Exchange`."""
+
+    def __init__(self, peer: Peer, spec: RunSpec) -> None:
+        self._peer, self._spec = peer, spec
+        self._phi = self._m = torch.empty(0)
+
+    def begin(self, vector: Tensor) -> None:
+        self._phi, self._m = vector.clone(), torch.zeros_like(vector)
+
+    def step(self, t: int, vector: Tensor) -> Averaged:
+        gossip, began = self._spec.gossip, clock()
+        d = vector - self._phi
+        both = torch.cat((d, self._phi))
+        partner = self._partner(t)
+        averaged = Averaged(t, ())
+        if partner:
+            group = Group(
+                self._peer,
+                f"{NAME}/noloco",
+                peers=(self._peer.id, partner),
+                matchmaking_s=gossip.wait_s,
+                codec=self._spec.codec,
+            )
+            try:
+                report = group.all_reduce(both, tag=str(t), timeout_s=gossip.wait_s + EXCHANGE_S)
+                averaged = Averaged(
+                    t,
+                    tuple(share.peer for share in report.contributors if share.peer != self._peer.id),
+                    {absent.peer: absent.reason for absent in report.missing},
+                    report.bytes_sent,
+                    report.bytes_received,
+                    clock() - began,
+                    report.waiting_s,
+                )
+            except RoundTimeout:
+                averaged = Averaged(t, (), {partner: "did not come"}, 0, 0, clock() - began, clock() - began)
+        mean_d, mean_phi = both[: len(d)], both[len(d) :]
+        lr, mu = gossip.outer_lr, gossip.outer_momentum
+        noloco_step(self._phi, self._m, d, mean_d, mean_phi, lr, mu, gossip.pull)
+        vector.copy_(self._phi)
+        return averaged
+
+    def _partner(self, t: int) -> str:
+        """Of this step; empty where this peer is left over."""
+        ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == "trainer")
+        me = ids.index(self._peer.id)
+        partner = pairs(len(ids), t, self._spec.seed)[me]
+        return "" if partner == me else ids[partner]
+
+    def own(self) -> dict[str, Tensor]:
+        return {"phi": self._phi, "momentum": self._m}
+
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        if set(own) != {"phi", "momentum"}:
+            raise CheckpointError("the checkpoint lacks the slow weights of NoLoCo")
+        self._phi, self._m = own["phi"].clone(), own["momentum"].clone()
+
+    def close(self) -> None:
+        """Nothing is held between two steps."""

@@ -1,0 +1,264 @@
+"""Averaging without rounds: the algebra of NoLoCo, and trainers over real peers on loopback."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlc.cli.sinks import sentence
+from dlc.cli.trackers import point
+from dlc.comm.graphs import pairs
+from dlc.errors import ConfigError, DlcError
+from dlc.handover import Handover
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.statedir import StateDir
+from dlc.strategyspec import GossipSpec, MoshpitSpec
+from dlc.train import saver
+from dlc.train.inner import InnerLoop
+from dlc.train.noloco import noloco_step
+from dlc.train.trainer import Trainer
+from tests.helpers import wait_until
+from tests.swarm import Host, free_addresses, swarm
+from tests.train.fake_peer import FakePeer
+from tests.train.school import DEADLINE_S, Pupil, School
+from tests.train.test_trainer import LLAMA
+
+Event = dict[str, Any]
+
+
+def spec_in(folder: Path, **options: Any) -> RunSpec:
+    text = folder / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 100)
+    usual: dict[str, Any] = {"rounds": 8, "sync_every": 3, "codec": "fp32", "strategy": "gossip"}
+    usual["gossip"] = GossipSpec(wait_s=10.0)
+    inner, data = InnerSpec(batch_size=2, warmup_steps=3), DataSpec(source=str(text), seq_len=16)
+    return RunSpec(data=data, model=ModelSpec(config=LLAMA), inner=inner, **{**usual, **options})
+
+
+@pytest.fixture
+def school() -> Any:
+    with School() as school:
+        yield school
+
+
+# ------------------------------------------------------------------ NoLoCo
+
+
+def test_a_pair_of_equals_takes_the_step_of_sgd_with_momentum() -> None:
+    torch.manual_seed(0)
+    theta, d = torch.randn(50), torch.randn(50)
+    phi, m = theta.clone(), torch.zeros(50)
+    reference = torch.nn.Parameter(theta.clone())
+    sgd = torch.optim.SGD([reference], lr=1.0, momentum=0.5)
+    for _ in range(4):
+        reference.grad = -0.7 * d
+        sgd.step()
+        noloco_step(phi, m, d, d, phi.clone(), lr=0.7, mu=0.5, pull=0.6)
+    assert torch.allclose(phi, reference.detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_pairs_that_learn_nothing_new_come_together(n: int) -> None:
+    phi, m = torch.randn(n, 20, generator=torch.Generator().manual_seed(2)), torch.zeros(n, 20)
+    mean = phi.mean(0)
+    before = (phi - mean).norm()
+    for t in range(60):
+        partners = pairs(n, t)
+        means = [(phi[i] + phi[partners[i]]) / 2 for i in range(n)]
+        for i in range(n):
+            nothing = torch.zeros(20)
+            noloco_step(phi[i], m[i], nothing, nothing, means[i].clone(), lr=0.7, mu=0.5, pull=0.6)
+    assert torch.allclose(phi.mean(0), mean, atol=1e-4) and (phi - phi.mean(0)).norm() < 0.05 * before
+
+
+# ------------------------------------------------------------------ the trainer
+
+
+PLAIN = {"gossip": GossipSpec(wait_s=10.0)}
+NOLOCO = {"gossip": GossipSpec("random-pairs", "noloco", wait_s=10.0)}
+MOSHPIT = {"strategy": "moshpit", "gossip": GossipSpec(), "moshpit": MoshpitSpec(group_size=2, wait_s=10.0)}
+
+
+@pytest.mark.parametrize("options", [PLAIN, MOSHPIT], ids=["gossip", "moshpit"])
+def test_alone_it_is_the_inner_loop(tmp_path: Path, school: School, options: dict[str, Any]) -> None:
+    spec = spec_in(tmp_path, **options)
+    pupil = school.add(Pupil(spec, tmp_path / "0"))
+    school.start(pupil)
+    (summary,) = school.summaries()
+    assert (summary.reason, summary.t) == ("rounds", 8) and summary.tokens == 8 * spec.tokens_per_round
+    assert [e["step"] for e in pupil.all("step")] == list(range(8 * 3))
+    assert [(e["t"], e["partners"], e["distance"]) for e in pupil.all("averaging")] == [
+        (t, [], 0.0) for t in range(1, 9)
+    ]
+    last_exchange = pupil.all("averaging")[-1]
+    assert sentence(last_exchange).startswith("averaging 8: with nobody; distance 0; ")
+    shown = point(last_exchange)
+    assert shown is not None and (shown.at, shown.values["round/peers"]) == (8, 1)
+    first, last = (event["loss"] for event in pupil.all("validation"))
+    assert last < first
+
+
+@pytest.mark.parametrize("options", [PLAIN, NOLOCO, MOSHPIT], ids=["average", "noloco", "moshpit"])
+def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options: dict[str, Any]) -> None:
+    spec = spec_in(tmp_path, **options)
+    one = school.add(Pupil(spec, tmp_path / "0"))
+    two = school.add(Pupil(spec, tmp_path / "1", one.peer.address))
+    for pupil in (one, two):
+        school.start(pupil)
+    summaries = school.summaries()
+    assert {s.reason for s in summaries} == {"rounds"}
+    for pupil, other in ((one, two), (two, one)):
+        told = pupil.all("averaging")
+        assert any(event["partners"] == [other.peer.id] for event in told), "they never met"
+    assert (one.model() - two.model()).norm() < 0.2 * one.model().norm()
+
+
+def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(tmp_path: Path, school: School) -> None:
+    spec = spec_in(tmp_path, strategy="moshpit", gossip=GossipSpec(), moshpit=MoshpitSpec(dims=2), rounds=3)
+    pupil = school.add(Pupil(spec, tmp_path / "0"))
+    school.start(pupil)
+    assert school.summaries()[0].reason == "rounds"
+    told = pupil.all("averaging")
+    assert [event["t"] for event in told] == [1, 2, 3]
+    assert all("needs at least 4 peers" in event["missing"][pupil.peer.id] for event in told)
+
+
+def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(tmp_path: Path, school: School) -> None:
+    spec = spec_in(tmp_path, rounds=40)
+    gate, old = threading.Event(), school.add(Pupil(spec, tmp_path / "0"))
+
+    def hold(event: Event) -> None:
+        if event["event"] == "averaging" and event["t"] == 20:
+            gate.wait(DEADLINE_S)
+
+    old.on_event = hold
+    school.start(old)
+    wait_until(lambda: any(e["t"] == 20 for e in old.all("averaging")), DEADLINE_S, "the old one is ahead")
+    model = old.model()
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    seen: list[Tensor] = []
+    new.on_event = lambda event: seen.append(new.model()) if event["event"] == "synced" else None
+    school.start(new)
+    wait_until(lambda: new.all("step"), DEADLINE_S, "the newcomer trains")
+    gate.set()
+    assert new.all("synced")[0]["t"] == 20 and torch.equal(seen[0], model)
+    assert new.all("step")[0]["step"] == 20 * 3, "the schedule is that of the others"
+    assert {s.reason for s in school.summaries()} == {"rounds"}
+
+
+@pytest.mark.parametrize("gossip", [GossipSpec(), GossipSpec("random-pairs", "noloco")])
+def test_who_resumes_goes_on_as_if_it_had_never_stopped(tmp_path: Path, school: School, gossip: GossipSpec) -> None:
+    spec = spec_in(tmp_path, gossip=gossip)
+    StateDir(tmp_path / "a").close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # the same peer, twice
+    whole = school.add(Pupil(spec, tmp_path / "a"))
+    school.start(whole)
+    school.summaries()
+    half = school.add(Pupil(spec, tmp_path / "b"))
+    half.on_event = lambda event: half.stop.set() if event["event"] == "averaging" and event["t"] == 4 else None
+    school.start(half)
+    assert school.summaries()[-1].reason == "interrupted"
+    saved = saver.newest(tmp_path / "b", spec)
+    assert saved is not None and saved.t == 4
+    rest = school.add(Pupil(spec, tmp_path / "b", resume=saved))
+    school.start(rest)
+    school.summaries()
+    losses = [[(e["step"], e["loss"]) for e in pupil.all("step")] for pupil in (whole, half, rest)]
+    assert losses[0] == losses[1] + losses[2] and len(losses[2]) == 4 * 3
+    assert torch.equal(rest.model(), whole.model())
+
+
+def test_steps_that_diverge_are_undone_and_not_averaged(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_in(tmp_path)
+    pupil = school.add(Pupil(spec, tmp_path / "0"))
+    step = InnerLoop.train_step
+
+    def spoil(self: InnerLoop, *rest: Any) -> Any:
+        result = step(self, *rest)
+        with torch.no_grad():
+            pupil.trainer._engine.view.tensors[0].fill_(float("nan"))
+        return result
+
+    monkeypatch.setattr(InnerLoop, "train_step", spoil)
+    school.start(pupil)
+    wait_until(lambda: school.ends[0].done(), DEADLINE_S, "it gives up")
+    with pytest.raises(DlcError, match="3 times in a row"):
+        school.ends[0].result()
+    assert [e["in_a_row"] for e in pupil.all("diverged")] == [1, 2, 3] and not pupil.all("averaging")
+
+
+def test_a_site_of_several_processes_is_refused(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.train.averaging.SiteEngine", object)
+    with pytest.raises(ConfigError, match="without torchrun"):
+        Trainer(FakePeer(spec_in(tmp_path)), tmp_path / "state", device="cpu")
+
+
+# ------------------------------------------------------------------ models for newcomers
+
+
+def test_a_model_stays_shown_while_it_is_fetched_and_none_is_fetched_from_nobody() -> None:
+    with swarm(2, log=False) as (one, two):
+        shows, takes = (Handover(peer, "x", 100_000) for peer in (one, two))
+        out = torch.empty(100_000)
+        assert takes.fetch(out) is None
+        vectors = [torch.randn(100_000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        assert shows.stand(1, vectors[0]) == 0.0
+        wait_until(takes.standings, DEADLINE_S)
+        assert takes.fetch(out) == 1 and torch.equal(out, vectors[0])
+        shows.stand(2, vectors[1])  # somebody fetched what is shown, and may still do so
+        wait_until(lambda: takes.standings()[0].t == 2, DEADLINE_S)
+        assert takes.standings()[0].held == 1
+        shows.stand(3, vectors[2])
+        wait_until(lambda: takes.standings()[0].held == 3, DEADLINE_S)
+        assert takes.fetch(out) == 3 and torch.equal(out, vectors[2])
+        apart = takes.stand(3, vectors[1])
+        exact = float((vectors[1] - vectors[2]).norm()) / 2
+        assert apart == pytest.approx(exact, rel=0.3)
+        shows.close()
+        wait_until(lambda: not takes.standings(), DEADLINE_S)
+
+
+# ------------------------------------------------------------------ processes
+
+
+def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    config = tmp_path / "RUN.toml"
+    config.write_text('strategy = "gossip"\n' + Path(host.config(0)).read_text())
+    (address,) = free_addresses(1)
+    try:
+        first = host.start("first", "--config", str(config), "--key-file", str(host.key), "--listen", address)
+        second, third = (
+            host.start(name, "--peers", address, "--key-file", str(host.key)) for name in ("second", "third")
+        )
+        for peer in (second, third):
+            peer.event("averaging")
+        second.kill()
+        ids = [peer.event("started")["peer"] for peer in (first, third)]
+        first.event("member", peer=second.event("started")["peer"], change="down")
+        at = first.all("averaging")[-1]["t"]
+        end = time.monotonic() + DEADLINE_S
+        for peer, other in ((first, ids[1]), (third, ids[0])):
+            while not any(e["t"] > at + 5 and e["partners"] == [other] for e in peer.all("averaging")):
+                peer._take(end, "averaging of the two")
+        for peer in (first, third):
+            peer.signal(signal.SIGINT)
+        assert [first.exit_code(), third.exit_code()] == [0, 0]
+        losses = [event["loss"] for event in first.all("averaging")]
+        assert min(losses[-5:]) < losses[0]
+        apart = [event["distance"] for event in first.all("averaging") if event["t"] > at]
+        assert apart and max(apart) < 100 * max(min(apart), 1e-3)
+    finally:
+        host.close()
