@@ -452,6 +452,27 @@ def test_strangers_addresses_cannot_open_links_without_end(
     assert a.transport.send_control(f"127.0.0.1:{ports[4]}", [b"x"])
 
 
+@pytest.mark.parametrize("sockets", [1, 2, 3, 4])
+def test_a_link_for_which_there_are_not_enough_sockets_fails_and_is_tried_again(sockets: int) -> None:
+    """One needs three: without the second or third it hung for ever when it was closed."""
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, sockets)
+        resolver = addresses.Resolver(lambda: None)
+        link = links.Link(
+            context, f"127.0.0.1:{free_port()}", "control", routing_id=b"a", security=None, resolver=resolver
+        )
+        found = link.advance(0.0)
+        if link.socket is None:
+            assert [(event.kind, event.detail) for event in found] == [
+                ("refused", "no attempt could be made: Too many open files")
+            ]
+            assert link.deadline() is not None and link.monitor is None
+        else:
+            assert not found and link.monitor is not None
+        assert (link.socket is not None) == (sockets >= 3)
+        link.close()
+
+
 def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node: Callable[..., Node]) -> None:
     b = node("b", security=None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as before, context.socket(zmq.DEALER) as after:

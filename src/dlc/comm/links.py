@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import random
 import socket
 from collections import deque
@@ -92,6 +93,12 @@ def set_lane_options(sock: zmq.Socket[Any], lane: Lane) -> None:
     sock.tcp_keepalive_idle = KEEPALIVE_IDLE_S
     sock.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_S
     sock.tcp_keepalive_cnt = KEEPALIVE_COUNT
+
+
+_MONITORED = zmq.EVENT_ALL & ~zmq.EVENT_MONITOR_STOPPED
+"""To tell of its own end, a monitor waits for its reading end, for ever where that could not be made."""
+_MONITORS = itertools.count()
+"""Names of monitors are not used twice: those of closed links go away some time later."""
 
 
 class Link:
@@ -238,7 +245,7 @@ class Link:
             self._tcp = None
         if self.socket is None:
             return
-        self.socket.disable_monitor()
+        self.socket.monitor(None, 0)
         if self.monitor is not None:
             self.monitor.close(0)
         self.socket.close(round(linger_s * 1000))
@@ -257,11 +264,19 @@ class Link:
             self.socket.ipv6 = ":" in host
             if self._security is not None:
                 self._security.apply_client(self.socket)
-            self.monitor = self.socket.get_monitor_socket()
+            self._watch()
             self.socket.connect(f"tcp://{join_address(host, self._port)}")
         except zmq.ZMQError as error:  # too many open files, an address that libzmq does not take
             return self._fail("refused", f"no attempt could be made: {error.strerror}", now)
         return []
+
+    def _watch(self) -> None:
+        """Make the monitor. Nothing happens on the socket before its reading end is there too."""
+        assert self.socket is not None
+        address = f"inproc://link-monitor-{next(_MONITORS)}"
+        self.socket.monitor(address, _MONITORED)
+        self.monitor = self._context.socket(zmq.PAIR)
+        self.monitor.connect(address)
 
     def _keep_descriptor(self, fd: int) -> None:
         """libzmq has a connection, whose descriptor this is, or was."""

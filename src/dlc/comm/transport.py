@@ -56,6 +56,8 @@ VIEW_BYTES_MIN = 4096
 """Frames shorter than this are copied to bytes: cheaper than a view, and they do not hold libzmq's buffers."""
 LINKS_MAX = 4096
 """Links to others, both lanes: addresses come from records that other peers sign, so there must be an end."""
+SOCKETS_MAX = 4 * LINKS_MAX
+"""Three for each link, and those of closed ones that libzmq has not taken away yet."""
 IDENT_BYTES_MAX = 200
 """A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
 CLOSE_POLL_S = 0.05
@@ -103,7 +105,7 @@ class Transport:
         self._wake_out.setblocking(False)
         self._resolver = Resolver(self.wake)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
-        self._context.set(zmq.MAX_SOCKETS, 3 * LINKS_MAX)
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._zap = ZapHandler(self._context, security) if security is not None else None
         self._control: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._bulk: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
