@@ -46,9 +46,11 @@ SAMPLE_TAIL_S = 1.0
 """And for how long after the last bulk message: what was handed to it then is still on its way."""
 WARM_S = 1.0
 """How often it is seen to that bulk links to those who will need them are open."""
-SWITCH_S = 5e-4
+SWITCH_S = 1e-4
 """While bulk moves, Python changes threads as often as this. The driver lets go of the interpreter lock some dozens of
 times per chunk, and a main thread that computes in Python would keep it for 5 ms (the default) each time."""
+SWITCH_NEAR_S = 1.1 * SWITCH_S
+"""Python keeps whole microseconds, and tells them with an error."""
 LOG_BAD_FRAMES_EVERY = 100
 RECENT_BULK_MAX = 8
 """Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
@@ -107,7 +109,7 @@ class Driver:
         """When bulk last waited, or came in."""
         self._sample_at = self._warm_at = 0.0
         self._switch_s: float | None = None
-        """The switch interval before bulk began to move; None while none does."""
+        """The switch interval before this driver changed it; None where it did not."""
         self._stopping = self._ended = False
         self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
@@ -255,12 +257,12 @@ class Driver:
                 self.perform(machine.tick(now))
 
     def _switch_often(self, often: bool) -> None:
-        """See SWITCH_S. What somebody else has set meanwhile stays."""
-        if often and self._switch_s is None:
+        """See SWITCH_S. A process may have several drivers; what somebody else has set meanwhile stays."""
+        if often and self._switch_s is None and sys.getswitchinterval() > SWITCH_NEAR_S:
             self._switch_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
+            sys.setswitchinterval(SWITCH_S)
         elif not often and self._switch_s is not None:
-            if sys.getswitchinterval() == SWITCH_S:
+            if sys.getswitchinterval() <= SWITCH_NEAR_S:
                 sys.setswitchinterval(self._switch_s)
             self._switch_s = None
 
