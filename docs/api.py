@@ -37,13 +37,16 @@ CHAPTERS = {
     "In other libraries": [
         "dlc.integrations.transformers.DiLoCoCallback",
         "dlc.integrations.lightning.DLCStrategy",
+        "dlc.compat.opendiloco.dht.DHT",
         "dlc.compat.opendiloco.optimizer.DiLoCoOptimizer",
         "dlc.compat.opendiloco.strategy.AllReduceStrategy",
         "dlc.compat.opendiloco.grad_averager.DiLoCoGradAverager",
     ],
     "Errors": ["dlc.errors"],
 }
-"""Name of a class, function or module; a module stands for its docstring and all that it defines."""
+"""Names of classes, functions and modules; a module stands for its docstring and all that it defines. What `dlc`
+exports and is not named here comes under `MORE`."""
+MORE = "More"
 WIDTH = 100
 """Of a signature; longer ones have a line per parameter."""
 
@@ -52,11 +55,18 @@ def reference() -> str:
     """The whole page."""
     package = griffe.load("dlc", search_paths=[SOURCES], submodules=True)
     parts = [HEAD]
-    for chapter, names in CHAPTERS.items():
+    named = {name.rpartition(".")[2] for names in CHAPTERS.values() for name in names}
+    more = [package[name].target_path for name in exports_of(package) if name not in named and name in package.members]
+    for chapter, names in (CHAPTERS | ({MORE: more} if more else {})).items():
         parts.append(f"## {chapter}\n")
         for name in names:
             parts.extend(described(package[name.removeprefix("dlc.")], name))
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def exports_of(package: griffe.Object) -> list[str]:
+    """Names in its `__all__`, without those of the language."""
+    return [name for name in map(str, package.exports or ()) if not name.startswith("_")]
 
 
 def described(found: griffe.Object, name: str) -> Iterator[str]:
@@ -69,8 +79,7 @@ def described(found: griffe.Object, name: str) -> Iterator[str]:
         yield ""
         return
     home, _, last = name.rpartition(".")
-    exports = {str(export) for export in found.package.exports or ()}
-    if last in exports:
+    if last in exports_of(found.package):
         home = "dlc"
     elif home.startswith("dlc.compat"):  # a part of the package by which it is imported
         home = home.rpartition(".")[0]

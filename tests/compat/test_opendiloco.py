@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlc.compat.opendiloco import AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
+from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
 from dlc.errors import UsageError
 from dlc.peer import Peer
 from dlc.survey import Member
@@ -306,11 +306,22 @@ def test_peers_end_with_equal_bits_and_a_newcomer_takes_them() -> None:
         assert all(len(o.last_report.contributors) == 2 for o in both if o.last_report is not None)
         states = [o.state_averager.optimizer.state_dict()["state"] for o in both]
         assert all(torch.equal(states[0][k]["momentum_buffer"], states[1][k]["momentum_buffer"]) for k in range(4))
-        with Peer.join([peers[0].address], join_timeout_s=JOIN_S) as third:
+        host, _, port = peers[0].address.rpartition(":")
+        with DHT([f"/ip4/{host}/tcp/{port}/p2p/{peers[0].id}"], start=True, startup_timeout=JOIN_S) as third:
             late = model()
             newcomer = made(late, third, grad_compression="fp16")
             newcomer.load_state_from_peers()
             assert torch.equal(flat(late), flat(nets[0])) and newcomer.local_epoch == 2
+            (maddr,) = third.get_visible_maddrs()
+            assert maddr.address == third.peer.address and maddr.endswith(third.peer_id)
+
+
+def test_a_dht_takes_tcp_addresses_and_is_of_no_use_before_its_start() -> None:
+    for wrong in ("/ip4/10.0.0.1/udp/4600", "/ip4/10.0.0.1/udp/4600/quic"):
+        with pytest.raises(UsageError, match="HOST:PORT"):
+            DHT([wrong])
+    with pytest.raises(UsageError, match="start=True"):
+        made(model(), DHT())
 
 
 def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:

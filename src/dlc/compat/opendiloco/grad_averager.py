@@ -96,7 +96,7 @@ class DiLoCoGradAverager:
             raise ValueError("main_parameters must be a list or a tuple: an iterator would be used up")
         peer = peer_of(dht)
         if not isinstance(peer, Peer):
-            raise UsageError(f"dht must be a dlc.Peer, or hold one as .peer, not {type(dht).__name__}")
+            raise UsageError(f"dht must be, or hold as .peer, a dlc.Peer, not {type(dht).__name__}")
         self.main_parameters, self.offloaded_optimizer = list(main_parameters), offloaded_optimizer
         self.prefix = prefix
         self._peer, self._codec = peer, codec_of(compression)

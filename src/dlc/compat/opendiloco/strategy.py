@@ -65,10 +65,11 @@ def codec_of(compression: object) -> str:
 
 
 def peer_of(dht: object) -> SwarmPeer:
-    """The peer behind `dht`: itself, or its `.peer`, or that of its `.swarm`. UsageError: there is none."""
-    swarm = getattr(dht, "swarm", None)
-    for found in (dht, getattr(dht, "peer", None), getattr(swarm, "peer", None)):
+    """The peer behind `dht`: itself, or its `.peer`. UsageError: there is none, or it was not started."""
+    for found in (dht, getattr(dht, "peer", None)):
         if hasattr(found, "contribute") and hasattr(found, "members"):
             peer: SwarmPeer = found  # type: ignore[assignment]
             return peer
-    raise UsageError(f"dht must be a dlc.Peer, or hold one as .peer, not {type(dht).__name__}")
+    raise UsageError(
+        f"dht must be a dlc.compat.opendiloco.DHT, or a dlc.Peer, or hold one as .peer, not {type(dht).__name__}"
+    )
