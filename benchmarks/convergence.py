@@ -92,6 +92,7 @@ ARMS = (
     Arm("plain averaging", "why", outer=AVERAGE),
     Arm("lr 2, no momentum", "why", outer=FASTER),
     Arm("H 10, lr 2, no momentum", "why", h=10, outer=FASTER),
+    Arm("lr .35, momentum .9", "why", outer=OuterSpec(lr=0.35)),
     Arm("H 10, momentum .9", "why", h=10, outer=OuterSpec()),
     Arm("H 10, plain averaging", "why", h=10, outer=AVERAGE),
     Arm("batch x16", "noise", workers=0, batches=16),
@@ -101,10 +102,10 @@ ARMS = (
     Arm("4 workers of batch x4, plain averaging", "noise", batches=4, outer=AVERAGE),
     Arm("1 worker, inner lr x2", "lr", workers=0, lr=2.0),
     Arm("batch x4, inner lr x2", "lr", workers=0, batches=4, lr=2.0),
-    Arm("4 workers, inner lr x2", "lr", lr=2.0),
+    Arm("4 workers, momentum .9, inner lr x2", "lr", lr=2.0, outer=OuterSpec()),
     Arm("1 worker, inner lr x1/2", "lr", workers=0, lr=0.5),
     Arm("batch x4, inner lr x1/2", "lr", workers=0, batches=4, lr=0.5),
-    Arm("4 workers, inner lr x1/2", "lr", lr=0.5),
+    Arm("4 workers, momentum .9, inner lr x1/2", "lr", lr=0.5, outer=OuterSpec()),
 )
 DEFAULT_GROUPS = ("base", "codec", "late", "streaming", "h", "workers")
 
