@@ -197,6 +197,8 @@ class FakeSwarm:
             for waiting in self.town.waiting.values():
                 waiting[:] = [seat for seat in waiting if seat.peer != self.id]
         self.town.changed()
+        for listener in tuple(self.listeners):
+            listener()
 
     def _check(self) -> None:
         if self.id not in self.town.peers:

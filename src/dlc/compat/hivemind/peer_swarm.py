@@ -124,7 +124,9 @@ class PeerSwarm:
         return lambda: self._listeners.remove(changed)
 
     def _watch(self) -> None:
-        while not self._closed.wait(LISTEN_S):
+        over = False
+        while not over:
+            over = self._closed.wait(LISTEN_S)  # and then once more: who listens must learn that it is over
             for listener in tuple(self._listeners):
                 listener()
 
