@@ -68,7 +68,7 @@ class Arm:
 REFERENCE = "4 workers, H 50, fp16"
 AVERAGE = OuterSpec(lr=1.0, momentum=0.0)
 FASTER = OuterSpec(lr=2.0, momentum=0.0)
-"""Adam divides a gradient by its noise: what four workers average has half the noise, and might go twice as far."""
+"""What four workers average has half the noise of one, and might go twice as far. It must not: see README.md."""
 LATE = (("overlap", "delayed"), ("overlap_steps", 10))
 EAGER = (("overlap", "eager"), ("overlap_steps", 10))
 ARMS = (
