@@ -157,6 +157,7 @@ class VirtualPeer:
         upto: int = 0,
         norm: float = 0.0,
         after: int | None = None,
+        patience_s: float = 0.0,
     ) -> Offered:
         if norm:
             raise NotImplementedError("the virtual swarm does not clip")
