@@ -13,6 +13,7 @@ membership and leases of the data; Gloo's all-reduce is fp32, ours by default bf
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -146,8 +147,13 @@ def ddp(options: argparse.Namespace) -> None:
     model = model_of(spec)
     forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
+    class Replica(InnerLoop):
+        def _meanwhile(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+            """Gradients are averaged with the last micro-batch of a step only."""
+            return contextlib.nullcontext() if last else forward.no_sync()
+
     def make(*rest: Any) -> InnerLoop:
-        return InnerLoop(*rest, forward=forward)
+        return Replica(*rest, forward=forward)
 
     loop = inner_loop_of(spec, model, torch.device("cpu"), make)
     gate, count, step = Gate(), spec.blocks_per_step, 0
