@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -259,6 +260,6 @@ def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
         losses = [event["loss"] for event in first.all("averaging")]
         assert min(losses[-5:]) < losses[0]
         apart = [event["distance"] for event in first.all("averaging") if event["t"] > at]
-        assert apart and max(apart) < 100 * max(min(apart), 1e-3)
+        assert statistics.median(apart) < 2.0, "some 0.1 where they meet; a phase alone moves a model by up to 0.4"
     finally:
         host.close()
