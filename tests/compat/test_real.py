@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from dlc.comm.security import generate_run_key
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
 from dlc.compat.hivemind.compression import NoCompression, SizeAdaptiveCompression
+from dlc.compat.opendiloco.strategy import peer_of
 from dlc.errors import SwarmClosed, UsageError
 from tests.helpers import wait_until
 
@@ -151,6 +152,18 @@ def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state(mode:
         torch.testing.assert_close(nets[2].weight, nets[0].weight, rtol=1e-4, atol=1e-5)
         for opt in (*opts, third):
             opt.shutdown()
+
+
+def test_with_the_log_a_dht_holds_a_peer_for_rounds_of_all() -> None:
+    with dhts(2, log=True) as made, ThreadPoolExecutor(2) as pool:
+        given = [torch.full((3,), float(i)) for i in (0, 2)]
+        rounds = [pool.submit(peer_of(dht).all_reduce, t, timeout_s=WAIT_S) for dht, t in zip(made, given, strict=True)]
+        assert all(future.result(2 * WAIT_S).complete for future in rounds)
+        assert all(t.tolist() == [1.0] * 3 for t in given)
+        assert made[0].store("k", 1, get_dht_time() + 60)
+        wait_until(lambda: made[1].get("k") is not None, WAIT_S)
+    with dhts(1) as (alone,), pytest.raises(UsageError, match="log=True"):
+        peer_of(alone)
 
 
 def test_listening_beyond_loopback_needs_a_run_key() -> None:

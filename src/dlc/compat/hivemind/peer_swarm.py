@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
-from dlc.errors import JoinError, RoundTimeout
+from dlc.errors import JoinError, RoundTimeout, UsageError
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport
@@ -37,8 +37,8 @@ SECOND_S = 10.0
 class PeerSwarm:
     """Owns the peer: `leave` leaves."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, peer: Peer, log: bool = False) -> None:
+        self._peer, self._log = peer, log
         self._listeners: list[Callable[[], None]] = []
         self._closed = threading.Event()
         self._said = -float("inf")
@@ -54,8 +54,9 @@ class PeerSwarm:
         key: str | bytes | Path | None,
         state_dir: str | Path | None,
         timeout_s: float,
+        log: bool = False,
     ) -> PeerSwarm:
-        """As `Peer.join`, without the log; None of `peers`: a run is begun."""
+        """As `Peer.join`; None of `peers`: a run is begun. With the log, a seat is waited for by whoever needs it."""
         swarm = cls(
             Peer.join(
                 peers,
@@ -65,11 +66,20 @@ class PeerSwarm:
                 key=key,
                 state_dir=state_dir,
                 join_timeout_s=timeout_s,
-                log=False,
-            )
+                log=log,
+                hold=log,
+            ),
+            log,
         )
         swarm._greet()
         return swarm
+
+    @property
+    def peer(self) -> Peer:
+        """For what needs rounds of all peers. UsageError where the log is not kept."""
+        if not self._log:
+            raise UsageError("this DHT has no part in rounds of all peers: make it with log=True, on every peer")
+        return self._peer
 
     def _greet(self) -> None:
         """Wait until the notices of all who are here have come: what a newcomer decides by must not lack them."""

@@ -33,7 +33,8 @@ class DHT:
 
     host_maddrs: where to listen, the first TCP address of them; beyond loopback a run key is needed: `run_key`, or
     `set_run_key`. announce_maddrs: what others dial. client_mode: averagers of this peer own no part of a mean.
-    identity_path: a folder for the key pair of this peer. p2p: a `Swarm` that is there already, instead of a peer.
+    identity_path: a folder for the key pair of this peer. p2p: a `Swarm` that is there already, instead of a peer. log:
+    take part in rounds of all peers, too, as `dlc.compat.opendiloco` needs; the same on all peers of a run.
 
     Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay.
     `use_ipfs` and validators are refused.
@@ -60,6 +61,7 @@ class DHT:
         use_auto_relay: bool = False,
         startup_timeout: float = 60.0,
         run_key: str | bytes | Path | None = None,
+        log: bool = False,
     ) -> None:
         if isinstance(initial_peers, str) or not all(isinstance(peer, str) for peer in initial_peers or ()):
             raise TypeError("initial_peers is a list of addresses")
@@ -70,7 +72,7 @@ class DHT:
         self._client_mode = client_mode
         self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
-        self._swarm = p2p
+        self._swarm, self._log = p2p, log
         self._closed = False
         if start:
             self.run_in_background()
@@ -89,6 +91,7 @@ class DHT:
                 key=self._run_key if self._run_key is not None else _keys["default"],
                 state_dir=self._identity_path,
                 timeout_s=self._startup_timeout,
+                log=self._log,
             )
 
     start = run_in_background

@@ -111,8 +111,8 @@ class Optimizer(TorchFace):
         self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
-        self.scheduled_grads: StepControl | None = None
-        self.scheduled_state: StepControl | None = None
+        self.scheduled_grads = self.scheduled_state = None
+        """As in Hivemind, but always None: a group is found at once, so none is looked for ahead."""
         common = {
             "dht": dht,
             "min_matchmaking_time": self.matchmaking_time,
