@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,6 +323,9 @@ def test_a_dht_takes_tcp_addresses_and_is_of_no_use_before_its_start() -> None:
             DHT([wrong])
     with pytest.raises(UsageError, match="start=True"):
         made(model(), DHT())
+    net, peer = model(), LonePeer()
+    for dht in (SimpleNamespace(peer=peer), SimpleNamespace(swarm=SimpleNamespace(peer=peer))):
+        made(net, dht).load_state_from_peers()
 
 
 def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:

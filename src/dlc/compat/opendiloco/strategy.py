@@ -65,8 +65,10 @@ def codec_of(compression: object) -> str:
 
 
 def peer_of(dht: object) -> SwarmPeer:
-    """The peer behind `dht`: itself, or its `.peer`. UsageError: there is none, or it was not started."""
-    for found in (dht, getattr(dht, "peer", None)):
+    """The peer behind `dht`: itself, or its `.peer`, or that of its `.swarm`. UsageError: there is none, it was not
+    started, or it takes part in no rounds."""
+    held = getattr(dht, "peer", None) or getattr(getattr(dht, "swarm", None), "peer", None)
+    for found in (dht, held):
         if hasattr(found, "contribute") and hasattr(found, "members"):
             peer: SwarmPeer = found  # type: ignore[assignment]
             return peer
