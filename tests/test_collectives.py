@@ -14,6 +14,7 @@ from torch import Tensor
 from dlc import collectives
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
+from dlc.mesh import Group
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
 from tests.helpers import wait_until
@@ -129,12 +130,14 @@ def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pyte
     """As the child sees it; real forks are in test_scripts.py."""
     with swarm(2) as peers:
         handle = peers[0].all_reduce(torch.ones(2), async_op=True)
+        group = Group(peers[0], "g", matchmaking_s=WAIT_S).all_reduce(torch.ones(2), async_op=True)
         with monkeypatch.context() as child:
             child.setattr(os, "getpid", lambda: -1)
-            for call in (peers[0].members, lambda: peers[0].all_reduce(torch.ones(2)), handle.wait):
+            for call in (peers[0].members, lambda: peers[0].all_reduce(torch.ones(2)), handle.wait, group.wait):
                 with pytest.raises(UsageError, match="forked"):
                     call()
             peers[0].leave()
+        group.cancel()
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(peers[1].all_reduce, torch.zeros(2), timeout_s=WAIT_S)
             assert len(handle.wait(WAIT_S).contributors) == 2 and other.result(WAIT_S).complete

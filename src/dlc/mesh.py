@@ -8,6 +8,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, overload
@@ -25,6 +26,7 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into
+from dlc.handles import FORKED
 from dlc.peer import Peer
 from dlc.report import Absent, GroupReport, Share
 from dlc.served import Stopped
@@ -43,6 +45,7 @@ class GroupCall:
         self._since = clock()
         self._began = self._ended = 0.0
         self._over = threading.Event()
+        self._pid = os.getpid()
         self._outcome: Outcome | None = None
         self._report: GroupReport | None = None
         self._error: DlcError | None = None
@@ -71,8 +74,10 @@ class GroupCall:
         """Wait for the mean and write it into the tensors. Every further call returns the same report.
 
         RoundTimeout: after `timeout_s` it is still on its way (wait again or `cancel`); or it has ended without a mean,
-        and says why: the tensors are unchanged. SwarmClosed: this peer has left.
+        and says why: the tensors are unchanged. SwarmClosed: this peer has left. UsageError: in a forked child.
         """
+        if os.getpid() != self._pid:
+            raise UsageError(FORKED)
         if not self._over.wait(timeout_s):
             raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s")
         if self._error is not None:
