@@ -18,7 +18,13 @@ from dlc.train.model import build_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"llama-2m": 2e6, "llama-14m": 14e6, "llama-60m": 60e6, "llama-150m": 150e6, "llama-1.1b": 1.1e9}
-STRATEGIES = {"data-parallel": "data-parallel", "gossip": "gossip", "noloco": "gossip", "moshpit": "moshpit"}
+STRATEGIES = {
+    "data-parallel": "data-parallel",
+    "gossip": "gossip",
+    "noloco": "gossip",
+    "moshpit": "moshpit",
+    "parameter-server": "parameter-server",
+}
 """One small run for each, beside the sizes, which are DiLoCo's."""
 
 
