@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup lint types test test-gpu sim demo docs api bench clean
+.PHONY: help setup lint types test test-gpu sim demo docs api bench hivemind clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -58,6 +58,12 @@ api: $(STAMP) ## write docs/api.md anew, from the docstrings of src
 bench: $(STAMP) ## time our all-reduce beside torch.distributed's Gloo
 	$(BIN)/python benchmarks/allreduce.py $(ARGS)
 
+hivemind: ## make .venv-hivemind with Hivemind 1.1.12, for benchmarks/side_by_side.py
+	test -x .venv-hivemind/bin/python || $(PYTHON) -m venv .venv-hivemind
+	.venv-hivemind/bin/python -m pip install -q setuptools wheel
+	.venv-hivemind/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \
+		hivemind==1.1.12
+
 clean: ## remove .venv, caches and build outputs
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-hivemind .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

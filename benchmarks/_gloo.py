@@ -141,11 +141,11 @@ def _work(options: argparse.Namespace) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time Gloo all-reduce on loopback; prints JSON.")
-    parser.add_argument("--n", type=_at_least_1, default=4, help="processes (default 4)")
+    parser.add_argument("--n", type=at_least_1, default=4, help="processes (default 4)")
     parser.add_argument("--mb", type=float, default=100.0, help="fp32 vector in 10^6 bytes (default 100)")
-    parser.add_argument("--rounds", type=_at_least_1, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--rounds", type=at_least_1, default=5, help="timed rounds (default 5)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default 2)")
-    parser.add_argument("--threads", type=_at_least_1, default=1, help="torch threads per process (default 1)")
+    parser.add_argument("--threads", type=at_least_1, default=1, help="torch threads per process (default 1)")
     parser.add_argument("--wire", choices=("fp32", "bf16"), default="fp32", help="bf16: converted before and after")
     parser.add_argument("--deadline-s", type=float, default=300.0, help="for everything (default 300)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -153,7 +153,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _at_least_1(text: str) -> int:
+def at_least_1(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

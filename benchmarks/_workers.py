@@ -42,8 +42,8 @@ def say(event: str, **fields: Any) -> None:
 class Workers:
     """Named workers of one script; leaving it ends them all."""
 
-    def __init__(self, script: str) -> None:
-        self._script = script
+    def __init__(self, script: str, python: str = sys.executable) -> None:
+        self._script, self._python = script, python
         self._children, self._feed = Children(), Feed()
         self._heard: dict[str, collections.deque[dict[str, Any]]] = {}
         self._ended: set[str] = set()
@@ -58,7 +58,7 @@ class Workers:
 
     def start(self, name: str, *arguments: str, within: Sequence[str] = ()) -> None:
         """`within`: words before the command, such as those that put it into a network namespace."""
-        command = [*within, sys.executable, self._script, WORKER, *arguments]
+        command = [*within, self._python, self._script, WORKER, *arguments]
         stdout = self._children.start(name, command, self._log(name), ONE_THREAD, talk=True)
         self._heard[name] = collections.deque()
         self._ended.discard(name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 import _gloo
 
 WORKER = "--worker"
+CLOSE_S = 30.0
 
 
 def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
@@ -63,15 +65,19 @@ class Swarm:
         self.n = n
         self.workers: list[subprocess.Popen[str]] = []
         address = "-"
-        for index in range(n):
-            command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index), key]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            self.workers.append(process)
-            mine = self._line(process)
-            address = mine if index == 0 else address
+        try:
+            for index in range(n):
+                command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index), key]
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+                )
+                self.workers.append(process)
+                mine = self._line(process)
+                address = mine if index == 0 else address
+        except BaseException:
+            self.close()
+            raise
 
     def round(self) -> tuple[float, float]:
         """One all-reduce: (seconds of the slowest, processor seconds of all). Raises if a mean is wrong."""
@@ -87,11 +93,17 @@ class Swarm:
         return max(float(r["seconds"]) for r in results), sum(float(r["cpu_s"]) for r in results)
 
     def close(self) -> None:
+        """Ask all to leave; those that have not after CLOSE_S are killed."""
         for process in self.workers:
             assert process.stdin is not None
             process.stdin.close()
+        end = time.monotonic() + CLOSE_S
         for process in self.workers:
-            process.wait(30)
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     @staticmethod
     def _line(process: subprocess.Popen[str]) -> str:
@@ -156,6 +168,7 @@ def main() -> int:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     if len(sys.argv) > 1 and sys.argv[1] == WORKER:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; who started us closes standard input
         listed = "" if sys.argv[2] == "-" else sys.argv[2]
         worker(listed, int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
         sys.exit(0)
