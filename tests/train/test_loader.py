@@ -14,7 +14,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.runspec import DataSpec, RunSpec
 from dlc.train import loader as loader_module
-from dlc.train import phases
+from dlc.train import supply
 from dlc.train.loader import AHEAD_MAX, Loader
 from tests.helpers import wait_until
 from tests.train.fake_peer import FakePeer
@@ -111,7 +111,7 @@ def test_a_run_is_the_same_with_and_without_it(
     ahead.on_step = {6: ahead.peer.pass_round}  # also where the plan changes
     ahead.go()
     monkeypatch.setattr(loader_module, "AHEAD_MAX", 0)
-    monkeypatch.setattr(phases, "AHEAD_MAX", 0)
+    monkeypatch.setattr(supply, "AHEAD_MAX", 0)
     plain = Run(FakePeer(spec), tmp_path / "plain")
     plain.on_step = {6: plain.peer.pass_round}
     plain.go()
