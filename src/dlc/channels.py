@@ -104,7 +104,7 @@ class Channels(ABC):
 
         def read(node: Node, now: float) -> Position:
             state: Any = node.log.attached[channel].state
-            state.read(out)
+            node.ctx.at_length(lambda: state.read(out), 4 * out.numel())
             return _position(node, channel)
 
         return self._ask(read)
@@ -152,8 +152,10 @@ class Channels(ABC):
         def take(node: Node, now: float) -> Checkpoint:
             attached = node.log.attached[channel]
             log_state = node.log.state
+            images: list[memoryview] = []
+            node.ctx.at_length(lambda: images.append(attached.state.export()), attached.state.image_bytes())
             return Checkpoint(
-                pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, attached.state.export()
+                pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, images[0]
             )
 
         self._save_address_book()

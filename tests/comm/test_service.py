@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
 from dlc.comm import messages as msg
-from dlc.comm.effects import Effect, Send
+from dlc.comm.effects import Effect, Notify, Send
 from dlc.comm.ids import Ballot, PeerId, Voter
-from dlc.comm.node import Node, NodeConfig
+from dlc.comm.node import AT_LENGTH_BYTES_MIN, Node, NodeConfig
 from dlc.comm.service import MemberEvent
 from dlc.errors import ProtocolError, UsageError
-from tests.comm.swim_net import record_of, seal, verify
+from tests.comm.swim_net import record_of, seal, signed, verify
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,46 @@ def test_services_hear_who_comes_and_leaves() -> None:
     left = replace(met, left=True, seq=1)
     at.receive(met.voter, msg.Leave(replace(left, signature=seal(left))), 0.2)
     assert [type(event).__name__ for event in echo.members] == ["MemberLeft"]
+
+
+def test_what_membership_finds_out_in_the_middle_of_an_event_is_told_when_that_ends() -> None:
+    at, echo, met = node("a", False), Echo(), signed(record_of("b"))
+    at.services.add(echo)
+    at.tick(0.0)
+    at.receive(met.voter, msg.Ping(1, msg.Gossip((met,), ())), 0.1)
+    done: list[str] = []
+
+    def aside(work: Callable[[], None], effects: list[Effect]) -> None:
+        left = signed(met, left=True, seq=1)
+        answers = at.breathe(3.0, met.voter, msg.Ping(2, msg.Gossip((left,), ())))
+        assert [type(e.message) for e in answers if isinstance(e, Send)] == [msg.Ack]
+        assert not any(isinstance(e, Notify) for e in answers) and not echo.members and not effects
+        done.append("meanwhile")
+        work()
+
+    at.work_aside(aside)
+    at.serve(lambda: at.ctx.at_length(lambda: done.append("short"), AT_LENGTH_BYTES_MIN - 1) or [], 0.2)
+    assert done == ["short"]
+    effects = at.serve(lambda: at.ctx.at_length(lambda: done.append("work"), AT_LENGTH_BYTES_MIN) or [], 0.3)
+    assert done == ["short", "meanwhile", "work"]
+    assert [type(e.event) for e in effects if isinstance(e, Notify)] == [type(event) for event in echo.members]
+    assert [type(event).__name__ for event in echo.members] == ["MemberLeft"] and at.ctx.now == 3.0
+
+
+def test_who_slept_in_the_middle_of_an_event_finds_it_out_after_it() -> None:
+    at, met = node("a", True), signed(record_of("b"))
+    at.tick(0.0)
+    late_s = 10 * at.config.timeouts.t_gap_s()
+
+    def aside(work: Callable[[], None], effects: list[Effect]) -> None:
+        assert not at.breathe(late_s, met.voter, msg.Ping(2, msg.Gossip((met,), ())))
+        work()
+
+    at.work_aside(aside)
+    at.serve(lambda: at.ctx.at_length(lambda: None, AT_LENGTH_BYTES_MIN) or [], 0.1)
+    assert not at._woken
+    at.tick(late_s + 0.1)
+    assert at._woken
 
 
 def test_without_a_log_nothing_is_founded_and_its_messages_are_refused() -> None:

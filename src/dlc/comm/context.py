@@ -12,6 +12,7 @@ from dlc.comm.effects import Effect, Notify, Send
 from dlc.comm.ids import Voter
 from dlc.comm.membership import Membership
 from dlc.comm.messages import Message
+from dlc.comm.state import AtLength
 
 
 class Context:
@@ -29,6 +30,8 @@ class Context:
         """The leave is announced: nothing is coordinated, promised or voted for any more."""
         self.stale = True
         """I may have been frozen, or have just started: no promise, no vote, no coordination until refreshed."""
+        self.at_length: AtLength = lambda work, size_bytes: work()
+        """Does work that grows with the model; whoever drives the node may answer others' pings meanwhile."""
 
     def send(self, to: Voter, message: Message) -> None:
         self.out.append(Send(to.peer, message))

@@ -11,6 +11,7 @@ stops the driver and is given to everybody who waits on it, because a peer whose
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import logging
 import sys
 import threading
@@ -27,8 +28,8 @@ from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.lanes import Incoming, LinkEvent, Route, Writable
-from dlc.comm.messages import Bulk, Message, Record, Welcome
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Route, Writable
+from dlc.comm.messages import PROOFS, Bulk, Message, Record, Welcome
 from dlc.comm.tcp import TcpSample
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError, SwarmClosed
@@ -52,6 +53,10 @@ times per chunk, and a main thread that computes in Python would keep it for 5 m
 SWITCH_NEAR_S = 1.1 * SWITCH_S
 """Python keeps whole microseconds, and tells them with an error."""
 LOG_BAD_FRAMES_EVERY = 100
+BREATH_S = 0.05
+"""While work is done aside, time goes on for the machine at least this often."""
+HELD_BACK_MAX = 4096
+"""Messages that came meanwhile and are not for then; more wait in their sockets, and nobody's ping is answered."""
 RECENT_BULK_MAX = 8
 """Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
 
@@ -85,6 +90,8 @@ class BulkSource(Protocol):
     def refused(self, peer: PeerId, now: float) -> list[Effect]: ...
     def bulk_peers(self) -> set[PeerId]: ...
     def link_samples(self, samples: Mapping[PeerId, TcpSample], now: float) -> None: ...
+    def work_aside(self, aside: Callable[[Callable[[], None], list[Effect]], None]) -> None: ...
+    def breathe(self, now: float, sender: Voter | None = None, message: Message | None = None) -> list[Effect]: ...
 
 
 class Driver:
@@ -110,6 +117,8 @@ class Driver:
         self._sample_at = self._warm_at = 0.0
         self._switch_s: float | None = None
         """The switch interval before this driver changed it; None where it did not."""
+        self._held_back: collections.deque[Event] = collections.deque()
+        """What came while work was done aside, in its order: taken before anything newer."""
         self._stopping = self._ended = False
         self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
@@ -156,6 +165,8 @@ class Driver:
     def install(self, machine: Driven, tag: bytes, bulk: BulkSource | None) -> None:
         """Drive this machine from now on. Called through `call`, or before `start`."""
         self._machine, self._bulk, self.tag = machine, bulk, tag
+        if bulk is not None:
+            bulk.work_aside(self._aside)
 
     def perform(self, effects: list[Effect], route: Route | None = None, observed_host: str = "") -> None:
         for effect in effects:
@@ -226,6 +237,7 @@ class Driver:
             self.on_stop()
 
     def _turn(self) -> None:
+        self._take_held_back()
         now = clock()
         deadline = self._machine.next_deadline() if self._machine is not None else None
         wait = POLL_S_MAX if deadline is None else min(POLL_S_MAX, max(0.0, deadline - now))
@@ -239,15 +251,11 @@ class Driver:
         if now < self._bulk_at + SAMPLE_TAIL_S:
             wait = min(wait, max(0.0, self._sample_at - now))
         for event in self.transport.poll(wait, wanted):
-            if isinstance(event, Incoming):
-                if event.lane == "bulk":
-                    self._bulk_at = now
-                self._receive(event)
-            elif isinstance(event, Writable):
-                self._pump(event.address)
-            elif isinstance(event, LinkEvent):
-                self._link_event(event)
+            if isinstance(event, Incoming) and event.lane == "bulk":
+                self._bulk_at = now
+            self._take(event)
         self._drain_calls()
+        self._take_held_back()
         self._sample(clock())
         machine = self._machine
         if machine is not None:
@@ -255,6 +263,59 @@ class Driver:
             due = machine.next_deadline()
             if due is not None and now >= due:
                 self.perform(machine.tick(now))
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Incoming):
+            self._receive(event)
+        elif isinstance(event, Writable):
+            self._pump(event.address)
+        else:
+            self._link_event(event)
+
+    def _aside(self, work: Callable[[], None], effects: list[Effect]) -> None:
+        """Perform `effects`, and have `work` done by another thread; whoever asks meanwhile whether I live is answered,
+        and all else is held back. Raises what `work` raises."""
+        self.perform(effects)
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            self.transport.wake()
+
+        threading.Thread(target=run, name="dlc-work", daemon=True).start()
+        while not done.done():
+            room = len(self._held_back) < HELD_BACK_MAX
+            for event in self.transport.poll(BREATH_S, bulk=False) if room else ():
+                if not self._breathe(event):
+                    self._held_back.append(event)
+            if not room:
+                concurrent.futures.wait([done], BREATH_S)
+            if self._bulk is not None:
+                self.perform(self._bulk.breathe(clock()))
+        done.result()
+
+    def _breathe(self, event: Event) -> bool:
+        """Whether it was for now."""
+        if not isinstance(event, Incoming) or self._bulk is None:
+            return False
+        try:
+            sender, message = decode(event.frames, self.tag)
+            if not isinstance(message, PROOFS):
+                return False
+            effects = self._bulk.breathe(clock(), sender, message)
+        except ProtocolError:
+            return False  # counted when its turn comes
+        self.perform(effects, event.route, event.observed_host)
+        return True
+
+    def _take_held_back(self) -> None:
+        """Before the machine's patience with anybody is judged."""
+        while self._held_back:
+            self._take(self._held_back.popleft())
 
     def _switch_often(self, often: bool) -> None:
         """See SWITCH_S. A process may have several drivers; what somebody else has set meanwhile stays."""

@@ -18,7 +18,7 @@ from dlc.comm.codecs import get_codec
 from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, counted_parts
 from dlc.comm.grid import Grid
 from dlc.comm.messages import Result
-from dlc.comm.state import State
+from dlc.comm.state import AtLength, State
 
 HISTORY_ROUNDS_MAX = 8
 """Entries kept with their results, for peers that missed a few."""
@@ -80,6 +80,8 @@ class Log:
     history_bytes_max: int = HISTORY_BYTES_MAX
     before_change: Callable[[str], None] = lambda channel: None
     """Told the channel whose state is about to move."""
+    at_length: AtLength = lambda work, size_bytes: work()
+    """See `Context`: what is done to states goes through it."""
     pinned: bytes = b""
     """See `pin`."""
 
@@ -97,8 +99,10 @@ class Log:
         return known is not None and known.opened
 
     def attach(self, channel: str, state: State, grid: Grid, lease_len: int) -> Attached:
-        self.attached[channel] = Attached(state, lease_len, grid, False, state.digest())
-        return self.attached[channel]
+        attached = Attached(state, lease_len, grid)
+        self.at_length(lambda: _tell_digest(attached), state.image_bytes())
+        self.attached[channel] = attached
+        return attached
 
     def digest(self, channel: str) -> bytes:
         """Digest of the channel's state here; empty where this process holds none, or none that is in step."""
@@ -126,11 +130,9 @@ class Log:
         if entry.kind == OPEN and attached:
             attached.synced = attached.digest == entry.digest
         if entry.kind == ROUND and attached and attached.synced:
-            self.before_change(entry.channel)
-            attached.state.step(entry.t, means(entry, results))
-            attached.digest = attached.state.digest()
+            self._step(attached, entry, results)
         elif entry.kind == ROUND and sink is not None:
-            sink.step(entry.t, means(entry, results))
+            self.at_length(lambda: sink.step(entry.t, means(entry, results)), 4 * entry.numel)
         for channel, other in self.attached.items():
             if other.synced and self.is_open(channel):
                 other.passed.append((self.head, other.digest))
@@ -142,9 +144,17 @@ class Log:
         attached = self.attached[channel]
         for past in later:
             if attached.synced and past.entry.kind == ROUND and past.entry.channel == channel:
-                self.before_change(channel)
-                attached.state.step(past.entry.t, means(past.entry, past.results))
-                attached.digest = attached.state.digest()
+                self._step(attached, past.entry, past.results)
+
+    def _step(self, attached: Attached, entry: Entry, results: tuple[Result, ...]) -> None:
+        """A round moves the state of its channel."""
+
+        def work() -> None:
+            self.before_change(entry.channel)
+            attached.state.step(entry.t, means(entry, results))
+            _tell_digest(attached)
+
+        self.at_length(work, attached.state.image_bytes())
 
     def install(self, state: LogState, chain: Sequence[bytes], totals: Sequence[float]) -> None:
         """Jump to a snapshot; the caller has restored the channel states that belong to it."""
@@ -202,6 +212,10 @@ class Log:
             # A log is replayed without gaps: what stands before the dropped round goes with it.
             for _ in range(stateless[-HISTORY_STATELESS_MAX]):
                 self.past.popleft()
+
+
+def _tell_digest(attached: Attached) -> None:
+    attached.digest = attached.state.digest()
 
 
 def grid_of(entry: Entry) -> Grid:

@@ -480,4 +480,7 @@ MESSAGES: tuple[type, ...] = (
 )
 """The index is the code on the wire: append only."""
 
+PROOFS = (Ping, Ack, PingReq, IndirectAck)
+"""What shows who lives: answered even in the middle of an event that takes long."""
+
 Message = object

@@ -54,6 +54,8 @@ TICK_S_MIN = 0.005
 """And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
 _DIRECT_ONLY = (*MEMBERSHIP_MESSAGES, msg.Relay)
+AT_LENGTH_BYTES_MIN = 32 << 20
+"""Work that goes through fewer bytes is done before anybody could miss me: some 20 ms."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,34 @@ class Node:
             if deadline is not None and deadline < soonest:
                 soonest = deadline
         return soonest if soonest > now + TICK_S_MIN else now + TICK_S_MIN
+
+    def work_aside(self, aside: Callable[[Callable[[], None], list[Effect]], None]) -> None:
+        """What grows with the model (a round's step, the digest, a copy of the state) is done by
+        `aside(work, effects)` from now on: it performs the effects, and calls `breathe` until the work is done."""
+
+        def at_length(work: Callable[[], None], size_bytes: int) -> None:
+            if size_bytes < AT_LENGTH_BYTES_MIN:
+                work()
+                return
+            # The others need not wait for my step before theirs. A COMMIT is true however early it comes.
+            commits = [e for e in self.ctx.out if _is_commit(e)]
+            self.ctx.out[:] = [e for e in self.ctx.out if not _is_commit(e)]
+            aside(work, [self._routed(e) for e in commits])
+
+        self.ctx.at_length = self.log.at_length = at_length
+
+    def breathe(self, now: float, sender: Voter | None = None, message: msg.Message | None = None) -> list[Effect]:
+        """In the middle of an event that takes long: one of `messages.PROOFS`, or what time itself makes membership do.
+
+        Only membership sees it. To the others this is a peer that is alive, and whose messages take longer; what
+        membership finds out is an effect of the event at hand, once that ends. ProtocolError as `receive`.
+        """
+        if self._last is None or now - self._last > self._t_gap_s:
+            return []  # I was away: the next event finds that out
+        self._last = self.ctx.now = now
+        effects = self.members.tick(now) if sender is None else self.members.receive(sender, message, now)
+        self.ctx.out.extend(e for e in effects if isinstance(e, Notify))
+        return [e for e in effects if not isinstance(e, Notify)]
 
     def pending_bulk(self) -> set[PeerId]:
         return self.exchange.pending() | self.services.pending_bulk()
@@ -423,3 +453,7 @@ class Node:
 
     def record_of(self, peer: PeerId) -> msg.Record | None:
         return self.members.record(peer)
+
+
+def _is_commit(effect: Effect) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, msg.Commit)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
+
+AtLength = Callable[[Callable[[], None], int], None]
+"""(work, bytes that it goes through): returns when the work is done, and raises what it raises."""
 
 
 class State(Protocol):
     """Outer state of one channel: a deterministic state machine driven by the means of committed rounds.
 
-    Called from the driver thread only; an implementation that is also read by others guards itself.
+    Called by the driver thread, or while that waits for it; an implementation that is also read by others guards
+    itself.
     """
 
     @property

@@ -172,10 +172,11 @@ class Transport:
             if link is not None:
                 link.close()
 
-    def poll(self, timeout_s: float, want_write: Collection[str] = ()) -> list[Event]:
+    def poll(self, timeout_s: float, want_write: Collection[str] = (), bulk: bool = True) -> list[Event]:
         """Wait until something happens or `timeout_s` has passed, and return it, control before bulk.
 
         want_write: addresses whose bulk link has something to send; each that has room gives one `Writable`.
+        bulk: False leaves messages of the bulk lane where they are.
         The list may be empty before the time is over (after `wake`, or after work of the transport's own).
         """
         for address in want_write:
@@ -183,7 +184,7 @@ class Transport:
         now = self._clock()
         self._advance(now)
         wait_s = 0.0 if self._events else self._wait_s(timeout_s, now)
-        ready = self._wait(wait_s, want_write)
+        ready = self._wait(wait_s, want_write, bulk)
         now = self._clock()
         self._serve(ready, now)
         events: list[Event] = []
@@ -285,19 +286,19 @@ class Transport:
         deadlines = [deadline for link in self._links.values() if (deadline := link.deadline()) is not None]
         return max(min([timeout_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
-    def _wait(self, timeout_s: float, want_write: Collection[str]) -> dict[Any, int]:
+    def _wait(self, timeout_s: float, want_write: Collection[str], bulk: bool = True) -> dict[Any, int]:
         wanted = set(want_write)
-        watched: list[tuple[Any, int]] = [
-            (self._control, zmq.POLLIN),
-            (self._bulk, zmq.POLLIN),
-            (self._wake_out, zmq.POLLIN),
-        ]
+        watched: list[tuple[Any, int]] = [(self._control, zmq.POLLIN), (self._wake_out, zmq.POLLIN)]
+        if bulk:
+            watched.append((self._bulk, zmq.POLLIN))
         if self._zap is not None:
             watched.append((self._zap.socket, zmq.POLLIN))
         for (lane, address), link in self._links.items():
             if link.socket is not None:
                 write = link.pending if lane == "control" else address in wanted
-                watched.append((link.socket, zmq.POLLIN | (zmq.POLLOUT if write else 0)))
+                read = zmq.POLLIN if bulk or lane == "control" else 0
+                if read or write:
+                    watched.append((link.socket, read | (zmq.POLLOUT if write else 0)))
                 watched.append((link.monitor, zmq.POLLIN))
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
