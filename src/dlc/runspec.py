@@ -333,9 +333,9 @@ class RunSpec:
     other: a round is of one part, and comes every sync_every / fragments steps (Streaming DiLoCo). What a peer that
     dies had in the other parts is lost with it."""
     chunk_elems: int = 0
-    """Elements per chunk of the all-reduce, at most 2,097,152: the grid is the same for all owners. 0: some
-    hundreds of chunks, of 16,384 to 262,144 elements. The library's own all-reduces take smaller ones for short
-    vectors."""
+    """Elements per chunk of the all-reduce, at most 2,097,152, and such that a model has no more than 8,192 chunks: the
+    grid is the same for all owners. 0: some hundreds of chunks, of 16,384 to 262,144 elements (more for models of over
+    2e9 parameters). The library's own all-reduces take smaller ones for short vectors."""
     rounds: int = 0
     """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
     the first reached ends it."""

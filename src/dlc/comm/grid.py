@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 from dlc.comm.codecs import Codec, get_codec
-from dlc.comm.wire import ITEMS_MAX
 from dlc.errors import ConfigError
 
 CHUNK_ELEMS_MAX = 1 << 21
@@ -19,10 +18,11 @@ CHUNK_ELEMS_MAX = 1 << 21
 of the bulk lane."""
 RESULT_BYTES_MAX, RESULT_PARTS = 8 << 20, 256
 """A result fits a frame of the bulk lane, also where it is as long as the parts of so many contributors together."""
-N_CHUNKS_MAX = ITEMS_MAX
-"""A plan lists one owner per chunk, and a decree one hash: both must fit the longest array of a header."""
+N_CHUNKS_MAX = 1 << 13
+"""A promise may tell, of every chunk, what was accepted, who is planned to hold it, and what is held: some 260 bytes,
+which must fit a header together. 17e9 elements in the largest chunks."""
 
-USUAL_CHUNKS, USUAL_CHUNKS_MAX = 512, 1 << 14
+USUAL_CHUNKS = 512
 USUAL_ELEMS_MIN, USUAL_ELEMS_MAX = 1 << 14, 1 << 18
 LARGE_CHUNKS = 64
 LOOPBACK_CHUNK_ELEMS = 1 << 18
@@ -35,13 +35,13 @@ def usual_chunk_elems(numel: int, most: int = 0) -> int:
 
     A round begins and ends with a chunk that nothing overlaps, so chunks are small against the vector. Each costs every
     peer some work of its own, so none is smaller than a few packets, and none but those of a vector of more than
-    USUAL_CHUNKS_MAX chunks (4e9 elements) larger than what a second-level cache holds.
+    N_CHUNKS_MAX chunks (2e9 elements) larger than what a second-level cache holds.
 
     `most`: the run's own number (0: it has none). Chunks are then as large as that, if some dozens are left to share.
     """
     chunks, largest = (LARGE_CHUNKS, most) if most else (USUAL_CHUNKS, USUAL_ELEMS_MAX)
     elems = min(max(_power_of_two(numel / chunks), USUAL_ELEMS_MIN), largest)
-    return min(max(elems, _power_of_two(numel / USUAL_CHUNKS_MAX)), CHUNK_ELEMS_MAX, max(1, numel))
+    return min(max(elems, _power_of_two(numel / N_CHUNKS_MAX)), CHUNK_ELEMS_MAX, max(1, numel))
 
 
 def _power_of_two(least: float) -> int:
