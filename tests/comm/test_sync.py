@@ -11,13 +11,17 @@ import pytest
 import torch
 from blake3 import blake3
 
+from dlc.comm import images
 from dlc.comm import messages as msg
-from dlc.comm.donations import IN_USE_S, STEPS_MAX
+from dlc.comm.donations import CHAIN_SENT_MAX, IN_USE_S, STEPS_MAX
 from dlc.comm.download import Download, Staged
 from dlc.comm.entries import LogState
 from dlc.comm.events import BadImage
 from dlc.comm.ids import Voter
-from dlc.comm.images import Image, PieceLimits
+from dlc.comm.images import PIECE_BYTES, PIECES_MAX, Image, PieceLimits
+from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
+from dlc.comm.sync import IMAGE_BYTES_MAX
+from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.runspec import OuterSpec
 from dlc.sim.network import Weather
 from dlc.sim.schedule import TRAIN, Scenario, Start
@@ -301,6 +305,28 @@ def test_a_newcomer_loads_from_all_at_once() -> None:
     until(world, lambda: synced(late))
     shares = wire.givers(late)
     assert len(shares) == 3 and min(shares.values()) >= 5 and sum(shares.values()) <= 36
+    agree(world, world.running())
+
+
+def test_the_offer_of_the_largest_image_fits_a_message() -> None:
+    """Else a newcomer to a run of a very large model would end one donor after the other."""
+    limits = PieceLimits()
+    size = limits.piece_bytes_of(IMAGE_BYTES_MAX)
+    assert PIECE_BYTES == limits.piece_bytes_of(PIECES_MAX * PIECE_BYTES) < size <= BULK_FRAME_BYTES_MAX - 4096
+    assert size * PIECES_MAX >= IMAGE_BYTES_MAX
+    image = msg.ImageOffer("train", bytes(32), IMAGE_BYTES_MAX, size, (bytes(32),) * PIECES_MAX)
+    offer = msg.Offer(LogState(), (bytes(32),) * CHAIN_SENT_MAX, (1e12,) * CHAIN_SENT_MAX, (image,))
+    assert len(pack(offer)) < 0.75 * HEADER_BYTES_MAX
+
+
+def test_a_large_image_is_cut_into_larger_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "PIECES_MAX", 9)
+    world = swarm(3, inner_s=3.0)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: synced(late))
+    pieces = [m for _, t, m in wire.heard if isinstance(m, msg.Piece) and t == late.host.name]
+    assert max(m.piece for m in pieces) == 7 and max(len(m.payload) for m in pieces) == 4 * PIECE
     agree(world, world.running())
 
 

@@ -193,9 +193,8 @@ class Donations:
         return self._snapshot
 
     def _offer(self, to: Voter, snapshot: Snapshot) -> None:
-        size = self.limits.piece_bytes
         images = ((c, d, self._images[c, d]) for c, d in snapshot.images)
-        offers = tuple(ImageOffer(c, d, i.n_bytes, size, tuple(i.hashes)) for c, d, i in images)
+        offers = tuple(ImageOffer(c, d, i.n_bytes, i.piece_bytes, tuple(i.hashes)) for c, d, i in images)
         self.ctx.send(to, Offer(snapshot.state, snapshot.chain, snapshot.totals, offers))
 
     def receive_piece_request(self, sender: Voter, m: PieceReq) -> None:

@@ -22,12 +22,16 @@ PIECE_BYTES = 1 << 20
 """Short against a round trip's worth of a fast link, long against a message."""
 
 
+PIECES_MAX = 1 << 16
+"""Of an image: an offer names the hash of each, and must fit a message."""
+
+
 @dataclass(frozen=True)
 class PieceLimits:
     """How images are cut, and how much is done with them at once, in pieces."""
 
     piece_bytes: int = PIECE_BYTES
-    """The same on all peers of a run."""
+    """The same on all peers of a run; doubled for images that would have more than PIECES_MAX."""
     hash_pieces: int = 16
     """Hashed per tick, in about 5 ms."""
     copy_pieces: int = 4
@@ -38,6 +42,13 @@ class PieceLimits:
     """Before its speed is known."""
     in_flight_max: int = 16
     """Bounds what one request makes a donor queue; enough for 1 Gbit/s over 120 ms."""
+
+    def piece_bytes_of(self, image_bytes: int) -> int:
+        """Of an image of this size."""
+        size = self.piece_bytes
+        while image_bytes > size * PIECES_MAX:
+            size *= 2
+        return size
 
 
 class Image:
@@ -50,9 +61,9 @@ class Image:
         """When a piece of it was asked for."""
         self._state: State | None = state
         """Until everything is copied."""
-        self._piece_bytes = limits.piece_bytes
-        self.n_pieces = -(-self.n_bytes // limits.piece_bytes)
-        self._scratch = bytearray(min(limits.piece_bytes, self.n_bytes))
+        self.piece_bytes = limits.piece_bytes_of(self.n_bytes)
+        self.n_pieces = -(-self.n_bytes // self.piece_bytes)
+        self._scratch = bytearray(min(self.piece_bytes, self.n_bytes))
         self._segments: dict[int, mmap.mmap] = {}
         self._have: set[int] = set()
         self._copied = 0
@@ -71,16 +82,16 @@ class Image:
     def piece(self, index: int) -> memoryview:
         """Bytes of one piece; they never change, and may be referred to for as long as they are needed."""
         number, place = divmod(index, SEGMENT_PIECES)
-        size = min(self._piece_bytes, self.n_bytes - index * self._piece_bytes)
+        size = min(self.piece_bytes, self.n_bytes - index * self.piece_bytes)
         segment = self._segments.get(number)
         if segment is None:
-            segment_bytes = SEGMENT_PIECES * self._piece_bytes
+            segment_bytes = SEGMENT_PIECES * self.piece_bytes
             left_bytes = self.n_bytes - number * segment_bytes
             segment = self._segments[number] = mmap.mmap(-1, min(segment_bytes, left_bytes))
-        view = memoryview(segment)[place * self._piece_bytes :][:size]
+        view = memoryview(segment)[place * self.piece_bytes :][:size]
         if index not in self._have:
             assert self._state is not None
-            self._state.copy_image(index * self._piece_bytes, view)
+            self._state.copy_image(index * self.piece_bytes, view)
             self._have.add(index)
         return view.toreadonly()
 
@@ -105,8 +116,8 @@ class Image:
                 content = self.piece(index)
             else:
                 assert self._state is not None
-                start = index * self._piece_bytes
-                content = memoryview(self._scratch)[: min(self._piece_bytes, self.n_bytes - start)]
+                start = index * self.piece_bytes
+                content = memoryview(self._scratch)[: min(self.piece_bytes, self.n_bytes - start)]
                 self._state.copy_image(start, content)
             self.hashes.append(blake3(content).digest())
 

@@ -13,6 +13,7 @@ conversation is `donations.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from dlc.comm.context import Context
@@ -248,7 +249,8 @@ class Sync:
                 self.donor = None
             return
         self.donor, self._heard_at = sender, self.ctx.now
-        self._download = Download(m, wanted, self.limits, self._staged)
+        largest = max((i.piece_bytes for i in wanted), default=self.limits.piece_bytes)
+        self._download = Download(m, wanted, dataclasses.replace(self.limits, piece_bytes=largest), self._staged)
         self._staged = {}
         self._ask_pieces()
         self._finish_if_complete()
@@ -404,9 +406,10 @@ def _consistent(step: Step) -> bool:
 
 
 def _plausible(image: ImageOffer, attached: Attached, limits: PieceLimits) -> bool:
-    pieces = -(-image.image_bytes // limits.piece_bytes) if image.image_bytes > 0 else -1
+    size = limits.piece_bytes_of(image.image_bytes)
+    pieces = -(-image.image_bytes // size) if image.image_bytes > 0 else -1
     return (
-        image.piece_bytes == limits.piece_bytes
+        image.piece_bytes == size
         and 0 < image.image_bytes <= IMAGE_BYTES_MAX
         and image.image_bytes == attached.state.image_bytes()
         and len(image.piece_hashes) == pieces
