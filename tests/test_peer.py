@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -334,3 +335,22 @@ def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> No
         with Peer.join([first.address], join_timeout_s=JOIN_S, log=False) as second:
             wait_until(lambda: all(sum(m.alive for m in p.members()) == 2 for p in (first, second)), 60.0)
         wait_until(lambda: all(m.id == first.id for m in first.members() if m.alive), 60.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"status": {"notes": "x" * 2000}}, "2013 bytes of JSON, at most 1024"),
+        ({"status": {"model": object()}}, "what JSON can hold"),
+        ({"eta_s": float("nan")}, "finite"),
+        ({"speed": float("inf")}, "finite"),
+    ],
+)
+def test_what_others_would_not_take_is_refused_where_it_is_said(said: dict[str, Any], why: str) -> None:
+    """Else this peer's record would go stale with everybody, and rounds would wait for it."""
+    with swarm(2) as peers:
+        with pytest.raises(UsageError, match=why):
+            peers[0].describe(**said)
+        peers[0].describe(speed=3.0, status={"notes": "x" * 1000})
+        other = peers[1]
+        wait_until(lambda: [m.speed for m in other.members() if m.id == peers[0].id] == [3.0], 30.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import random
 import secrets
@@ -45,6 +46,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.lobby import Lobby
 from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
+from dlc.comm.records import STATUS_BYTES_MAX
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
@@ -257,14 +259,28 @@ class Peer(Collectives):
     def describe(
         self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
     ) -> None:
-        """Tell others my speed (tokens/s), the seconds until my next contribution, and a small status for people."""
+        """Tell others my speed (tokens/s), the seconds until my next contribution, and a small status for people.
+
+        `status`: what JSON can hold, at most 1024 bytes of it. UsageError for a longer one, or a number that is not
+        finite: the others would not take anything of this peer's any more.
+        """
         changes: dict[str, Any] = {}
         if speed is not None:
             changes["speed"] = float(speed)
         if eta_s is not None:
             changes["eta_s"] = float(eta_s)
+        if not all(math.isfinite(number) for number in changes.values()):
+            raise UsageError(f"speed and eta_s must be finite numbers, not {speed} and {eta_s}")
         if status is not None:
-            changes["status"] = json.dumps(status).encode()
+            try:
+                changes["status"] = json.dumps(status).encode()
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"the status must be what JSON can hold: {error}") from None
+            if (size := len(changes["status"])) > STATUS_BYTES_MAX:
+                raise UsageError(
+                    f"the status is {size} bytes of JSON, at most {STATUS_BYTES_MAX} travel with every record: "
+                    "leave something out"
+                )
         self._act(lambda node, now: node.describe(now, **changes))
 
     def on_member_change(self, callback: Callback) -> Callable[[], None]:
