@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from dlc.comm import entries
 from dlc.comm.driver import SWITCH_NEAR_S
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.security import generate_run_key
@@ -354,3 +356,43 @@ def test_what_others_would_not_take_is_refused_where_it_is_said(said: dict[str, 
         peers[0].describe(speed=3.0, status={"notes": "x" * 1000})
         other = peers[1]
         wait_until(lambda: [m.speed for m in other.members() if m.id == peers[0].id] == [3.0], 30.0)
+
+
+MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
+    ("300000 bytes, and must have 1 to 128", lambda p: p.all_reduce(torch.ones(4), name="n" * 300_000)),
+    ("0 bytes, and must have 1 to 128", lambda p: p.all_reduce(torch.ones(4), name="")),
+    ("a channel's name is a string", lambda p: p.all_reduce(torch.ones(4), name="\ud800")),
+    ("a channel's name is a string", lambda p: p.all_reduce(torch.ones(4), name=7)),  # type: ignore[call-overload]
+    ("nor a weight be over", lambda p: p.all_reduce(torch.ones(4), weight=1e300)),
+    ("not NaN", lambda p: p.all_reduce(torch.ones(4), patience_s=float("nan"))),
+    ("not NaN", lambda p: p.all_reduce(torch.ones(4), timeout_s=float("nan"))),
+    ("not NaN", lambda p: p.barrier(timeout_s=float("nan"))),
+    ("torch tensors, not ndarray", lambda p: p.all_reduce([torch.ones(4).numpy()])),  # type: ignore[call-overload]
+    ("must be dense", lambda p: p.all_reduce(torch.ones(4).to_sparse())),
+    ("must be dense", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
+    (r"clone\(\) it first", lambda p: p.all_reduce(torch.ones(1).expand(4))),
+]
+
+
+def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_it() -> None:
+    """A name that fitted no message, offered once, ended all rounds of the run."""
+    with swarm(2) as peers:
+        for message, call in MISUSE:
+            for peer in peers:
+                with pytest.raises(UsageError, match=message):
+                    call(peer)
+        vectors = [torch.full((4,), float(i)) for i in (1, 3)]
+        together(peers, lambda p, i: p.all_reduce(vectors[i], name="é" * 64, timeout_s=float("inf")))
+        assert all(torch.equal(v, torch.full((4,), 2.0)) for v in vectors)
+
+
+def test_a_run_has_a_limited_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are part of the log's state, which must fit a message for as long as the run lasts."""
+    monkeypatch.setattr(entries, "CHANNELS_MAX", 3)
+    with swarm(2) as peers:
+        for name in ("a", "b", "c", "a"):
+            together(peers, lambda p, i, name=name: p.all_reduce(torch.ones(4), name=name, timeout_s=30))
+        for peer in peers:
+            with pytest.raises(UsageError, match="without a step number"):
+                peer.all_reduce(torch.ones(4), name="d")
+        together(peers, lambda p, i: p.all_reduce(torch.ones(4), name="c", timeout_s=30))

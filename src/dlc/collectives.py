@@ -18,14 +18,14 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
 from dlc.errors import RoundTimeout, UsageError
 from dlc.exact import Exact
-from dlc.flat import flatten_tensors
+from dlc.flat import check_writable, flatten_tensors
 from dlc.handles import Means, Reduction
 from dlc.report import RoundReport
 
 PATIENCE_SHARE = 0.5
 """A library all-reduce starts without the others after this share of its time limit; the rest is for the exchange."""
-PATIENCE_S_MIN = 1e-3
-"""No patience at all would stand for another rule, that of training."""
+PATIENCE_S_MIN, PATIENCE_S_MAX = 1e-3, 30 * 86400.0
+"""No patience at all would stand for another rule, that of training; endless patience is no number for a message."""
 BARRIER_SHARE = 0.75
 """A barrier gives the others this share of its time limit; the rest is for learning who did not come."""
 
@@ -89,6 +89,8 @@ class Collectives(Channels):
         half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
         SwarmClosed, UsageError.
 
+        name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out.
+
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
 
@@ -97,11 +99,13 @@ class Collectives(Channels):
         names go beside it.
         """
         many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for tensor in many:
+            check_writable(tensor)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
         if not weight >= 0 or weight == float("inf"):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
-        patience_s = PATIENCE_SHARE * timeout_s if patience_s is None else max(patience_s, PATIENCE_S_MIN)
+        patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
         reduction = self._reduce(name, many, weight, codec, patience_s)
         return reduction if async_op else _waited(reduction, timeout_s)
 
@@ -110,7 +114,8 @@ class Collectives(Channels):
 
         RoundTimeout: some have not; it names them, where they are known.
         """
-        reduction = self._reduce(f"barrier/{name}", [torch.zeros(1)], 1.0, "fp32", BARRIER_SHARE * timeout_s)
+        patience_s = _patience_s(BARRIER_SHARE * timeout_s)
+        reduction = self._reduce(f"barrier/{name}", [torch.zeros(1)], 1.0, "fp32", patience_s)
         report = _waited(reduction, timeout_s)
         absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
         if absent:
@@ -132,7 +137,8 @@ class Collectives(Channels):
         exact = Exact(state)
         mine = source == self.voter.peer
         vector = exact.pack() if mine else torch.zeros(exact.numel)
-        reduction = self._reduce(f"state/{name}", [vector], float(mine), "fp32", PATIENCE_SHARE * timeout_s)
+        patience_s = _patience_s(PATIENCE_SHARE * timeout_s)
+        reduction = self._reduce(f"state/{name}", [vector], float(mine), "fp32", patience_s)
         report = _waited(reduction, timeout_s)
         share = next((share.fraction for share in report.contributors if share.peer == source), 0.0)
         if share < 1.0:
@@ -175,6 +181,13 @@ class Collectives(Channels):
         kept = self._flat.pop(name, None)
         numel = sum(t.numel() for t in many)
         return flatten_tensors(many, kept if kept is not None and kept.numel() == numel else None), True
+
+
+def _patience_s(asked_s: float) -> float:
+    """As others take it. UsageError: it is no time."""
+    if asked_s != asked_s:
+        raise UsageError("timeout_s and patience_s must be numbers, not NaN")
+    return min(max(asked_s, PATIENCE_S_MIN), PATIENCE_S_MAX)
 
 
 def _waited(reduction: Reduction, timeout_s: float) -> RoundReport:

@@ -49,6 +49,21 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
             start += t.numel()
 
 
+def check_writable(tensor: object) -> None:
+    """UsageError unless its values can be read, and all of them written."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"what is averaged must be torch tensors, not {type(tensor).__name__}")
+    _check_dtype(tensor)
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        raise UsageError(
+            f"a tensor on {tensor.device} with layout {tensor.layout} cannot be averaged: it must be dense"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError(
+            "an expanded tensor cannot be averaged in place, as its elements share memory: clone() it first"
+        )
+
+
 def finite(vector: Tensor) -> bool:
     """Whether no element is NaN or Inf."""
     return math.isfinite(float(torch.linalg.vector_norm(vector, ord=math.inf)))

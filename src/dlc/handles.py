@@ -93,7 +93,7 @@ class Pending:
         """
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
-        if not self._event.wait(timeout_s):
+        if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise RoundTimeout(f"no round of {self.channel!r} was committed within {timeout_s:g} s")
         if self.error is not None:
             raise self.error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dlc.comm.context import Context
-from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
+from dlc.comm.entries import CHANNEL_BYTES_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import BulkLost
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -323,7 +323,8 @@ def _sound(m: Ready) -> bool:
         Grid(m.grid.numel, m.grid.chunk_elems, m.grid.codec)
     except ConfigError:
         return False
-    return 0 <= m.weight <= WEIGHT_MAX and 0 <= m.norm < math.inf
+    named = 1 <= len(m.channel.encode()) <= CHANNEL_BYTES_MAX
+    return named and 0 <= m.weight <= WEIGHT_MAX and 0 <= m.norm < math.inf
 
 
 def _most_common(values: list[T]) -> T:

@@ -20,6 +20,7 @@ from blake3 import blake3
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import Ledger
 from dlc.comm.wire import pack
+from dlc.errors import UsageError
 
 EMPTY = bytes(32)
 """Head of the empty log: parent of the founding entry."""
@@ -75,6 +76,27 @@ def is_quorum(present: Iterable[Voter], electorate: Sequence[Voter], rank0: Vote
     if 2 * count == len(electorate):
         return rank0 is not None and rank0 in set(present)
     return 2 * count > len(electorate)
+
+
+CHANNEL_BYTES_MAX = 128
+"""Of a channel's name: it is in the log's state for ever, and in what peers tell of themselves."""
+CHANNELS_MAX = 1024
+"""Channels that a run may have had: the state of the log, which names them all, must fit a message."""
+
+
+def check_channel(name: str, state: LogState) -> None:
+    """UsageError where this is no name for a channel, or the run that stands at `state` can have no new one."""
+    try:
+        size = len(name.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise UsageError(f"a channel's name is a string, not {name!r:.80}") from None
+    if not 1 <= size <= CHANNEL_BYTES_MAX:
+        raise UsageError(f"the name {name[:40]!r}... has {size} bytes, and must have 1 to {CHANNEL_BYTES_MAX}")
+    if len(state.channels) >= CHANNELS_MAX and state.channel(name) is None:
+        raise UsageError(
+            f"the run has had {len(state.channels)} names, and {name!r} would be a new one: use one name for all calls "
+            "of one kind, without a step number; the rounds of a name are numbered anyway"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
 from dlc.comm.effects import Dial, Effect, Notify, Send
-from dlc.comm.entries import EMPTY, LogState
+from dlc.comm.entries import EMPTY, LogState, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp, Waiting
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.grid import Grid
@@ -38,6 +38,7 @@ from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
 from dlc.comm.permit import alive_records, can_vote, greater_alive
 from dlc.comm.records import key_of, told_states
+from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import Services
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
@@ -194,6 +195,7 @@ class Node:
     def attach(self, channel: str, state: State, grid: Grid, lease_len: int, now: float) -> list[Effect]:
         """Bring a channel's state into the run: opens the channel, or fetches the swarm's state for it."""
         self._need_log(f"channel {channel!r} cannot be opened")
+        check_channel(channel, self.log.state)
 
         def act() -> None:
             attached = self.log.attach(channel, state, grid, lease_len)
@@ -231,10 +233,16 @@ class Node:
         `norm`: its own, if it is to be clipped by the others'; 0 if not.
         """
         self._need_log(f"channel {channel!r} has no rounds")
+        check_channel(channel, self.log.state)
         if channel in self.exchange.offered:
             raise DlcError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
         if vector.numel() != grid.numel:
             raise DlcError(f"the vector has {vector.numel()} elements, the channel {grid.numel}")
+        if not (0 <= weight <= WEIGHT_MAX and 0 <= norm < math.inf and 0 <= patience_s < math.inf):
+            raise UsageError(
+                f"weight {weight}, norm {norm}, patience {patience_s} s: none may be negative or not finite, "
+                f"nor a weight be over {WEIGHT_MAX:g}"
+            )
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         ready = msg.Ready(state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0, norm)
