@@ -124,3 +124,27 @@ def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() ->
         )
         reports = list(pool.map(lambda i: three[i].step(held[i]), range(3)))
         assert all(r.rounds and not r.failed for r in reports), [r.summary() for r in reports]
+
+
+def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_it() -> None:
+    """A name without a form on the wire ended the peer; NaN drew all the weight of a gossip to itself."""
+    with swarm(2, log=False, timeouts=CALM) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        for peer in peers:
+            for name in ("\ud800", "x" * 300, 7):
+                with pytest.raises(UsageError, match="string"):
+                    dlc.Group(peer, name).all_reduce(torch.ones(4))  # type: ignore[arg-type]
+            for tensors, why in (([1.0], "torch tensors, not float"), (torch.ones(1).expand(4), r"clone\(\) it")):
+                for call in (dlc.Group(peer, "g").all_reduce, dlc.Gossip(peer, "h").step, dlc.Moshpit(peer, "m").step):
+                    with pytest.raises(UsageError, match=why):
+                        call(tensors)  # type: ignore[operator]
+        gossips = [dlc.Gossip(p, "walk", codec="fp32") for p in peers]
+        values = [torch.full((4,), float(i)) for i in range(2)]
+        with pytest.raises(UsageError, match="NaN or Inf"):
+            gossips[0].step(torch.tensor([1.0, float("nan"), 0.0, 0.0]))
+        for report in pool.map(lambda i: gossips[i].step(values[i], wait_s=LONG_S), range(2)):
+            assert report.weight == 1.0 and len(report.took) == 1
+        assert all(torch.equal(v, torch.full((4,), 0.5)) for v in values)
+        groups = [dlc.Group(p, "g", matchmaking_s=LONG_S) for p in peers]
+        for mean in pool.map(lambda i: groups[i].all_reduce(values[i]), range(2)):
+            assert len(mean.contributors) == 2

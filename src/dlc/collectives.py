@@ -18,7 +18,7 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
 from dlc.errors import RoundTimeout, UsageError
 from dlc.exact import Exact
-from dlc.flat import check_writable, flatten_tensors
+from dlc.flat import flatten_tensors, writable_tensors
 from dlc.handles import Means, Reduction
 from dlc.report import RoundReport
 
@@ -98,9 +98,7 @@ class Collectives(Channels):
         they are neither to be changed nor to be read. One call of a name may be on its way at a time; those of other
         names go beside it.
         """
-        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        for tensor in many:
-            check_writable(tensor)
+        many = writable_tensors(tensors)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
         if not weight >= 0 or weight == float("inf"):

@@ -49,19 +49,20 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
             start += t.numel()
 
 
-def check_writable(tensor: object) -> None:
-    """UsageError unless its values can be read, and all of them written."""
-    if not isinstance(tensor, Tensor):
-        raise UsageError(f"what is averaged must be torch tensors, not {type(tensor).__name__}")
-    _check_dtype(tensor)
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
-        raise UsageError(
-            f"a tensor on {tensor.device} with layout {tensor.layout} cannot be averaged: it must be dense"
-        )
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError(
-            "an expanded tensor cannot be averaged in place, as its elements share memory: clone() it first"
-        )
+def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """One or many as a list. UsageError unless their values can be read, and all of them written."""
+    many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for t in many:
+        if not isinstance(t, Tensor):
+            raise UsageError(f"what is averaged must be torch tensors, not {type(t).__name__}")
+        _check_dtype(t)
+        if t.device.type == "meta" or t.layout != torch.strided:
+            raise UsageError(f"a tensor on {t.device}, {t.layout}, cannot be averaged: it must be dense")
+        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+            raise UsageError(
+                "an expanded tensor cannot be averaged in place: its elements share memory, clone() it first"
+            )
+    return many
 
 
 def finite(vector: Tensor) -> bool:

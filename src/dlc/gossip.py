@@ -34,7 +34,7 @@ from dlc.comm.service import ServiceNews
 from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
-from dlc.flat import flatten_tensors, unflatten_into
+from dlc.flat import finite, flatten_tensors, unflatten_into, writable_tensors
 from dlc.peer import Peer
 from dlc.report import GossipReport
 from dlc.served import Stopped
@@ -97,11 +97,13 @@ class Gossip:
         wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift that is not taken within this time is withdrawn, and comes back.
-        Raises SwarmClosed, UsageError (other shapes than before).
+        Raises SwarmClosed, UsageError (other shapes than before, NaN or Inf); nothing was given or taken then.
         """
         began = clock()
-        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        many = writable_tensors(tensors)
         z = flatten_tensors(many)
+        if not finite(z):
+            raise UsageError("the tensors hold NaN or Inf, which no neighbour would take: nothing was given or taken")
         machine, grid = self._begun(z.numel())
         members = self._members()
         self.t = max([self.t + 1, *(place.t for place in members.values())])

@@ -25,7 +25,7 @@ from dlc.comm.meetings import GATHER_BYTES_MAX, GROUP_MAX, Call, GroupFormed, Me
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
-from dlc.flat import flatten_tensors, unflatten_into
+from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.handles import FORKED
 from dlc.peer import Peer
 from dlc.report import Absent, GroupReport, Share
@@ -242,7 +242,7 @@ class Group:
         receives:    False: the mean is not wanted here, and the tensors stay as they are.
         async_op:    return a `GroupCall` at once.
         """
-        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        many = writable_tensors(tensors)
         numel = sum(t.numel() for t in many)
         if not numel:
             raise UsageError("all_reduce needs at least one element")

@@ -24,7 +24,7 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.errors import RoundTimeout, UsageError
-from dlc.flat import flatten_tensors, unflatten_into
+from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.mesh import EXCHANGE_S_MIN, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport, MoshpitReport
@@ -96,7 +96,7 @@ class Moshpit:
     # ---------------------------------------------------------------- inside
 
     def _go(self, tensors: Tensor | Sequence[Tensor], weight: float, timeout_s: float, whole: bool) -> MoshpitReport:
-        many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        many = writable_tensors(tensors)
         numel = sum(t.numel() for t in many)
         if not numel:
             raise UsageError("averaging needs at least one element")

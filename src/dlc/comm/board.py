@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Notice, Notices
+from dlc.comm.wire import size_of
 from dlc.errors import ProtocolError, UsageError
 
 DIRECT_MAX = 64
@@ -86,8 +87,11 @@ class Board:
         """Show `value` under `key` for `ttl_s` seconds, to everybody or to these; replaces my notice of that key."""
         if not 0 < ttl_s <= TTL_S_MAX:
             raise UsageError(f"a notice lives for up to {TTL_S_MAX:g} s, not {ttl_s:g}")
-        if len(value) > VALUE_BYTES_MAX or len(key) > KEY_CHARS_MAX:
-            raise UsageError(f"a notice has up to {VALUE_BYTES_MAX} bytes, its key {KEY_CHARS_MAX} characters")
+        if len(value) > VALUE_BYTES_MAX or not size_of(key) or len(key) > KEY_CHARS_MAX:
+            raise UsageError(
+                f"a notice has up to {VALUE_BYTES_MAX} bytes, its key is a string of 1 to {KEY_CHARS_MAX} characters, "
+                f"not {key!r:.60}"
+            )
         mine, before = self.ground.me, self._by_key.get(key, {}).get(self.ground.me.peer)
         number, size = self._sizes.get(mine.peer, (0, 0))
         number, size = number + (before is None), size + len(value) - (len(before.value) if before else 0)

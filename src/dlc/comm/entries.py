@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import Ledger
-from dlc.comm.wire import pack
+from dlc.comm.wire import pack, size_of
 from dlc.errors import UsageError
 
 EMPTY = bytes(32)
@@ -86,12 +86,8 @@ CHANNELS_MAX = 1024
 
 def check_channel(name: str, state: LogState) -> None:
     """UsageError where this is no name for a channel, or the run that stands at `state` can have no new one."""
-    try:
-        size = len(name.encode())
-    except (AttributeError, UnicodeEncodeError):
-        raise UsageError(f"a channel's name is a string, not {name!r:.80}") from None
-    if not 1 <= size <= CHANNEL_BYTES_MAX:
-        raise UsageError(f"the name {name[:40]!r}... has {size} bytes, and must have 1 to {CHANNEL_BYTES_MAX}")
+    if not 1 <= size_of(name) <= CHANNEL_BYTES_MAX:
+        raise UsageError(f"a name is a string of 1 to {CHANNEL_BYTES_MAX} bytes of UTF-8, not {name!r:.60}")
     if len(state.channels) >= CHANNELS_MAX and state.channel(name) is None:
         raise UsageError(
             f"the run has had {len(state.channels)} names, and {name!r} would be a new one: use one name for all calls "

@@ -26,6 +26,7 @@ from dlc.comm.meetings import Call, Meeting
 from dlc.comm.messages import Bulk, Message
 from dlc.comm.parcels import Parcels
 from dlc.comm.service import MemberEvent
+from dlc.comm.wire import size_of
 from dlc.errors import UsageError
 
 OLD_GROUPS_MAX = 4
@@ -50,6 +51,8 @@ class Mesh:
 
         Ends in MeetingFailed; or in GroupFormed, then GroupDone or GroupFailed.
         """
+        if not (size_of(call.key) and size_of(call.label + "-")):
+            raise UsageError(f"a name is a string that has a form in UTF-8, not {call.key!r:.60} or {call.label!r:.60}")
         if call.key in self._meetings or any(key == call.key and not g.done for (key, _), g in self._groups.items()):
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
 

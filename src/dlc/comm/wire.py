@@ -31,6 +31,14 @@ _Decoder = Callable[[Any], Any]
 T = TypeVar("T")
 
 
+def size_of(text: object) -> int:
+    """Bytes of a string on the wire; 0 for what is no string, or has no such form (half a surrogate pair)."""
+    try:
+        return len(text.encode()) if isinstance(text, str) else 0
+    except UnicodeEncodeError:
+        return 0
+
+
 def pack(value: object) -> bytes:
     """Canonical msgpack of a dataclass, named tuple, tuple, str, bytes, bool, int, float or None."""
     packed: bytes = msgpack.packb(value, default=_fields_of, use_bin_type=True)
