@@ -85,6 +85,7 @@ class Gossip:
         self._error: BaseException | None = None
         self._bytes = (0, 0)
         self._mesh.listen(self._told)
+        self._mesh.ask(lambda mesh, now: mesh.will_gossip(name, True))
         self._post(b"")
 
     # ---------------------------------------------------------------- a step
@@ -144,6 +145,7 @@ class Gossip:
         machine = self._machine
         if machine is not None:
             self._mesh.act(lambda mesh, now: mesh.with_gossip(machine, machine.close, now))
+        self._mesh.ask(lambda mesh, now: mesh.will_gossip(self.name, False))
         self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
 
     # ---------------------------------------------------------------- mass

@@ -213,3 +213,30 @@ def test_sketches_tell_the_distance() -> None:
     assert distance([t for t in told if t is not None]) == pytest.approx(exact, rel=0.15)
     assert distance([sketch(many[0]), sketch(many[0])]) == 0.0
     assert from_bytes(b"x") is None and from_bytes(b"\xff" * 1024) is None
+
+
+def test_a_gift_to_one_that_is_about_to_begin_waits_for_it() -> None:
+    """A peer shows that it takes part before it knows how long its vector is: gifts came back from it at once."""
+    net = MeshNet(0)
+    early, late = net.add(2)
+    first = Walker(net, early, 0)
+    late.mesh.will_gossip("g", True)
+    first.step("ring", [early.voter, late.voter])
+    net.run(3.0)
+    assert first.machine.unsettled, "neither taken nor refused"
+    second = Walker(net, late, 1)
+    net.until(lambda: settled([first, second]), 5.0)
+    for w in (first, second):
+        w.take()
+    assert (first.weight, second.weight) == (0.5, 1.5)
+
+
+def test_a_gift_to_one_that_never_begins_comes_back() -> None:
+    net = MeshNet(0)
+    early, late = net.add(2)
+    first = Walker(net, early, 0)
+    late.mesh.will_gossip("g", True)
+    first.step("ring", [early.voter, late.voter], keep_s=5.0)
+    net.until(lambda: not first.machine.unsettled, 10.0)
+    first.take()
+    assert first.weight == 1.0

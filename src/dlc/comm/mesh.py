@@ -43,6 +43,7 @@ class Mesh:
         self._meetings: dict[str, Meeting] = {}
         self._groups: dict[tuple[str, int], Reduction] = {}
         self._gossips: dict[str, Gossip] = {}
+        self._will_gossip: set[str] = set()
 
     # ---------------------------------------------------------------- commands
 
@@ -83,10 +84,15 @@ class Mesh:
     def withdraw(self, key: str, now: float) -> list[Effect]:
         return self._event(now, lambda: self.board.withdraw(key))
 
+    def will_gossip(self, name: str, will: bool) -> None:
+        """A gossip of this name is about to begin here: who gives to it already is not refused, and gives again."""
+        (self._will_gossip.add if will else self._will_gossip.discard)(name)
+
     def gossip(self, name: str, grid: Grid) -> Gossip:
         """A gossip of this name begins here. UsageError where there is one already."""
         if name in self._gossips:
             raise UsageError(f"this peer gossips under the name {name!r} already")
+        self.will_gossip(name, False)
         self._gossips[name] = Gossip(self.ground, self.parcels, name, grid)
         return self._gossips[name]
 
@@ -239,7 +245,8 @@ class Mesh:
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)
         if gossip is None:
-            if isinstance(m, mm.Gift | mm.Withdraw):
+            expected = isinstance(m, mm.Gift) and m.name in self._will_gossip
+            if isinstance(m, mm.Gift | mm.Withdraw) and not expected:
                 self.ground.send(sender, mm.Refused(m.name, m.serial, "nobody gossips under this name here"))
         elif isinstance(m, mm.Gift):
             gossip.receive_gift(sender, m)
