@@ -82,6 +82,10 @@ def test_a_peer_in_the_middle_of_a_long_step_answers_pings_and_holds_nobody_up(
         assert not states[slow].steps
         wait_until(lambda: answered.count(peers[slow].voter) >= 12, LIMIT_S, "a dozen pings are answered")
         assert [m.alive for m in peers[fast].members()] == [True, True]
+        # Its own trainer goes on too: it looks at the others, and tells of itself.
+        assert [m.alive for m in peers[slow].members()] == [True, True]
+        peers[slow].describe(speed=5.0)
+        assert not states[slow].steps
         # The next round's messages come now, and are taken when the step is done.
         more = contribute(peers[fast], fast)
         states[slow].go_on.set()
@@ -91,6 +95,7 @@ def test_a_peer_in_the_middle_of_a_long_step_answers_pings_and_holds_nobody_up(
         last()
         assert [t for t, _ in states[slow].steps] == [t for t, _ in states[fast].steps] == [1, 2]
         assert states[0].digest() == states[1].digest()
+        wait_until(lambda: [m.speed for m in peers[fast].members() if not m.me] == [5.0], LIMIT_S)
         assert {name for state in states for _, name in state.steps} == {"dlc-work"}
 
 

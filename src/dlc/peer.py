@@ -250,11 +250,11 @@ class Peer(Collectives):
 
     def members(self) -> list[Member]:
         """Everyone known, this peer included, as seen from here."""
-        return self._ask(
-            lambda node, now: [
-                member_of(r, node.members.alive(r.voter), r.voter == node.me) for r in node.members.records()
-            ]
-        )
+
+        def read(node: Node, now: float) -> list[Member]:
+            return [member_of(r, node.members.alive(r.voter), r.voter == node.me) for r in node.members.records()]
+
+        return self._driver.ask(self._on_node(read), look=True)
 
     def describe(
         self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
@@ -281,7 +281,9 @@ class Peer(Collectives):
                     f"the status is {size} bytes of JSON, at most {STATUS_BYTES_MAX} travel with every record: "
                     "leave something out"
                 )
-        self._act(lambda node, now: node.describe(now, **changes))
+        told = self._driver.call(self._on_node(lambda node, now: self._perform(node.describe(now, **changes))))
+        if told.done():  # the driver has ended, or was quick: who trains does not wait for it
+            told.result()
 
     def on_member_change(self, callback: Callback) -> Callable[[], None]:
         """Call `callback(change)` whenever another member comes, stops answering, or leaves, from now on.
@@ -360,6 +362,9 @@ class Peer(Collectives):
 
     def _ask(self, fn: Callable[[Node, float], T]) -> T:
         """Run `fn(node, now)` on the driver thread."""
+        return self._driver.ask(self._on_node(fn))
+
+    def _on_node(self, fn: Callable[[Node, float], T]) -> Callable[[float], T]:
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
 
@@ -368,7 +373,7 @@ class Peer(Collectives):
                 raise SwarmClosed("the peer is not part of a run")
             return fn(self._node, now)
 
-        return self._driver.ask(run)
+        return run
 
     def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         self._ask(lambda node, now: self._perform(fn(node, now)))

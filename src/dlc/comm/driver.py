@@ -36,6 +36,7 @@ from dlc.errors import ProtocolError, SwarmClosed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Call = tuple[Future[Any], Callable[[float], Any]]
 
 POLL_S_MAX = 0.25
 """The machine is ticked at least this often."""
@@ -107,7 +108,8 @@ class Driver:
         self.error: BaseException | None = None
         self._machine: Driven | None = None
         self._bulk: BulkSource | None = None
-        self._calls: collections.deque[tuple[Future[Any], Callable[[float], Any]]] = collections.deque()
+        self._calls: collections.deque[Call] = collections.deque()
+        self._looks: collections.deque[Call] = collections.deque()
         self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
         self._addresses: dict[str, PeerId] = {}
         self._dials: dict[PeerId, str] = {}
@@ -131,20 +133,23 @@ class Driver:
         self._began.wait()
         torch.set_num_threads(threads)  # what the driver set for itself would be the default of threads made later
 
-    def call(self, fn: Callable[[float], T]) -> Future[T]:
-        """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it."""
+    def call(self, fn: Callable[[float], T], look: bool = False) -> Future[T]:
+        """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it.
+
+        look: `fn` only reads what membership knows, so it need not wait for work that is done aside.
+        """
         future: Future[T] = Future()
-        self._calls.append((future, fn))
+        (self._looks if look else self._calls).append((future, fn))
         if self._ended:
             self._fail_calls()
         self.transport.wake()
         return future
 
-    def ask(self, fn: Callable[[float], T], timeout_s: float | None = None) -> T:
+    def ask(self, fn: Callable[[float], T], look: bool = False) -> T:
         """`call` and wait for the result."""
         if threading.current_thread() is self._thread:
             return fn(clock())
-        return self.call(fn).result(timeout_s)
+        return self.call(fn, look).result()
 
     def stop(self, timeout_s: float, reason: BaseException | None = None) -> None:
         """End the thread after what was called before; later calls raise `reason`. Idempotent."""
@@ -241,7 +246,7 @@ class Driver:
         now = clock()
         deadline = self._machine.next_deadline() if self._machine is not None else None
         wait = POLL_S_MAX if deadline is None else min(POLL_S_MAX, max(0.0, deadline - now))
-        if self._calls:
+        if self._calls or self._looks:
             wait = 0.0
         self._warm(now)
         wanted = self._want_write()
@@ -296,6 +301,7 @@ class Driver:
                 concurrent.futures.wait([done], BREATH_S)
             if self._bulk is not None:
                 self.perform(self._bulk.breathe(clock()))
+            self._drain(self._looks)
         done.result()
 
     def _breathe(self, event: Event) -> bool:
@@ -420,8 +426,12 @@ class Driver:
     # ---------------------------------------------------------------- calls
 
     def _drain_calls(self) -> None:
-        while self._calls:
-            future, fn = self._calls.popleft()
+        self._drain(self._calls)
+        self._drain(self._looks)
+
+    def _drain(self, calls: collections.deque[Call]) -> None:
+        while calls:
+            future, fn = calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -432,7 +442,7 @@ class Driver:
     def _fail_calls(self) -> None:
         while True:
             try:
-                future, _ = self._calls.popleft()
+                future, _ = (self._calls or self._looks).popleft()
             except IndexError:  # two threads may do this at once
                 return
             if future.set_running_or_notify_cancel():
