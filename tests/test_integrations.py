@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dlc
-from dlc.errors import UsageError
+from dlc.errors import SwarmClosed, UsageError
 from dlc.flat import FlatView
 from tests.train.fake_peer import FakePeer
 
@@ -124,6 +125,85 @@ def test_the_best_model_that_was_loaded_at_the_end_is_not_offered(tmp_path: Path
     assert len(peer.weights) == 3 and best.state.best_model_checkpoint is not None
 
 
+def run_of(checkpoint: Path | None, state_dir: Path) -> dlc.Peer:
+    """A real peer alone, of a new run or of the one that the checkpoint is of."""
+    from dlc.integrations.transformers import saved_state
+
+    resume = None if checkpoint is None else dlc.Resume.of(saved_state(checkpoint))
+    return dlc.Peer.join(found=True, resume=resume, state_dir=state_dir)
+
+
+NESTEROV: dict[str, Any] = {"outer": dlc.OuterSpec(lr=0.5, momentum=0.9), "codec": "int8"}
+"""With momentum, and with something that the codec owes."""
+
+
+@pytest.mark.parametrize("where", ["the checkpoint's own folder", "args", "resume"])
+def test_a_whole_swarm_that_was_stopped_goes_on_from_a_trainers_checkpoint(tmp_path: Path, where: str) -> None:
+    """Rounds after a restart are the same in bits as those without, though the outer optimizer has momentum."""
+    callback(FakePeer())  # skips where transformers.Trainer cannot run
+    from dlc.integrations.transformers import DiLoCoCallback, saved_state
+
+    whole, first, again = Net(), Net(), Net()
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    with run_of(None, tmp_path / "alone") as peer:
+        trainer(tmp_path / "whole", whole, [DiLoCoCallback(peer, 1, **NESTEROV)], **saves).train()
+    with run_of(None, tmp_path / "peer") as peer:
+        trainer(tmp_path / "out", first, [DiLoCoCallback(peer, 1, **NESTEROV)], **saves, max_steps=4).train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    options: dict[str, Any] = {"resume": saved_state(checkpoint)} if where == "resume" else {}
+    more: dict[str, Any] = {"resume_from_checkpoint": str(checkpoint)} if where == "args" else {}
+    folder = tmp_path / "out" if where.endswith("folder") else tmp_path / "elsewhere"
+    with run_of(checkpoint, tmp_path / "peer") as peer:
+        own = DiLoCoCallback(peer, 1, **NESTEROV, **options)
+        trainer(folder, again, [own], **saves, **more).train(resume_from_checkpoint=str(checkpoint))
+        assert own.diloco.t == 6 and peer.position("train").t == 6
+    assert torch.equal(flat(again), flat(whole))
+    assert own.diloco.state_dict()["residual"].any()
+
+
+def test_the_outer_state_of_another_training_with_a_checkpoint_of_the_same_name_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    trainer(tmp_path / "a", Net(), [callback(FakePeer())], **saves).train()
+    trainer(tmp_path / "b", Net(), [callback(FakePeer())], **saves, learning_rate=0.01).train()
+    own = callback(peer := FakePeer())
+    trainer(tmp_path / "b", Net(), [own]).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert "no outer state was found" in caplog.text and peer.state.t == 1
+
+
+def test_a_run_that_nobody_resumed_begins_anew_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    trainer(tmp_path, Net(), [callback(FakePeer())], **saves).train()
+    trainer(tmp_path, Net(), [own := callback(FakePeer())]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "outer state of round 2" in caplog.text and "saved_state" in caplog.text and own.diloco.t == 1
+    given = callback(FakePeer(), resume=dlc_state(tmp_path / "checkpoint-4"))
+    with pytest.raises(UsageError, match="round 2.*join with resume"):
+        trainer(tmp_path, Net(), [given]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def dlc_state(checkpoint: Path) -> dict[str, Any]:
+    from dlc.integrations.transformers import saved_state
+
+    return saved_state(checkpoint)
+
+
+def test_where_the_model_alone_is_saved_or_the_peer_has_left_a_checkpoint_has_no_outer_state(tmp_path: Path) -> None:
+    class Gone(FakePeer):
+        def checkpoint(self, channel: str) -> Any:
+            raise SwarmClosed("the peer has left")
+
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6}
+    trainer(tmp_path / "model", Net(), [callback(FakePeer())], **saves, save_only_model=True).train()
+    trainer(tmp_path / "left", Net(), [callback(Gone())], **saves).train()
+    for folder in (tmp_path / "model", tmp_path / "left"):
+        assert (folder / "checkpoint-6" / "model.safetensors").is_file()
+        with pytest.raises(UsageError, match="no outer state"):
+            dlc_state(folder / "checkpoint-6")
+
+
 # ------------------------------------------------------------------ lightning
 
 
@@ -216,9 +296,88 @@ def test_lightning_resumes_with_its_moments(fit: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(flat(again), flat(whole), rtol=1e-5, atol=1e-6)
 
 
+def test_a_whole_swarm_that_was_stopped_goes_on_from_a_checkpoint_of_lightning(fit: Any, tmp_path: Path) -> None:
+    strategy(FakePeer())  # skips where Lightning is not installed
+    from dlc.integrations.lightning import DLCStrategy, saved_state
+
+    data = rows()[:1] * 32
+    with dlc.Peer.join(found=True, state_dir=tmp_path / "alone") as peer:
+        _, whole = fit(DLCStrategy(peer, 1, **NESTEROV), data=data)
+    with dlc.Peer.join(found=True, state_dir=tmp_path / "peer") as peer:
+        half, _ = fit(DLCStrategy(peer, 1, **NESTEROV), data=data, max_steps=2)
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        half.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    half.save_checkpoint(tmp_path / "late.ckpt")
+    state = saved_state(tmp_path / "half.ckpt")
+    with dlc.Peer.join(found=True, resume=dlc.Resume.of(state), state_dir=tmp_path / "peer") as peer:
+        one, again = fit(own := DLCStrategy(peer, 1, **NESTEROV), ckpt_path=str(tmp_path / "half.ckpt"), data=data)
+        assert one.global_step == 6 and own.diloco.t == 6
+    assert torch.equal(flat(again), flat(whole))
+    for name in ("weights", "late"):
+        with pytest.raises(UsageError, match="no outer state"):
+            saved_state(tmp_path / f"{name}.ckpt")
+
+
 def test_a_module_with_two_optimizers_is_refused(fit: Any) -> None:
     with pytest.raises(UsageError, match="one optimizer, not 2"):
         fit(strategy(FakePeer()), optimizers=2, accumulate_grad_batches=1)
+
+
+# ------------------------------------------------------------------ the keywords of dlc.DiLoCo
+
+KEYWORDS = {name for name, p in inspect.signature(dlc.DiLoCo).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def test_every_keyword_of_diloco_reaches_it_through_both(
+    fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that it will have one day: what is given here is read from its signature."""
+    from dlc.integrations import saved
+
+    given: list[dict[str, Any]] = []
+
+    class Stop(Exception):
+        pass
+
+    def taken(*model_inner_peer_and_h: Any, **options: Any) -> None:
+        given.append(options)
+        raise Stop
+
+    monkeypatch.setattr(saved, "DiLoCo", taken)
+    options = {name: object() for name in KEYWORDS} | {"weight": 3.0}
+    with pytest.raises(Stop):
+        fit(_plain_strategy(options))
+    with pytest.raises(Stop):
+        trainer(tmp_path, Net(), [_plain_callback(options)]).train()
+    assert given == [options, options] and {"resume", "fragments", "mixing", "overlap_steps", "outer"} <= KEYWORDS
+
+
+def _plain_strategy(options: dict[str, Any]) -> Any:
+    from dlc.integrations.lightning import DLCStrategy
+
+    assert set(inspect.signature(DLCStrategy).parameters) == {"peer", "sync_every", "device"} | KEYWORDS
+    with pytest.raises(TypeError, match="'overlop'.*overlap_steps"):
+        DLCStrategy(FakePeer(), overlop="eager")
+    return DLCStrategy(FakePeer(), 2, **options)
+
+
+def _plain_callback(options: dict[str, Any]) -> Any:
+    callback(FakePeer())
+    from dlc.integrations.transformers import DiLoCoCallback
+
+    assert set(inspect.signature(DiLoCoCallback).parameters) == {"peer", "sync_every"} | KEYWORDS
+    with pytest.raises(TypeError, match="'overlop'.*overlap_steps"):
+        DiLoCoCallback(FakePeer(), overlop="eager")
+    return DiLoCoCallback(FakePeer(), 2, **options)
+
+
+def test_fragments_with_overlap_train_inside_both(fit: Any, tmp_path: Path) -> None:
+    peers = [FakePeer(), FakePeer()]
+    options: dict[str, Any] = {"fragments": 2, "overlap": "eager", "overlap_steps": 1}
+    fit(strategy(peers[0], **options))
+    trainer(tmp_path, Net(), [callback(peers[1], **options)]).train()
+    for peer in peers:
+        assert peer.state.t >= 6 and max(vector.numel() for vector in peer.vectors) < 5
 
 
 # ------------------------------------------------------------------ following

@@ -8,14 +8,26 @@
 Each peer is a Trainer of its own on one device. Each `sync_every`-th step of the optimizer (not micro-batch: gradient
 accumulation is one step) is followed by a round, whose numbers (round/peers, round/seconds, ...) go to the Trainer's
 loggers. When `fit` has ended the model is the swarm's; checkpoints that Lightning writes between two rounds hold this
-peer's own. `fit(ckpt_path=...)` brings back the moments of the optimizer and the counters; where the swarm lives on,
-the parameters are the swarm's.
+peer's own.
+
+A checkpoint holds, beside what Lightning saves, what the swarm had: outer parameters and momentum, the log of the run,
+and what int8, int4 or topk still owe. A whole swarm that was stopped goes on from there:
+
+    peer = dlc.Peer.join(found=True, resume=dlc.Resume.of(saved_state("last.ckpt")), state_dir="peer")
+    lightning.Trainer(strategy=DLCStrategy(peer, sync_every=500)).fit(model, data, ckpt_path="last.ckpt")
+
+Where the swarm lives on, the parameters are the swarm's, and steps after the last round are not made up for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: pip install 'dlc[lightning]'", name=error.name) from error
@@ -23,49 +35,49 @@ except ModuleNotFoundError as error:
 import torch
 
 from dlc.errors import UsageError
+from dlc.integrations import saved
+from dlc.integrations.options import check_options, takes_options
 from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
-from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
-from dlc.train.outer_loop import Hook
 from dlc.train.swarm import TrainPeer
 
-_NESTEROV = OuterSpec()
+KEY = "dlc"
+"""Of what is ours in a checkpoint of Lightning."""
 
 
+def saved_state(checkpoint: str | Path) -> dict[str, Any]:
+    """What a checkpoint of Lightning, a file, holds of the swarm: for `dlc.Resume.of`, and for `resume=`.
+
+    Lightning reads it, tensors and plain values only, and what it raises for other files comes out of it. UsageError:
+    it was saved without a DLCStrategy, as weights only, or after the peer had left.
+    """
+    whole = TorchCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    return saved.demand(whole.get(KEY), checkpoint)
+
+
+@takes_options
 class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is not read by mypy
-    """Trains the module together with all peers of the channel; arguments are those of `dlc.DiLoCo`.
+    """Trains the module together with all peers of the channel; `options` are the keywords of `dlc.DiLoCo`.
 
     device: None takes the first one of the Trainer's accelerator.
-    weight: of one optimizer step in the mean of a round: its samples, or 1 where all peers use equal batches.
 
-    UsageError: the module has more than one optimizer. What `dlc.DiLoCo.step` raises comes out of `trainer.fit`.
+    Without `resume=` it takes what is in the checkpoint of `fit(ckpt_path=...)`.
+    UsageError: the module has more than one optimizer. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo`
+    and its `step` raise comes out of `trainer.fit`.
     """
 
     strategy_name = "dlc"
 
     def __init__(
-        self,
-        peer: TrainPeer,
-        sync_every: int = 500,
-        *,
-        outer: OuterSpec = _NESTEROV,
-        codec: str = "fp16",
-        chunk_elems: int = 0,
-        channel: str = "train",
-        overlap: str = "none",
-        weight: float = 1.0,
-        pseudo_gradient_hook: Hook | None = None,
-        patience_s: float = 0.0,
-        timeout_s: float | None = None,
-        device: torch.device | str | None = None,
+        self, peer: TrainPeer, sync_every: int = 500, *, device: torch.device | str | None = None, **options: Any
     ) -> None:
+        check_options("DLCStrategy", options)
         super().__init__(device=device or "cpu")
         self._device_is_open = device is None
-        self._peer, self._sync_every, self._weight = peer, sync_every, weight
-        self._outer, self._codec, self._chunk_elems = outer, codec, chunk_elems
-        self._channel, self._overlap, self._timeout_s = channel, overlap, timeout_s
-        self._hook, self._patience_s = pseudo_gradient_hook, patience_s
+        self._peer, self._sync_every, self._options = peer, sync_every, options
+        self._found: Mapping[str, Any] | None = None
+        """Of the checkpoint of which this training resumes."""
         self._diloco: DiLoCo | None = None
         self._trainer: pl.Trainer | None = None
         self._logged: RoundReport | None = None
@@ -82,6 +94,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         if self._device_is_open:
             kind = self.accelerator
             self._root_device = kind.get_parallel_devices(kind.parse_devices(1))[0]
+        self._found = None
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -94,22 +107,10 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         super().on_train_start()
         if len(self.optimizers) != 1:
             raise UsageError(f"DLCStrategy needs a module with one optimizer, not {len(self.optimizers)}")
-        self._diloco = DiLoCo(
-            self.lightning_module,
-            self.optimizers[0],
-            self._peer,
-            self._sync_every,
-            outer=self._outer,
-            codec=self._codec,
-            chunk_elems=self._chunk_elems,
-            channel=self._channel,
-            overlap=self._overlap,
-            weight=self._weight,
-            pseudo_gradient_hook=self._hook,
-            patience_s=self._patience_s,
-            timeout_s=self._timeout_s,
+        found, self._found = self._found, None
+        self._diloco = saved.follow(
+            self.lightning_module, self.optimizers[0], self._peer, self._sync_every, found, self._options
         )
-        self._diloco.follow()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Log the round that the batch before may have ended with."""
@@ -121,6 +122,19 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         super().on_train_end()
         self.diloco.finish()
         self._log_round()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *where: Any, **how: Any) -> None:
+        """Add what the swarm had, unless the checkpoint holds the weights only."""
+        if self._diloco is not None and "optimizer_states" in checkpoint:
+            kept = saved.state_of(self._diloco)
+            checkpoint = checkpoint if kept is None else {**checkpoint, KEY: kept}
+        super().save_checkpoint(checkpoint, *where, **how)
+
+    def load_checkpoint(self, *where: Any, **how: Any) -> dict[str, Any]:
+        """Keep what the swarm had for the beginning of the training."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*where, **how)
+        self._found = checkpoint.get(KEY)
+        return checkpoint
 
     def teardown(self) -> None:
         """Also after an exception: later steps of the optimizer are its own."""

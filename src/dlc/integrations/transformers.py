@@ -11,61 +11,64 @@ round/seconds, ...) are added to the Trainer's next log. The Trainer calls the r
 callback; to have the rounds in them too, name them behind this one: `callbacks=[DiLoCoCallback(...),
 TensorBoardCallback()]` with `report_to="none"`.
 
-A checkpoint of the Trainer holds the model, and `resume_from_checkpoint` the moments of its optimizer. Where the swarm
-lives on, a peer that resumes starts from the swarm's parameters; the first peer of a new run makes its own the swarm's.
-`save_steps` should be a multiple of `sync_every`: between two rounds a model is this peer's own. What int8 and int4 owe
-is not in it, so a resumed peer loses the rounding of one contribution.
+A checkpoint of the Trainer holds the model and the moments of its optimizer, and beside them, in `dlc.safetensors`,
+what the swarm had: outer parameters and momentum, the log of the run, and what int8, int4 or topk still owe. A whole
+swarm that was stopped goes on from there:
+
+    state = saved_state("out/checkpoint-500")
+    peer = dlc.Peer.join(found=True, resume=dlc.Resume.of(state), state_dir="peer")
+    trainer = Trainer(..., callbacks=[DiLoCoCallback(peer, sync_every=500, resume=state)])
+    trainer.train(resume_from_checkpoint="out/checkpoint-500")
+
+Without `resume=` the file is looked for in the checkpoint itself: at `args.resume_from_checkpoint`, and where this
+Trainer would have written it. Where the swarm lives on, a peer that resumes starts from the swarm's parameters.
+`save_steps` should be a multiple of `sync_every`: steps after the last round are not made up for.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dlc.errors import UsageError
+from dlc.integrations import saved
+from dlc.integrations.options import check_options, takes_options
 from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
-from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
-from dlc.train.outer_loop import Hook
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)
 
-_NESTEROV = OuterSpec()
+
+def saved_state(checkpoint: str | Path) -> dict[str, Any]:
+    """What a checkpoint of the Trainer, a folder, holds of the swarm: for `dlc.Resume.of`, and for `resume=`.
+
+    UsageError: nothing, because it was saved without a DiLoCoCallback. CheckpointError: it is damaged.
+    """
+    return saved.demand(saved.read(Path(checkpoint)), checkpoint)
 
 
+@takes_options
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
-    """Trains the Trainer's model together with all peers of the channel; arguments are those of `dlc.DiLoCo`.
+    """Trains the Trainer's model together with all peers of the channel; `options` are the keywords of `dlc.DiLoCo`.
 
     weight: of one optimizer step in the mean of a round; None: its sequences, so that larger batches count more.
 
-    One process per peer: UsageError under torchrun, FSDP or DeepSpeed. What `dlc.DiLoCo.step` raises comes out of
-    `trainer.train()`.
+    Without `resume=`, which takes what `saved_state` gave, it looks into the checkpoint from which the Trainer resumes.
+    One process per peer: UsageError under torchrun, FSDP or DeepSpeed. TypeError: `dlc.DiLoCo` has no such keyword.
+    What `dlc.DiLoCo` and its `step` raise comes out of `trainer.train()`.
     """
 
-    def __init__(
-        self,
-        peer: TrainPeer,
-        sync_every: int = 500,
-        *,
-        outer: OuterSpec = _NESTEROV,
-        codec: str = "fp16",
-        chunk_elems: int = 0,
-        channel: str = "train",
-        overlap: str = "none",
-        weight: float | None = None,
-        pseudo_gradient_hook: Hook | None = None,
-        patience_s: float = 0.0,
-        timeout_s: float | None = None,
-    ) -> None:
-        self._peer, self._sync_every, self._weight = peer, sync_every, weight
-        self._outer, self._codec, self._chunk_elems = outer, codec, chunk_elems
-        self._channel, self._overlap, self._timeout_s = channel, overlap, timeout_s
-        self._hook, self._patience_s = pseudo_gradient_hook, patience_s
+    def __init__(self, peer: TrainPeer, sync_every: int = 500, *, weight: float | None = None, **options: Any) -> None:
+        check_options("DiLoCoCallback", options)
+        self._peer, self._sync_every, self._weight, self._options = peer, sync_every, weight, options
         self._diloco: DiLoCo | None = None
         self._running = False
         self._logged: RoundReport | None = None
@@ -92,22 +95,15 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         sequences = args.train_batch_size * args.gradient_accumulation_steps
         if self._diloco is not None:
             self._diloco.unfollow()  # a training before this one ended by an exception
-        self._diloco = DiLoCo(
+        weight = float(sequences) if self._weight is None else self._weight
+        self._diloco = saved.follow(
             model,
             getattr(optimizer, "optimizer", optimizer),  # accelerate wraps the one that makes the steps
             self._peer,
             self._sync_every,
-            outer=self._outer,
-            codec=self._codec,
-            chunk_elems=self._chunk_elems,
-            channel=self._channel,
-            overlap=self._overlap,
-            weight=float(sequences) if self._weight is None else self._weight,
-            pseudo_gradient_hook=self._hook,
-            patience_s=self._patience_s,
-            timeout_s=self._timeout_s,
+            self._found(args, state, model),
+            {**self._options, "weight": weight},
         )
-        self._diloco.follow()
         self._running = True
 
     def on_step_end(
@@ -133,6 +129,16 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.diloco.unfollow()
         self._finish()
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any) -> None:
+        """Write what the swarm had into the checkpoint that was just written, unless that holds the model only."""
+        folder = _folder(args, state)
+        if args.save_only_model or self._diloco is None:
+            return
+        if not folder.is_dir():
+            log.warning("there is no checkpoint at %s, so the outer state is not saved", folder)
+        elif (kept := saved.state_of(self._diloco)) is not None:
+            saved.write(folder, kept, of_trainer["model"])
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -150,8 +156,34 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of `logs`
 
+    def _found(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any] | None:
+        """The state beside the checkpoint from which the Trainer has resumed; None: it has not, or there is none."""
+        if not state.global_step or self._options.get("resume") is not None:
+            return None
+        for folder in _folders(args, state):
+            found = saved.read(folder, model)
+            if found is not None:
+                return found
+        log.warning(
+            "no outer state was found in %s: give resume=saved_state(checkpoint), if a whole swarm is started again",
+            " or ".join(map(str, _folders(args, state))),
+        )
+        return None
+
     def _finish(self) -> None:
         if self._running:
             self._running = False
             report = self.diloco.finish()
             log.info("training ended; %s", report.summary() if report else "nothing was left to exchange")
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer writes its checkpoint of this step, but in a search of hyper-parameters."""
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _folders(args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
+    """Where the checkpoint may lie from which it has resumed: callbacks are not told."""
+    if isinstance(args.resume_from_checkpoint, str):
+        yield Path(args.resume_from_checkpoint)
+    yield _folder(args, state)

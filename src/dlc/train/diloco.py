@@ -263,16 +263,17 @@ class DiLoCo:
         """Forget the gradients."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
-    def state_dict(self, outer: bool = False) -> dict[str, Any]:
-        """The inner optimizer's state, this peer's counters, and what int8 or int4 still owe (None with other codecs).
+    def state_dict(self, outer: bool = False, inner: bool = True) -> dict[str, Any]:
+        """The inner optimizer's state, this peer's counters, and what int8, int4 or topk still owe (None with others).
 
         The outer state is the swarm's, and a peer that comes back takes it from there. outer: have it in, with the
         run's log, for a whole swarm that is stopped and started again (see `resume`); best right after a round.
+        inner: False has None in place of the inner optimizer's state, where a framework saves that.
 
         As in torch, tensors are not copied: save them, or `deepcopy`, before the next step.
         """
         state = {
-            "inner": self.inner.state_dict(),
+            "inner": self.inner.state_dict() if inner else None,
             "inner_step": self.inner_step,
             "t": self.t,
             "residual": self._outer.residual,
@@ -283,12 +284,14 @@ class DiLoCo:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on.
+        """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on. Saved with
+        inner=False, it leaves the inner optimizer as it is.
 
         CheckpointError, with nothing changed: its residual is of another model.
         """
         self._outer.load_residual(state.get("residual"))
-        self.inner.load_state_dict(state["inner"])
+        if state["inner"] is not None:
+            self.inner.load_state_dict(state["inner"])
         self._steps = min(int(state["inner_step"]), self._period - 1)
 
 

@@ -1,0 +1,119 @@
+"""What a `DiLoCo` keeps beside the checkpoint of a framework, which itself holds the model and the inner optimizer.
+
+    t           rounds in the parameters of the checkpoint
+    residual    what int8, int4 or topk still owe; None with other codecs
+    outer       theta and the outer moments of the swarm, and the log of the run: as of `DiLoCo.state_dict(outer=True)`
+
+It is used where the run stands at the round at which it was saved: because the whole swarm was stopped, and the first
+peer has joined with `resume=dlc.Resume.of(...)`. In a swarm that has gone on its state counts, not this one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from dlc.errors import CheckpointError, SwarmClosed, UsageError
+from dlc.flat import FlatView
+from dlc.integrations.options import KEYWORDS
+from dlc.train.checkpoint import load_checkpoint, save_checkpoint
+from dlc.train.diloco import DiLoCo
+from dlc.train.swarm import TrainPeer
+
+log = logging.getLogger(__name__)
+
+FILE = "dlc.safetensors"
+"""In the folder of a checkpoint."""
+State = dict[str, Any]
+
+
+def state_of(diloco: DiLoCo) -> State | None:
+    """What belongs into a checkpoint; None, with a warning, where the peer has left: nobody knows the log any more."""
+    try:
+        return diloco.state_dict(outer=True, inner=False)
+    except SwarmClosed:
+        log.warning("the peer has left its run, so this checkpoint has no outer state: save before peer.leave()")
+        return None
+
+
+def follow(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    peer: TrainPeer,
+    sync_every: int,
+    found: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> DiLoCo:
+    """A `DiLoCo` that counts the steps of `inner`. found: the state in the checkpoint of which the framework resumes.
+
+    `options["resume"]` goes before it, and errors as `dlc.DiLoCo` has it; with what was only found a run that nobody
+    resumed begins anew, and the log says so.
+    """
+    given = options.get("resume")
+    saved = given if given is not None else found
+    resume = saved
+    if given is None and found is not None and not _begun(peer, options):
+        log.warning(
+            "the checkpoint holds the outer state of round %d, but the run begins anew from its model alone: to go on "
+            "with the outer momentum, join with resume=dlc.Resume.of(saved_state(checkpoint))",
+            found["outer"]["t"],
+        )
+        resume = None
+    diloco = DiLoCo(model, inner, peer, sync_every, **{**options, "resume": resume})
+    if saved is not None and resume is not None and diloco.t == saved.get("t"):
+        # The steps since its round are not in the parameters any more.
+        diloco.load_state_dict({**saved, "inner": None, "inner_step": 0})
+    diloco.follow()
+    return diloco
+
+
+def _begun(peer: TrainPeer, options: Mapping[str, Any]) -> bool:
+    """Whether the run has made a round on this channel."""
+    return peer.position(options.get("channel", KEYWORDS["channel"].default)).t > 0
+
+
+def write(folder: Path, state: State, model: nn.Module) -> None:
+    """Into the folder of a checkpoint with this model. CheckpointError: it could not be written."""
+    outer, residual = state["outer"], state["residual"]
+    tensors = {"log": outer["log"], "image": outer["image"]}
+    if residual is not None:
+        tensors["residual"] = residual
+    meta = {"t": state["t"], "outer_t": outer["t"], "model": _digest(model)}
+    save_checkpoint(folder / FILE, tensors, meta)
+
+
+def read(folder: Path, model: nn.Module | None = None) -> State | None:
+    """What `write` wrote; None: there is nothing, or it was saved beside other parameters than those of `model`.
+
+    CheckpointError: it is damaged.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    tensors, meta = load_checkpoint(folder / FILE)
+    if not {"log", "image"} <= tensors.keys() or not {"t", "outer_t", "model"} <= meta.keys():
+        raise CheckpointError(f"{folder / FILE} is no state of a DiLoCo")
+    if model is not None and meta["model"] != _digest(model):
+        return None
+    outer = {"t": meta["outer_t"], "log": tensors["log"], "image": tensors["image"]}
+    return {"inner": None, "inner_step": 0, "t": meta["t"], "residual": tensors.get("residual"), "outer": outer}
+
+
+def demand(state: State | None, checkpoint: str | Path) -> State:
+    """UsageError where there is none."""
+    if state is None:
+        raise UsageError(f"{checkpoint} has no outer state of dlc; it is the model of one peer, to begin a run with")
+    return state
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the trainable parameters, as they are: tells one checkpoint from another of the same name."""
+    view = FlatView.of(model)
+    return blake3(
+        view.gather(torch.empty(view.numel)).view(torch.uint8).numpy().data, max_threads=blake3.AUTO
+    ).hexdigest()
