@@ -71,18 +71,18 @@ def test_what_is_no_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     town, a, b = two()
     a.store("k", 1, get_dht_time() + 60)
     (key,) = (key for _, key in town.posted)
-    for raw in (b"\xc1", b"\x93\x01\x02\x03", MSGPackSerializer.dumps(["k", None, 2, "soon"])):
+    value = MSGPackSerializer.dumps(2)
+    wrong = [["k", None, 2, 1e12], ["k", None, value, "soon"], ["k", [1], value, 1e12], ["k", None, b"\xc1", 1e12]]
+    for raw in (b"\xc1", b"\x93\x01\x02\x03", *map(MSGPackSerializer.dumps, wrong)):
         b.swarm.post(key, raw, 60)
         assert a.get("k").value == 1
     assert str(b.peer_id)[:8] in caplog.text
 
 
-def test_coroutines_validators_and_ipfs_are_refused_by_name() -> None:
+def test_coroutines_and_ipfs_are_refused_by_name() -> None:
     _, a, _ = two()
     with pytest.raises(hivemind.NotOffered, match="run_coroutine"):
         a.run_coroutine(None)  # type: ignore[arg-type]
-    with pytest.raises(hivemind.NotOffered, match="record_validators"):
-        DHT(start=False, record_validators=[object()])
     with pytest.raises(hivemind.NotOffered, match="use_ipfs"):
         DHT(start=False, use_ipfs=True)
     with pytest.raises(TypeError):

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.comm.board import TTL_S_MAX
+from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
+from dlc.compat.hivemind.dht.schema import SchemaValidator
 from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
+from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, tcp_of
 from dlc.compat.hivemind.refused import refuse
 from dlc.compat.hivemind.swarm import Swarm
@@ -36,8 +39,11 @@ class DHT:
     identity_path: a folder for the key pair of this peer. p2p: a `Swarm` that is there already, instead of a peer. log:
     take part in rounds of all peers, too, as `dlc.compat.opendiloco` needs; the same on all peers of a run.
 
+    record_validators: asked of every value that this peer stores or reads (`RSASignatureValidator`, `SchemaValidator`,
+    or one of your own); peers that exchange values have the same.
+
     Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay.
-    `use_ipfs` and validators are refused.
+    `use_ipfs` is refused.
     JoinError, UsageError: as of `dlc.Peer.join`.
     """
 
@@ -49,7 +55,7 @@ class DHT:
         p2p: Swarm | None = None,
         daemon: bool = True,
         num_workers: int = 4,
-        record_validators: Iterable[object] = (),
+        record_validators: Iterable[RecordValidatorBase] = (),
         shutdown_timeout: float = 3.0,
         await_ready: bool = True,
         host_maddrs: Sequence[str] | None = LOOPBACK,
@@ -67,7 +73,7 @@ class DHT:
             raise TypeError("initial_peers is a list of addresses")
         if use_ipfs:
             raise refuse("use_ipfs", "give the address of a peer as initial_peers")
-        self.add_validators(record_validators)
+        self._validator = CompositeValidator(record_validators)
         self.initial_peers = initial_peers
         self._client_mode = client_mode
         self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
@@ -150,17 +156,21 @@ class DHT:
     ) -> Any:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
-        True: told; False: it has expired already, or another with a later end is known. With return_future, a future.
+        True: told; False: it has expired already, another with a later end is known, or a validator does not take it.
+        With return_future, a future.
         """
         now = get_dht_time()
         known = newest([r for r in self._records(key) if r.subkey == subkey])
         if expiration_time <= now or (known is not None and _end(known, subkey) >= expiration_time):
             return _maybe_future(False, return_future)
-        record = Record(key, subkey, value, float(expiration_time))
+        raw = Record(key, subkey, value, float(expiration_time)).to_bytes(self._validator)
+        if raw is None:
+            log.warning("the value for %r is refused by a validator of this peer; it is not stored", key)
+            return _maybe_future(False, return_future)
         ttl_s = expiration_time - now
         if ttl_s > TTL_S_MAX:
             log.warning("a value is kept for %g days; store it again before that", TTL_S_MAX / 86400)
-        self.swarm.post(notice_key(key, subkey), record.to_bytes(), min(ttl_s, TTL_S_MAX))
+        self.swarm.post(notice_key(key, subkey), raw, min(ttl_s, TTL_S_MAX))
         return _maybe_future(True, return_future)
 
     def get(self, key: Any, latest: bool = False, return_future: bool = False) -> Any:
@@ -171,7 +181,11 @@ class DHT:
         return _maybe_future(newest(self._records(key)), return_future)
 
     def _records(self, key: Any) -> list[Record]:
-        return records(self.swarm.notices(notice_prefix(key)), key)
+        return records(self.swarm.notices(notice_prefix(key)), key, self._validator)
+
+    def add_validators(self, record_validators: Iterable[RecordValidatorBase]) -> None:
+        """Ask these, too, from now on, also of what is stored already. TypeError: one is no validator."""
+        self._validator.extend(record_validators)
 
     # ---------------------------------------------------------------- not offered
 
@@ -182,15 +196,6 @@ class DHT:
     async def replicate_p2p(self) -> Any:
         """Refused: there is no daemon to share."""
         raise refuse("DHT.replicate_p2p", "there is no libp2p daemon; averagers share the DHT's own peer")
-
-    def add_validators(self, record_validators: Iterable[object]) -> None:
-        """Refused, unless there are none."""
-        if list(record_validators):
-            raise refuse(
-                "record_validators",
-                "every notice carries its author, whom the transport has authenticated; leave the argument out, "
-                "and check what get() returns",
-            )
 
 
 def _end(known: ValueWithExpiration[Any], subkey: Any) -> float:
@@ -212,4 +217,14 @@ def _maybe_future(value: T, wanted: bool) -> T | Future[T]:
     return future
 
 
-__all__ = ["DHT", "DHTExpiration", "ValueWithExpiration", "set_run_key"]
+__all__ = [
+    "DHT",
+    "CompositeValidator",
+    "DHTExpiration",
+    "DHTRecord",
+    "RSASignatureValidator",
+    "RecordValidatorBase",
+    "SchemaValidator",
+    "ValueWithExpiration",
+    "set_run_key",
+]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
 
+from dlc.compat.hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from dlc.compat.hivemind.swarm import Notice
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.compat.hivemind.utils.timed_storage import ValueWithExpiration
+from dlc.errors import DlcError
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,30 @@ class Record:
     expiration: float
     """Seconds since 1970."""
 
-    def to_bytes(self) -> bytes:
-        return MSGPackSerializer.dumps([self.key, self.subkey, self.value, self.expiration])
+    def to_bytes(self, validator: RecordValidatorBase) -> bytes | None:
+        """For a notice, signed; None: the validator does not take it."""
+        plain = _as_validated(self.key, self.subkey, MSGPackSerializer.dumps(self.value), self.expiration)
+        signed = replace(plain, value=validator.sign_value(plain))
+        if not validator.validate(signed):
+            return None
+        return MSGPackSerializer.dumps([self.key, self.subkey, signed.value, self.expiration])
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, validator: RecordValidatorBase) -> Record | None:
+        """Of a notice; None: the validator does not take it. ValueError or TypeError: it is no record."""
+        key, subkey, value, expiration = MSGPackSerializer.loads(raw)
+        hash(subkey)  # TypeError: no peer of ours stores such a one
+        if not isinstance(value, bytes):
+            raise TypeError("the value is not packed")
+        found = _as_validated(key, subkey, value, float(expiration))
+        if not validator.validate(found):
+            return None
+        return cls(key, subkey, MSGPackSerializer.loads(validator.strip_value(found)), expiration)
+
+
+def _as_validated(key: Any, subkey: Any, value: bytes, expiration: float) -> DHTRecord:
+    packed = b"" if subkey is None else MSGPackSerializer.dumps(subkey)
+    return DHTRecord(MSGPackSerializer.dumps(key), packed, value, expiration)
 
 
 def notice_key(key: Any, subkey: Any) -> str:
@@ -47,18 +71,22 @@ def notice_prefix(key: Any) -> str:
     return f"dht/{_digest(key)}/"
 
 
-def records(notices: Iterable[Notice], key: Any) -> list[Record]:
-    """Those of `key`; what is no record is dropped, and its author named. Notices end by themselves: nobody's clock is
-    compared with mine."""
+def records(notices: Iterable[Notice], key: Any, validator: RecordValidatorBase) -> list[Record]:
+    """Those of `key` that the validator takes. What is no record is dropped, and so is what it does not take, or fails
+    at; the author is named. Notices end by themselves: nobody's clock is compared with mine."""
     found = []
     for notice in notices:
         try:
-            record = Record(*MSGPackSerializer.loads(notice.value))
-            float(record.expiration)
-        except (ValueError, TypeError):
+            record = Record.from_bytes(notice.value, validator)
+        except (ValueError, TypeError, DlcError):
             log.warning("%s stored something that is no record; it is not looked at", notice.author[:8])
             continue
-        if record.key == key:
+        except Exception:
+            log.exception("a validator failed at what %s stored; it is not looked at", notice.author[:8])
+            continue
+        if record is None:
+            log.warning("what %s stored is refused by a validator", notice.author[:8])
+        elif record.key == key:
             found.append(record)
     return found
 
