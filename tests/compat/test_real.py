@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from dlc.comm.security import generate_run_key
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
 from dlc.compat.hivemind.compression import NoCompression, SizeAdaptiveCompression
+from dlc.compat.hivemind.optim import PowerSGDGradientAverager
 from dlc.compat.opendiloco.strategy import peer_of
 from dlc.errors import SwarmClosed, UsageError
 from tests.helpers import wait_until
@@ -169,3 +170,27 @@ def test_with_the_log_a_dht_holds_a_peer_for_rounds_of_all() -> None:
 def test_listening_beyond_loopback_needs_a_run_key() -> None:
     with pytest.raises(UsageError, match="run key"):
         DHT(start=True, host_maddrs=["/ip4/0.0.0.0/tcp/0"])
+
+
+def test_power_sgd_over_real_peers_gives_all_the_same_bits_of_a_mean_that_has_its_rank() -> None:
+    matrix = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)) @ torch.ones(1, 48)
+    with dhts(3, run_key=generate_run_key()) as made:
+        averagers = []
+        for i, dht in enumerate(made):
+            parameters = [nn.Parameter(torch.zeros(64, 48)), nn.Parameter(torch.zeros(5))]
+            options = {"prefix": "power", "start": True, "min_matchmaking_time": MATCHMAKING_S, "client_mode": i == 2}
+            averager = PowerSGDGradientAverager(parameters, 1, dht=dht, **options)  # type: ignore[arg-type]
+            averagers.append(averager)
+            parameters[0].grad, parameters[1].grad = matrix * i, torch.full((5,), float(i))
+            averager.accumulate_grads_(i + 1)
+        with ThreadPoolExecutor(3) as pool:
+            gathered = list(pool.map(lambda one: one.step(timeout=WAIT_S), averagers))
+        assert all(set(one) == {dht.peer_id for dht in made} for one in gathered)
+        means = []
+        for averager in averagers:
+            with averager.use_averaged_gradients() as tensors:
+                means.append([tensor.clone() for tensor in tensors])
+    share = (0 * 1 + 1 * 2 + 2 * 3) / 6
+    torch.testing.assert_close(means[0][0], share * matrix, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(means[0][1], torch.full((5,), share))
+    assert all(torch.equal(a, b) for mean in means for a, b in zip(mean, means[0], strict=True))

@@ -65,6 +65,8 @@ class DecentralizedAverager(Announced):
     """
 
     serializer = MSGPackSerializer
+    _scheme = ""
+    """How it averages, where that is not this class's way: who has another one is not met."""
 
     def __init__(
         self,
@@ -118,7 +120,12 @@ class DecentralizedAverager(Announced):
         self._averaging = threading.Lock()
         self._steps: set[StepControl] = set()
         share = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
-        entry = Entry(initial_group_bits, self.mode.value, schema_of(tensors, codecs), priority=0.0 if share else None)
+        entry = Entry(
+            initial_group_bits,
+            self.mode.value,
+            schema_of(tensors, codecs, self._scheme),
+            priority=0.0 if share else None,
+        )
         super().__init__(tensors, dht, prefix, entry, state_compression, tensor_infos)
         if start:
             self.run_in_background()
@@ -219,13 +226,21 @@ class DecentralizedAverager(Announced):
             return None
 
     def _average(self, control: StepControl, parts: list[tuple[Tensor, str]], data: bytes) -> Outcome | None:
+        """Make of the parts their means; None: there was no group."""
+        return self.dht.swarm.average(self._key(control), parts, self._terms(control, data))
+
+    def _key(self, control: StepControl) -> str:
+        """What those who may average together have in common."""
+        return "/".join((key_of(self.prefix), self.entry.schema, self.entry.bits, str(control.number)))
+
+    def _terms(self, control: StepControl, data: bytes) -> Terms:
         entry, directory = self.entry, self.directory
         wait_s = max(control.scheduled_time - get_dht_time(), self._matchmaking_s)
 
         def formed() -> None:
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
 
-        terms = Terms(
+        return Terms(
             target=self.target_group_size,
             minimum=self.min_group_size,
             data=data,
@@ -238,8 +253,6 @@ class DecentralizedAverager(Announced):
             given_up=control.cancelled,
             formed=formed,
         )
-        key = "/".join((key_of(self.prefix), entry.schema, entry.bits, str(control.number)))
-        return self.dht.swarm.average(key, parts, terms)
 
     def _snapshot(self) -> list[tuple[Tensor, str]]:
         """The tensors as flat vectors, those of each codec in one."""

@@ -122,7 +122,7 @@ class Directory:
         if entry.schema != self.entry.schema and peer not in self._warned:
             self._warned.add(peer)
             log.warning(
-                "%s has other shapes, dtypes or compression under this prefix: it is not averaged with",
+                "%s has other shapes, dtypes, compression or averager under this prefix: it is not averaged with",
                 peer[:8],
             )
         return entry.schema == self.entry.schema
@@ -141,7 +141,7 @@ def seniority(peer: str, entry: Entry) -> tuple[float, int, str]:
     return float("inf") if entry.priority is None else -entry.priority, entry.generation, peer
 
 
-def schema_of(tensors: Sequence[Tensor], codecs: Sequence[str]) -> str:
-    """Hex digest of shapes, dtypes and codecs."""
-    rows = [[list(t.shape), str(t.dtype), codec] for t, codec in zip(tensors, codecs, strict=True)]
-    return blake3(MSGPackSerializer.dumps(rows)).hexdigest(16)
+def schema_of(tensors: Sequence[Tensor], codecs: Sequence[str], scheme: str = "") -> str:
+    """Hex digest of shapes, dtypes and codecs, and of the scheme of averaging, if it is not the plain one."""
+    rows: list[object] = [[list(t.shape), str(t.dtype), codec] for t, codec in zip(tensors, codecs, strict=True)]
+    return blake3(MSGPackSerializer.dumps([*rows, scheme] if scheme else rows)).hexdigest(16)

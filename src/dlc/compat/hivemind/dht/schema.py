@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from types import ModuleType
 from typing import Annotated, Any
 
 from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
@@ -68,7 +67,7 @@ def _fits(schema: type[Any], name: str, value: Any) -> bool:
     return bool(taken == value)
 
 
-def _pydantic() -> ModuleType:
+def _pydantic() -> Any:
     try:
         import pydantic
     except ModuleNotFoundError as error:
