@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlc.comm.addresses import join_address, parse_address
-from dlc.comm.driver import Driver, clock, on_this_host
+from dlc.comm.addresses import join_address, on_this_host, parse_address
+from dlc.comm.driver import Driver, clock
 from dlc.comm.entries import EMPTY
 from dlc.comm.framing import run_tag
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS

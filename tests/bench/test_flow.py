@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from dlc.bench.flow import MARKS_MAX, WINDOW_BYTES_MAX, WINDOW_BYTES_MIN, Meter, Window, rate_mbps
+from dlc.bench.flow import MARKS_MAX, Meter, rate_mbps
+from dlc.comm.window import WINDOW_BYTES_MAX, WINDOW_BYTES_MIN, Window
 
 
 def steady(rate_mbit: float, begin: float, seconds: float, chunk: int = 10_000, bunch: int = 1) -> Meter:

@@ -7,7 +7,6 @@ import pytest
 from dlc.bench.host import Abandon, Begin, Host, HostEffect, Reply
 from dlc.bench.limits import (
     BYTES_MAX,
-    CHUNK_BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
     PULLS_MAX,
@@ -28,6 +27,7 @@ from dlc.comm.measures import (
     MeasurePull,
     MeasurePush,
 )
+from dlc.comm.window import CHUNK_BYTES_MAX
 from dlc.errors import ProtocolError
 
 BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))

@@ -9,10 +9,10 @@ import pytest
 
 from dlc.bench.flow import rate_mbps
 from dlc.bench.host import Host
-from dlc.bench.limits import CHUNK_BYTES_MAX
 from dlc.bench.transfer import DRAIN_S, PING_LOST_S, PINGS_MAX, STALL_S, Pinger, Transfer, percentile
 from dlc.comm.measures import MeasureClose, MeasureCount, MeasureOpen, MeasurePing, MeasurePong, MeasurePush
 from dlc.comm.messages import Message
+from dlc.comm.window import CHUNK_BYTES_MAX
 
 SESSION = b"s" * 16
 BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))

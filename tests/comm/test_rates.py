@@ -364,3 +364,46 @@ def test_steps_are_bounded() -> None:
         after = site.round()
         assert after <= before * (1 + STEP_MAX)
         before = after
+
+
+# ------------------------------------------------------------------ probes
+
+
+def test_what_a_probe_found_counts_until_a_round_tells_more() -> None:
+    site = Site(5e6)
+    assert site.rates.unsure
+    site.rates.probed(4e6)
+    assert (site.rates.told_up_Bps, site.rates.told_down_Bps) == (4e6, 4e6) and site.rates.unsure
+    site.rates.probed(3e6)
+    assert site.rates.told_up_Bps == 4e6, "the other one showed more"
+    site.rates.probed(4.5e6)
+    assert site.rates.told_up_Bps == 4.5e6
+    assert site.round(paced=False) == pytest.approx(5e6, rel=0.01)
+    assert not site.rates.unsure
+    site.rates.probed(9e6)
+    assert site.rates.told_up_Bps == pytest.approx(5e6, rel=0.01), "a round has told"
+
+
+def test_a_probe_that_showed_too_much_is_corrected_by_the_first_round() -> None:
+    site = Site(5e6)
+    site.rates.probed(8e6)
+    assert site.round() == pytest.approx(5e6, rel=0.02)
+    assert site.rates.told_down_Bps == pytest.approx(5e6, rel=0.02)
+
+
+def test_a_probe_that_showed_too_little_is_tried_as_any_other_rate() -> None:
+    site = Site(5e6)
+    site.rates.probed(4e6)
+    assert site.round() == pytest.approx(4e6 * (1 + STEP_MAX), rel=0.01)
+
+
+def test_a_round_that_tells_nothing_leaves_what_a_probe_found() -> None:
+    site = Site(1e3)
+    site.rates.probed(4e6)
+    assert site.round(asked_Bps=0.0, paced=False) == 4e6 and site.rates.unsure
+
+
+def test_a_probe_is_told_no_faster_than_any_link() -> None:
+    rates = Rates()
+    rates.probed(9e9)
+    assert rates.told_up_Bps == FAST_Bps

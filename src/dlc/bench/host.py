@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from dlc.bench.limits import (
     BYTES_MAX,
-    CHUNK_BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
     PULLS_MAX,
@@ -41,6 +40,7 @@ from dlc.comm.measures import (
     MeasurePush,
 )
 from dlc.comm.messages import Bulk, Message
+from dlc.comm.window import CHUNK_BYTES_MAX
 from dlc.errors import ProtocolError
 
 

@@ -20,9 +20,5 @@ STREAMS_MAX = 16
 """Bulk connections of one measurement: twice what is ever useful. Above it, the one unused longest is forgotten."""
 PULLS_MAX = 1024
 """Chunks asked for and not yet sent on one connection: numbers only, but there must be an end."""
-CHUNK_BYTES_MIN = 16 << 10
-"""A message on the slowest links: at 0.1 Mbit/s some come through within a second or two."""
-CHUNK_BYTES_MAX = 1 << 20
-"""A message on fast links, where the cost of each one counts."""
 OUTCOME_KEEP_S = 60.0
 """The outcome of an order waits for its asker for this long."""

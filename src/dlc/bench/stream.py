@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from dlc.bench.limits import CHUNK_BYTES_MAX, TAG
+from dlc.bench.limits import TAG
 from dlc.bench.transfer import STALL_S, Pinger, Transfer
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.driver import clock
@@ -24,6 +24,7 @@ from dlc.comm.measures import MeasureAnswer, MeasureClose, MeasureCount, Measure
 from dlc.comm.messages import Message
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
+from dlc.comm.window import CHUNK_BYTES_MAX
 from dlc.errors import DlcError, JoinError, ProtocolError, UnreachableError, WrongKeyError
 
 POLL_S_MAX = 0.1

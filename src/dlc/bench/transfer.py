@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import statistics
 
-from dlc.bench.flow import Meter, Window
+from dlc.bench.flow import Meter
 from dlc.comm.measures import MeasureCount, MeasureData, MeasurePing, MeasurePong, MeasurePull, MeasurePush
 from dlc.comm.messages import Message
+from dlc.comm.window import Window
 
 PING_LOST_S = 2.0
 """Longer than any round trip on earth, buffers included; a lost one is not counted."""

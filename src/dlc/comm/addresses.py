@@ -55,6 +55,18 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
+def on_this_host(address: str) -> bool:
+    """Whether no link lies between: what its connections carry is a matter of processors, and pacing only costs.
+
+    False for what is no address: it leads nowhere.
+    """
+    try:
+        host, _ = parse_address(address)
+    except UsageError:
+        return False
+    return is_numeric(host) and is_loopback(host)
+
+
 def look_up(host: str) -> list[str]:
     """Numeric addresses of `host`, best first, without duplicates. Blocks; raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dlc.comm.addresses import is_loopback, is_numeric, parse_address
+from dlc.comm.addresses import on_this_host
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
@@ -66,12 +66,6 @@ def clock() -> float:
     """Monotonic seconds that go on while the host sleeps, where the system has such a clock."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(boottime) if boottime is not None else time.monotonic()
-
-
-def on_this_host(address: str) -> bool:
-    """Whether no link lies between: what its connections carry is a matter of processors, and pacing only costs."""
-    host, _ = parse_address(address)
-    return is_numeric(host) and is_loopback(host)
 
 
 class Driven(Protocol):

@@ -29,10 +29,12 @@ from dlc.comm.entries import EMPTY, LogState, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp, Waiting
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.grid import Grid
+from dlc.comm.ground import Ground
 from dlc.comm.health import RUNNING_STEP_MAX_S
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.inbox import MEMBERSHIP_MESSAGES, Inbox
 from dlc.comm.ledger import Lease
+from dlc.comm.linkprobe import LinkProbes
 from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
@@ -78,6 +80,8 @@ class NodeConfig:
     log: bool = True
     """Without it the node seeks no seat, founds nothing and votes for nothing: membership and services only. The same
     on all peers of a run."""
+    probe_links: bool = True
+    """Measure my link before the first round, and let others measure theirs with me; only with a log."""
 
 
 class Node:
@@ -116,6 +120,12 @@ class Node:
         self.coordinator, self.sync = self.applier.coordinator, self.applier.sync
         self.observing = Observing(self.ctx, self.log, self.applier.diverged)
         self.services = Services()
+        self.probes: LinkProbes | None = None
+        if config.log and config.probe_links:
+            beside = random.Random(f"probes of {self.me}")  # drawn from rng, probes would change what others draw
+            ground = Ground(self.me, self.members, self.exchange.rates, beside, self.rates_changed)
+            self.probes = LinkProbes(ground, self._seats, self._resting)
+            self.services.add(self.probes)
         self.inbox = Inbox(self.applier, self.services, config.run, config.spec, config.spec_hash, config.log)
         self._t_gap_s = self.members.t_gap_s
         self._last: float | None = None
@@ -189,6 +199,20 @@ class Node:
     def link_samples(self, samples: Mapping[PeerId, TcpSample], now: float) -> None:
         """What the kernel says of the connections that my bulk leaves by; about every 100 ms while bulk moves."""
         self.exchange.rates.samples(samples, now)
+        if self.probes is not None:
+            self.probes.sampled(now)
+
+    def _seats(self) -> tuple[Voter, ...]:
+        """The other voters; nobody while I have no seat, or am not in step."""
+        electorate = self.log.state.electorate
+        if self.me not in electorate or not self.log.synced or self.ctx.stale:
+            return ()
+        return tuple(voter for voter in electorate if voter != self.me)
+
+    def _resting(self) -> bool:
+        """No plan is at work here and no state on its way, in either direction: the link is free."""
+        moving = self.slot.plan is not None or self.sync.busy or self.exchange.pending()
+        return not (moving or self.ctx.leaving)
 
     # ---------------------------------------------------------------- commands of the application
 

@@ -19,7 +19,9 @@ of a round sends about as much as it gets, so nothing is gained by knowing a wid
 way up, unless a round showed that it is less. Who sends nothing tells what came.
 
 An idle link is not lowered: nothing was asked of it. Rounds that are too short, or have too few messages to tell,
-change nothing; until the first one that tells, the rate is 0, unknown.
+change nothing; until the first one that tells, the rate is 0, unknown, or what a probe of the way up has shown
+(linkprobe.py): the greatest of several. It stands for less than what a round shows: the first round that falls short of
+it is believed.
 
     begin(plan) -> samples, sent, received ... -> end
 
@@ -111,6 +113,10 @@ class Meter:
             self._points = self._points[::2]
             self._slot_s *= 2
 
+    @property
+    def empty(self) -> bool:
+        return not self._points
+
     def peak_Bps(self, window_s: float, window_bytes: float, share: float = WINDOW_SHARE) -> float:
         """The largest rate over the shortest windows of at least this time, this share of all of it, and so many bytes.
 
@@ -140,6 +146,8 @@ class Estimate:
         """What was seen in the last round that told something, if it fell short; else 0."""
         self.fell = False
         """It was once found too high: it is more than a lower bound."""
+        self.probed = False
+        """It comes from probes, and no round has told anything yet."""
 
     def learn(self, seen_Bps: float, held_Bps: float, asked_Bps: float, short: bool, flowing: bool) -> None:
         """A round is over.
@@ -152,13 +160,13 @@ class Estimate:
         """
         if seen_Bps <= 0:
             return
-        before_Bps, before_short_Bps = self.Bps, self._short_Bps
-        self._short_Bps = 0.0
+        before_Bps, before_short_Bps, probed = self.Bps, self._short_Bps, self.probed
+        self._short_Bps, self.probed = 0.0, False
         if seen_Bps >= before_Bps * (1 + NOISE * short):
             self.Bps = seen_Bps
         elif short and seen_Bps < SHORT * asked_Bps:
             self._short_Bps = seen_Bps
-            if before_short_Bps:
+            if before_short_Bps or probed:
                 self.Bps = max(seen_Bps, before_short_Bps)
                 self.fell = True
         elif short and asked_Bps >= USED_UP * before_Bps:
@@ -177,7 +185,7 @@ class Rates:
     def __init__(self) -> None:
         self.up, self.down = Estimate(), Estimate()
         self.told_up_Bps, self.told_down_Bps = 0.0, 0.0
-        """What my record says; changed at the end of a round, by more than TOLD_CHANGE."""
+        """What my record says; changed at the end of a round or a probe, by more than TOLD_CHANGE."""
         self._measuring = False
         self._asked_Bps = Load(0.0, 0.0)
         self._received, self._handed, self._acked = Meter(), Meter(), Meter()
@@ -234,10 +242,36 @@ class Rates:
         down_short = waiting and not up_lacked and down_Bps < DOWN_SHORT * self._asked_Bps.down
         self.up.learn(up_Bps, up_held_Bps, self._asked_Bps.up, up_short, flowing)
         self.down.learn(down_Bps, down_held_Bps, self._asked_Bps.down, down_short, flowing)
+        self._tell()
+
+    def _tell(self) -> None:
         if not self.down.fell:
             self.down.Bps = self.up.Bps or self.down.Bps
         self.told_up_Bps = _told(self.told_up_Bps, self.up.Bps)
         self.told_down_Bps = _told(self.told_down_Bps, self.down.Bps)
+
+    # ---------------------------------------------------------------- a probe
+
+    @property
+    def measuring(self) -> bool:
+        """A round, or a group's, is on its way."""
+        return self._measuring
+
+    @property
+    def unsure(self) -> bool:
+        """No round has told anything of the way up."""
+        return not self.up.Bps or self.up.probed
+
+    @property
+    def acked_bytes(self) -> int:
+        """What others acknowledged of all bulk, as far as samples have told: only how it grows means something."""
+        return self._acked_bytes
+
+    def probed(self, up_Bps: float) -> None:
+        """A probe has shown that the way up carries so much, perhaps more."""
+        if self.unsure and up_Bps > self.up.Bps:
+            self.up.Bps, self.up.probed = min(up_Bps, FAST_Bps), True
+            self._tell()
 
     # ---------------------------------------------------------------- what is seen
 

@@ -157,9 +157,10 @@ class Sweep:
 def describe(plan: Scenario, outcome: Outcome, out: TextIO) -> None:
     """A scenario and what comes of it, for people."""
     states = "equal" if plan.equal_states else "different"
+    habits = f"{'eager trainers, ' if plan.eager else ''}{'probes, ' if plan.probes else ''}"
     print(
         f"{len(plan.starts)} peers, {plan.n_chunks} chunks in {plan.codec}, channels {', '.join(plan.channels)}, "
-        f"drift {plan.drift:g}, {'eager trainers, ' if plan.eager else ''}{states} first states, {plan.weather}",
+        f"drift {plan.drift:g}, {habits}{states} first states, {plan.weather}",
         file=out,
     )
     for number, start in enumerate(plan.starts):

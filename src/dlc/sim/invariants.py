@@ -17,6 +17,7 @@ from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, Ro
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Past, counted_of
+from dlc.comm.probemessages import ProbePush
 from dlc.sim import limits
 from dlc.sim.history import History
 from dlc.sim.oracle import check_delivered, check_ledger, check_means, check_report
@@ -181,6 +182,8 @@ class Checker:
         self._decided[key[0]].append((deciding, value))
 
     def bulk_sent(self, process: Process, m: msg.Bulk) -> None:
+        if isinstance(m, ProbePush) and process.node.slot.plan is not None:
+            raise Violation("junk", f"{process.voter} probes its link in the middle of a round")
         if not isinstance(m, msg.Result):
             return
         key = (m.header.head, m.header.ballot, m.header.chunk)

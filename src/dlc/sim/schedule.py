@@ -39,8 +39,9 @@ FAULTS = {
     "channels": "a second channel with state, or an all-reduce without, beside the training",
     "images": "images of several pieces, histories of a few rounds",
     "eager": "trainers tell their pace, and go on while a round waits: they take back what they offered and offer more",
+    "probes": "peers measure their links before they know them from rounds",
 }
-"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager) shapes the whole schedule."""
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes) shapes all of a schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
@@ -113,6 +114,8 @@ class Scenario:
     history_bytes: int = HISTORY_BYTES_MAX
     eager: bool = False
     """Trainers describe themselves, and offer more while they wait."""
+    probes: bool = False
+    """Links are measured beside the rounds."""
 
     @property
     def last_fault_s(self) -> float:
@@ -158,6 +161,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         piece_bytes=SMALL_PIECE_BYTES if small_images else PIECE_BYTES,
         history_bytes=ROUNDS_KEPT * 4 * n_chunks * chunk_elems if small_images else HISTORY_BYTES_MAX,
         eager="eager" in kinds and random.Random(f"eager {seed}").random() < 0.5,
+        probes="probes" in kinds and random.Random(f"probes {seed}").random() < 0.5,
     )
 
 

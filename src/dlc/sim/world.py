@@ -185,7 +185,7 @@ class World:
         )  # fmt: skip
         config = NodeConfig(
             "sim", b"spec", b"spec", listed, founder, self.scenario.timeouts,
-            self.scenario.piece_bytes, self.scenario.history_bytes,
+            self.scenario.piece_bytes, self.scenario.history_bytes, probe_links=self.scenario.probes,
         )  # fmt: skip
         disk = host.disk if from_disk else None
         node = Node(
