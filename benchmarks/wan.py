@@ -6,7 +6,8 @@
 One process a site. Each turn is one round of every engine, in an order that rotates, --space seconds apart, as real
 rounds are minutes apart (BBR probes its round trip anew after 10 s, which would fall into rounds that follow at once).
 A round's time is that of the slowest process, from a common beginning to the mean in its own tensors; every mean is
-compared with the true one. Ours knows no rate beforehand; its first rounds are told apart.
+compared with the true one. Ours is told no rate: its peers measure their links in the --settle seconds before the first
+round, which stand for the first inner steps. Its first rounds are told apart.
 
 The limit is the least time in which the links carry the bytes: each contributor's vector out, each result in, with the
 best division of the work (`dlc.comm.partition`), without headers and latency. Gloo bf16 is timed with the conversion.
@@ -168,6 +169,9 @@ def worker_main(arguments: list[str]) -> None:
                 say("met")
             elif word == "members":
                 say("members", alive=sum(m.alive for m in engines.peer.members()))
+            elif word == "rates":
+                up_Bps = engines.peer._ask(lambda node, now: node.exchange.rates.told_up_Bps)
+                say("rates", up_mbit=up_Bps * 8e-6)
             elif word == "round":
                 say("done", **engines.round(engine))
         engines.peer.leave()
@@ -201,6 +205,8 @@ class Bench:
         self.sites = list(case.up)
         self.numel = round(options.mb * options.scale * 1e6 / 4)
         self.key = generate_run_key()
+        self.probed: dict[str, float] = {}
+        """Mbit/s, before --scale, that each site told before the first round; 0: unknown."""
 
     def start(self) -> None:
         first = self.wan.address(self.sites[0])
@@ -242,6 +248,9 @@ class Bench:
     def run(self) -> dict[str, list[float]]:
         """Seconds of every round, the first included."""
         seconds: dict[str, list[float]] = {engine: [] for engine in self.options.engines}
+        threading.Event().wait(self.options.settle)
+        told = self.all("rates", "rates")
+        self.probed = {site: t["up_mbit"] / self.options.scale for site, t in zip(self.sites, told, strict=True)}
         engines = list(self.options.engines)
         for turn in range(self.options.warm + self.options.rounds):
             for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
@@ -268,11 +277,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         least = limit_s(case, codec.wire_bytes(round(options.mb * 1e6 / 4)))
         warm = times[options.warm :]
         rows[engine] = {"first_s": times[0], "median_s": statistics.median(warm), "limit_s": least, "all_s": times}
-    return {"case": name, "loss": options.loss, "dropped": dropped, "rows": rows}
+    return {"case": name, "loss": options.loss, "dropped": dropped, "probed_mbit": bench.probed, "rows": rows}
 
 
 def show(result: dict[str, Any]) -> str:
+    probed = ", ".join(f"{site} {mbit:.0f}" for site, mbit in result["probed_mbit"].items())
     lines = [f"{result['case']}, loss {result['loss']:g}; segments dropped by buffers: {result['dropped']}"]
+    lines.append(f"  Mbit/s up, told before the first round: {probed}")
     for engine, row in result["rows"].items():
         share, first = row["limit_s"] / row["median_s"], row["limit_s"] / row["first_s"]
         times = " ".join(f"{s:.2f}" for s in row["all_s"])
@@ -296,6 +307,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each engine")
     parser.add_argument("--warm", type=int, default=2, help="rounds before them; the first is told")
     parser.add_argument("--space", type=float, default=11.0, help="seconds between two rounds")
+    parser.add_argument("--settle", type=float, default=20.0, help="seconds before the first round (default 20)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.engines = options.engines.split(",")
