@@ -118,6 +118,7 @@ class Peer(Collectives):
         on_event: Callable[[object], None] | None = None,
         timeouts: Timeouts | None = None,
         log: bool = True,
+        probe_links: bool = True,
     ) -> Peer:
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
@@ -126,7 +127,10 @@ class Peer(Collectives):
         take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be
         the same on every peer. log: False takes part without the replicated log, for what needs no rounds of all
         (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
-        same on all peers of a run; implied by strategies that need none. Raises JoinError
+        same on all peers of a run; implied by strategies that need none. probe_links: before the first round send some
+        junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links
+        that are paid by the byte): what it carries is learned in rounds, the first of which knows nothing. Raises
+        JoinError
         (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
@@ -145,7 +149,8 @@ class Peer(Collectives):
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
-            peer._take_part(reception, awaited, found or not awaited, resume if with_log else None, timeouts, with_log)
+            founder, resume = found or not awaited, resume if with_log else None
+            peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
                 peer._seat(join_timeout_s)
         except BaseException:
@@ -161,6 +166,7 @@ class Peer(Collectives):
         resume: Resume | None,
         timeouts: Timeouts | None,
         with_log: bool,
+        probe_links: bool,
     ) -> None:
         """Leave the lobby: from here on a Node is driven."""
         intro, spec = self._intro, reception.spec
@@ -168,7 +174,9 @@ class Peer(Collectives):
         record = intro.record(reception.observed_host)
         resumed = unpack(resume.log, LogState) if resume is not None else None
         floors = timeouts or spec.timeouts.floors()
-        config = NodeConfig(spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log)
+        config = NodeConfig(
+            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probe_links
+        )
 
         def start(now: float) -> None:
             self._node = Node(

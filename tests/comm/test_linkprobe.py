@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+import dlc.comm.linkprobe as linkprobe
 from dlc.comm.burst import BURST_BYTES_MAX, BURST_S
 from dlc.comm.effects import Send
 from dlc.comm.entries import ROUND
@@ -22,10 +24,13 @@ from dlc.comm.partition import Load, Member, counts
 from dlc.comm.probemessages import PROBE_MESSAGES, ProbeAnswer, ProbeClose, ProbeCount, ProbeOpen, ProbePush
 from dlc.comm.rates import Rates
 from dlc.errors import ProtocolError
+from dlc.peer import Peer
 from dlc.sim.meshnet import HEADER_BYTES, Host, MeshNet
 from dlc.sim.network import Weather
 from dlc.sim.schedule import Scenario, Start
 from dlc.sim.world import Process, World
+from tests.helpers import wait_until
+from tests.swarm import swarm, together
 
 MBIT = 125_000.0
 FOUR_SITES = (935 * MBIT, 127 * MBIT, 450 * MBIT, 935 * MBIT)
@@ -243,6 +248,10 @@ def test_a_receiver_that_dies_or_never_answers_holds_nobody_up(loss: float) -> N
     left = [name for name in ("p0", "p1", "p2", "p3") if name != victim]
     net.until(lambda: all(net.told(name) for name in left), 120.0)
     assert [net.told(name) for name in left] == pytest.approx([100 * MBIT] * 3, rel=0.15)
+    net.run(5.0)
+    spent = len(net.junk)
+    net.run(120.0)
+    assert len(net.junk) == spent, "those that are silent are not asked for ever"
 
 
 # ---------------------------------------------------------------- what it costs
@@ -482,4 +491,43 @@ def test_peers_that_carry_no_probes_are_left_out() -> None:
     stage.world.run_until(20.0)
     told = [p.node.exchange.rates.told_up_Bps for p in stage.world.running()]
     assert told[:3] == pytest.approx(UPLINKS[:3], rel=0.15) and told[3] == 0
+    assert all(p.node.probes is not None and p.node.probes._asks < 5 for p in stage.world.running()), "and not again"
     stage.round_s()
+
+
+def test_a_newcomer_measures_its_link_while_the_others_train() -> None:
+    """They know theirs, and rounds go on: it finds a moment between two of them."""
+    stage = Stage(inner_s=6.0)
+    stage.until(lambda: stage.world.checker.rounds > 2, 120.0)
+    world, before = stage.world, stage.world.checker.rounds
+    newcomer = world.new_host()
+    newcomer.uplink_Bps = 300e3
+    node = world.start(newcomer, ("sim:p0",)).node
+    stage.until(lambda: node.exchange.rates.told_up_Bps, 60.0)
+    assert node.exchange.rates.up.probed and not node.slot.plan
+    assert node.exchange.rates.told_up_Bps == pytest.approx(300e3, rel=0.15)
+    stage.until(lambda: world.checker.rounds > before + 4, 60.0)
+
+
+# ---------------------------------------------------------------- sockets
+
+
+def test_peers_on_real_sockets_know_their_links_before_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over loopback, taken for a link: a burst ends, its rate is told, and a round finds everything as ever."""
+    monkeypatch.setattr(linkprobe, "on_this_host", lambda address: False)
+
+    def told(peer: Peer) -> float:
+        return peer._ask(lambda node, now: node.exchange.rates.told_up_Bps)
+
+    with swarm(3) as peers:
+        wait_until(lambda: all(told(peer) > 0 for peer in peers), 60, "every peer to know its link")
+        asked = peers[0]._ask(lambda node, now: node.probes is not None and node.probes._asks)
+        vectors = [torch.full((100_000,), float(i)) for i in range(3)]
+        together(peers, lambda peer, i: peer.all_reduce(vectors[i], codec="fp32", timeout_s=60))
+        assert all((vector == 1.0).all() for vector in vectors) and asked
+
+
+def test_who_was_told_not_to_sends_no_junk_and_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linkprobe, "on_this_host", lambda address: False)
+    with swarm(2, probe_links=False) as peers:
+        assert all(peer._ask(lambda node, now: node.probes) is None for peer in peers)

@@ -134,6 +134,7 @@ def _join_swarm(
             join_timeout_s=args.join_timeout,
             resume=None if saved is None else Resume(saved.log),
             on_event=events.put,
+            probe_links=not args.no_probe,
         )
 
     if spec is not None or saved is None:

@@ -147,6 +147,12 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         help="under torchrun: the model whole on each process (ddp, default), or in parts (fsdp)",
     )
     here.add_argument(
+        "--no-probe",
+        action="store_true",
+        help="do not measure this link before the first round (a second of junk to other peers, 64 MiB at most), nor "
+        "let others measure theirs with it: for links that are paid by the byte",
+    )
+    here.add_argument(
         "--eval-every", type=_count, default=0, metavar="K", help="validate every K rounds; default: at start and end"
     )
     here.add_argument(

@@ -15,8 +15,8 @@ The first plan would otherwise be cut into equal spans, and the slowest link wou
 - **One at a time.** Who receives has no time for others, nor has who sends, so no two probes share a link. Peers begin
   in the order of those who do not know their rate, a SLOT_S apart, and who is refused asks again when told to.
 - **Bounded.** A burst by BURST_S and BURST_BYTES_MAX, which a link of a data centre carries in a moment. A receiver
-  keeps a count and nothing else; it takes part in GRANTS_MAX probes of one peer, each for GRANT_S, and drops junk that
-  it did not agree to.
+  keeps a count and nothing else; it takes part in GRANTS_MAX probes of one process, each for GRANT_S, and drops junk
+  that it did not agree to.
 - **Failures.** Who does not answer is left out. Where a receiver dies the probe is repeated later, as it is after a
   round, ASKS_MAX times in all. A sender that dies is forgotten when that is noticed, or after GRANT_S.
 
@@ -65,7 +65,7 @@ FAILURES_MAX = 6
 ASKS_MAX = 32
 """Probes that one process begins, those that came to nothing included."""
 GRANTS_MAX = 40
-"""Probes of one peer that another takes part in: more than any correct one asks for."""
+"""Probes of one process that another takes part in: more than any correct one asks for."""
 GRANTED_PEERS_MAX = 1024
 """Whose probes are counted; then the first of them is forgotten."""
 TELL_S = 0.02
@@ -103,10 +103,10 @@ class LinkProbes:
         """Newcomers do not put it off beyond this."""
         self._look_at = 0.0
         self._met: frozenset[Voter] = frozenset()
-        """Who received the largest probe so far."""
+        """Who was asked to receive the probes that told something, whether or not it answered."""
         self._asks = self._failures = 0
         """Failures: bursts that came to nothing."""
-        self._grants: dict[PeerId, int] = {}
+        self._grants: dict[Voter, int] = {}
 
     # ---------------------------------------------------------------- my own probe
 
@@ -181,7 +181,7 @@ class LinkProbes:
             self._later(BUSY_S)
             return
         self._close(burst)
-        self._met |= frozenset(receiver.voter for receiver in burst.receivers.values())
+        self._met |= frozenset(burst.asked)
         self.ground.rates.probed(rate_Bps)
         self.ground.tell_rates()
 
@@ -230,7 +230,7 @@ class LinkProbes:
     # ---------------------------------------------------------------- others' probes
 
     def _receive_open(self, sender: Voter, m: ProbeOpen) -> None:
-        now, granted = self.ground.now, self._grants.get(sender.peer, 0)
+        now, granted = self.ground.now, self._grants.get(sender, 0)
         guest = self._guest
         if granted >= GRANTS_MAX:
             wait_s = WAIT_S_MAX
@@ -240,7 +240,7 @@ class LinkProbes:
             wait_s = max(SLOT_S, guest.until - GRANT_S + USUAL_S - now)
         else:
             wait_s = 0.0
-            self._grants[sender.peer] = granted + 1
+            self._grants[sender] = granted + 1
             if len(self._grants) > GRANTED_PEERS_MAX:
                 del self._grants[next(iter(self._grants))]
             self._guest = Guest(sender, m.session, now + GRANT_S)

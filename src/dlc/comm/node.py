@@ -210,9 +210,10 @@ class Node:
         return tuple(voter for voter in electorate if voter != self.me)
 
     def _resting(self) -> bool:
-        """No plan is at work here and no state on its way, in either direction: the link is free."""
-        moving = self.slot.plan is not None or self.sync.busy or self.exchange.pending()
-        return not (moving or self.ctx.leaving)
+        """No plan with bulk is at work here and no state on its way, in either direction: the link is free."""
+        plan = self.slot.plan
+        reducing = plan is not None and bool(plan.assignment)
+        return not (reducing or self.sync.busy or self.exchange.pending() or self.ctx.leaving)
 
     # ---------------------------------------------------------------- commands of the application
 

@@ -182,7 +182,8 @@ class Checker:
         self._decided[key[0]].append((deciding, value))
 
     def bulk_sent(self, process: Process, m: msg.Bulk) -> None:
-        if isinstance(m, ProbePush) and process.node.slot.plan is not None:
+        plan = process.node.slot.plan
+        if isinstance(m, ProbePush) and plan is not None and plan.assignment:
             raise Violation("junk", f"{process.voter} probes its link in the middle of a round")
         if not isinstance(m, msg.Result):
             return
