@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
-from dlc.compat.hivemind.p2p import Multiaddr, PeerID, parse_multiaddr, tcp_of
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
 from dlc.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +88,26 @@ def test_other_addresses_are_refused_with_what_to_write(text: str) -> None:
 
 def test_quic_addresses_beside_tcp_are_left_out() -> None:
     assert tcp_of(["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"]) == ["0.0.0.0:0"]
+
+
+QUIC, UDP = "/ip4/10.0.0.1/udp/4600/quic-v1/p2p/Qm12", "/ip4/10.0.0.1/udp/4600"
+
+
+@pytest.mark.parametrize("dht", [hivemind.DHT, OpenDiLoCoDHT])
+@pytest.mark.parametrize("listed", [[QUIC], [QUIC, UDP], ["/ip4/10.0.0.1/tcp/4600/ws", "/p2p/Qm12/p2p-circuit"]])
+def test_initial_peers_of_which_none_is_tcp_are_refused_and_no_swarm_is_begun(dht: Any, listed: list[str]) -> None:
+    for start in (False, True):
+        with pytest.raises(ValueError, match="dlc speaks TCP: give HOST:PORT") as refused:
+            dht(listed, start=start)
+        assert isinstance(refused.value, UsageError) and all(text in str(refused.value) for text in listed)
+
+
+def test_of_mixed_initial_peers_those_that_are_no_tcp_are_logged_as_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    assert initial_of([QUIC, "/ip4/10.0.0.1/tcp/4600/p2p/Qm12", UDP]) == ["10.0.0.1:4600"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "ignored" in line and QUIC in line and UDP in line and "/tcp/" not in line
+    caplog.clear()
+    assert initial_of([]) == [] and initial_of(["10.0.0.1:4600"]) == ["10.0.0.1:4600"] and not caplog.records
 
 
 def test_peer_ids_are_strings_with_the_methods_of_hivemind() -> None:

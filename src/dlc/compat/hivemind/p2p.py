@@ -5,12 +5,23 @@ Both are strings, so that they may be printed, sorted, put into JSON and compare
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 
 from dlc.comm.addresses import is_numeric, join_address, parse_address
 from dlc.errors import UsageError
 
+log = logging.getLogger(__name__)
+
 HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+OTHER_WAYS = frozenset(
+    ("udp", "quic", "quic-v1", "webtransport", "webrtc", "webrtc-direct", "ws", "wss", "p2p-circuit", "unix")
+)
+"""Transports of multiaddresses that Hivemind's programs may name, and dlc does not speak."""
+
+
+class AddressError(UsageError, ValueError):
+    """None of the addresses can be used; a ValueError, too, for programs that know no error of dlc."""
 
 
 class PeerID(str):
@@ -70,8 +81,30 @@ def parse_multiaddr(text: str) -> str:
 
 
 def tcp_of(maddrs: Iterable[str]) -> list[str]:
-    """HOST:PORT of each of them; those of QUIC, which Hivemind's programs list beside TCP, are left out."""
-    return [parse_multiaddr(text) for text in map(str, maddrs) if "/quic" not in text]
+    """HOST:PORT of each of them; those of QUIC and UDP, which Hivemind's programs list beside TCP, are left out."""
+    return [parse_multiaddr(text) for text in map(str, maddrs) if not _elsewhere(text)]
 
 
-__all__ = ["Multiaddr", "PeerID", "parse_multiaddr", "tcp_of"]
+def initial_of(maddrs: Sequence[str]) -> list[str]:
+    """HOST:PORT of each `initial_peers`; what dlc has no way to is logged and left out.
+
+    AddressError where nothing is left: to begin a swarm of one's own would be a split that nobody asked for.
+    """
+    found = tcp_of(maddrs)
+    ignored = ", ".join(text for text in map(str, maddrs) if _elsewhere(text))
+    if maddrs and not found:
+        raise AddressError(
+            f"none of initial_peers can be used: {ignored}. dlc speaks TCP: give HOST:PORT or /ip4/HOST/tcp/PORT of a "
+            "peer that runs, as its get_visible_maddrs() tells it, or no initial_peers to begin a swarm"
+        )
+    if ignored:
+        log.warning("of initial_peers these are ignored, as dlc speaks TCP: %s", ignored)
+    return found
+
+
+def _elsewhere(text: str) -> bool:
+    """A multiaddress of another way than plain TCP."""
+    return text.startswith("/") and not OTHER_WAYS.isdisjoint(text.split("/"))
+
+
+__all__ = ["AddressError", "Multiaddr", "PeerID", "initial_of", "parse_multiaddr", "tcp_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlc.compat.hivemind.p2p import Multiaddr, parse_multiaddr, tcp_of
+from dlc.compat.hivemind.p2p import Multiaddr, initial_of, parse_multiaddr
 from dlc.errors import UsageError
 from dlc.peer import Peer
 
@@ -33,9 +33,7 @@ class DHT:
         identity_path: str | Path | None = None,
         startup_timeout: float | None = 60.0,
     ) -> None:
-        self._peers = tcp_of(initial_peers or ())
-        if initial_peers and not self._peers:  # to found another run would be a split unasked
-            raise UsageError("initial_peers has no TCP address: give HOST:PORT or /ip4/HOST/tcp/PORT")
+        self._peers = initial_of(list(initial_peers or ()))
         self._listen = parse_multiaddr((host_maddrs or LOOPBACK)[0])
         self._advertise = parse_multiaddr(announce_maddrs[0]) if announce_maddrs else None
         self._key, self._state_dir, self._timeout_s = run_key, identity_path, startup_timeout

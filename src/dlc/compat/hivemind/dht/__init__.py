@@ -13,7 +13,7 @@ from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
 from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
-from dlc.compat.hivemind.p2p import Multiaddr, PeerID, tcp_of
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, tcp_of
 from dlc.compat.hivemind.refused import refuse
 from dlc.compat.hivemind.swarm import Swarm
 from dlc.compat.hivemind.utils.timed_storage import DHTExpiration, ValueWithExpiration, get_dht_time
@@ -44,7 +44,8 @@ class DHT:
 
     Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay.
     `use_ipfs` is refused.
-    JoinError, UsageError: as of `dlc.Peer.join`.
+    ValueError (a UsageError): there are initial_peers, and none is of TCP; where some are, those of QUIC and UDP are
+    logged and ignored. JoinError, UsageError: as of `dlc.Peer.join`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class DHT:
             raise refuse("use_ipfs", "give the address of a peer as initial_peers")
         self._validator = CompositeValidator(record_validators)
         self.initial_peers = initial_peers
+        self._contacts = initial_of(list(initial_peers or ()))
         self._client_mode = client_mode
         self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
@@ -91,7 +93,7 @@ class DHT:
             from dlc.compat.hivemind.peer_swarm import PeerSwarm
 
             self._swarm = PeerSwarm.join(
-                tcp_of(self.initial_peers or ()),
+                self._contacts,
                 listen=_first(self._host_maddrs, "host_maddrs"),
                 advertise=_first(self._announce_maddrs, "announce_maddrs") if self._announce_maddrs else None,
                 key=self._run_key if self._run_key is not None else _keys["default"],
