@@ -11,9 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-Reason = Literal["late", "dead", "refused: not finite", "not ready", "left"]
+Reason = Literal["late", "dead", "refused: not finite", "not ready", "no room", "left"]
 """Why elements lack a peer. "late": it passed a deadline; "dead": it was not alive when its chunks were closed;
-"refused: not finite": it sent NaN or Inf; "not ready": the plan was made without it; "left": it announced its leave."""
+"refused: not finite": it sent NaN or Inf; "not ready": the plan was made without it; "no room":
+as many others contributed as results of this codec can hold (topk), and it is in one of the next rounds; "left": it
+announced its leave."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,11 +184,16 @@ class Agenda:
         fit = {v: x for v, x in offers.items() if x[0].grid == grid and x[0].digest == digest}
         if not fit or not self._time_to_start(channel, offers):
             return None
-        roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(fit))
+        room = self._longest_uncounted(channel, fit)[: Grid(grid.numel, grid.chunk_elems, grid.codec).parts_max]
+        roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(room))
         norms = tuple(fit[part.voter][0].norm for part in roster)
         entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
         owners, assignment = plan_round(self.ctx, self.log, roster, grid_of(entry), (), (), self.mute())
         return Draft(entry, digest, owners, assignment, norms if any(norms) else ())
+
+    def _longest_uncounted(self, channel: str, voters: Iterable[Voter]) -> list[Voter]:
+        """Those whom no round has had for the longest time come first: where not all have room, they take turns."""
+        return sorted(voters, key=lambda v: (self._counted_at.get((channel, v), -math.inf), v))
 
     def _digest(self, channel: str, mine: bytes, offers: dict[Voter, tuple[Ready, float]]) -> bytes | None:
         """The state that most report, this peer included; None where they differ and the next report may decide.

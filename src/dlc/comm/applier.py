@@ -23,7 +23,7 @@ from dlc.comm.events import (
 )
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.log import Log, counted_of
+from dlc.comm.log import Log, counted_of, grid_of
 from dlc.comm.permit import alive_records
 from dlc.comm.shapes import plausible_entry
 from dlc.comm.slot import Slot
@@ -109,11 +109,12 @@ class Applier:
     def _absent(self, entry: Entry, before: LogState) -> dict[Voter, Reason]:
         """Trainers of the electorate that the roster lacks, and why."""
         roster = {p.voter for p in entry.roster}
+        here: Reason = "no room" if len(roster) >= grid_of(entry).parts_max else "not ready"
         absent: dict[Voter, Reason] = {}
         for voter in before.trainers:
             if voter not in roster:
                 gone, alive = self.ctx.members.gone(voter), self.ctx.members.alive(voter)
-                absent[voter] = "left" if gone else "not ready" if alive else "dead"
+                absent[voter] = "left" if gone else here if alive else "dead"
         return absent
 
     def _path(self, peer: PeerId) -> str:

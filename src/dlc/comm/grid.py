@@ -8,6 +8,7 @@ except the last, which has what remains.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from dlc.comm.codecs import Codec, get_codec
@@ -17,7 +18,8 @@ CHUNK_ELEMS_MAX = 1 << 21
 """8 MiB of fp32 per chunk: an owner holds one payload per contributor and open chunk, and what is longer fits no frame
 of the bulk lane."""
 RESULT_BYTES_MAX, RESULT_PARTS = 8 << 20, 256
-"""A result fits a frame of the bulk lane, also where it is as long as the parts of so many contributors together."""
+"""A result fits a frame of the bulk lane, also where it is as long as the parts of so many contributors together. How
+many more a round may have depends on the grid: `Grid.parts_max`."""
 N_CHUNKS_MAX = 1 << 13
 """A promise may tell, of every chunk, what was accepted, who is planned to hold it, and what is held: some 260 bytes,
 which must fit a header together. 17e9 elements in the largest chunks."""
@@ -104,6 +106,11 @@ class Grid:
     def result_bytes(self, chunk: int, n_parts: int) -> int:
         """Length of the result of a chunk that has so many contributions in it, at least 1."""
         return self.coder.result_bytes(self.elems(chunk), n_parts)
+
+    @property
+    def parts_max(self) -> int:
+        """Contributions of which the result still fits one message, at least RESULT_PARTS: the most in one round."""
+        return RESULT_BYTES_MAX // self.result_bytes(0, 1) if self.coder.sparse else sys.maxsize
 
     @property
     def total_wire_bytes(self) -> int:

@@ -71,11 +71,12 @@ def plausible_entry(entry: Entry, state: LogState) -> bool:
         return entry.lease_len >= 0 and not entry.roster
     known = state.channel(entry.channel)
     try:
-        Grid(entry.numel, entry.chunk_elems, entry.codec)
+        parts_max = Grid(entry.numel, entry.chunk_elems, entry.codec).parts_max
     except ConfigError:
         return False
     return (
-        len({p.voter for p in entry.roster}) == len(entry.roster)
+        len(entry.roster) <= parts_max
+        and len({p.voter for p in entry.roster}) == len(entry.roster)
         and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
         and entry.t == state.round_of(entry.channel) + 1
         and (known is None or not known.leased or all(state.ledger.valid(p.voter, p.upto) for p in entry.roster))

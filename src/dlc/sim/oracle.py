@@ -23,7 +23,7 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "topk": 1e-6}
 WEIGHTS_TOLERANCE = 1e-6
 """Of the sum of a few dozen fp32 numbers."""
 FRACTION_TOLERANCE = 1e-9
-OUTSIDE = frozenset({"left", "dead", "not ready"})
+OUTSIDE = frozenset({"left", "dead", "not ready", "no room"})
 """Why a trainer may not stand in a roster."""
 
 
