@@ -164,6 +164,11 @@ NEWS: list[tuple[dict[str, Any], str]] = [
     (NO_QUORUM, "no quorum: cccccccc; going on without in 35 s at most"),
     ({**NO_QUORUM, "left_s": 0.0}, "no quorum: cccccccc; going on without as soon as all that are left agree"),
     ({**NO_QUORUM, "reason": "founding needs every listed address", "left_s": None}, "every listed address: cccc"),
+    (
+        {"event": "waiting", "reason": "why", "peers": ["host.example.org:4600"], "left_s": None, "waited_s": 30.0}
+        | {"advice": "do this"},
+        "why: host.example.org:4600 (for more than 30 s); do this",
+    ),
     ({"event": "history_lost", "rounds": 7, "tokens": 5120.0}, "7 rounds and 5120 tokens of ours are set aside"),
     ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
     ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),

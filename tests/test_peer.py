@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dlc.comm import entries
+from dlc.comm import entries, waiting
 from dlc.comm.driver import SWITCH_NEAR_S
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.security import generate_run_key
@@ -183,6 +185,37 @@ def test_no_bootstrap_peer_has_to_stay_alive() -> None:
             vectors = [torch.full((3,), float(i)) for i in range(3)]
             reports = together(rest, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
             assert all({s.peer for s in r.contributors} == {p.id for p in rest} for r in reports)
+
+
+def test_who_starts_again_with_a_list_of_peers_that_are_gone_finds_those_it_knew(tmp_path: Path) -> None:
+    """The same command line after a restart, when the one peer that it names has left for good."""
+    spec = RunSpec()
+    with Peer.join(spec=spec) as first, Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+        gone = first.address
+        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as third:
+            before = third.id
+            wait_until(lambda: {m.id for m in third.members()} >= {first.id, second.id}, JOIN_S)
+        first.leave()
+        wait_until(lambda: len(second._ask(lambda node, now: node.log.state.electorate)) == 1, JOIN_S)
+        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as again:
+            assert again.id == before
+            assert second.id in {v.peer for v in again._ask(lambda node, now: node.log.state.electorate)}
+
+
+def test_entries_of_an_address_book_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
+    book = {"a": 1, "b": {"addresses": []}, "c": {"addresses": [7]}, "d": {"addresses": ["no address"]}, "e": None}
+    (tmp_path / "peers.json").write_text(json.dumps(book))
+    with Peer.join() as first, Peer.join([first.address], spec=first.spec, state_dir=tmp_path, join_timeout_s=JOIN_S):
+        pass
+
+
+def test_a_timeout_says_whom_an_opening_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "OPENING_S", 0.5)
+    with swarm(3) as peers:
+        with pytest.raises(RoundTimeout, match="cannot open.*let them join as helpers") as error:
+            peers[2].open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=6.0)
+        assert all(peer.id[:8] in str(error.value) for peer in peers[:2])
+        assert peers[2].id[:8] not in str(error.value)
 
 
 def test_ipv6_and_host_names() -> None:

@@ -126,7 +126,7 @@ def introduce(
     driver.install(lobby, run_tag("", b""), None)
     driver.start()
     deadline = None if timeout_s is None else clock() + timeout_s
-    say_at = clock() + SAY_EVERY_S
+    began, say_at = clock(), clock() + SAY_EVERY_S
     while not lobby.done:
         unheard = lobby.unheard()
         barred = [a for a in unheard if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
@@ -138,11 +138,12 @@ def introduce(
             raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
         if clock() >= say_at:
             say_at = clock() + SAY_EVERY_S
-            log.warning("still trying %s", _tried(unheard, failures))
+            advice = "if they are gone for good, give the address of another member (--peers)"
+            log.warning("no answer for %.0f s: still trying %s; %s", clock() - began, _tried(unheard, failures), advice)
         changed.wait(0.05)
         changed.clear()
     driver.on_link = lambda event: None
-    answers = {a: t.answer for a, t in lobby.tries.items() if t.answer is not None}
+    answers = {a: t.answer for a, t in (*lobby.tries.items(), *lobby.known.items()) if t.answer is not None}
     return Reception(_agreed(lobby, spec, run), answers, _records(answers), _observed(answers))
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.collectives import Collectives
+from dlc.comm.addresses import parse_address
 from dlc.comm.driver import Driver, clock
 from dlc.comm.effects import Effect
 from dlc.comm.entries import LogState
@@ -69,6 +70,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=Service)
 
+KNOWN_MAX = 32
+"""Former peers that are asked beside the listed addresses: one that lives is enough."""
 REPLACED = (
     "another process with this peer's identity is newer, so this one has stopped: "
     "give each peer a state directory of its own"
@@ -123,9 +126,10 @@ class Peer(Collectives):
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
-        identity and address book; None keeps them in memory only. hold: return as soon as the RunSpec is known and
-        take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be
-        the same on every peer. log: False takes part without the replicated log, for what needs no rounds of all
+        identity and address book; None keeps them in memory only. With `spec`, those in the book are asked beside
+        `peers`, which may be gone by now. hold: return as soon as the RunSpec is known and take a seat with `open`;
+        otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be the same on every peer.
+        log: False takes part without the replicated log, for what needs no rounds of all
         (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
         same on all peers of a run; implied by strategies that need none. probe_links: before the first round send some
         junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links
@@ -145,7 +149,8 @@ class Peer(Collectives):
         driver = Driver(transport, voter, lambda event: None)
         peer = cls(driver, intro, on_event)
         own = spec.to_bytes() if spec is not None else b""
-        lobby = Lobby(intro.record(), run or (spec.run if spec else ""), own, spec.hash if spec else b"", listed)
+        run_name, known = run or (spec.run if spec else ""), () if found else _known_addresses(state)[:KNOWN_MAX]
+        lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
@@ -397,7 +402,8 @@ class Peer(Collectives):
                 raise self._closed_error()
             left = 0.25 if deadline is None else min(0.25, deadline - clock())
             if left <= 0:
-                raise RoundTimeout(f"{what} after {timeout_s:g} s")
+                waiting = self._ask(lambda node, now: node.waits.now)
+                raise RoundTimeout(f"{what} after {timeout_s:g} s" + (f": {_why(waiting)}" if waiting else ""))
             with self._changed:
                 self._changed.wait(left)
 
@@ -416,7 +422,7 @@ class Peer(Collectives):
         elif isinstance(event, BadImage):
             log.warning("the state that %s sent is not the one it named; another is asked", event.donor.peer[:8])
         elif isinstance(event, Waiting):
-            log.warning("waiting: %s", waiting_text(event.reason, event.peers, event.left_s))
+            log.warning("waiting: %s", _why(event))
         elif isinstance(event, ServiceNews):
             for listener in tuple(self._listeners):
                 listener(event)
@@ -427,6 +433,10 @@ class Peer(Collectives):
             self._changed.notify_all()
 
 
+def _why(waiting: Waiting) -> str:
+    return waiting_text(waiting.reason, waiting.peers, waiting.left_s, waiting.waited_s, waiting.advice)
+
+
 def _leave(peer: weakref.ref[Peer]) -> None:
     """At the end of the script."""
     if (left := peer()) is not None:
@@ -434,9 +444,17 @@ def _leave(peer: weakref.ref[Peer]) -> None:
 
 
 def _known_addresses(state: PeerState) -> tuple[str, ...]:
-    """A peer that goes on from a checkpoint without --peers looks for those that it knew and that had not left."""
-    book = state.load_address_book()
-    return tuple(known["addresses"][0] for known in book.values() if known["addresses"] and not known["left"])
+    """Where those were that this peer knew and that had not left: whom it looks for when it starts again."""
+    found: list[str] = []
+    for known in state.load_address_book().values():
+        try:
+            address = known["addresses"][0]
+            parse_address(address)
+        except (TypeError, KeyError, IndexError, AttributeError, UsageError):
+            continue  # not of our making
+        if not known.get("left"):
+            found.append(address)
+    return tuple(found)
 
 
 def _bulk_port(listen: str) -> int:

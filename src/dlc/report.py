@@ -283,11 +283,16 @@ class MoshpitReport:
         return "; ".join([*parts, *self.failed])
 
 
-def waiting_text(reason: str, peers: Sequence[str], left_s: float | None) -> str:
-    """Why no round is possible now, whom we wait for, and for how long yet: None: not without them; 0: no longer."""
+def waiting_text(
+    reason: str, peers: Sequence[str], left_s: float | None, waited_s: float = 0.0, advice: str = ""
+) -> str:
+    """Why no round is possible now, whom we wait for (ids or addresses), and for how long yet: None: not without them;
+    0: no longer. `waited_s`: how long it has been so; `advice`: what to do."""
+    names = ", ".join(peer if ":" in peer else peer[:8] for peer in peers)
     if left_s is None:
-        return reason + (f": {', '.join(peer[:21] for peer in peers)}" if peers else "")
-    names = ", ".join(peer[:8] for peer in peers)
+        text = f"{reason}: {names}" if names else reason
+        text += f" (for more than {waited_s:.0f} s)" if waited_s else ""
+        return f"{text}; {advice}" if advice else text
     end = f"in {left_s:.0f} s at most" if left_s else "as soon as all that are left agree"
     return f"{reason}: {names}; going on without {end}"
 

@@ -64,6 +64,27 @@ def test_a_waiting_peer_answers_hellos() -> None:
     assert effect.message.spec == b"spec" and effect.message.address == "a:1"
 
 
+def test_former_peers_are_asked_too_and_an_active_one_of_my_own_run_is_enough() -> None:
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",), known=("x:1", "k:1", "k:2"))
+    assert sorted(e.address for e in lobby.tick(0.0) if isinstance(e, Dial)) == ["k:1", "k:2", "x:1"]
+    active = dataclasses.replace(THEIRS, active=True)
+    lobby.receive(OTHER, welcome("k:1", b"another", active), 0.1)  # the port is another run's by now
+    lobby.receive(OTHER, welcome("k:1", b"", active), 0.1)
+    lobby.receive(OTHER, welcome("k:1", b"mine"), 0.1)  # it has just started, too, and is of no run yet
+    lobby.receive(ME, welcome("k:2", b"mine", RECORD), 0.1)
+    assert not lobby.done and lobby.unheard() == ("x:1",)
+    lobby.receive(OTHER, welcome("k:1", b"mine", active), 0.2)
+    assert lobby.done and lobby.found is not None and lobby.found.address == "k:1"
+
+
+def test_former_peers_are_not_waited_for_and_not_asked_without_a_runspec_or_a_list() -> None:
+    silent = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",), known=("k:1",))
+    silent.receive(OTHER, welcome("x:1"), 0.1)
+    assert silent.done and silent.found is None
+    assert not Lobby(RECORD, "dlc", b"", b"", ("x:1",), known=("k:1",)).known
+    assert not Lobby(RECORD, "dlc", b"mine", b"h", (), known=("k:1",)).known
+
+
 def test_frames_of_another_run_are_refused_but_hellos_are_heard() -> None:
     ours, theirs = run_tag("dlc", b"1"), run_tag("dlc", b"2")
     hello = Hello(PROTOCOL_VERSION, "dlc", b"", None, "")

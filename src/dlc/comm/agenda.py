@@ -73,6 +73,8 @@ class Agenda:
         self._phase_s: dict[str, float] = {}
         self._told: dict[Voter, tuple[float, float]] = {}
         """The eta that a voter told last, and when that was new here."""
+        self._wished_at: dict[str, float] = {}
+        """When a channel was first wished to be opened: slots may be shorter than an opening's patience."""
         self._mute_until: dict[Voter, float] = {}
         self._mute_s: dict[Voter, float] = {}
 
@@ -85,6 +87,7 @@ class Agenda:
         self.diverged = None
         electorate = self.log.state.electorate
         self._seated = {v: self._seated.get(v, self.ctx.now) for v in electorate}
+        self._wished_at = {c: at for c, at in self._wished_at.items() if not self.log.is_open(c)}
         self._told = {v: told for v, told in self._told.items() if v in self._seated}
         self._counted_at = {key: at for key, at in self._counted_at.items() if key[1] in self._seated}
 
@@ -124,9 +127,14 @@ class Agenda:
         known[voter] = (m, since)
 
     def waiting_for(self) -> tuple[Voter, ...]:
-        """Alive voters that are ready for nothing yet."""
+        """Alive voters that hold up an opening; where none is wished, those that are ready for nothing yet."""
         ready = {voter for by_voter in self._ready.values() for voter in by_voter}
-        return tuple(v for v in self.log.state.electorate if v not in ready and self.ctx.members.alive(v))
+        for channel in sorted(self._ready):
+            wishes = [v for v, (m, _) in self._living(channel).items() if m.opening]
+            if wishes:
+                ready = {*wishes, *self._abstaining(wishes)}
+                break
+        return tuple(v for v in self._alive() if v not in ready)
 
     # ---------------------------------------------------------------- what is due
 
@@ -150,16 +158,22 @@ class Agenda:
         wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
         if not wishes:
             return None
-        first = min(at for _, at in wishes.values())
+        first = self._wished_at.setdefault(channel, min(at for _, at in wishes.values()))
         everyone = all(v in wishes for v in self._alive())
         if not everyone and self.ctx.now - first < OPEN_PATIENCE_S:
             return None
-        if not self.log.state.quorum(wishes):
+        holders = len(self.log.state.electorate) - len(self._abstaining(wishes))
+        if not self.log.state.quorum(wishes) and 2 * len(wishes) <= holders:
             return None
         # The state that most voters hold already wins; ties go to the lowest digest.
         votes = Counter((m.digest, m.grid, m.lease_len) for m, _ in wishes.values())
         digest, grid, lease_len = min(votes, key=lambda k: (-votes[k], k[0], k[1].codec, k[1].numel))
         return Draft(self._entry(OPEN, channel, 0, (), grid, digest, lease_len), digest)
+
+    def _abstaining(self, wishes: Collection[Voter]) -> list[Voter]:
+        """Helpers that wish no such channel: they vote, and need no state of it."""
+        told = ((v, self.ctx.members.record(v.peer)) for v in self.log.state.electorate if v not in wishes)
+        return [v for v, record in told if record is not None and record.voter == v and record.role == "helper"]
 
     def _round(self, channel: str) -> Draft | None:
         state = self.log.state

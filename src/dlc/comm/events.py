@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlc.comm.ids import PeerId, Voter
+from dlc.comm.ids import Voter
 from dlc.report import RoundReport
 
 
@@ -105,9 +105,14 @@ class Waiting:
     """No progress is possible now; whom we wait for (nobody in particular: empty), and why."""
 
     reason: str
-    peers: tuple[PeerId, ...]
+    peers: tuple[str, ...]
+    """Ids, or addresses where no peer is known."""
     left_s: float | None = None
     """Seconds until the others may go on without them; None: not without them."""
+    waited_s: float = 0.0
+    """Where `left_s` is None: seconds for which this has been so, at least; told again ever more seldom."""
+    advice: str = ""
+    """What a person can do."""
 
 
 @dataclass(frozen=True, slots=True)

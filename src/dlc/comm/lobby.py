@@ -3,6 +3,7 @@
   no address listed                     -> done at once, with my own RunSpec
   a Welcome with a RunSpec              -> done, with that RunSpec
   every listed address answered, none knows a RunSpec -> done, with my own
+  a Welcome of an active member of the run of my own RunSpec, at an address that I knew from before -> done, as well
   otherwise                             -> keep dialling with back-off, and say for whom I wait
 
 A waiting peer answers the hellos of others meanwhile, so that four that start together find each other.
@@ -22,7 +23,7 @@ BACK_OFF_MAX_S = 4.0
 
 @dataclass
 class Try:
-    """One listed address."""
+    """One address."""
 
     next_at: float
     back_off_s: float = BACK_OFF_FIRST_S
@@ -31,9 +32,20 @@ class Try:
 
 
 class Lobby:
-    def __init__(self, record: Record, run: str, spec: bytes, spec_hash: bytes, listed: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        run: str,
+        spec: bytes,
+        spec_hash: bytes,
+        listed: tuple[str, ...],
+        known: tuple[str, ...] = (),
+    ) -> None:
         self.record, self.run, self.spec, self.spec_hash = record, run, spec, spec_hash
         self.tries = {address: Try(0.0) for address in listed}
+        self.known = {address: Try(0.0) for address in known if address not in self.tries} if spec and listed else {}
+        """Addresses of former peers: asked beside the listed ones, and not waited for. Who answers there may be of
+        another run by now, or not of any yet, so only an active member of the run that my own RunSpec names counts."""
         self.found: Welcome | None = None
 
     @property
@@ -53,11 +65,15 @@ class Lobby:
             mine = message.record is not None and message.record.voter == self.record.voter
             if message.spec and not mine and self.found is None:
                 self.found = message
+        elif isinstance(message, Welcome) and message.address in self.known:
+            if message.spec == self.spec and message.record is not None and message.record.active:
+                self.known[message.address].answer = message
+                self.found = self.found or message
         return []
 
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for address, t in self.tries.items():
+        for address, t in (*self.tries.items(), *self.known.items()):
             if t.answer is None and now >= t.next_at:
                 t.tries += 1
                 t.next_at = now + t.back_off_s
@@ -67,5 +83,5 @@ class Lobby:
         return effects
 
     def next_deadline(self) -> float | None:
-        waiting = [t.next_at for t in self.tries.values() if t.answer is None]
+        waiting = [t.next_at for t in (*self.tries.values(), *self.known.values()) if t.answer is None]
         return min(waiting) if waiting else None

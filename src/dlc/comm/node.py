@@ -11,7 +11,6 @@ handle what I sent to myself, refresh my record. The same class runs under the r
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
 from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.entries import EMPTY, LogState, check_channel
-from dlc.comm.events import MemberDown, MemberLeft, MemberUp, Waiting
+from dlc.comm.events import MemberDown, MemberLeft, MemberUp
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
@@ -38,7 +37,7 @@ from dlc.comm.linkprobe import LinkProbes
 from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
-from dlc.comm.permit import alive_records, can_vote, greater_alive
+from dlc.comm.permit import can_vote, greater_alive
 from dlc.comm.records import key_of, told_states
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import Services
@@ -46,13 +45,12 @@ from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.tcp import TcpSample
 from dlc.comm.timeouts import Timeouts
+from dlc.comm.waiting import Waits
 from dlc.comm.wire import pack
 from dlc.errors import DlcError, UsageError
 
 TICK_S_MAX = 0.25
 """A node is ticked at least this often."""
-COUNTDOWN_S = 5.0
-"""How often a peer that waits for a quorum says how long it still will."""
 TICK_S_MIN = 0.005
 """And no more often than this: a deadline that cannot be met yet must not keep a core busy."""
 
@@ -132,7 +130,7 @@ class Node:
         self._stale_since: float | None = None
         self._woken = False
         """Stale because of a freeze, and not because the process has just started."""
-        self._last_waiting: Waiting | None = None
+        self.waits = Waits(self.ctx, self.log, self.slot)
         self.applier.open_slot()
 
     # ---------------------------------------------------------------- the machine interface
@@ -448,30 +446,7 @@ class Node:
             self.coordinator.tick()
         self.observing.tick()
         self.sync.tick()
-        self._say_waiting()
-
-    def _say_waiting(self) -> None:
-        """Tell the application that nothing can go on and for whom we wait: at each change, and as time runs down."""
-        state = self.log.state
-        living = self.members.living(state.electorate)
-        absent = [v for v in state.electorate if v not in living] if len(living) < len(state.electorate) else []
-        missing = tuple(v.peer for v in absent if not self.members.gone(v))
-        waiting = None
-        if state.head == EMPTY:
-            unheard = tuple(a for a in self.config.listed if a not in self.slot.answers)
-            if unheard:
-                waiting = Waiting("founding needs every listed address", unheard)
-        elif missing and not state.quorum(living):
-            unseen_s = min(self.members.unseen_s(v) for v in absent if not self.members.gone(v))
-            left_s = max(0.0, self.members.t_evict_s - unseen_s)
-            waiting = Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S))
-        elif not self.log.synced and not any(
-            r.synced and key_of(r) >= state.key for r in alive_records(self.ctx)
-        ):  # mine differs, or was never fetched: not what a run goes on from
-            waiting = Waiting("the run's state is held by nobody who is here", ())
-        if waiting is not None and waiting != self._last_waiting:
-            self.ctx.notify(waiting)
-        self._last_waiting = waiting
+        self.waits.tick()
 
     # ---------------------------------------------------------------- views
 

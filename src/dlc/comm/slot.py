@@ -60,6 +60,10 @@ class Slot:
         self.plan: Plan | None = None
         self.coordinator_heard = 0.0
         """Running time."""
+        self.entered = 0.0
+        """Running time."""
+        self.beat: Coord | None = None
+        """The last of this slot's coordinator."""
         self.blocked_on_digest = False
         """The plan's digest is not mine: I must be repaired before I vote."""
         self._last_ready = -1.0
@@ -73,7 +77,8 @@ class Slot:
         self.promised = Ballot(0, rank0) if rank0 else LOWEST
         self.seen = self.promised
         self.accepted, self.accepted_results, self.plan = None, (), None
-        self.coordinator_heard = self.ctx.running_s
+        self.coordinator_heard = self.entered = self.ctx.running_s
+        self.beat = None
         self.blocked_on_digest = False
         self._last_ready = -1.0
         self.exchange.reset()
@@ -142,7 +147,7 @@ class Slot:
                 self.ctx.send(sender, Nack(self.log.head, self.promised))
             return
         self.seen = max(self.seen, m.ballot)
-        self.coordinator_heard = self.ctx.running_s
+        self.coordinator_heard, self.beat = self.ctx.running_s, m
         if self.plan is not None and self.plan.ballot == m.ballot:
             self._answer_progress(sender)
 
@@ -229,11 +234,14 @@ class Slot:
         self._send_vote()
 
     def _state_allows(self, plan: Plan) -> bool:
-        """An opening is voted for only by those who hold the first state, so that a quorum has it."""
+        """An opening is voted for only by those who hold the first state, so that a quorum has it; and by helpers that
+        have no use for the channel, as they would hold none of its later states either."""
         if plan.entry.kind != OPEN:
             return True
         attached = self.log.attached.get(plan.entry.channel)
-        return attached is not None and attached.digest == plan.entry.digest
+        if attached is None:
+            return self.ctx.members.own.role == "helper"
+        return attached.digest == plan.entry.digest
 
     def outlived(self, plan: Plan) -> bool:
         """No more than half of the next voters live, and this round ranks them anew: decided like this, it might give

@@ -19,7 +19,8 @@ def news(event: Mapping[str, Any]) -> str:
 def _news(event: Mapping[str, Any]) -> str:
     match event.get("event"):
         case "waiting":
-            return waiting_text(event["reason"], event["peers"], event["left_s"])
+            told = event["reason"], event["peers"], event["left_s"]
+            return waiting_text(*told, event.get("waited_s", 0.0), event.get("advice", ""))
         case "history_lost":
             return (
                 "another part of the swarm had the longer history: "

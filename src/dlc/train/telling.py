@@ -147,8 +147,9 @@ class Teller:
                 case events.ContributionDropped(channel):
                     self.setbacks.contributions_dropped += 1
                     self.event("contribution_dropped", channel=channel)
-                case events.Waiting(reason, peers, left_s):
-                    self.event("waiting", reason=reason, peers=list(peers), left_s=left_s)
+                case events.Waiting(reason, peers, left_s, waited_s, advice):
+                    about = {"left_s": left_s, "waited_s": waited_s, "advice": advice}
+                    self.event("waiting", reason=reason, peers=list(peers), **about)
                 case events.MemberUp() | events.MemberSuspect() | events.MemberDown() | events.MemberLeft() as news:
                     self.event("member", change=MEMBER_CHANGES[type(news)], peer=news.voter.peer)
         return rounds

@@ -1,0 +1,136 @@
+"""Why nothing can go on just now, and for whom this peer waits: said to its application, and never left unsaid.
+
+Looked at with every tick, and told at each change, as time runs down, and again as time goes by, ever more seldom. What
+an ordinary start goes through in passing is told only when it lasts. Nothing here changes what the protocol does.
+
+| this peer | is told |
+|---|---|
+| is outside the run, a listed address has not answered | which; a run is founded, or resumed, only with all of them |
+| is outside the run, who answered there left or is silent, nobody else is in it | which addresses; another one helps |
+| is outside the run, and so is everybody here | these; each of them says for whom it waits |
+| sees no quorum alive | the voters that are missing, and how long until the others may go on without them |
+| lacks a state that nobody here holds | that |
+| wishes to open a channel, and half of the voters or more do not | these |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dlc.comm.context import Context
+from dlc.comm.coordinator import WAIT
+from dlc.comm.entries import EMPTY
+from dlc.comm.events import Waiting
+from dlc.comm.log import Log
+from dlc.comm.permit import alive_records, greater_alive
+from dlc.comm.records import STATES_MAX, key_of
+from dlc.comm.slot import Slot
+
+COUNTDOWN_S = 5.0
+"""How often a peer that waits for a quorum says how long it still will."""
+AGAIN_S = 30.0
+"""What has no end in sight is told again after this time, twice this time, four times ..."""
+CONTACT_S = 5.0
+"""A newcomer hears of a member, and proves that it lives, within this time."""
+OPENING_S = 15.0
+"""Voters that come together wish a channel to be opened within this time: more than an opening waits for them."""
+
+HEARD_S = 0.5
+
+
+class Waits:
+    def __init__(self, ctx: Context, log: Log, slot: Slot) -> None:
+        self.ctx, self.log, self.slot = ctx, log, slot
+        self.now: Waiting | None = None
+        """What was told last, as long as it is so."""
+        self._reason = ""
+        self._since = 0.0
+        """Running time since which this reason holds."""
+        self._not_wishing: tuple[str, ...] = ()
+
+    def tick(self) -> None:
+        """Look, and tell the application what has changed."""
+        waiting, grace_s = self._outside() or self._without_quorum() or self._unopened() or (None, 0.0)
+        before, self.now = self.now, None
+        if waiting is None:
+            self._reason = ""
+            return
+        if waiting.reason != self._reason:
+            self._reason, self._since = waiting.reason, self.ctx.running_s
+        waited_s = self.ctx.running_s - self._since
+        if waited_s < grace_s:
+            return
+        if waiting.left_s is None:
+            waiting = dataclasses.replace(waiting, waited_s=_seldom(waited_s))
+        self.now = waiting
+        if waiting != before:
+            self.ctx.notify(waiting)
+
+    def _outside(self) -> tuple[Waiting, float] | None:
+        """I have not met the run, or not founded it yet."""
+        log, slot, members = self.log, self.slot, self.ctx.members
+        if log.active or slot.founder or greater_alive(self.ctx, log):
+            return None
+        alive = alive_records(self.ctx)
+        if any(record.active for record in alive):
+            return None
+        unheard = tuple(address for address in slot.listed if address not in slot.answers)
+        if unheard:
+            what = "founding" if log.head == EMPTY else "going on from a checkpoint"
+            advice = "start these, or give the address of a member that runs (--peers)"
+            return Waiting(f"{what} needs every listed address", unheard, advice=advice), 0.0
+        here = {record.voter.peer for record in alive} | {self.ctx.me.peer}
+        lost = tuple(address for address in slot.listed if slot.answers[address] not in here)
+        if lost:
+            reason = "no member of the run is in reach: those who answered have left, or are silent"
+            advice = "these are tried for ever; give the address of another member (--peers). No run is founded instead"
+            return Waiting(reason, lost, advice=advice), CONTACT_S
+        if log.head == EMPTY and members.own.role != "observer":
+            peers = tuple(sorted(record.voter.peer for record in alive))
+            return Waiting("nobody here can found the run", peers, advice="each says for whom it waits"), CONTACT_S
+        return None
+
+    def _without_quorum(self) -> tuple[Waiting, float] | None:
+        state, members = self.log.state, self.ctx.members
+        living = members.living(state.electorate)
+        absent = [v for v in state.electorate if v not in living] if len(living) < len(state.electorate) else []
+        missing = tuple(v.peer for v in absent if not members.gone(v))
+        if missing and not state.quorum(living):
+            unseen_s = min(members.unseen_s(v) for v in absent if not members.gone(v))
+            left_s = max(0.0, members.t_evict_s - unseen_s)
+            return Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S)), 0.0
+        if not self.log.synced and not self._held_here():  # mine differs, or was never fetched
+            advice = "start a peer that has it, in memory or as a checkpoint"
+            return Waiting("the run's state is held by nobody who is here", (), advice=advice), 0.0
+        return None
+
+    def _held_here(self) -> bool:
+        """Of each channel that is not in step here, somebody at this head or beyond it says that it holds the state."""
+        lacking = {c for c, a in self.log.attached.items() if not a.synced and self.log.is_open(c)}
+        for record in alive_records(self.ctx):
+            if record.synced and key_of(record) >= self.log.state.key:
+                told = {state.channel for state in record.states}
+                lacking -= lacking if len(told) == STATES_MAX else told  # a record may not have room for all
+        return not lacking
+
+    def _unopened(self) -> tuple[Waiting, float] | None:
+        """A channel that I wish to be opened is not, for want of others that hold a first state."""
+        slot, beat = self.slot, self.slot.beat
+        wished = sorted(c for c in slot.wishes if not self.log.is_open(c))
+        if not wished or self.ctx.me not in self.log.state.electorate:
+            self._not_wishing = ()
+            return None
+        # The first beat of a slot comes before the coordinator has heard of anybody's wishes.
+        if beat is not None and beat.phase == WAIT and slot.coordinator_heard - slot.entered >= HEARD_S:
+            self._not_wishing = tuple(v.peer for v in beat.waiting_for if v != self.ctx.me)
+            if not self._not_wishing:
+                return None
+        reason = f"channel {wished[0]!r} cannot open: more than half of the voters must hold a first state of it"
+        advice = "open it on these, too, or let them join as helpers (with a vote) or observers (without)"
+        return Waiting(reason, self._not_wishing, advice=advice), OPENING_S
+
+
+def _seldom(waited_s: float) -> float:
+    """0 at first, then AGAIN_S, twice that, four times ..., as far as the time waited has come."""
+    return 0.0 if waited_s < AGAIN_S else AGAIN_S * 2.0 ** math.floor(math.log2(waited_s / AGAIN_S))

@@ -1,0 +1,184 @@
+"""Transcripts of those who wait: what they are told, that they go on as soon as they can, and that nobody founds a run
+unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm.entries import EMPTY
+from dlc.comm.events import Waiting
+from dlc.comm.waiting import AGAIN_S, CONTACT_S, OPENING_S
+from dlc.report import waiting_text
+from dlc.sim.network import Weather
+from dlc.sim.schedule import SECOND, TRAIN, Scenario, Start
+from dlc.sim.world import Process, World
+
+torch.set_num_threads(1)
+
+OUT_OF_REACH = "no member of the run is in reach"
+
+
+class Stay(World):
+    """A swarm whose founder is p0, and that notes who is told that it waits; `bare`: (host, channel) not attached."""
+
+    def __init__(self, *roles: str, bare: tuple[tuple[str, str], ...] = (), **more: Any) -> None:
+        self.told: list[tuple[float, str, Waiting]] = []
+        self.bare = set(bare)
+        starts = (Start(0.0, ()), *(Start(0.1 * i, (0,), role) for i, role in enumerate(roles, 1)))
+        super().__init__(Scenario(0, starts, (), Weather(latency_max_s=0.05, spike=0.0), inner_s=1.0, **more))
+
+    def _attach(self, process: Process, channel: str, disk: Any) -> None:
+        if (process.host.name, channel) not in self.bare:
+            super()._attach(process, channel, disk)
+        else:
+            self.act(process, process.node.tick)
+
+    def _notify(self, process: Process, event: object) -> None:
+        if isinstance(event, Waiting):
+            self.told.append((self.now, process.host.name, event))
+        super()._notify(process, event)
+
+    def __getitem__(self, name: str) -> Process:
+        process = self.hosts[name].process
+        assert process is not None
+        return process
+
+    def newcomer(self, *listed: str) -> Process:
+        return self.start(self.new_host(), tuple(f"sim:{name}" for name in listed))
+
+    def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+        end = self.now + limit_s
+        while not condition():
+            assert self.clock.step() and self.now < end, "the transcript does not reach its point"
+
+    def said(self, process: Process, reason: str) -> list[tuple[float, Waiting]]:
+        name = process.host.name
+        return [(at, w) for at, who, w in self.told if who == name and w.reason.startswith(reason)]
+
+
+def votes(process: Process) -> bool:
+    return process.voter in process.node.log.state.electorate
+
+
+# ------------------------------------------------------------------ the only contact is lost
+
+
+@pytest.mark.parametrize("how", ["leave", "crash"])
+def test_a_newcomer_whose_only_contact_is_lost_says_so_and_founds_nothing(how: str) -> None:
+    """The contact was the whole run. What it knew is lost to the newcomer, which tells so, again and again."""
+    world = Stay()
+    world.run_until(12.0)
+    contact, newcomer = world["p0"], world.newcomer("p0")
+    world.until(lambda: newcomer.node.slot.answers, 2.0)
+    getattr(world, how)(contact)
+    lost = world.now
+    world.run_until(lost + 130.0)
+    assert newcomer.node.log.head == EMPTY and not votes(newcomer), "it founded a run that nobody asked for"
+    told = world.said(newcomer, OUT_OF_REACH)
+    t_dead_s = newcomer.node.members.timeouts.t_dead_s(2, 1.0)
+    assert lost < told[0][0] <= lost + CONTACT_S + t_dead_s + 1.0
+    assert [w.waited_s for _, w in told] == [0.0, AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]
+    for at, waiting in told:
+        assert waiting.peers == ("sim:p0",) and waiting.waited_s <= at - lost + 1.0
+        text = waiting_text(waiting.reason, waiting.peers, waiting.left_s, waiting.waited_s, waiting.advice)
+        assert "sim:p0" in text and "another member (--peers)" in text
+    assert newcomer.node.waits.now == told[-1][1], "it can be asked, too"
+
+    again = world.start(world.hosts["p0"], (), founder=True)  # somebody begins a run at that address
+    world.until(lambda: votes(newcomer) and newcomer.node.log.head == again.node.log.head)
+    assert newcomer.node.waits.now is None
+
+
+@pytest.mark.parametrize("how", ["leave", "crash"])
+def test_a_newcomer_whose_only_contact_is_lost_goes_on_with_whom_it_heard_of(how: str) -> None:
+    world = Stay("trainer", "trainer")
+    world.run_until(12.0)
+    contact, newcomer = world["p0"], world.newcomer("p0")
+    world.until(lambda: newcomer.node.slot.answers, 2.0)
+    getattr(world, how)(contact)
+    world.until(lambda: votes(newcomer) and newcomer.node.log.attached[TRAIN].synced, 20.0)
+    assert not world.said(newcomer, OUT_OF_REACH)
+
+
+def test_newcomers_that_wait_for_one_that_waits_itself_are_told() -> None:
+    """p1 was given p0, and p0 somebody who never comes: each of them says for whom it waits."""
+    world = Stay()
+    world.run_until(1.0)
+    world.end(world["p0"])
+    first = world.start(world.hosts["p0"], ("sim:nobody",))
+    second = world.newcomer("p0")
+    world.run_until(40.0)
+    assert first.node.log.head == second.node.log.head == EMPTY
+    assert world.said(first, "founding needs every listed address")[0][1].peers == ("sim:nobody",)
+    ((at, waiting), *_) = world.said(second, "nobody here can found the run")
+    assert waiting.peers == ("p0",) and at <= 1.0 + 2 * CONTACT_S
+
+
+def test_an_ordinary_start_tells_nothing_of_the_kind() -> None:
+    world = Stay("trainer", "helper", "observer")
+    world.run_until(60.0)
+    assert {w.reason for _, _, w in world.told} <= {"founding needs every listed address"}
+    assert all(at < 1.0 for at, _, _ in world.told)
+
+
+# ------------------------------------------------------------------ a channel that does not open
+
+CANNOT_OPEN = f"channel {TRAIN!r} cannot open"
+
+
+def test_a_trainer_opens_a_channel_beside_helpers_that_have_no_use_for_it() -> None:
+    """Two votes of three hold no state: they vote all the same, and rounds go on."""
+    world = Stay("helper", "helper", bare=tuple((name, TRAIN) for name in ("p0", "p1", "p2")))
+    world.run_until(10.0)
+    trainer = world["p0"]
+    assert len(trainer.node.log.state.electorate) == 3
+    world.bare.clear()
+    world._attach(trainer, TRAIN, None)
+    world.until(lambda: trainer.node.log.state.round_of(TRAIN) >= 5)
+    assert len(trainer.node.log.state.electorate) == 3 and not world.said(trainer, CANNOT_OPEN)
+    late = world.newcomer("p1")
+    world.until(lambda: late.voter in trainer.node.log.state.trainers and late.node.log.attached[TRAIN].synced)
+    world.until(lambda: late.trainer.rounds >= 2)
+    assert late.node.log.digest(TRAIN) == trainer.node.log.digest(TRAIN) or late.node.log.head != trainer.node.log.head
+
+
+def test_a_channel_that_most_voters_do_not_open_is_told_with_their_names_until_they_do() -> None:
+    world = Stay("trainer", "trainer", bare=(("p0", TRAIN), ("p1", TRAIN)))
+    world.run_until(100.0)
+    wisher = world["p2"]
+    assert votes(wisher) and not wisher.node.log.is_open(TRAIN)
+    ((at, first), (_, later), *_) = world.said(wisher, CANNOT_OPEN)
+    assert OPENING_S <= at <= OPENING_S + 5.0 and set(first.peers) == {"p0", "p1"}
+    assert "helpers" in first.advice and later.waited_s == AGAIN_S
+    assert not world.said(world["p0"], CANNOT_OPEN), "it wishes nothing"
+    world.bare.discard(("p0", TRAIN))
+    world._attach(world["p0"], TRAIN, None)
+    world.until(lambda: wisher.node.log.is_open(TRAIN), 10.0)
+    world.until(lambda: wisher.node.waits.now is None, 2.0)
+
+
+def test_an_opening_is_not_put_off_by_rounds_that_are_shorter_than_its_patience() -> None:
+    """Two of three wish a second channel; rounds of the first make each slot shorter than the wait for the third."""
+    names = ("p0", "p1", "p2")
+    world = Stay("trainer", "trainer", bare=tuple((name, SECOND) for name in names), channels=(TRAIN, SECOND))
+    world.run_until(10.0)
+    assert all(votes(world[name]) for name in names)
+    before = world["p0"].node.log.state.round_of(TRAIN)
+    world.bare.clear()
+    for name in names[:2]:
+        world._attach(world[name], SECOND, None)
+    world.until(lambda: world["p0"].node.log.is_open(SECOND), 30.0)
+    assert world["p0"].node.log.state.round_of(TRAIN) >= before + 3, "rounds went on meanwhile"
+
+
+def test_a_state_that_only_a_helper_without_it_could_give_is_told_as_held_by_nobody() -> None:
+    world = Stay("helper", bare=(("p1", TRAIN),))
+    world.until(lambda: "p1" in world.hosts and world["p0"].node.log.state.round_of(TRAIN) >= 3)
+    world.leave(world["p0"])
+    late = world.newcomer("p1")
+    world.until(lambda: world.said(late, "the run's state is held by nobody who is here"), 30.0)
+    assert not late.node.log.attached[TRAIN].synced
