@@ -11,6 +11,7 @@ handle what I sent to myself, refresh my record. The same class runs under the r
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
