@@ -176,14 +176,19 @@ def test_state_dict_brings_inner_state_and_counter_back() -> None:
         backward(model, step)
         opt.step()
     state = opt.state_dict()
-    other_model = build()
-    other = DiLoCo(other_model, torch.optim.AdamW(other_model.parameters()), FakePeer(), sync_every=3)
+    other_model, other_peer = build(), FakePeer()
+    other = DiLoCo(other_model, torch.optim.AdamW(other_model.parameters()), other_peer, sync_every=3)
     other.load_state_dict(state)
-    assert other.inner_step == 2
+    assert other.inner_step == 0 and other.state_dict()["inner_step"] == 2
     moments = [s["exp_avg"] for s in other.inner.state_dict()["state"].values()]
     assert moments and all(m.any() for m in moments)
     backward(other_model, 2)
-    assert other.step() is not None
+    assert other.step() is not None, "the round is due when it would have been"
+    assert other_peer.weights == [1.0], "the two steps that were lost with the process are in no difference"
+    for step in range(3):
+        backward(other_model, step)
+        assert (other.step() is None) == (step < 2)
+    assert other_peer.weights == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"weight": 0.0}, {"weight": float("nan")}])

@@ -112,6 +112,8 @@ class DiLoCo:
         """Made, and in no round yet."""
         self._offered = 0
         """Those of them that are on their way to a round."""
+        self._skipped = 0
+        """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: RemovableHandle | None = None
         self._peer, self._channel = peer, channel
         self._outer = OuterLoop(
@@ -186,7 +188,7 @@ class DiLoCo:
         self._steps += 1
         report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._offered else None
         if not self._offered:
-            if self._steps >= self._period:
+            if self._steps + self._skipped >= self._period:
                 report = self._exchange(wait=not self._overlaps) or report
             elif self._outer.moved() and not self._outer.rebase(self._work):
                 self._steps = 0
@@ -224,7 +226,7 @@ class DiLoCo:
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
         self.flush()
-        self._steps = 0
+        self._steps = self._skipped = 0
         self._outer.adopt()
 
     @property
@@ -233,6 +235,7 @@ class DiLoCo:
 
     def _exchange(self, wait: bool) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
+        self._skipped = 0
         while self._steps:
             steps, self._steps = self._steps, 0  # dropped, if nothing can be offered
             self._outer.offer(steps * self.weight, Work(tuple(range(steps))))
@@ -274,7 +277,7 @@ class DiLoCo:
         """
         state = {
             "inner": self.inner.state_dict() if inner else None,
-            "inner_step": self.inner_step,
+            "inner_step": self._skipped + self.inner_step,
             "t": self.t,
             "residual": self._outer.residual,
         }
@@ -287,12 +290,15 @@ class DiLoCo:
         """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on. Saved with
         inner=False, it leaves the inner optimizer as it is.
 
+        The model stays at the swarm's parameters, so the steps that were in no round when the state was saved are lost.
+        They are not counted; but the next round is due when it would have been.
+
         CheckpointError, with nothing changed: its residual is of another model.
         """
         self._outer.load_residual(state.get("residual"))
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
-        self._steps = min(int(state["inner_step"]), self._period - 1)
+        self._skipped = min(max(0, int(state["inner_step"])), self._period - 1)
 
 
 __all__ = ["DiLoCo", "NotFinite"]
