@@ -57,7 +57,7 @@ class ServerReport:
     outcomes: Mapping[str, float]
     """What became of the push, to the share of the vector; "counted" alone where all went well. "stale": based on
     parameters that were too old; "late": its round went on without it; "refused: not finite"; "lost": it was counted,
-    and everybody who held it died. Empty where nothing was pushed."""
+    and everybody who held it died, or was on the losing side of a partition. Empty where nothing was pushed."""
     contributors: tuple[Share, ...]
     """Whose pushes the same updates hold, with their weights, in the order of ids."""
     missing: tuple[Missing, ...]
@@ -71,6 +71,11 @@ class ServerReport:
     bytes_sent: int
     bytes_received: int
     seconds: float
+    set_aside: int = 0
+    """Pushes of mine, in earlier exchanges, that had counted and are no part of the parameters any more (the most over
+    the spans): after a partition of more than `timeouts.evict_s` the other side's updates hold."""
+    set_aside_weight: float = 0.0
+    """The sum of their weights, each by its share of the vector."""
 
     @property
     def counted(self) -> float:
@@ -225,7 +230,12 @@ class ServerClient:
                 raise self._stopped
             self._served.ask(lambda client, now: client.cancel())
             raise RoundTimeout(f"the exchange with the parameter server took longer than {timeout_s:g} s")
-        return _report(self._over)
+        report = _report(self._over)
+        if report.set_aside:
+            log.warning(
+                "another part of the swarm holds the parameters: %d pushes of ours are set aside", report.set_aside
+            )
+        return report
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
@@ -296,6 +306,8 @@ def _report(over: ExchangeOver) -> ServerReport:
         bytes_sent=over.bytes_sent,
         bytes_received=over.bytes_received,
         seconds=over.seconds,
+        set_aside=max((o.set_aside for o in over.outcomes), default=0),
+        set_aside_weight=sum(o.share * o.set_aside_weight for o in over.outcomes),
     )
 
 

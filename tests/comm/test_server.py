@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dlc.comm import servermessages as sm
+from dlc.comm.effects import Send
 from dlc.errors import ProtocolError
 from tests.comm.servernet import SPANS, Net, Process, counted
 
@@ -134,6 +135,7 @@ def test_a_seeded_schedule_of_deaths_freezes_and_loss(seed: int) -> None:
         shares = torch.stack([counted(net.processes[name]) for name in names])
         total += shares.sum(0) if asynchronous else shares.amax(0)
         done += 1
+        assert not any(o.set_aside for name in names for o in net.processes[name].outcomes()), "nobody was cut off"
     net.until(net.at_rest, 200.0, "spans at rest")
     assert torch.equal(net.theta(), total), "what trainers were told is what theta is made of"
     net.check_replicas()
@@ -263,7 +265,7 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2"),
         sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2"),
         sm.Stake(0, b"", -1, 0, ""),
-        sm.PullOffer(0, view.term, 1, 1, 1, ""),
+        sm.PullOffer(0, view.term, 1, 1, 1, "", 0),
     ]
     for message in nonsense:
         with pytest.raises(ProtocolError):
@@ -339,15 +341,51 @@ def test_an_owner_that_is_cut_off_serves_nothing_and_the_others_go_on_without_it
     net.check_replicas()
 
 
-def test_halves_that_were_apart_for_long_become_one_again() -> None:
-    net = swarm(2, 2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("more", [0, 1])
+def test_halves_that_were_apart_for_long_become_one_again(more: int, asynchronous: bool) -> None:
+    """Of each span one side's updates hold; the trainer of the other side is told how many of its own are set aside."""
+    net = swarm(2, 2, asynchronous=asynchronous)
     net.exchange({"t0": ones(), "t1": ones()})
+    common = net.theta()
+    apart, by = {"t0": 2, "t1": 2 + more}, {"t0": 1.0, "t1": 3.0}
     cut(net, {"h0", "t0"})
-    net.exchange({"t0": ones(), "t1": ones()}, 300.0)  # both go on, once the others are no longer waited for
+    for _ in range(2):  # both go on, once the others are no longer waited for
+        net.exchange({"t0": ones(), "t1": 3 * ones()}, 300.0)
+    for _ in range(more):
+        net.exchange({"t1": 3 * ones()}, 300.0)
     assert all(len(net.processes[h].service.owned) == SPANS.n for h in ("h0", "h1"))
+    assert not any(o.set_aside for t in net.trainers() for o in t.outcomes()), "nobody knows yet"
     cut(net, {"h0", "t0"}, mend=True)
     net.until(net.at_rest, 200.0, "one owner per span")
+    held = net.theta()
+    net.exchange({"t0": None, "t1": None})
+    thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
+    assert torch.equal(*thetas) and torch.equal(thetas[0], held), "what is held by now, and not what was pulled before"
+    told = {name: [o.set_aside for o in net.processes[name].outcomes()] for name in ("t0", "t1")}
+    for span in range(SPANS.n):
+        a, b = SPANS.elements(span)
+        loser, winner = ("t0", "t1") if told["t0"][span] else ("t1", "t0")
+        assert (told[loser][span], told[winner][span]) == (apart[loser], 0)
+        assert torch.equal(held[a:b], common[a:b] + apart[winner] * by[winner]), "the other's updates alone"
+        assert net.processes[loser].outcomes()[span].set_aside_weight == apart[loser]
     net.exchange({"t0": ones(), "t1": ones()})
+    assert not any(o.set_aside for t in net.trainers() for o in t.outcomes()), "it is told once"
+    net.exchange({"t0": None, "t1": None})
     thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
     assert torch.equal(*thetas) and torch.equal(thetas[0], net.theta())
     net.check_replicas()
+
+
+def test_the_same_term_and_version_of_another_owner_is_another_theta() -> None:
+    """Two sides of a partition may have counted alike: the one whose owner holds no more is not kept unseen."""
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    client, span = net.processes["t0"].service, next(s for s in range(SPANS.n) if net.owner(s).name == "h0")
+    here, pulled, other = client.witness.established[span], client.pulled[span], net.processes["h1"].voter
+    client.begin(None, 1.0, net.now)
+    client.receive(other, sm.Established(dataclasses.replace(here, owner=other, standby=None)), net.now)
+    offer = sm.PullOffer(span, here.term, client.number, pulled.version, pulled.step, "theta/its", 1)
+    effects = client.receive(other, offer, net.now)
+    asked = [e.message for e in effects if isinstance(e, Send) and e.to == other.peer]
+    assert any(isinstance(message, sm.PartReq) and message.key == "theta/its" for message in asked)

@@ -12,6 +12,7 @@ are both gone, the next helper takes the newest stake.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import torch
@@ -22,7 +23,19 @@ from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.effects import Effect
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Message
-from dlc.comm.serverexchange import OVER, PULL, PUSH, Exchange, ExchangeOver, Leg, Outcome, Paused, Pulled
+from dlc.comm.serverexchange import (
+    KEPT_MAX,
+    OVER,
+    PULL,
+    PUSH,
+    CountedPush,
+    Exchange,
+    ExchangeOver,
+    Leg,
+    Outcome,
+    Paused,
+    Pulled,
+)
 from dlc.comm.servermessages import (
     COUNTED,
     LATE,
@@ -73,6 +86,8 @@ class SpanClient(ServerPeer):
         self.pulled = [Pulled(version=step, step=step, origin=origin) for _ in range(spans.n)]
         self.exchange: Exchange | None = None
         self._seqs = [0] * spans.n
+        self._counted = [deque[CountedPush](maxlen=KEPT_MAX) for _ in range(spans.n)]
+        """My pushes that counted, as far as I know, per span."""
         self.number = 0
         """Of the newest exchange."""
         self._asked_at = float("-inf")
@@ -198,6 +213,8 @@ class SpanClient(ServerPeer):
         leg.phase, leg.outcome, leg.update, leg.staleness = PULL, m.outcome, m.update, m.staleness
         leg.term, leg.version = m.term, m.version
         leg.step = self.exchange.step if m.outcome in (COUNTED, LATE) else 0
+        if m.outcome == COUNTED:
+            self._counted[m.span].append(CountedPush(m.seq, m.term, m.version, self.exchange.weight))
         leg.said_at = float("-inf")
         self._press(self.exchange, m.span, leg)
 
@@ -208,7 +225,8 @@ class SpanClient(ServerPeer):
         if leg is None or leg.phase != PULL or self.exchange is None or m.number != self.exchange.number:
             return
         pulled = self.pulled[m.span]
-        if (pulled.term, pulled.version) == (m.term, m.version) and m.version:
+        if (pulled.term, pulled.owner, pulled.version) == (m.term, sender, m.version) and m.version:
+            self._set_aside(leg, m)
             self._leg_over(leg)
             return
         pulled.fetching = m.key
@@ -227,10 +245,21 @@ class SpanClient(ServerPeer):
         for chunk, part in zip(self.spans.chunks(m.span), parts, strict=True):
             a, b = self.spans.grid.span(chunk)
             self.theta[a:b] = self._fp32.decode(part, b - a)
-        pulled.term, pulled.version, pulled.step, pulled.origin = m.term, m.version, m.step, view.origin
-        if leg.outcome == COUNTED and view.seed_term > leg.term and leg.version > view.seed_version:
-            leg.outcome = LOST
+        pulled.term, pulled.owner, pulled.version = m.term, sender, m.version
+        pulled.step, pulled.origin = m.step, view.origin
+        self._set_aside(leg, m)
         self._leg_over(leg)
+
+    def _set_aside(self, leg: Leg, m: PullOffer) -> None:
+        """What had counted, and is no part of what was pulled: this exchange's push, or earlier ones."""
+        view, counted = self.witness.established[m.span], self._counted[m.span]
+        gone = [push for push in counted if not push.holds(view, m.counted)]
+        for push in gone:
+            counted.remove(push)
+            if push.seq == leg.seq:
+                leg.outcome = LOST
+            else:
+                leg.set_aside, leg.set_aside_weight = leg.set_aside + 1, leg.set_aside_weight + push.weight
 
     def _leg_over(self, leg: Leg) -> None:
         leg.phase = OVER
@@ -250,7 +279,8 @@ class SpanClient(ServerPeer):
             view = self.witness.established[span]
             share, version = self.spans.share(span), self.pulled[span].version
             found = leg.outcome, leg.update, leg.staleness
-            outcomes.append(Outcome(span, share, view.owner.peer, *found, version))
+            aside = leg.set_aside, leg.set_aside_weight
+            outcomes.append(Outcome(span, share, view.owner.peer, *found, version, *aside))
         return ExchangeOver(
             exchange.number,
             min(pulled.step for pulled in self.pulled),

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlc.comm.ids import PeerId
-from dlc.comm.servermessages import Update
+from dlc.comm.ids import PeerId, Voter
+from dlc.comm.servermessages import SpanView, Update
 from dlc.comm.service import ServiceNews
 
 PUSH, PULL, OVER = "push", "pull", "over"
+KEPT_MAX = 256
+"""Counted pushes that are remembered per span."""
 
 
 @dataclass
@@ -28,6 +30,9 @@ class Leg:
     """Of the update that counted it."""
     step: int = 0
     """The pull waits for this round."""
+    set_aside: int = 0
+    set_aside_weight: float = 0.0
+    """See `Outcome`."""
     said_at: float = float("-inf")
 
 
@@ -44,6 +49,28 @@ class Outcome:
     update: Update | None
     staleness: int
     version: int
+    set_aside: int
+    """Earlier pushes of mine that had counted, and are no part any more of what was pulled: after a long partition the
+    other side's updates hold. At most KEPT_MAX are remembered."""
+    set_aside_weight: float
+    """The sum of their weights."""
+
+
+@dataclass(frozen=True)
+class CountedPush:
+    """One of my pushes that counted in one span."""
+
+    seq: int
+    term: int
+    """Of the owner that said so."""
+    version: int
+    weight: float
+
+    def holds(self, view: SpanView, newest: int) -> bool:
+        """It is part of theta under this view, where `newest` is my newest push that its owner knows."""
+        if self.term < view.seed_term:  # that owner's state began with what a trainer had pulled
+            return self.version <= view.seed_version
+        return newest < 0 or self.seq <= newest
 
 
 @dataclass(frozen=True)
@@ -82,6 +109,8 @@ class Pulled:
     """What I hold of one span."""
 
     term: int = 0
+    owner: Voter | None = None
+    """Who gave it: after a partition two may have owned a span in one term."""
     version: int = 0
     step: int = 0
     origin: bytes = b""

@@ -212,6 +212,8 @@ class PullOffer:
     version: int
     step: int
     key: str
+    counted: int
+    """Number of the asker's newest push that is part of it; 0: none is. -1: not known any more."""
 
 
 @dataclass(frozen=True, slots=True)

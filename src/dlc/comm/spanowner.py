@@ -284,11 +284,9 @@ class SpanOwner:
         due = [(v, m) for v, m in self._pulls.items() if not self.state.step < m.step <= self._step]
         for voter, m in due:  # one that waits for a round after the newest waits for one that was lost
             del self._pulls[voter]
-            snapshot = self._snapshot()
-            self.host.send(
-                voter,
-                PullOffer(self.view.span, self.view.term, m.number, self.state.version, self.state.step, snapshot.key),
-            )
+            state, snapshot = self.state, self._snapshot()
+            known = self.view.span, self.view.term, m.number, state.version, state.step
+            self.host.send(voter, PullOffer(*known, snapshot.key, state.newest(voter)))
 
     def _snapshot(self) -> _Snapshot:
         """Theta as it is now, frozen."""

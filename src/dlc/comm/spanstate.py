@@ -117,6 +117,13 @@ class SpanState:
             return None
         return counted.version if (counted.voter, counted.seq) == (voter, seq) else 0
 
+    def newest(self, voter: Voter) -> int:
+        """Number of its newest push that is part of theta; 0: none is. -1: not known any more."""
+        counted = self.counted.get(voter.peer)
+        if counted is None or counted.voter != voter:
+            return 0 if len(self.counted) < COUNTED_MAX else -1
+        return counted.seq
+
     # ---------------------------------------------------------------- moving
 
     def check(self, update: Update, payloads: Sequence[Payload]) -> None:

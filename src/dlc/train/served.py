@@ -148,6 +148,8 @@ class Served:
             parts.tell.work_dropped(self._position.t, len(losses), tokens)
             return
         self._adopt(report)
+        if report.set_aside:
+            parts.tell.history_lost(report.set_aside, report.set_aside_weight)
         if report.counted < 1.0:
             lost = round(tokens * (1.0 - report.counted))
             parts.tell.work_dropped(self._position.t, len(losses), lost)

@@ -124,6 +124,12 @@ class Teller:
         self.setbacks.tokens_dropped += tokens
         self.event("work_dropped", t=t, steps=steps, tokens=tokens)
 
+    def history_lost(self, rounds: int, tokens: float) -> None:
+        """Rounds of ours that had counted are set aside."""
+        self.setbacks.rounds_lost += rounds
+        self.setbacks.tokens_lost += tokens
+        self.event("history_lost", rounds=rounds, tokens=tokens)
+
     def _describe(self, eta_s: float | None) -> None:
         self._told_at = self._clock()
         self._peer.describe(speed=self.tokens_per_s, eta_s=eta_s, status=dict(self._status))
@@ -141,9 +147,7 @@ class Teller:
                     self.setbacks.digest_mismatches += 1
                     self.event("digest_mismatch", t=t)
                 case events.HistoryLost(lost, tokens):
-                    self.setbacks.rounds_lost += lost
-                    self.setbacks.tokens_lost += tokens
-                    self.event("history_lost", rounds=lost, tokens=tokens)
+                    self.history_lost(lost, tokens)
                 case events.ContributionDropped(channel):
                     self.setbacks.contributions_dropped += 1
                     self.event("contribution_dropped", channel=channel)
