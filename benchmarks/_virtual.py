@@ -158,9 +158,10 @@ class VirtualPeer:
         norm: float = 0.0,
         after: int | None = None,
         patience_s: float = 0.0,
+        filling: object | None = None,
     ) -> Offered:
-        if norm:
-            raise NotImplementedError("the virtual swarm does not clip")
+        if norm or filling is not None:
+            raise NotImplementedError("the virtual swarm does not clip, and takes whole vectors")
         self.offer = Offered(self, vector, weight)
         chunks = (self.grid.span(chunk) for chunk in range(self.grid.n_chunks))
         self.sent_bytes += sum(self.grid.coder.wire_bytes(stop - start) for start, stop in chunks)

@@ -6,8 +6,9 @@
 Both train the same Llama on batches of the same sizes with AdamW and clipping, by n processes of one thread each. All
 processes live at once, and those of one kind work while the others wait: repetitions are interleaved. A repetition is
 `--steps` steps; its figure is the time per step of the slowest process. Printed are the medians, their ratio, and where
-the time of ours goes: the gradient, and the rest of the step. Ours also has digests compared at every step, elastic
-membership and leases of the data; Gloo's all-reduce is fp32, ours by default bf16 (`--codec fp32` for the same).
+the time of ours goes: the gradient, during whose last backward chunks travel already, and the rest of the step. Ours
+also has digests compared at every step, elastic membership and leases of the data; Gloo's all-reduce is fp32, ours by
+default bf16 (`--codec fp32` for the same).
 """
 
 from __future__ import annotations

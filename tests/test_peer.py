@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 
 from dlc.comm import entries, waiting
 from dlc.comm.driver import SWITCH_NEAR_S
+from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
+from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer, Pending, status
@@ -429,3 +431,65 @@ def test_a_run_has_a_limited_number_of_names(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(UsageError, match="without a step number"):
                 peer.all_reduce(torch.ones(4), name="d")
         together(peers, lambda p, i: p.all_reduce(torch.ones(4), name="c", timeout_s=30))
+
+
+def test_a_contribution_is_averaged_as_far_as_it_is_final_and_without_what_never_is() -> None:
+    """Two peers: one fills its vector from the last chunk to the first while the other's is there; then one stops."""
+    numel, chunk = 32, 4
+    with swarm(2) as peers:
+        states = [ToyState(numel, 0) for _ in peers]
+        together(peers, lambda p, i: p.open("train", states[i], codec="fp32", chunk_elems=chunk, timeout_s=JOIN_S))
+        for t, ends in ((0, 0), (1, 2 * chunk)):
+            filling, vector = Filling(numel, 60.0), torch.full((numel,), 1e6)
+            offers = [
+                peers[0].contribute("train", vector, weight=1.0, after=t, filling=filling),
+                peers[1].contribute("train", torch.full((numel,), 3.0), weight=3.0, after=t),
+            ]
+            for front in range(numel - chunk, ends - chunk, -chunk):
+                vector[front:] = 1.0
+                filling.reached(front)
+                _until_held(peers, (numel - front) // chunk, offers[0])
+            filling.stop()
+            reports = [offer.wait(JOIN_S) for offer in offers]
+            share = (numel - ends) / numel
+            for report in reports:
+                assert report is not None and report.t == t + 1
+                fractions = {s.peer: s.fraction for s in report.contributors}
+                assert fractions == {peers[0].id: share, peers[1].id: 1.0}
+                assert [m.reason for m in report.missing] == (["late"] if ends else [])
+            assert offers[0].included == tuple(c * chunk >= ends for c in range(numel // chunk))
+        # ToyState: m <- m / 2 + mean; theta <- theta + m.
+        start, means = torch.arange(numel) * 0.01, [torch.full((numel,), 2.5), torch.full((numel,), 2.5)]
+        means[1][: 2 * chunk] = 3.0
+        expected = start + means[0] + (means[0] / 2 + means[1])
+        for peer, state in zip(peers, states, strict=True):
+            assert torch.allclose(peer._ask(lambda node, now, state=state: state.theta.clone()), expected)
+
+
+def _until_held(peers: Sequence[Peer], chunks: int, offer: Pending) -> None:
+    """The means of so many chunks are back, and of no other."""
+
+    def held() -> list[int]:
+        return [peer._ask(lambda node, now: len(node.exchange.held)) for peer in peers]
+
+    wait_until(lambda: offer.done or min(held()) >= chunks, JOIN_S, f"{chunks} means are back")
+    assert offer.done or max(held()) <= chunks
+
+
+def test_a_filling_of_another_size_is_refused() -> None:
+    with Peer.join() as peer:
+        peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+        with pytest.raises(UsageError, match="a filling of 7 elements"):
+            peer.contribute("train", torch.ones(8), weight=1.0, filling=Filling(7, 1.0))
+
+
+def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error of the machine as any other: who is in doubt must not vote."""
+    with Peer.join() as peer:
+        peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+        monkeypatch.setattr(Node, "filled", lambda self, now: 1 / 0)
+        filling = Filling(8, 60.0)
+        pending = peer.contribute("train", torch.ones(8), weight=1.0, filling=filling)
+        filling.reached(0)
+        with pytest.raises(SwarmClosed, match="division by zero"):
+            pending.wait(JOIN_S)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dlc.comm.effects import Effect
 from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.node import Node
@@ -49,6 +50,10 @@ class Channels(ABC):
     @abstractmethod
     def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         """The same, and carry out the effects."""
+
+    @abstractmethod
+    def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
+        """As `_act`, without waiting for it; from any thread."""
 
     @abstractmethod
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
@@ -119,6 +124,7 @@ class Channels(ABC):
         norm: float = 0.0,
         after: int | None = None,
         patience_s: float = 0.0,
+        filling: Filling | None = None,
     ) -> Pending:
         """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done.
 
@@ -127,14 +133,18 @@ class Channels(ABC):
         Pending is done, and `overtaken`.
         `patience_s`: how long the round may wait for others that are alive and not ready; the longest that any peer
         names counts. 0: as long as it pays, by what they predict.
+        `filling` (`dlc.comm.filling.Filling`): the vector is not final yet. It becomes so while the round goes on, from
+        its end to its front, as `filling.reached` says. `filling.stop()` ends that for good: the means of what was not
+        sent are those of the others. What takes much longer than `filling.expected_s` is left out in the same way.
         """
         grid = self._ask(lambda node, now: node.log.attached[channel].grid)
-        return self._offer(channel, vector, grid, weight, upto, patience_s, None, norm, after)
+        return self._offer(channel, vector, grid, weight, upto, patience_s, None, norm, after, filling)
 
     def withdraw(self, channel: str) -> bool:
         """Take back what was offered to the channel's next round, so that it may change and be offered again.
 
-        False: nothing is offered, or a plan may name it already; then its round has to be waited for.
+        False: nothing is offered, or a plan may name it already; then its round has to be waited for, and what is to
+        become final meanwhile still may.
         """
 
         def act(node: Node, now: float) -> bool:
@@ -172,9 +182,12 @@ class Channels(ABC):
         sink: Means | None,
         norm: float = 0.0,
         after: int | None = None,
+        filling: Filling | None = None,
     ) -> Pending:
         if vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
             raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
+        if filling is not None and filling.numel != vector.numel():
+            raise UsageError(f"a filling of {filling.numel} elements for a vector of {vector.numel()}")
         pending = Pending(channel)
         weight, norm = float(weight), float(norm)  # an int has other bytes, and so an entry of another hash
 
@@ -193,11 +206,14 @@ class Channels(ABC):
                 patience_s=patience_s,
                 sink=sink,
                 now=now,
+                filling=filling,
             )
             self._pending[channel] = pending
             return effects
 
         self._act(act)
+        if filling is not None and not pending.overtaken:
+            filling.watch(grid.chunk_elems, lambda: self._tell(lambda node, now: node.filled(now)))
         return pending
 
     def _over(self, event: RoundDone | ContributionDropped) -> None:

@@ -21,6 +21,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -390,6 +391,20 @@ class Peer(Collectives):
 
     def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         self._ask(lambda node, now: self._perform(fn(node, now)))
+
+    def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
+        def run(now: float) -> None:
+            if self._node is not None:
+                self._perform(fn(self._node, now))
+
+        self._driver.call(run).add_done_callback(self._told)
+
+    def _told(self, done: Future[None]) -> None:
+        """Nobody waits for its result: an error of the machine ends the driver, as one in any other event does."""
+        error = done.exception()
+        if error is not None and not isinstance(error, SwarmClosed) and self._driver.running:
+            log.error("the driver stops on an error", exc_info=error)
+            self._driver.stop(0.0, error)
 
     def _perform(self, effects: list[Effect]) -> None:
         self._driver.perform(effects)

@@ -24,8 +24,8 @@ from dlc.sim.world import World
 torch.set_num_threads(1)
 
 CALM = Weather(latency_max_s=0.05)
-BEFORE_PROBES = tuple(kind for kind in FAULTS if kind != "probes")
-"""Seeds that failed did so on schedules without them."""
+EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling"))
+"""Seeds that failed did so on schedules of these."""
 
 
 def swarm(n: int, seed: int = 0, faults: tuple[Fault, ...] = (), weather: Weather = CALM) -> Scenario:
@@ -163,25 +163,25 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # two peers apart, one of them frozen for a while: a partition, though in two pieces
         (100079, 2, 8, FIRST_KINDS),
         # a corrupted coordinator heard one trainer and did not count two observers, which hold the state too
-        (858911956, 2, 8, tuple(kind for kind in BEFORE_PROBES if kind != "eager")),
+        (858911956, 2, 8, tuple(kind for kind in EARLIER if kind != "eager")),
         # the only trainer left was wrong, and was convicted by an observer, who could give it nothing: it stood still
-        (14980992, 2, 8, BEFORE_PROBES),
+        (14980992, 2, 8, EARLIER),
         # a newcomer stood at an old head, all of whose voters had left since; a cut of 2 s, and it went on alone
-        (418, 2, 16, BEFORE_PROBES),
+        (418, 2, 16, EARLIER),
         # the last one left was wrong, and gave its state away after it had become the truth: a check too strict
-        (1511, 2, 6, BEFORE_PROBES),
+        (1511, 2, 6, EARLIER),
         # one voter alone had rounds on three channels, five entries a second: newcomers were never near enough
-        (1665, 2, 6, BEFORE_PROBES),
+        (1665, 2, 6, EARLIER),
         # an observer whose state was wrong never heard of it: no plan goes to observers
-        (9912, 2, 16, BEFORE_PROBES),
+        (9912, 2, 16, EARLIER),
         # what a run had taken for true was held for wrong one entry earlier: a check too strict
-        (9156, 2, 10, BEFORE_PROBES),
+        (9156, 2, 10, EARLIER),
         # of three, one was wrong and one had told its state before it fell asleep: it was not counted
-        (4979, 2, 6, BEFORE_PROBES),
+        (4979, 2, 6, EARLIER),
         # a lone decider slept for longer than T_evict, woke with the greater history and went on: a check too strict
-        (2091, 2, 6, BEFORE_PROBES),
+        (2091, 2, 6, EARLIER),
         # after a partition a first state was awaited for 128 s from a donor cut off, while an idle one was not asked
-        (116013305, 2, 8, BEFORE_PROBES),
+        (116013305, 2, 8, EARLIER),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
     ],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm.events import RoundDone
+from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import AWAY_ENTRIES, Lease, Ledger
@@ -98,6 +99,10 @@ class FakePeer:
         self.uptos: list[int] = []
         self.misses: list[str] = []
         self.slices: list[int] = []
+        self.fillings: list[Filling | None] = []
+        """Of all that was offered."""
+        self.fronts: list[int] = []
+        """How they went on, one after the other."""
         self.planned = True
         self.lossy = False
         self.left_out: set[int] = set()
@@ -145,22 +150,31 @@ class FakePeer:
         norm: float = 0.0,
         after: int | None = None,
         patience_s: float = 0.0,
+        filling: Filling | None = None,
     ) -> FakePending:
         assert self.ledger.valid(ME, upto) and not self.left
         assert self._pending is None or self._pending.done, "a contribution is in flight already"
         self.on_contribute()
         if after is not None and after != self.state.t:
             return FakePending(lambda: (None, False), 0, overtaken=True)
+        self.fillings.append(filling)
         self.vectors.append(vector.clone())
         self.weights.append(weight)
         self.norms.append(norm)
         self.patiences_s.append(patience_s)
         self.uptos.append(upto)
-        frozen = vector.clone()
+        frozen, t = self.vectors[-1], self.state.t
+        if filling is not None:
+            self._front = filling.numel
+            filling.watch(1, lambda: self._filled(filling, vector, frozen))
 
         def commit() -> tuple[RoundReport | None, bool]:
-            assert torch.equal(vector, frozen), "the vector changed while it was offered"
-            reason = self.misses.pop(0) if self.misses else ""
+            if self.state.t != t:
+                return self._passed, False
+            whole = filling is None or filling.complete
+            assert whole or (filling is not None and filling.stopped), "its backward is over"
+            assert not whole or torch.equal(vector, frozen), "the vector changed while it was offered"
+            reason = "late" if not whole else self.misses.pop(0) if self.misses else ""
             if reason == "dropped":
                 return None, False
             if reason:
@@ -176,6 +190,12 @@ class FakePeer:
         chunks = tuple(chunk not in self.left_out for chunk in range(self.grid.n_chunks))
         self._pending = FakePending(commit, self.slices.pop(0) if self.slices else 0, chunks)
         return self._pending
+
+    def _filled(self, filling: Filling, vector: Tensor, frozen: Tensor) -> None:
+        """What is final now; the rest still holds something else."""
+        new = slice(filling.front, self._front)
+        frozen[new], self._front = vector[new], filling.front
+        self.fronts.append(filling.front)
 
     def means(self, vector: Tensor) -> list[tuple[int, int, Tensor | None]]:
         """What an owner makes of our contribution alone."""
@@ -199,6 +219,7 @@ class FakePeer:
         missing = (Missing(ME.peer, reason, 1.0),)  # type: ignore[arg-type]
         report = self.report((Share(OTHER.peer, 1.0, 1.0),), missing)
         self.events.put(RoundDone(report, False, grid="", fits=True))
+        self._passed = report
         return report
 
     def lose_lease(self) -> None:

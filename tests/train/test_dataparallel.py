@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dlc.comm.filling import Filling
 from dlc.errors import ConfigError, DlcError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.train import saver
+from dlc.train.gradients import Gradients
 from dlc.train.inner import InnerLoop
 from dlc.train.joint import GRADIENT_SCALE, NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
 from dlc.train.phases import DIVERGED_MAX
@@ -106,9 +110,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[Tensor]]]:
     made: dict[int, list[list[Tensor]]] = {}
     gradient = InnerLoop.gradient
 
-    def recorded(self: InnerLoop, batches: Any, scale: float = 1.0) -> float:
+    def recorded(self: InnerLoop, batches: Any, *rest: Any) -> float:
         made.setdefault(threading.get_ident(), []).append(list(batches))
-        return gradient(self, batches, scale)
+        return gradient(self, batches, *rest)
 
     monkeypatch.setattr(InnerLoop, "gradient", recorded)
     return made
@@ -139,12 +143,93 @@ def test_a_gradient_that_is_late_is_dropped_and_its_blocks_are_trained_again(
     assert [event["counted"] for event in run.all("round")][:3] == [True, False, True]
 
 
-def test_a_round_that_passes_during_the_gradient_is_noticed_before_it_is_offered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_round_that_passes_during_the_gradient_takes_it_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: bool
+) -> None:
+    """In forward nothing is offered then; in backward it was, and goes nowhere."""
     run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
-    run.on_step = {3: lambda: run.peer.pass_round(torch.ones(run.peer.state.numel))}
+    backward, count = InnerLoop._backward, itertools.count()
+
+    def passed(self: InnerLoop, parts: Any, at_last: Callable[[Tensor], None]) -> Tensor:
+        def pass_round() -> None:
+            run.peer.pass_round(torch.ones(run.peer.state.numel))
+
+        third = next(count) == 2
+        if third and forward:
+            pass_round()
+
+        def in_backward(loss: Tensor) -> None:
+            at_last(loss)
+            pass_round()
+
+        return backward(self, parts, in_backward if third and not forward else at_last)
+
+    monkeypatch.setattr(InnerLoop, "_backward", passed)
     summary = run.go()
-    assert len(run.peer.vectors) == ROUNDS - 1 and summary.setbacks.tokens_dropped == 64
+    assert len(run.peer.vectors) == ROUNDS - forward and summary.setbacks.tokens_dropped == 64
     assert [(e["t"], e["counted"]) for e in run.all("round")][1:4] == [(2, True), (3, False), (4, True)]
+
+
+def test_chunks_are_final_while_backward_runs_and_are_those_of_the_whole_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step is offered when it is over; its time is what the second one is expected to take."""
+    spec = spec_in(tmp_path, chunk_elems=256)
+    run = Run(FakePeer(spec), tmp_path / "state")
+    run.go()
+    first, *others = run.peer.fillings
+    assert first is None and all(filling is not None and filling.complete for filling in others)
+    assert all(filling is not None and 0 < filling.expected_s < 60.0 for filling in others)
+    steps = run.peer.fronts[: run.peer.fronts.index(0) + 1]
+    assert len(steps) > 2 and steps == sorted(steps, reverse=True), "the head, the layers, the embedding"
+    begin = Gradients.begin
+
+    def unwatched(self: Gradients, vector: Tensor) -> Filling | None:
+        self._expected_s = 0.0
+        return begin(self, vector)
+
+    monkeypatch.setattr(Gradients, "begin", unwatched)
+    whole = Run(FakePeer(spec), tmp_path / "whole")
+    whole.go()
+    assert set(whole.peer.fillings) == {None} and torch.equal(run.params(), whole.params())
+    assert all(torch.equal(a, b) for a, b in zip(run.peer.vectors, whole.peer.vectors, strict=True))
+
+
+def spoil(run: Run, step: int, spoiled: Callable[[Tensor], Tensor]) -> None:
+    """The gradient that backward makes last, in the last micro-batch of this step."""
+    calls = itertools.count(1)
+    first = FlatView.of(run.trainer.model).tensors[0]
+    first.register_hook(lambda g: spoiled(g) if next(calls) == 2 * step else g)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_gradient_that_turns_out_not_to_be_finite_goes_no_further(tmp_path: Path, planned: bool) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    run.peer.planned = planned
+    spoil(run, 3, lambda g: g * math.inf)
+    summary = run.go()
+    bad = run.peer.fillings[2]
+    assert bad is not None and bad.stopped and 0 < bad.front < bad.numel, "the rest had been sent"
+    assert run.peer.withdrawn == (not planned) and len(run.peer.vectors) == ROUNDS + (not planned)
+    assert [e["in_a_row"] for e in run.all("diverged")] == [1]
+    assert [e["counted"] for e in run.all("round")].count(False) == planned
+    assert summary.setbacks.tokens_dropped == 64 * planned and summary.tokens == 64 * (ROUNDS - planned)
+    assert run.peer.uptos[2] == run.peer.uptos[3], "its blocks are trained again"
+    assert torch.isfinite(run.params()).all()
+
+
+def test_a_backward_that_fails_takes_back_what_it_offered(tmp_path: Path) -> None:
+    def broken(g: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    run.peer.planned = False
+    spoil(run, 3, broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.go()
+    bad = run.peer.fillings[2]
+    assert bad is not None and bad.stopped and run.peer.withdrawn == 1 and len(run.peer.counted) == 2
 
 
 def test_a_checkpoint_brings_the_moments_back(tmp_path: Path) -> None:
@@ -184,7 +269,7 @@ def test_steps_that_diverge_in_a_row_end_the_training(
 ) -> None:
     run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
     if reason == "nan":
-        monkeypatch.setattr(InnerLoop, "gradient", lambda self, batches, scale: math.nan)
+        monkeypatch.setattr(InnerLoop, "gradient", lambda self, *rest: math.nan)
     else:
         run.peer.misses = [reason] * DIVERGED_MAX
     with pytest.raises(DlcError, match="codec bf16 or fp32"):

@@ -16,6 +16,7 @@ from typing import TypeVar
 from dlc.comm.context import Context
 from dlc.comm.entries import CHANNEL_BYTES_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import BulkLost
+from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log, grid_of
@@ -55,6 +56,7 @@ class Draft:
     assignment: tuple[int, ...] = ()
     norms: tuple[float, ...] = ()
     """See `Plan`."""
+    fill_s: float = 0.0
 
 
 class Agenda:
@@ -203,7 +205,8 @@ class Agenda:
         norms = tuple(fit[part.voter][0].norm for part in roster)
         entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
         owners, assignment = plan_round(self.ctx, self.log, roster, grid_of(entry), (), (), self.mute())
-        return Draft(entry, digest, owners, assignment, norms if any(norms) else ())
+        fill_s = max(m.fill_s for m, _ in fit.values())
+        return Draft(entry, digest, owners, assignment, norms if any(norms) else (), fill_s)
 
     def _longest_uncounted(self, channel: str, voters: Iterable[Voter]) -> list[Voter]:
         """Those whom no round has had for the longest time come first: where not all have room, they take turns."""
@@ -262,8 +265,10 @@ class Agenda:
         worked_s = {v: 0.0 if known and told.get(v) == 0 else now - self._works_since(channel, v) for v in pace}
         ready = [Idle(now - at, pace[v]) for v, (_, at) in offers.items()]
         awaited = [Late(self._eta_s(v, worked_s[v]), worked_s[v], pace[v]) for v in late]
-        floor_s = max(timeouts.straggler_floor_s, 4 * members.rtt_max_s)
         usual_s = self._phase_of(channel, offers)
+        # Where all offer before their work is done, who offers late is late by so much more when it is.
+        work_s = usual_s + max(m.fill_s for m, _ in offers.values())
+        floor_s = max(timeouts.straggler_floor_s * (usual_s / work_s if work_s > 0 else 1.0), 4 * members.rtt_max_s)
         return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s)
 
     def _phase_of(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> float:
@@ -343,7 +348,7 @@ def _sound(m: Ready) -> bool:
     except ConfigError:
         return False
     named = 1 <= len(m.channel.encode()) <= CHANNEL_BYTES_MAX
-    return named and 0 <= m.weight <= WEIGHT_MAX and 0 <= m.norm < math.inf
+    return named and 0 <= m.weight <= WEIGHT_MAX and 0 <= m.norm < math.inf and 0 <= m.fill_s <= FILL_S_MAX
 
 
 def _most_common(values: list[T]) -> T:

@@ -282,7 +282,10 @@ class Coordinator:
         fixed = {f.chunk: f for f in choice.fixed if not mute.issuperset(f.holders)}
         grid = grid_of(entry) if choice.plan.assignment else None
         owners, assignment = plan_round(self.ctx, self.log, entry.roster, grid, fixed.keys(), self.deciders, mute)
-        self._propose(entry, owners, assignment, tuple(fixed.values()), choice.plan.digest, choice.plan.norms)
+        old_plan = choice.plan
+        self._propose(
+            entry, owners, assignment, tuple(fixed.values()), old_plan.digest, old_plan.norms, old_plan.fill_s
+        )
 
     # ---------------------------------------------------------------- proposals
 
@@ -296,7 +299,7 @@ class Coordinator:
             self.diverged(*self.agenda.diverged)
             self.drop()
         elif draft is not None:
-            self._propose(draft.entry, draft.owners, draft.assignment, (), draft.digest, draft.norms)
+            self._propose(draft.entry, draft.owners, draft.assignment, (), draft.digest, draft.norms, draft.fill_s)
 
     def _propose_config(self, electorate: tuple[Voter, ...]) -> None:
         state = self.log.state
@@ -312,12 +315,23 @@ class Coordinator:
         fixed: tuple[FixedChunk, ...],
         digest: bytes,
         norms: tuple[float, ...] = (),
+        fill_s: float = 0.0,
     ) -> None:
         now = self.ctx.now
         self.phase = RUN
         self._phase_since, self._moved = now, self.ctx.running_s
         self.plan = Plan(
-            self.log.head, self.ballot, self.deciders, entry, digest, owners, assignment, fixed, self._mute, norms
+            head=self.log.head,
+            ballot=self.ballot,
+            deciders=self.deciders,
+            entry=entry,
+            digest=digest,
+            owners=owners,
+            assignment=assignment,
+            fixed=fixed,
+            mute=self._mute,
+            norms=norms,
+            fill_s=fill_s,
         )
         self._last_beat = now
         self.ctx.cast(self.deciders or self.log.state.electorate, self.plan)
@@ -337,7 +351,9 @@ class Coordinator:
         owner_lost = any(not members.alive(owner) for owner in unfinished) or self.slot.outlived(plan)
         if owner_lost:
             self._next_ballot(self.deciders)
-        elif self.ctx.running_s - self._moved > self.exchange.stall_s + members.t_dead_s:
+            return
+        still_s = self.ctx.running_s - max(self._moved, self.exchange.fills_until)
+        if still_s > self.exchange.stall_s + members.t_dead_s:
             self._stalled(plan)
 
     def _stalled(self, plan: Plan) -> None:

@@ -4,12 +4,14 @@ Each roster member sends chunk c of its frozen vector to the owner named in the 
 for those that still may come; sums them in roster order, encodes the mean once, and sends the same bytes to everybody.
 A member holds a candidate result until the slot is decided; nothing here is applied.
 
-  contribution   offered (frozen) -> sent within the owner's window -> acknowledged by the chunk's result
+  contribution   offered (frozen, or becoming so: `filling.py`) -> sent within the owner's window -> acknowledged by the
+                 chunk's result
   owned chunk    open -> closed: all parts in, or every missing member is dead or late
   result         wanted -> held: from its owner, from any holder by hash, or kept from an earlier plan
 
 Bulk is *pulled*: the driver asks `next_bulk(peer)` when the link to that peer can take a message, so that nothing but
 the frozen vector and the held results waits in memory. Contributions of a base stay valid for every plan of that base.
+All members of a plan send chunks in one order: an owner could wait for ever for windows that are full of other chunks.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from dlc.comm.context import Context
 from dlc.comm.entries import Part
+from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, Sink, grid_of
@@ -46,7 +49,7 @@ SERVED_MAX = 4096
 
 @dataclass
 class Offered:
-    """My own frozen contribution to the next round of a channel."""
+    """My own contribution to the next round of a channel. It is frozen, as far as `filling` covers it."""
 
     ready: Ready
     vector: Tensor
@@ -57,6 +60,17 @@ class Offered:
     bytes_sent: int = 0
     bytes_received: int = 0
     ballots: int = 0
+    filling: Filling | None = None
+    """None: all of it is final."""
+
+    @property
+    def given_up(self) -> bool:
+        """It was not finished, and nothing of it is sent any more."""
+        return self.filling is not None and self.filling.stopped
+
+    def final(self, start: int) -> bool:
+        """Its elements from `start` on may be used."""
+        return self.filling is None or self.filling.covers(start)
 
 
 class Exchange:
@@ -131,11 +145,11 @@ class Exchange:
     def _own(self, plan: Plan, grid: Grid) -> None:
         """Open the chunks that the plan gives me, with the parts that came before it."""
         parts = self._parts.get((plan.entry.channel, self._plan_base), {})
-        mine = [c for c, owner in enumerate(plan.assignment) if owner >= 0 and plan.owners[owner] == self.ctx.me]
+        mine = [c for c, owner in _in_order(plan) if owner >= 0 and plan.owners[owner] == self.ctx.me]
         owed_bytes = sum(grid.wire_bytes(chunk) for chunk in mine)
         roster = (p.voter for p in plan.entry.roster if p.voter != self.ctx.me)
         result_bytes = grid.result_bytes(0, max(1, len(plan.entry.roster)))
-        self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), result_bytes, owed_bytes)
+        self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), result_bytes, owed_bytes, plan.fill_s)
         for chunk in mine:
             self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster, plan.norms)
             for sender, contrib in list(parts.get(chunk, {}).items()):
@@ -161,23 +175,34 @@ class Exchange:
         part = next((p for p in entry.roster if p.voter == me), None)
         if part is None:
             return
-        if mine is None or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
+        if mine is None or mine.given_up or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
             self._tell_absent(plan, part)
             return
         mine.started = self.ctx.now if mine.started is None else mine.started
         mine.ballots += 1
-        for chunk, owner in enumerate(plan.assignment):
+        for chunk, owner in _in_order(plan):
             if owner >= 0 and plan.owners[owner] != me:
                 self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
 
     def _tell_absent(self, plan: Plan, part: Part) -> None:
-        """What the plan names I took back while it was on its way: nobody need wait for it. An empty part says so."""
+        """What the plan names I have no more, or never will: nobody need wait for it. An empty part says so."""
         first = {owner: chunk for chunk, owner in reversed(list(enumerate(plan.assignment))) if owner >= 0}
         for index, chunk in first.items():
             owner = plan.owners[index]
             if owner != self.ctx.me:
                 empty = Contrib(plan.entry.channel, self._plan_base, chunk, part.weight, part.upto)
                 self.serve(owner.peer, empty)
+
+    def filled(self) -> None:
+        """More of what I offer is final, or nothing more will be."""
+        plan = self.plan
+        mine = self._mine(plan) if plan is not None else None
+        if plan is None or mine is None:
+            return
+        if mine.given_up and self._to_send:
+            self._to_send, self._in_flight = {}, {}
+            self._tell_absent(plan, self._parts_of[self.ctx.me][1])
+        self.close_due()
 
     def _mine(self, plan: Plan) -> Offered | None:
         """My contribution, if it has the plan's grid: it may have been withdrawn for another since I was ready."""
@@ -304,9 +329,9 @@ class Exchange:
         alone = len(self.plan.entry.roster) == 1
         window = len(self._owned) if alone else self._window
         if self._owned:
-            lowest = self._owned[next(iter(self._owned))]
+            first = self._owned[next(iter(self._owned))]
             roster = self.plan.entry.roster
-            self.patience.waiting_for(roster[i].voter for i in lowest.missing() if roster[i].voter != self.ctx.me)
+            self.patience.waiting_for(roster[i].voter for i in first.missing() if roster[i].voter != self.ctx.me)
         for chunk in list(self._owned)[:window]:
             self._close_if_done(chunk)
 
@@ -323,8 +348,11 @@ class Exchange:
             part = roster[index]
             mine = self._mine(self.plan) if part.voter == self.ctx.me else None
             if mine is not None and (part.weight, part.upto) == (mine.ready.weight, mine.ready.upto):
-                own = mine
-                continue
+                if mine.final(reducer.grid.span(chunk)[0]):
+                    own = mine
+                    continue
+                if not mine.given_up and not self.patience.own_overdue():
+                    return
             reason = self._given_up(part)
             if reason is None:
                 return
@@ -410,9 +438,20 @@ class Exchange:
 
     def _owners_with_room(self) -> Iterator[PeerId]:
         """Those who lack parts of mine, and whose window is not full."""
+        if not self._to_send:
+            return
+        assert self.plan is not None
+        mine = self.offered.get(self.plan.entry.channel)
         for owner, chunks in self._to_send.items():
-            if chunks and len(self._in_flight.get(owner, ())) < self._window:
+            if chunks and len(self._in_flight.get(owner, ())) < self._window and self._sendable(mine, chunks[0]):
                 yield owner.peer
+
+    def _sendable(self, mine: Offered | None, chunk: int) -> bool:
+        """It need not wait until more of my contribution is final."""
+        if mine is None or mine.filling is None or chunk in self.held:
+            return True
+        assert self.grid is not None
+        return mine.final(self.grid.span(chunk)[0])
 
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         """The next message for `peer`: results before contributions, contributions within the owner's window."""
@@ -436,6 +475,8 @@ class Exchange:
         for owner, chunks in self._to_send.items():
             in_flight = self._in_flight.setdefault(owner, set())
             while owner.peer == peer and chunks and mine is not None and len(in_flight) < self._window:
+                if not self._sendable(mine, chunks[0]):
+                    break
                 chunk = chunks.popleft()
                 if chunk in self.held:
                     continue
@@ -448,6 +489,8 @@ class Exchange:
     def _encode(self, mine: Offered, chunk: int) -> Contrib:
         assert self.grid is not None
         start, stop = self.grid.span(chunk)
+        if not mine.final(start):
+            raise RuntimeError(f"chunk {chunk} is not final: it must not be sent")
         payload = self.grid.coder.encode(mine.vector[start:stop])
         ready = mine.ready
         return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
@@ -467,6 +510,11 @@ class Exchange:
     # ---------------------------------------------------------------- views
 
     @property
+    def fills_until(self) -> float:
+        """Running time: before this it is no sign of failure that nothing moves, as contributions become final."""
+        return self.patience.fills_until if self.grid is not None else 0.0
+
+    @property
     def complete(self) -> bool:
         """Every chunk of the current plan is held."""
         return self.plan is not None and len(self.held) == len(self.plan.assignment)
@@ -481,6 +529,12 @@ class Exchange:
 
     def results(self) -> tuple[Result, ...]:
         return tuple(self.held[c] for c in range(len(self.held)))
+
+
+def _in_order(plan: Plan) -> Iterable[tuple[int, int]]:
+    """(chunk, index of its owner) in the order in which all members send and close them."""
+    chunks = list(enumerate(plan.assignment))
+    return reversed(chunks) if plan.fill_s > 0 else chunks
 
 
 def _name_of(message: Bulk) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -173,7 +173,7 @@ class GridSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A frozen contribution waits; repeated to the coordinator until a plan is seen."""
+    """A contribution waits; repeated to the coordinator until a plan is seen."""
 
     head: bytes
     channel: str
@@ -191,6 +191,8 @@ class Ready:
     """With opening: blocks per lease range; 0 = the channel has no leases."""
     norm: float = 0.0
     """Euclidean norm of the contribution, if it is to be clipped to the median of all (`Plan.norms`); 0: it is not."""
+    fill_s: float = 0.0
+    """Seconds from the offer until the contribution is final, from its end to its front; 0: it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,9 @@ class Plan:
     norms: tuple[float, ...] = ()
     """Of the roster's contributions, as their READYs told them; empty where none is to be clipped. What an owner makes
     of them is in the bytes of its result, so that entries need not name them."""
+    fill_s: float = 0.0
+    """The longest `Ready.fill_s` of the roster. Above 0 all send their chunks from the last to the first, and nobody is
+    silent before some of this time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +381,8 @@ class Bulk:
 
 @dataclass(frozen=True, slots=True)
 class Contrib(Bulk):
-    """One chunk of a contributor's frozen vector, encoded, for its owner. An empty payload: I have none of the
-    contribution with this weight and position any more, in any chunk."""
+    """One chunk of a contributor's frozen vector, encoded, for its owner. An empty payload: nothing more comes of the
+    contribution with this weight and position, in any chunk."""
 
     channel: str
     base: bytes

@@ -28,6 +28,7 @@ from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.entries import EMPTY, LogState, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp
 from dlc.comm.exchange import Exchange, Offered
+from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.health import RUNNING_STEP_MAX_S
@@ -251,10 +252,12 @@ class Node:
         patience_s: float,
         sink: Sink | None,
         now: float,
+        filling: Filling | None = None,
     ) -> list[Effect]:
         """Offer a frozen fp32 vector to the channel's next round. It must not change until RoundDone.
 
-        `norm`: its own, if it is to be clipped by the others'; 0 if not.
+        `norm`: its own, if it is to be clipped by the others'; 0 if not. `filling`: only what it covers is final yet;
+        `filled` is to be called as it goes on.
         """
         self._need_log(f"channel {channel!r} has no rounds")
         check_channel(channel, self.log.state)
@@ -269,11 +272,23 @@ class Node:
             )
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
-        ready = msg.Ready(state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0, norm)
+        fill_s = filling.expected_s if filling is not None and not filling.complete else 0.0
+        ready = msg.Ready(
+            state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0, norm, fill_s
+        )
 
         def act() -> None:
-            self.exchange.offered[channel] = Offered(ready, vector, sink, now)
+            self.exchange.offered[channel] = Offered(ready, vector, sink, now, filling=filling)
             self.slot.announce()
+
+        return self._event(now, act)
+
+    def filled(self, now: float) -> list[Effect]:
+        """A contribution of mine has become final as far as another chunk, or will not any more."""
+
+        def act() -> None:
+            self.exchange.filled()
+            self.slot.advance()
 
         return self._event(now, act)
 
@@ -285,11 +300,13 @@ class Node:
         """Take back a contribution that no plan has named yet.
 
         False if a round with it may be decided still: then it goes on from a copy, its mean goes nowhere, and the
-        caller's memory is not touched any more.
+        caller's memory is not touched any more. One that is not final goes no further.
         """
         plan, mine = self.slot.plan, self.exchange.offered.get(channel)
         if plan is not None and plan.entry.channel == channel:
             if mine is not None:
+                if mine.filling is not None:
+                    mine.filling.stop()
                 mine.vector, mine.sink = mine.vector.clone(), None
             return False
         return self.exchange.offered.pop(channel, None) is not None

@@ -8,8 +8,11 @@ A contributor is *late* in a plan, once one of these is true:
   of its earlier rounds, or at that of most others now where they are slower.
 
 The second rule is there for the peer that answers pings and trickles: each part comes in time, the whole never does.
-Waited for is who lacks in the lowest open chunk, and has sent nothing since I looked last. Parts come in order, so
+Waited for is who lacks in the next open chunk, and has sent nothing since I looked last. Parts come in order, so
 whoever is only held up by a slower one (its window is full) is not accused.
+
+Where contributions become final only while the round goes on (`filling.py`), nobody is silent before OVERTIME times as
+long has passed as the slowest of them expects.
 
 All times are running times: while I was not scheduled, parts lay unread in my own sockets.
 """
@@ -43,6 +46,8 @@ class Patience:
         self._chunk_bytes = 0
         """Of a part and a result."""
         self._owed_bytes = 0
+        self.fills_until = 0.0
+        """Running time; until then a contribution may not be final yet."""
         self._since = 0.0
         self._last_close = 0.0
         self._looked = 0.0
@@ -55,13 +60,20 @@ class Patience:
         self._rate_Bps: dict[Voter, float] = {}
 
     def begin(
-        self, roster: Iterable[Voter], n_recipients: int, part_bytes: int, result_bytes: int, owed_bytes: int
+        self,
+        roster: Iterable[Voter],
+        n_recipients: int,
+        part_bytes: int,
+        result_bytes: int,
+        owed_bytes: int,
+        fill_s: float = 0.0,
     ) -> None:
         """A plan begins: each of the roster owes me `owed_bytes`, in parts of `part_bytes`, and serves so many
-        recipients of its parts and results."""
+        recipients of its parts and results. `fill_s`: until all expect to have what they offer."""
         self._learn_rates()
         now = self._since = self._last_close = self._looked = self.ctx.running_s
         self._n_recipients, self._chunk_bytes, self._owed_bytes = n_recipients, part_bytes + result_bytes, owed_bytes
+        self.fills_until = now + OVERTIME * fill_s
         self._heard = dict.fromkeys(roster, now)
         self._received = dict.fromkeys(self._heard, 0)
         self._waited_s = dict.fromkeys(self._heard, 0.0)
@@ -81,7 +93,8 @@ class Patience:
         if voter not in self._heard:
             return
         now = self.ctx.running_s
-        gap_s = now - max(self._heard[voter], self._last_close)  # until I closed a chunk its window may have been full
+        # Until I closed a chunk its window may have been full.
+        gap_s = max(0.0, now - max(self._heard[voter], self._last_close, self.fills_until))
         self._gap[voter] = max(gap_s, GAP_DECAY * self._gap.get(voter, 0.0))
         self._heard[voter] = now
         self._received[voter] += size
@@ -98,21 +111,27 @@ class Patience:
         self._last_close = self.ctx.running_s
 
     def waiting_for(self, voters: Iterable[Voter]) -> None:
-        """To be called now and then with those that my lowest open chunk lacks."""
+        """To be called now and then with those that my next open chunk lacks."""
         since, self._looked = self._looked, self.ctx.running_s
+        waited_s = self._looked - max(since, self.fills_until)
         for voter in voters:
-            if self._heard.get(voter, self._since) <= since:
-                self._waited_s[voter] = self._waited_s.get(voter, 0.0) + self._looked - since
+            if waited_s > 0 and self._heard.get(voter, self._since) <= since:
+                self._waited_s[voter] = self._waited_s.get(voter, 0.0) + waited_s
 
     def given_up(self, voter: Voter) -> bool:
         """It is late: not waited for any longer in this plan."""
         if voter in self._late:
             return True
-        silent_since = max(self._heard.get(voter, self._since), self._last_close)
+        silent_since = max(self._heard.get(voter, self._since), self._last_close, self.fills_until)
         if self.ctx.running_s - silent_since > self.silence_s(voter) or self._overdue(voter):
             self._late.add(voter)
             return True
         return False
+
+    def own_overdue(self) -> bool:
+        """My own contribution should have been final: I close without what is not."""
+        members = self.ctx.members
+        return self.ctx.running_s - self.fills_until > members.timeouts.t_chunk_s(members.rtt_max_s, 0.0)
 
     def _overdue(self, voter: Voter) -> bool:
         waited_s = self._waited_s.get(voter, 0.0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from dlc.comm import messages as msg
 from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, LogState
+from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot
 from dlc.comm.reducer import WEIGHT_MAX
@@ -53,6 +54,7 @@ def plausible_plan(m: msg.Plan, state: LogState) -> bool:
         and len(fixed) == len(m.fixed)
         and len(m.norms) in (0, len(m.entry.roster))
         and all(0 <= norm < math.inf for norm in m.norms)
+        and 0 <= m.fill_s <= FILL_S_MAX
         and all(0 <= chunk < len(m.assignment) for chunk in fixed)
         and all(-1 <= owner < len(m.owners) for owner in m.assignment)
         and all((owner < 0) == (chunk in fixed) for chunk, owner in enumerate(m.assignment))

@@ -311,6 +311,8 @@ class Slot:
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
         now = self.ctx.now
+        if self.ctx.running_s < self.exchange.fills_until:
+            return  # what is missing may not be made yet
         stall_s = self.exchange.stall_s / 2
         if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
             return

@@ -157,7 +157,8 @@ class Sweep:
 def describe(plan: Scenario, outcome: Outcome, out: TextIO) -> None:
     """A scenario and what comes of it, for people."""
     states = "equal" if plan.equal_states else "different"
-    habits = f"{'eager trainers, ' if plan.eager else ''}{'probes, ' if plan.probes else ''}"
+    said = {"eager trainers": plan.eager, "probes": plan.probes, "contributions that fill": plan.filling}
+    habits = "".join(f"{name}, " for name, on in said.items() if on)
     print(
         f"{len(plan.starts)} peers, {plan.n_chunks} chunks in {plan.codec}, channels {', '.join(plan.channels)}, "
         f"drift {plan.drift:g}, {habits}{states} first states, {plan.weather}",

@@ -40,8 +40,10 @@ FAULTS = {
     "images": "images of several pieces, histories of a few rounds",
     "eager": "trainers tell their pace, and go on while a round waits: they take back what they offered and offer more",
     "probes": "peers measure their links before they know them from rounds",
+    "filling": "contributions that become final while they are offered, later than expected, in part, or not at all",
 }
-"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes) shapes all of a schedule."""
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling) shapes all of a
+schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
@@ -116,6 +118,8 @@ class Scenario:
     """Trainers describe themselves, and offer more while they wait."""
     probes: bool = False
     """Links are measured beside the rounds."""
+    filling: bool = False
+    """Some contributions become final while they are offered."""
 
     @property
     def last_fault_s(self) -> float:
@@ -162,6 +166,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         history_bytes=ROUNDS_KEPT * 4 * n_chunks * chunk_elems if small_images else HISTORY_BYTES_MAX,
         eager="eager" in kinds and random.Random(f"eager {seed}").random() < 0.5,
         probes="probes" in kinds and random.Random(f"probes {seed}").random() < 0.5,
+        filling="filling" in kinds and random.Random(f"filling {seed}").random() < 0.5,
     )
 
 

@@ -6,6 +6,7 @@ from the roster alone.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dlc.comm.entries import Part
 from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.errors import CheckpointError
 from dlc.sim.schedule import REDUCE, TRAIN
@@ -30,6 +32,12 @@ TOKENS_PER_BLOCK = 100
 RETRY_S = 0.5
 GROW_SHARE = 0.3
 """Of an inner phase: after this an eager trainer offers more, as long as it waits."""
+FILLING_SHARE = 0.7
+"""Of the contributions, where some become final while they are offered."""
+FILL_SHARE_MAX = 0.5
+"""Of an inner phase: the longest that one of these takes."""
+NOT_MADE = 1e6
+"""In place of elements that are not final: no mean may show it."""
 PATIENCE_S = 5.0
 """How long an all-reduce waits for the others after the first."""
 
@@ -126,6 +134,7 @@ class Trainer:
         self.rounds = 0
         self.due = False
         """An inner phase has ended and its contribution is not offered yet."""
+        self._fills = random.Random(f"filling {world.scenario.seed} {process.voter} {channel}")
 
     def begin(self) -> None:
         """Start an inner phase."""
@@ -147,18 +156,22 @@ class Trainer:
 
     def _grow(self) -> None:
         """Take back what is offered, unless a plan may name it, and offer more blocks of the lease."""
-        node, plan = self.process.node, self.process.node.slot.plan
+        node = self.process.node
         if self.channel not in node.exchange.offered or self.process.left:
             return
         lease = node.lease()
-        planned = plan is not None and plan.entry.channel == self.channel
-        if not planned and lease is not None and node.withdraw(self.channel):
+        if not self._planned() and lease is not None and node.withdraw(self.channel):
             self.world.checker.withdrawn(self.process, self.channel)
             self.blocks, self.upto = lease.take(len(self.blocks) + self.process.rng.randint(1, 3))
             self.due = True
             self._offer()
         else:
             self.world.later(self.process, GROW_SHARE * self.inner_s, self._grow)
+
+    def _planned(self) -> bool:
+        """A plan may name what is offered."""
+        plan = self.process.node.slot.plan
+        return plan is not None and plan.entry.channel == self.channel
 
     def _finished(self) -> None:
         self.due = True
@@ -175,16 +188,51 @@ class Trainer:
         self.due = False
         x = vector(self.channel, Part(process.voter, self.weight, self.upto), self.grid.numel)
         patience_s, self.sink = (PATIENCE_S, Means()) if self.channel == REDUCE else (0.0, None)
+        filling, y = self._filling(x)
         self.world.checker.offered(process, self.channel)
         self.world.act(
             process,
             lambda now: node.contribute(
-                self.channel, x, self.grid, weight=self.weight, upto=self.upto, patience_s=patience_s, sink=self.sink,
-                now=now,
+                self.channel, y, self.grid, weight=self.weight, upto=self.upto, patience_s=patience_s, sink=self.sink,
+                now=now, filling=filling,
             ),
         )  # fmt: skip
         if self._eager:
             self.world.later(process, GROW_SHARE * self.inner_s, self._grow)
+
+    def _filling(self, x: Tensor) -> tuple[Filling | None, Tensor]:
+        """What is offered in place of x: x itself, or something that becomes x, as far as it does."""
+        rng = self._fills
+        if not self.world.scenario.filling or rng.random() > FILLING_SHARE:
+            return None, x
+        takes_s = rng.uniform(0.05, FILL_SHARE_MAX) * self.inner_s
+        filling = Filling(x.numel(), takes_s * rng.choice((0.1, 1.0, 1.0, 1.5)))
+        y = torch.full_like(x, NOT_MADE)
+        fronts = sorted({0, *(rng.randrange(x.numel()) for _ in range(4))}, reverse=True)
+        ends = rng.choice(("well", "well", "well", "stops", "hangs"))
+        for i, front in enumerate(fronts if ends == "well" else fronts[: rng.randrange(len(fronts))], 1):
+            self.world.later(self.process, takes_s * i / len(fronts), self._fill, filling, x, y, front)
+        if ends == "stops":
+            self.world.later(self.process, takes_s, self._stop_filling, filling)
+        return filling, y
+
+    def _fill(self, filling: Filling, x: Tensor, y: Tensor, front: int) -> None:
+        y[front : filling.front] = x[front : filling.front]
+        filling.reached(front)
+        self.world.act(self.process, self.process.node.filled)
+
+    def _stop_filling(self, filling: Filling) -> None:
+        """The work failed: take it back, unless a plan may name it."""
+        process, node = self.process, self.process.node
+        filling.stop()
+        self.world.act(process, node.filled)
+        mine = node.exchange.offered.get(self.channel)
+        if mine is None or mine.filling is not filling or process.left or self._planned():
+            return
+        if node.withdraw(self.channel):
+            self.world.checker.withdrawn(process, self.channel)
+            self.due = True
+            self.world.later(process, RETRY_S, self._offer)
 
     def _seated(self) -> bool:
         node = self.process.node

@@ -1,8 +1,13 @@
 """The strategy "data-parallel": the gradients of every step, averaged over all peers; all take the same step.
 
-    [ blocks ──> gradient ──> offer ──> the round ──> theta ] again
-                              weight: tokens          all apply the mean to the same replicated AdamW, see `joint`
+    [ blocks ──> forward ──> offer ──> backward ──> theta ] again
+                             weight:   meanwhile    all apply the mean to the same replicated AdamW, see `joint`
+                             tokens    the round
 
+- The gradient is offered as its last backward begins, and is averaged as it is made, from the last parameters to the
+  first (`gradients`); only the first step of a process waits for the end of backward. If it turns out not to be finite,
+  or backward fails, nothing more of it is sent: what others took before is a part of those chunks' means, as of a peer
+  that died then.
 - A round is an entry of the log, so all its promises hold: a peer that dies in the middle of a step leaves the true
   weighted mean of the others, whoever goes on has the same bits, a block is counted once.
 - The mean belongs to one theta. A gradient that comes too late for its step is dropped, and its blocks are trained
@@ -13,15 +18,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from dlc.comm.filling import Filling
 from dlc.errors import ConfigError, DlcError, RoundTimeout
-from dlc.flat import finite, flatten_tensors
+from dlc.train.gradients import Gradients
 from dlc.train.joint import GRADIENT_SCALE, JointState, joint_spec, step_chunk_elems
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer_loop import WAIT_SLICE_S
@@ -36,6 +44,7 @@ log = logging.getLogger(__name__)
 
 TELL_WAITING_S = 1.0
 """A step that waits for so long is told as waiting."""
+NOT_FINITE = "its gradient is not finite"
 
 
 class DataParallel:
@@ -52,6 +61,8 @@ class DataParallel:
         self._vector = self._view.gather(torch.empty(self._view.numel))
         """theta as it was pulled; then the gradient that is offered; then theta again."""
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
+        self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)
+        self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
         self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
         self._position: Position | None = None
         self._stopped_at = math.inf
@@ -75,7 +86,7 @@ class DataParallel:
             CHANNEL,
             self.state,
             codec=spec.codec,
-            chunk_elems=spec.chunk_elems or step_chunk_elems(self.state.numel),
+            chunk_elems=self._chunk_elems,
             lease_len=spec.blocks_per_lease,
         )
         return self.finish()
@@ -94,15 +105,20 @@ class DataParallel:
         blocks, later = self._blocks()
         parts.tell.phase("training")
         batches = self._loader.take(blocks, later)
-        loss, tokens = self._inner.gradient(batches, GRADIENT_SCALE), sum(ids.numel() for ids in batches)
-        gradient = self._gradient()
-        if not (math.isfinite(loss) and finite(gradient)):
-            self._tell_diverged("its gradient is not finite")
+        tokens, upto, after = sum(ids.numel() for ids in batches), blocks[-1] + 1, self.position.t
+
+        def offer(filling: Filling | None) -> Pending:
+            return parts.peer.contribute(
+                CHANNEL, self._vector, weight=float(tokens), upto=upto, after=after, filling=filling
+            )
+
+        loss, sound, pending = self._gradient(batches, offer)
+        if not sound and (pending is None or parts.peer.withdraw(CHANNEL)):
+            self._tell_diverged(NOT_FINITE)
             return
-        self._tell_step(loss, tokens, parts.clock() - began)
-        pending = parts.peer.contribute(
-            CHANNEL, gradient, weight=float(tokens), upto=blocks[-1] + 1, after=self.position.t
-        )
+        if sound:
+            self._tell_step(loss, tokens, parts.clock() - began)
+        pending = pending or offer(None)
         since = parts.clock()
         if not self._wait(pending, stop):
             return
@@ -110,8 +126,10 @@ class DataParallel:
         if pending.report is not None:
             parts.calls.on_round(pending.report, pending.counted, loss if pending.counted else None, waited_s)
         self.finish()
+        if not sound:
+            self._tell_diverged(NOT_FINITE)
         if pending.report is not None and pending.counted:
-            self._diverged = 0
+            self._diverged = 0 if sound else self._diverged
             parts.calls.counted(pending.report.t, stop)
             return
         parts.tell.work_dropped(self.position.t, 1, tokens)
@@ -128,11 +146,30 @@ class DataParallel:
         groups = [blocks[a : a + count] for a in range(0, len(blocks), count)]
         return groups[0], groups[1:]
 
-    def _gradient(self) -> Tensor:
-        """Scaled, flat. Nothing was trained on a parameter without one."""
-        tensors = self._view.tensors
-        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
-        return flatten_tensors(grads, self._vector)
+    def _gradient(
+        self, batches: Sequence[Tensor], offer: Callable[[Filling | None], Pending]
+    ) -> tuple[float, bool, Pending | None]:
+        """The scaled gradient, flat, in `_vector`: (mean loss, whether all of it is finite, the offer if one was made
+        before it was complete)."""
+        pending: Pending | None = None
+
+        def begin(loss: Tensor) -> None:
+            nonlocal pending
+            filling = self._gradients.begin(self._vector)
+            if filling is not None and math.isfinite(float(loss)):
+                pending = offer(filling)
+
+        try:
+            loss = self._inner.gradient(batches, GRADIENT_SCALE, begin)
+            sound = math.isfinite(loss) and self._gradients.end()
+            self._gradients.drop()
+        except BaseException:
+            self._gradients.drop()
+            if pending is not None:
+                with contextlib.suppress(DlcError):
+                    self._parts.peer.withdraw(CHANNEL)
+            raise
+        return loss, sound, pending
 
     def _wait(self, pending: Pending, stop: threading.Event) -> bool:
         """Whether the round is over; False: we are to stop, and it is too far away."""
@@ -193,6 +230,7 @@ class DataParallel:
         return Local({}, None, random_state(self._parts.engine.device))
 
     def close(self) -> None:
+        self._gradients.close()
         self._loader.close()
 
 

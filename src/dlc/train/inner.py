@@ -172,18 +172,23 @@ class InnerLoop:
         overflow = self._rescale(applied)
         return StepResult(mean, sum(ids.numel() for ids, _ in parts), grad_norm, applied, overflow)
 
-    def gradient(self, batches: Sequence[Tensor], scale: float = 1.0) -> float:
+    def gradient(
+        self, batches: Sequence[Tensor], scale: float = 1.0, at_last: Callable[[Tensor], None] | None = None
+    ) -> float:
         """Leave `scale` times the gradient of the mean loss over all micro-batches in the parameters' `grad`; no step.
 
+        `at_last` is called before the last backward, with `scale` times that mean loss.
         Returns the mean loss in nats, which may not be finite. Not for fp16, whose own scale is not taken out.
         """
         targets = sum(_targets(ids) for ids in batches)
         if not targets:
             raise UsageError("a gradient needs at least one batch of blocks of two tokens or more")
-        total = self._backward([(ids, scale * _targets(ids) / targets) for ids in batches])
+        total = self._backward([(ids, scale * _targets(ids) / targets) for ids in batches], at_last)
         return float(total) / scale
 
-    def _backward(self, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+    def _backward(
+        self, parts: Sequence[tuple[Tensor, float]], at_last: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Fresh gradients of the sum over all micro-batches of weight times mean loss, which is returned."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -194,6 +199,8 @@ class InnerLoop:
                 with self._precision():
                     loss = causal_loss(self._forward, ids)
                 loss = loss * weight
+                if at_last is not None and i == len(moved):
+                    at_last(total + loss.detach())
                 scaled = loss if self._scaler is None else self._scaler.scale(loss)
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()

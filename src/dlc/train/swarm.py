@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dlc.comm.filling import Filling
 from dlc.comm.ledger import Lease
 from dlc.comm.state import State
 from dlc.report import RoundReport
@@ -151,12 +152,14 @@ class TrainPeer(Protocol):
         norm: float = 0.0,
         after: int | None = None,
         patience_s: float = 0.0,
+        filling: Filling | None = None,
     ) -> Pending:
         """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done.
 
         `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
         `after`: the round that the caller has seen last; if another one is past by now, nothing is offered.
         `patience_s`: how long the round may wait for others that are alive; 0: as long as it pays.
+        `filling`: the vector becomes final meanwhile, from its end to its front.
         """
 
     def withdraw(self, channel: str) -> bool:
