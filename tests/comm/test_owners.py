@@ -67,10 +67,11 @@ def told(stage: Stage, claims: dict[str, float]) -> None:
 
 def test_a_slow_uplink_owns_less_by_the_third_plan_and_more_again_when_it_is_mended() -> None:
     stage = stage_of(4)
-    for process in stage.peers():
-        assert rates_of(process)[0] > 0.8 * UPLINK_Bps
+    rates = {process.host.name: rates_of(process)[0] for process in stage.peers()}
+    assert 0.8 * UPLINK_Bps < min(rates.values()) <= max(rates.values()) < 1.1 * min(rates.values())
     before, _ = next_round(stage)
-    assert set(owned(before).values()) == {N_CHUNKS // 4}
+    for name, rate_Bps in rates.items():  # equal links are measured alike, not to the last byte
+        assert abs(owned(before)[name] - N_CHUNKS * rate_Bps / sum(rates.values())) <= 1
     slow = stage.peers()[1]
     slow.host.uplink_Bps = UPLINK_Bps / 4
     _, unaware_s = next_round(stage)

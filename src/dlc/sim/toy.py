@@ -115,8 +115,10 @@ def vector(channel: str, part: Part, numel: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _vector(name: str, numel: int) -> Tensor:
-    phase = zlib.crc32(name.encode()) % 10_000 / 100
-    return torch.sin(torch.arange(numel, dtype=torch.float32) * 0.7 + phase)
+    """Made by whole numbers and one division: a sine has other bits on other processors, and then a seed would have
+    other hashes, ranks and coordinators there."""
+    numbers = (torch.arange(numel) * 7919 + zlib.crc32(name.encode())) % 20_011
+    return (numbers - 10_005).float() / 10_005
 
 
 class Trainer:
@@ -231,7 +233,7 @@ class Trainer:
             return
         if node.withdraw(self.channel):
             self.world.checker.withdrawn(process, self.channel)
-            self.due = True
+            self.due, self.sink = True, None
             self.world.later(process, RETRY_S, self._offer)
 
     def _seated(self) -> bool:
