@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from dlc.comm import entries, waiting
-from dlc.comm.driver import SWITCH_NEAR_S
+from dlc.comm.driver import SWITCH_NEAR_S, Driver
+from dlc.comm.effects import Effect
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
+from dlc.comm.lobby import Lobby
+from dlc.comm.messages import Welcome
 from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
@@ -493,3 +496,42 @@ def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch:
         filling.reached(0)
         with pytest.raises(SwarmClosed, match="division by zero"):
             pending.wait(JOIN_S)
+
+
+def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A founder was asked for the RunSpec before it had one: the other began with another, and was never heard."""
+    asked = threading.Event()
+    started = Driver.start
+
+    def slowly(self: Driver) -> None:
+        started(self)
+        if not asked.is_set():
+            asked.wait(JOIN_S)  # still in the lobby, with nobody to ask
+
+    monkeypatch.setattr(Driver, "start", slowly)
+    received = Lobby.receive
+
+    def heard(self: Lobby, *event: Any) -> list[Effect]:
+        effects = received(self, *event)
+        if self.tries and isinstance(event[1], Welcome):
+            asked.set()
+        return effects
+
+    monkeypatch.setattr(Lobby, "receive", heard)
+    address = free_addresses(1)[0]
+    with ThreadPoolExecutor(2) as pool:
+        founder = pool.submit(Peer.join, run="both", listen=address)
+        wait_until(lambda: founder.done() or any(t.name == "dlc-driver" for t in threading.enumerate()), JOIN_S)
+        other = pool.submit(Peer.join, [address], join_timeout_s=JOIN_S)
+        peers = [founder.result(), other.result()]
+    try:
+        assert peers[0].spec == peers[1].spec and peers[1].run == "both"
+        together(peers, lambda p, i: p.all_reduce(torch.ones(4), timeout_s=30))
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def test_who_begins_with_another_name_than_the_founder_is_told() -> None:
+    with Peer.join() as first, pytest.raises(SpecMismatch, match="mine"):
+        Peer.join([first.address], run="mine", join_timeout_s=JOIN_S)

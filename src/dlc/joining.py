@@ -165,9 +165,14 @@ def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:
 
 
 def _usual(lobby: Lobby, run: str | None) -> RunSpec:
-    """The RunSpec of who founds a run without one; alone and on loopback it is for chunks that save processor time."""
-    alone = not lobby.tries and on_this_host(lobby.record.control[0])
-    usual = RunSpec(chunk_elems=LOOPBACK_CHUNK_ELEMS if alone else 0)
+    """The RunSpec of a run that is founded without one: the same for all who begin together. On loopback, where all of
+    them are or none is, it is for chunks that save processor time."""
+    here = on_this_host(lobby.record.control[0])
+    usual = RunSpec(chunk_elems=LOOPBACK_CHUNK_ELEMS if here else 0)
+    told = {t.answer.run for t in lobby.tries.values() if t.answer is not None and t.answer.run}
+    if len(told | ({run} if run is not None else set())) > 1:
+        raise SpecMismatch(f"the peers are about to found the run {min(told)!r}, not {run or max(told)!r}")
+    run = min(told) if told else run
     return usual if run is None else dataclasses.replace(usual, run=run)
 
 

@@ -150,7 +150,8 @@ class Peer(Collectives):
         driver = Driver(transport, voter, lambda event: None)
         peer = cls(driver, intro, on_event)
         own = spec.to_bytes() if spec is not None else b""
-        run_name, known = run or (spec.run if spec else ""), () if found else _known_addresses(state)[:KNOWN_MAX]
+        founds = RunSpec().run if not listed else ""
+        run_name, known = run or (spec.run if spec else founds), () if found else _known_addresses(state)[:KNOWN_MAX]
         lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)

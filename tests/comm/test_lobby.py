@@ -18,8 +18,15 @@ RECORD = Record(ME, b"", ("a:1",), ("a:2",), "trainer", bytes(32), 0.0, 0, False
 THEIRS = dataclasses.replace(RECORD, voter=OTHER)
 
 
-def welcome(address: str, spec: bytes = b"", record: Record = THEIRS) -> Welcome:
-    return Welcome(PROTOCOL_VERSION, "dlc", spec, record, (), address, "")
+def welcome(address: str, spec: bytes = b"", record: Record = THEIRS, waiting: bool = False) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, "dlc", spec, record, (), address, "", waiting)
+
+
+def said(lobby: Lobby, address: str = "a:1") -> Welcome:
+    """What it answers to a hello."""
+    (effect,) = lobby.receive(OTHER, Hello(PROTOCOL_VERSION, "dlc", b"", THEIRS, address), 0.0)
+    assert isinstance(effect, Answer) and isinstance(effect.message, Welcome)
+    return effect.message
 
 
 def test_nobody_listed_is_done_at_once() -> None:
@@ -39,6 +46,36 @@ def test_all_answered_and_nobody_knows_is_done_and_one_silent_address_is_waited_
     assert not lobby.done and lobby.unheard() == ("y:1",)
     lobby.receive(OTHER, welcome("y:1"), 0.2)
     assert lobby.done and lobby.found is None
+
+
+def test_who_asks_a_peer_that_is_about_to_join_waits_for_what_that_one_finds() -> None:
+    """It began with a RunSpec of its own, and nobody of the run heard it: it waited for ever."""
+    middle, last = Lobby(THEIRS, "", b"", b"", ("founder:1",)), Lobby(RECORD, "", b"", b"", ("middle:1",))
+    last.receive(OTHER, said(middle, "middle:1"), 0.1)
+    assert not last.done and last.unheard() == ("middle:1",)
+    assert [e.address for e in last.tick(0.5) if isinstance(e, Dial)] == ["middle:1"]
+    founder = dataclasses.replace(RECORD, voter=Voter("founder", 1))
+    middle.receive(founder.voter, welcome("founder:1", b"spec", founder), 0.6)
+    last.receive(OTHER, said(middle, "middle:1"), 0.7)
+    assert middle.done and last.done and last.found is not None and last.found.spec == b"spec"
+
+
+def test_some_that_list_each_other_and_know_no_runspec_are_all_done_soon_after_the_last_has_come() -> None:
+    names = ("a:1", "b:1", "c:1")
+    lobbies = {n: Lobby(dataclasses.replace(RECORD, voter=Voter(n, 1)), "", b"", b"", names) for n in names}
+    up, now = {"a:1", "b:1"}, 0.0
+    while not all(lobby.done for lobby in lobbies.values()):
+        now += 0.05
+        assert now < 20.0
+        up = up if now < 9.0 else set(names)
+        for name in up:
+            for effect in lobbies[name].tick(now):
+                assert isinstance(effect, Dial)
+                if effect.address in up:
+                    answer = said(lobbies[effect.address], effect.address)
+                    lobbies[name].receive(Voter(effect.address, 1), answer, now)
+        assert now >= 9.0 or not any(lobby.done for lobby in lobbies.values())
+    assert now < 9.0 + 4.0 + 1.0 and not any(lobby.found for lobby in lobbies.values())
 
 
 def test_my_own_address_in_the_list_answers_but_tells_nothing() -> None:

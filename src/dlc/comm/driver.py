@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import logging
 import sys
 import threading
@@ -184,15 +185,7 @@ class Driver:
 
     def _answer(self, route: Route, message: Message, observed_host: str) -> None:
         if isinstance(message, Welcome):
-            message = Welcome(
-                message.protocol,
-                message.run,
-                message.spec,
-                message.record,
-                message.records,
-                message.address,
-                observed_host,
-            )
+            message = dataclasses.replace(message, observed_host=observed_host)
         self.transport.reply(route, self._frames(message))
 
     def _frames(self, message: Message) -> list[Frame]:

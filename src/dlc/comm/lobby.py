@@ -2,11 +2,13 @@
 
   no address listed                     -> done at once, with my own RunSpec
   a Welcome with a RunSpec              -> done, with that RunSpec
-  every listed address answered, none knows a RunSpec -> done, with my own
+  every listed address answered, none knows a RunSpec, and none waits for somebody who may -> done, with my own
   a Welcome of an active member of the run of my own RunSpec, at an address that I knew from before -> done, as well
   otherwise                             -> keep dialling with back-off, and say for whom I wait
 
-A waiting peer answers the hellos of others meanwhile, so that four that start together find each other.
+A waiting peer answers the hellos of others meanwhile, so that four that start together find each other. It tells what
+it found, and whether it still waits: who took the silence of a peer that is itself about to join for "there is no
+RunSpec" would begin with another one than the run has, and never be heard.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ class Try:
     back_off_s: float = BACK_OFF_FIRST_S
     tries: int = 0
     answer: Welcome | None = None
+
+    @property
+    def final(self) -> bool:
+        """It need not be asked again."""
+        return self.answer is not None and not self.answer.waiting
 
 
 class Lobby:
@@ -53,18 +60,23 @@ class Lobby:
         return self.found is not None or not self.unheard()
 
     def unheard(self) -> tuple[str, ...]:
-        """Listed addresses that have not answered yet."""
-        return tuple(a for a, t in self.tries.items() if t.answer is None)
+        """Listed addresses that have not answered yet; where I have no RunSpec, also those that wait for one."""
+        return tuple(a for a, t in self.tries.items() if not (t.answer if self.spec else t.final))
 
     def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Hello):
-            welcome = Welcome(PROTOCOL_VERSION, self.run, self.spec, self.record, (), message.address, "")
+            spec = self.spec or (self.found.spec if self.found is not None else b"")
+            waiting = not spec and any(t.answer is None for t in self.tries.values())
+            welcome = Welcome(PROTOCOL_VERSION, self.run, spec, self.record, (), message.address, "", waiting)
             return [Answer(welcome)]
         if isinstance(message, Welcome) and message.address in self.tries:
             self.tries[message.address].answer = message
             mine = message.record is not None and message.record.voter == self.record.voter
             if message.spec and not mine and self.found is None:
                 self.found = message
+            for t in self.tries.values():
+                if t.answer is not None and not t.final:  # what I know now, others may know by now, too
+                    t.back_off_s, t.next_at = BACK_OFF_FIRST_S, min(t.next_at, now + BACK_OFF_FIRST_S)
         elif isinstance(message, Welcome) and message.address in self.known:
             if message.spec == self.spec and message.record is not None and message.record.active:
                 self.known[message.address].answer = message
@@ -74,7 +86,7 @@ class Lobby:
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for address, t in (*self.tries.items(), *self.known.items()):
-            if t.answer is None and now >= t.next_at:
+            if not t.final and now >= t.next_at:
                 t.tries += 1
                 t.next_at = now + t.back_off_s
                 t.back_off_s = min(2 * t.back_off_s, BACK_OFF_MAX_S)
@@ -83,5 +95,5 @@ class Lobby:
         return effects
 
     def next_deadline(self) -> float | None:
-        waiting = [t.next_at for t in (*self.tries.values(), *self.known.values()) if t.answer is None]
+        waiting = [t.next_at for t in (*self.tries.values(), *self.known.values()) if not t.final]
         return min(waiting) if waiting else None

@@ -108,6 +108,8 @@ class Welcome:
     """Echo of Hello.address."""
     observed_host: str
     """The host that the answerer saw the sender come from; filled in by its driver."""
+    waiting: bool = False
+    """The answerer knows no RunSpec, and has not heard from all whom it asked for one: ask it again."""
 
 
 @dataclass(frozen=True, slots=True)
