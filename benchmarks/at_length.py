@@ -5,7 +5,7 @@
 Two peers on loopback average vectors of a `dlc.DiLoCo` of so many fp32 parameters; the inner step is a trifle. After a
 round each moves its outer state and hashes it, which takes seconds for a billion parameters. Interleaved, round by
 round: all of it done by the thread that also answers others ("in line": what `AT_LENGTH_BYTES_MIN` spares small models
-from), or aside, as it is. Told are the longest time in which a peer handled nothing that came, not even a ping (the
+from), or aside, as it is. Told are the longest time in which a peer did not look at what came, not even for a ping (the
 greater of both; a peer that is silent for T_dead, 1.8 s among two, is taken for dead), and the seconds of the call.
 """
 
@@ -24,35 +24,29 @@ from memory import Nudge, Vector
 
 import dlc
 from dlc.comm import node as node_module
-from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
+from dlc.comm.transport import Transport
 from dlc.demo import free_addresses
 
 WAYS = ("in line", "aside")
 
 
 class Silence:
-    """The longest time between two looks of the driver at what came."""
+    """The longest time in which the driver did not look at its sockets. To wait for something to come is no silence."""
 
     def __init__(self) -> None:
-        self.last = time.monotonic()
+        self._looked = time.monotonic()
         self.longest_s = 0.0
-        for name in ("receive", "tick", "breathe"):
-            setattr(Node, name, self._noted(getattr(Node, name)))
+        poll = Transport.poll
 
-    def _noted(self, made: Any) -> Any:
-        def event(*args: Any) -> Any:
-            self.note()
+        def looks(transport: Transport, *args: Any, **how: Any) -> Any:
+            self.longest_s = max(self.longest_s, time.monotonic() - self._looked)
             try:
-                return made(*args)
+                return poll(transport, *args, **how)
             finally:
-                self.note()
+                self._looked = time.monotonic()
 
-        return event
-
-    def note(self) -> None:
-        now = time.monotonic()
-        self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        Transport.poll = looks  # type: ignore[method-assign]
 
 
 def worker_main(arguments: list[str]) -> None:
@@ -72,12 +66,10 @@ def worker_main(arguments: list[str]) -> None:
     say("ready")
     while (way := sys.stdin.readline().strip()) in WAYS:
         node_module.AT_LENGTH_BYTES_MIN = bytes_min if way == "aside" else sys.maxsize
-        silence.note()
         silence.longest_s, began = 0.0, time.monotonic()
         report = opt.step()
         if report is None or len(report.contributors) != 2:
             raise RuntimeError(f"not a round of both: {report}")
-        silence.note()
         say("round", silent_s=silence.longest_s, seconds=time.monotonic() - began)
     peer.leave()
 

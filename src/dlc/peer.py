@@ -134,9 +134,9 @@ class Peer(Collectives):
         (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
         same on all peers of a run; implied by strategies that need none. probe_links: before the first round send some
         junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links
-        that are paid by the byte): what it carries is learned in rounds, the first of which knows nothing. Raises
-        JoinError
-        (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
+        that are paid by the byte): what it carries is learned in rounds, the first of which knows nothing.
+
+        Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
         security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
@@ -296,9 +296,10 @@ class Peer(Collectives):
                     f"the status is {size} bytes of JSON, at most {STATUS_BYTES_MAX} travel with every record: "
                     "leave something out"
                 )
-        told = self._driver.call(self._on_node(lambda node, now: self._perform(node.describe(now, **changes))))
-        if told.done():  # the driver has ended, or was quick: who trains does not wait for it
-            told.result()
+        self._refuse_fork()
+        if self._closed or not self._driver.running:
+            raise self._closed_error()
+        self._tell(lambda node, now: node.describe(now, **changes))  # who trains does not wait for it
 
     def on_member_change(self, callback: Callback) -> Callable[[], None]:
         """Call `callback(change)` whenever another member comes, stops answering, or leaves, from now on.
@@ -380,8 +381,7 @@ class Peer(Collectives):
         return self._driver.ask(self._on_node(fn))
 
     def _on_node(self, fn: Callable[[Node, float], T]) -> Callable[[float], T]:
-        if os.getpid() != self._pid:
-            raise UsageError(FORKED)
+        self._refuse_fork()
 
         def run(now: float) -> T:
             if self._node is None:
@@ -392,6 +392,10 @@ class Peer(Collectives):
 
     def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         self._ask(lambda node, now: self._perform(fn(node, now)))
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(FORKED)
 
     def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         def run(now: float) -> None:
