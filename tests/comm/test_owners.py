@@ -70,7 +70,7 @@ def test_a_slow_uplink_owns_less_by_the_third_plan_and_more_again_when_it_is_men
     rates = {process.host.name: rates_of(process)[0] for process in stage.peers()}
     assert 0.8 * UPLINK_Bps < min(rates.values()) <= max(rates.values()) < 1.1 * min(rates.values())
     before, _ = next_round(stage)
-    # Equal links are measured alike, not to the last byte. Who owns the share s sends (1 - s) of its own part and 3 s of
+    # Equal links are measured alike, not to the last byte. Who owns the share s sends 1 - s of its own part and 3 s of
     # means, and all take the same time for it: the best for these rates, to which the plan has to come within a chunk.
     for name, rate_Bps in rates.items():
         best = (6 * rate_Bps / sum(rates.values()) - 1) / 2

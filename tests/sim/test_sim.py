@@ -13,6 +13,7 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Promise
+from dlc.comm.slot import Slot
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
@@ -186,6 +187,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (23294673, 2, 8, FAULTS),
         # contributions that are never finished, long after the last fault: all rounds of three channels waited for some
         (558185781, 2, 8, FAULTS),
+        # a round was decided and nobody learned of it, one voter gone, one asleep; newcomers went on by force, one died
+        # before it voted, and the sleeper, awake, decided with the rest what they had voted for: a check too strict
+        (243895541, 2, 8, FAULTS),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
     ],
@@ -300,6 +304,13 @@ def test_mutation_ignoring_accepted_values_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator_module, "choose", mutant)
     with pytest.raises(Violation, match="I1"):
         accepted_value_then_new_coordinator()
+
+
+def test_mutation_votes_for_what_was_promised_before_a_sleep_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "wake", lambda self: None)
+    kinds = ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")
+    with pytest.raises(AssertionError, match="I1"):
+        good(scenario(7000049, 2, 8, kinds))
 
 
 def halves_apart() -> World:

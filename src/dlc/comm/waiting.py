@@ -37,6 +37,7 @@ OPENING_S = 15.0
 """Voters that come together wish a channel to be opened within this time: more than an opening waits for them."""
 
 HEARD_S = 0.5
+"""In a new slot the coordinator has heard of everybody's wishes by then, and says in truth who lacks one."""
 
 
 class Waits:

@@ -66,7 +66,10 @@ class Checker:
         """By the identity of a result, which is kept with its hash so that no other takes its place."""
         self._votes: dict[tuple[bytes, Ballot], set[Voter]] = {}
         self._values: dict[tuple[bytes, Ballot], bytes] = {}
-        self._decided: dict[bytes, list[tuple[frozenset[Voter], bytes]]] = {}
+        self._decided: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes]]] = {}
+        """By slot: the ballot, who decided in it, and the entry."""
+        self._forced: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes, int]]] = {}
+        """By slot: the votes in forced ballots, their deciders, the entry, and how many had been decided before."""
         self._pasts: dict[str, Past] = {}
         """Every round, by its hash in hex."""
         self._applied_at: dict[bytes, float] = {}
@@ -156,6 +159,9 @@ class Checker:
         if known != m.manifest or value != entry_hash:
             raise Violation("I3", f"two values in ballot {m.ballot} of slot {m.head[:3].hex()}")
         voters.add(voter)
+        if deciders:
+            before = len(self._decided.get(m.head, ()))
+            self._forced.setdefault(m.head, []).append((m.ballot, deciders, value, before))
         self._decide(state, key, deciders)
 
     def _hash_of(self, result: msg.Result) -> bytes:
@@ -166,7 +172,12 @@ class Checker:
         return known[1]
 
     def _decide(self, state: LogState, key: tuple[bytes, Ballot], deciders: frozenset[Voter]) -> None:
-        """I1: deciding sets of one slot that intersect decide the same entry."""
+        """I1: deciding sets of one slot that intersect decide the same entry, but where one was passed over.
+
+        That is: after the one, and in a ballot between the two, a forced ballot without any of its deciders got a vote
+        for the entry of the other. These were all out of reach, nobody else can know what they decided, and that vote
+        outranks theirs when one of them comes back.
+        """
         voters, value = self._votes[key], self._values[key]
         if deciders:
             if not deciders <= voters:
@@ -176,10 +187,16 @@ class Checker:
             if not proper_quorum(voters, state):
                 return
             deciding = frozenset(voters & set(state.electorate))
-        for others, other in self._decided.setdefault(key[0], []):
-            if other != value and others & deciding:
-                raise Violation("I1", f"slot {key[0][:3].hex()}: {sorted(others)} and {sorted(deciding)} differ")
-        self._decided[key[0]].append((deciding, value))
+        head, decided = key[0], self._decided.setdefault(key[0], [])
+        for number, (then, others, other) in enumerate(decided):
+            if other == value or not others & deciding:
+                continue
+            if not any(
+                then < ballot < key[1] and voted == value and number < before and not forced & others
+                for ballot, forced, voted, before in self._forced.get(head, ())
+            ):
+                raise Violation("I1", f"slot {head[:3].hex()}: {sorted(others)} and {sorted(deciding)} differ")
+        decided.append((key[1], deciding, value))
 
     def bulk_sent(self, process: Process, m: msg.Bulk) -> None:
         plan = process.node.slot.plan
@@ -318,7 +335,7 @@ class Checker:
         self._check_forks(process, entry)
 
     def _check_decided(self, process: Process, entry: Entry) -> None:
-        if not any(value == entry.hash for _, value in self._decided.get(entry.parent, ())):
+        if not any(value == entry.hash for _, _, value in self._decided.get(entry.parent, ())):
             raise Violation("I1", f"{process.voter} applies {entry.kind} {entry.hash[:3].hex()}, which nobody decided")
 
     def _check_forks(self, process: Process, entry: Entry) -> None:
