@@ -132,6 +132,11 @@ class Wan:
         """Of each site: bytes sent and received, segments lost by chance, dropped by full buffers, and cut."""
         return dict(zip(self.names, self._ask("stats"), strict=True))
 
+    def late_s(self) -> float:
+        """For how long, in sum, this machine kept the relay from running when it had to: then links carried less."""
+        late_s: float = self._ask("late")
+        return late_s
+
     def close(self) -> None:
         """Kill what runs in the sites, and take the network down. Idempotent."""
         self._lines.close()

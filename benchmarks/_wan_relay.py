@@ -36,6 +36,10 @@ QUEUE_PACKETS = 4096
 READ_BYTES_MAX = 10 + 65_535
 READS_AT_ONCE = 16
 """Packets taken from one interface before those that are due are handed on."""
+BEAT_S = 0.05
+"""The longest sleep, so that it is seen if the machine lets this process sleep longer than it wants to."""
+ROUND_S = 0.01
+"""What one round of the loop may take, besides its sleep; what is more is lateness. Common is a tenth of that."""
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -130,15 +134,18 @@ class Relay:
         self.control, self.rng = control, rng
         self.delays_s: dict[tuple[int, int], float] = {}
         self.cuts: set[tuple[int, int]] = set()
-        self._due: list[tuple[float, int, Callable[[Packet], None], Packet]] = []
+        self.late_s = 0.0
+        """In sum, how long it should have run and did not: while it lasts no link carries what it should."""
+        self._due: list[tuple[float, int, Callable[[Packet, float], None], Packet]] = []
         self._serial = 0
 
     def run(self) -> None:
         """Until the control socket is closed from the other side."""
         by_fd = {port.tun: index for index, port in enumerate(self.ports)}
         watched = [self.control.fileno(), *by_fd]
+        begun = time.monotonic()
         while True:
-            wait = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+            wait = min(BEAT_S, max(0.0, self._due[0][0] - begun)) if self._due else BEAT_S
             for fd in select.select(watched, [], [], wait)[0]:
                 if fd in by_fd:
                     self._take(by_fd[fd])
@@ -146,10 +153,13 @@ class Relay:
                     return
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
-                _, _, act, packet = heapq.heappop(self._due)
-                act(packet)
+                when, _, act, packet = heapq.heappop(self._due)
+                act(packet, when)
+            before, begun = begun, time.monotonic()
+            self.late_s += max(0.0, begun - before - wait - ROUND_S)
 
-    def _at(self, when: float, act: Callable[[Packet], None], packet: Packet) -> None:
+    def _at(self, when: float, act: Callable[[Packet, float], None], packet: Packet) -> None:
+        """`act(packet, when)` at that time, or as soon as possible after it."""
         self._serial += 1
         heapq.heappush(self._due, (when, self._serial, act, packet))
 
@@ -195,18 +205,18 @@ class Relay:
         both = (self.ports[a].site.delay_ms + self.ports[b].site.delay_ms) / 1000
         return self.delays_s.get((min(a, b), max(a, b)), both)
 
-    def _arrive(self, packet: Packet) -> None:
-        """At the receiver's downlink."""
+    def _arrive(self, packet: Packet, when: float) -> None:
+        """At the receiver's downlink. A relay that is late does not make the link lose the time."""
         port = self.ports[packet.target]
         if (packet.source, packet.target) in self.cuts:
             port.counts["cut"] += packet.segments
             return
-        passed, fitting = port.down.admit(time.monotonic(), packet)
+        passed, fitting = port.down.admit(when, packet)
         port.counts["full"] += packet.segments - fitting
         if fitting:
             self._at(passed, self._deliver, packet.part(0, fitting))
 
-    def _deliver(self, packet: Packet) -> None:
+    def _deliver(self, packet: Packet, when: float) -> None:
         port = self.ports[packet.target]
         port.counts["received"] += packet.wire_bytes
         try:
@@ -236,6 +246,8 @@ class Relay:
             self.delays_s[min(a, b), max(a, b)] = one_way_ms / 1000
         elif what == "stats":
             answer = [port.counts for port in self.ports]
+        elif what == "late":
+            answer = self.late_s
         self.control.sendall(json.dumps(answer).encode() + b"\n")
         return True
 

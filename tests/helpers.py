@@ -9,9 +9,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
 
 TICK_S = 0.005
 """Between two looks at a condition: short against any deadline, long against the cost of looking."""
+LATE_SHARE_MAX = 0.02
+"""Of the time. On a machine that is busy with other processes it is a tenth of that."""
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 10.0, what: str = "") -> None:
@@ -26,6 +33,23 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 10.0, what: 
             name = what or getattr(condition, "__qualname__", repr(condition))
             raise AssertionError(f"not within {deadline_s:g} s: {name}")
         never.wait(TICK_S)
+
+
+def undisturbed(late_s: Callable[[], float], measure: Callable[[], T], deadline_s: float = 30.0) -> T:
+    """What `measure()` gives in a time in which the emulated network ran when it had to, as its own clock shows.
+
+    `late_s`: for how long, in sum, the machine has kept it from that (`_wan.Wan.late_s`): nothing that is measured. On
+    a machine that gives no such time within `deadline_s` the test is skipped: there no rate and no delay is true.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        begun, before = time.monotonic(), late_s()
+        measured = measure()
+        share = (late_s() - before) / (time.monotonic() - begun)
+        if share < LATE_SHARE_MAX:
+            return measured
+        if time.monotonic() >= end:
+            pytest.skip(f"this machine kept the emulated network from running for {share:.0%} of the time")
 
 
 def benchmark_module(name: str) -> ModuleType:

@@ -513,7 +513,8 @@ def test_a_stopped_swarm_goes_on_from_the_newest_state_with_other_peers(tmp_path
     again = start("a", "b", "d")  # one with an old state, one with a new one, one without; one is missing
     for training in again.values():
         training.reach(new.t + 3)
-    assert {who: training.trained_from for who, training in again.items()} == dict.fromkeys("abd", new.t)
+    # Nobody went on from the older state, or from none; who was late for the first round, from that round's.
+    assert min(training.trained_from for training in again.values()) == new.t
     ends = [training.end() for training in again.values()]
     assert all(saved.t >= new.t + 3 for saved in ends)
     assert all(trained_once(saved) > trained_once(new) for saved in ends)
