@@ -200,3 +200,17 @@ def test_partitions_are_judged_at_the_time_of_the_fork() -> None:
     paths = world.checker.paths
     assert paths.partitioned(25.0, 45.0)
     assert not paths.partitioned(0.0, 15.0) and not paths.partitioned(52.0, 60.0)
+
+
+def test_a_sleep_that_ends_in_a_partition_counts_once_both_were_awake_and_apart_as_long() -> None:
+    """p0 sleeps from 10 s on and wakes, at 20 s, into a partition that began meanwhile; a sleep alone is none."""
+    asleep, apart = Fault(10.0, "freeze", who=0, for_s=10.0), Fault(14.0, "partition", who=0b0001, for_s=40.0)
+    world = World(swarm(4, asleep, apart))
+    world.run_until(29.0)
+    assert not world.checker.paths.partitioned(8.0, 26.0)  # p0 may not have gone on yet
+    world.run_until(33.0)
+    paths = world.checker.paths
+    assert paths.partitioned(8.0, 26.0) and not paths.partitioned(8.0, 19.0)
+    world = World(swarm(4, asleep))
+    world.run_until(33.0)
+    assert not world.checker.paths.partitioned(8.0, 26.0)

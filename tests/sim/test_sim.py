@@ -187,6 +187,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (23294673, 2, 8, FAULTS),
         # contributions that are never finished, long after the last fault: all rounds of three channels waited for some
         (558185781, 2, 8, FAULTS),
+        # a newcomer at an old head went on by force: the one had slept and woken in a partition, where it waited for
+        # T_evict before it went on with another one: a check too strict
+        (3045, 2, 6, FAULTS),
         # a round was decided and nobody learned of it, one voter gone, one asleep; newcomers went on by force, one died
         # before it voted, and the sleeper, awake, decided with the rest what they had voted for: a check too strict
         (243895541, 2, 8, FAULTS),
