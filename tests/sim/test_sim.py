@@ -190,6 +190,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a newcomer at an old head went on by force: the one had slept and woken in a partition, where it waited for
         # T_evict before it went on with another one: a check too strict
         (3045, 2, 6, FAULTS),
+        # the only first state of a second channel lay with a peer whose state of the first one was wrong: all that it
+        # offered was refused, and the opening, once accepted, was proposed for ever
+        (5254, 2, 10, FAULTS),
         # a round was decided and nobody learned of it, one voter gone, one asleep; newcomers went on by force, one died
         # before it voted, and the sleeper, awake, decided with the rest what they had voted for: a check too strict
         (243895541, 2, 8, FAULTS),

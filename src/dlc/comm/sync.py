@@ -280,6 +280,8 @@ class Sync:
         attached = self.log.attached.get(image.channel)
         if attached is None or attached.digest == image.digest:
             return False
+        if offer.state.key == self.log.state.key and attached.synced and self.log.is_open(image.channel):
+            return False  # one of us is wrong, which its digest shows in a round; others of its images may be of use
         return self._opened(offer, image.channel) or self.first_states.get(image.channel) == image.digest
 
     def _ask_pieces(self) -> None:
@@ -346,7 +348,8 @@ class Sync:
             attached = self.log.attached.get(image.channel)
             if attached is None or (ahead and attached.synced):
                 continue
-            if not self._opened(offer, image.channel) and not self._needs(offer, image):
+            same = attached.digest == image.digest and self._opened(offer, image.channel)
+            if not same and not self._needs(offer, image):
                 continue
             if attached.digest != image.digest:
                 staged = down.staged.pop(image.channel, None)
