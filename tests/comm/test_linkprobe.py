@@ -497,7 +497,7 @@ def test_peers_that_carry_no_probes_are_left_out() -> None:
 
 def test_a_newcomer_measures_its_link_while_the_others_train() -> None:
     """They know theirs, and rounds go on: it finds a moment between two of them."""
-    stage = Stage(inner_s=6.0)
+    stage = Stage(inner_s=12.0)
     stage.until(lambda: stage.world.checker.rounds > 2, 120.0)
     world, before = stage.world, stage.world.checker.rounds
     newcomer = world.new_host()

@@ -395,7 +395,7 @@ def test_a_sleeper_catches_up_by_steps_or_by_an_image(history_bytes: int) -> Non
     sleeper = world.running()[-1]
     depth = sleeper.node.log.state.depth
     wire = Wire(world)
-    world.freeze(sleeper, 8.0)
+    world.freeze(sleeper, 10.0)
     until(world, lambda: not sleeper.frozen)
     assert depth_of(world) > depth + 2
     agree(world, world.running())

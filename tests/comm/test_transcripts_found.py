@@ -27,6 +27,8 @@ from dlc.comm.coordinator import RUN, Coordinator
 from dlc.comm.entries import CONFIG, ROUND, Part
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
 from dlc.comm.ids import Voter
+from dlc.comm.slot import Slot
+from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TIMEOUTS, TRAIN
 from dlc.sim.world import Process
 from tests.comm.stage import Stage, past_round
@@ -98,6 +100,12 @@ def test_who_slept_decides_no_older_ballot() -> None:
     stage.release()
     stage.committed(t, (a, b))
     stage.all_in((a, b))
+
+
+def test_mutation_votes_for_what_was_promised_before_a_sleep_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "wake", lambda self: None)
+    with pytest.raises(Violation, match="I1"):
+        test_who_slept_decides_no_older_ballot()
 
 
 # ------------------------------------------------------------------ rosters
@@ -373,7 +381,7 @@ def test_two_lone_peers_with_a_one_way_cut_are_a_partition() -> None:
     common = a.node.log.state.round_of(TRAIN)
     stage.world.network.cut(b.host.name, a.host.name)
     stage.world.checker.paths_changed()
-    stage.until(lambda: all(p.node.log.state.round_of(TRAIN) > common + 3 for p in (a, b)), 6 * EVICT_S)
+    stage.until(lambda: all(p.node.log.state.round_of(TRAIN) > common + 5 for p in (a, b)), 6 * EVICT_S)
     assert stage.world.checker.history.forks
     key = {p.host.name: p.node.log.state.key for p in (a, b)}
     mend(stage)

@@ -13,7 +13,6 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Promise
-from dlc.comm.slot import Slot
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
@@ -310,13 +309,6 @@ def test_mutation_ignoring_accepted_values_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator_module, "choose", mutant)
     with pytest.raises(Violation, match="I1"):
         accepted_value_then_new_coordinator()
-
-
-def test_mutation_votes_for_what_was_promised_before_a_sleep_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slot, "wake", lambda self: None)
-    kinds = ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")
-    with pytest.raises(AssertionError, match="I1"):
-        good(scenario(7000049, 2, 8, kinds))
 
 
 def halves_apart() -> World:
