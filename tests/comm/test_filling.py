@@ -236,6 +236,27 @@ def test_nothing_that_is_not_final_is_encoded(exchange: Exchange) -> None:
         exchange._encode(exchange.offered["a"], 0)
 
 
+def test_a_chunk_that_was_final_goes_out_though_its_maker_stops_just_then(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its own thread, between the look at the front and the encoding; the same for the part that I own."""
+    filling, _ = offer(exchange)
+    exchange.begin(the_plan(OTHER), (ME, OTHER), {})
+    fill(exchange, NUMEL - CHUNK)
+    sendable = exchange._sendable
+
+    def stops_then(mine: Offered, chunk: int) -> bool:
+        found = sendable(mine, chunk)
+        filling.stop()
+        return found
+
+    monkeypatch.setattr(exchange, "_sendable", stops_then)
+    message = exchange.next_bulk(OTHER.peer)
+    assert isinstance(message, Contrib) and message.chunk == NUMEL // CHUNK - 1
+    assert torch.equal(get_codec("fp32").decode(message.payload, CHUNK), torch.ones(CHUNK))
+    assert filling.stopped and not sent(exchange)
+
+
 def test_a_plan_that_would_wait_without_end_is_implausible(exchange: Exchange) -> None:
     for fill_s, good in ((0.0, True), (FILL_S_MAX, True), (FILL_S_MAX + 1, False), (-1.0, False), (math.nan, False)):
         assert plausible_plan(dataclasses.replace(the_plan(ME), fill_s=fill_s), exchange.log.state) is good

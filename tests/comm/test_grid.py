@@ -26,6 +26,7 @@ from dlc.comm.identity import peer_id
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX, CONTROL_FRAME_BYTES_MAX
 from dlc.comm.messages import Decree, Fetch, FixedChunk, HeldChunk, Plan, Promise, Step, Steps
+from dlc.comm.slot import ROSTER_PARTS_MAX
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import ConfigError
 
@@ -94,9 +95,11 @@ def test_all_that_a_promise_can_tell_of_the_largest_grid_fits_a_message() -> Non
     assignment = (len(voters) - 1,) * N_CHUNKS_MAX
     plan = Plan(digest, ballot, voters, entry, digest, voters, assignment, fixed, voters, (1.0,) * len(voters))
     held = tuple(HeldChunk(c, ballot, digest, 0) for c in range(N_CHUNKS_MAX))
-    promise = Promise(digest, ballot, ballot, Decree(entry, hashes), plan, held, (entry.roster,), ())
+    rosters = (roster,) * (ROSTER_PARTS_MAX // len(roster))
+    promise = Promise(digest, ballot, ballot, Decree(entry, hashes), plan, held, rosters, ())
     steps = Steps(digest, tuple(Step(entry, hashes) for _ in range(STEPS_MAX)))
-    for message in (promise, plan, steps, Fetch(digest, ballot, tuple(range(N_CHUNKS_MAX)), hashes)):
+    assert len(pack(promise)) < 0.95 * HEADER_BYTES_MAX
+    for message in (plan, steps, Fetch(digest, ballot, tuple(range(N_CHUNKS_MAX)), hashes)):
         assert len(pack(message)) < 0.75 * HEADER_BYTES_MAX, type(message).__name__
     assert HEADER_BYTES_MAX < CONTROL_FRAME_BYTES_MAX
 

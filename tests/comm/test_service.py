@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from dlc.comm import messages as msg
-from dlc.comm.effects import Effect, Notify, Send
+from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.node import AT_LENGTH_BYTES_MIN, Node, NodeConfig
 from dlc.comm.service import MemberEvent
@@ -118,6 +118,43 @@ def test_what_membership_finds_out_in_the_middle_of_an_event_is_told_when_that_e
     assert done == ["short", "meanwhile", "work"]
     assert [type(e.event) for e in effects if isinstance(e, Notify)] == [type(event) for event in echo.members]
     assert [type(event).__name__ for event in echo.members] == ["MemberLeft"] and at.ctx.now == 3.0
+
+
+def test_what_membership_finds_out_beside_an_event_is_told_with_the_next_one() -> None:
+    """To copy the state for the application is none; that a newer process of mine runs is told only once."""
+    at, echo, met = node("a", False), Echo(), signed(record_of("b"))
+    at.services.add(echo)
+    at.tick(0.0)
+    at.receive(met.voter, msg.Ping(1, msg.Gossip((met,), ())), 0.1)
+    newer = signed(replace(record_of("a"), voter=Voter("a", record_of("a").voter.inc + 1)))
+
+    def aside(work: Callable[[], None], effects: list[Effect]) -> None:
+        at.breathe(0.5, met.voter, msg.Ping(2, msg.Gossip((signed(met, left=True, seq=1), newer), ())))
+        work()
+
+    at.work_aside(aside)
+    at.ctx.at_length(lambda: None, AT_LENGTH_BYTES_MIN)
+    told = [type(e.event).__name__ for e in at.tick(0.6) if isinstance(e, Notify)]
+    assert sorted(told) == ["MemberLeft", "SelfReplaced"]
+    assert [type(event).__name__ for event in echo.members] == ["MemberLeft"]
+    assert not [e for e in at.tick(0.7) if isinstance(e, Notify)]
+
+
+def test_who_dials_in_the_middle_of_an_event_says_which_address_it_dials() -> None:
+    """Or the answer would count for no listed address."""
+    record = record_of("a")
+    config = NodeConfig("run", b"", b"", listed=("127.0.0.1:5",))
+    at = Node(
+        record,
+        config,
+        sign=lambda r: replace(r, signature=seal(r)),
+        verify=verify,
+        rng=random.Random(1),
+        now=0.0,
+    )
+    at.tick(0.0)
+    dialled = [e.message for step in range(1, 200) for e in at.breathe(step * 0.05) if isinstance(e, Dial)]
+    assert dialled and {m.address for m in dialled if isinstance(m, msg.Hello)} == {"127.0.0.1:5"}
 
 
 def test_who_slept_in_the_middle_of_an_event_finds_it_out_after_it() -> None:

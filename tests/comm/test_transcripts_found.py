@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -26,10 +27,13 @@ from dlc.comm import messages as msg
 from dlc.comm.coordinator import RUN, Coordinator
 from dlc.comm.entries import CONFIG, ROUND, Part
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
-from dlc.comm.ids import Voter
-from dlc.comm.slot import Slot
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.messages import ChunkHeader, Result
+from dlc.comm.slot import ROSTER_PARTS_MAX, Slot
 from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TIMEOUTS, TRAIN
+from dlc.sim.toy import Means
 from dlc.sim.world import Process
 from tests.comm.stage import Stage, past_round
 from tests.comm.test_transcripts_cases import names, nothing
@@ -108,7 +112,69 @@ def test_mutation_votes_for_what_was_promised_before_a_sleep_are_caught(monkeypa
         test_who_slept_decides_no_older_ballot()
 
 
+# ------------------------------------------------------------------ offers taken back
+
+
+def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of an all-reduce reaches A alone, whose parts the owners keep; its coordinator dies, and A's promise is
+    late: the next round is another channel's, and the all-reduce has its old base. A calls again, with other values: of
+    those that the owners kept none may be in the mean, nor be said to be."""
+    monkeypatch.setattr("dlc.sim.invariants.check_means", lambda *known: None)  # these are no vectors of its trainers
+    stage = Stage(5, inner_s=3.0)
+    coordinator, *_, a = ranked(stage)
+    rest, grid = [p for p in stage.peers() if p is not coordinator], Grid(400, 4, "fp32")
+    stage.world.grids["calls"] = grid
+    sinks = {p.voter: Means() for p in rest}
+
+    def call(process: Process, value: float) -> None:
+        vector, sink = torch.full((400,), value), sinks.get(process.voter)
+        how = {"weight": 1.0, "upto": 0, "patience_s": 25.0, "sink": sink}
+        stage.world.act(process, lambda now: process.node.contribute("calls", vector, grid, **how, now=now))
+
+    def first(source: str, target: str, m: msg.Message) -> bool:
+        of_calls = isinstance(m, msg.Plan) and m.entry.channel == "calls"
+        only_a = source == coordinator.host.name and target != a.host.name
+        return (of_calls and only_a) or (isinstance(m, msg.Promise) and source == a.host.name)
+
+    stage.hold = first
+    for process in stage.peers():
+        call(process, 100.0 if process is a else 1.0)
+    base = a.node.log.state.base("calls")
+    strays = [p for p in rest if p is not a]
+
+    def kept() -> bool:
+        by_chunk = [part for p in strays for part in p.node.exchange._parts.get(("calls", base), {}).values()]
+        return sum(a.voter in part for part in by_chunk) > 30
+
+    stage.until(kept, 40.0)
+    stage.world.crash(coordinator)
+    head = a.node.log.head
+    stage.until(lambda: a.node.log.head != head, 60.0)
+    assert a.node.log.state.base("calls") == base and kept()
+    stage.hold = nothing
+    assert a.node.withdraw("calls")
+    sinks[a.voter] = Means()
+    call(a, 1.0)
+    stage.until(lambda: all(sink.t for sink in sinks.values()), 120.0)
+    for sink in sinks.values():
+        assert all(mean is not None and bool((mean == 1.0).all()) for _, _, mean in sink.chunks)
+
+
 # ------------------------------------------------------------------ rosters
+
+
+def test_a_promise_names_no_more_rosters_than_fit_a_header() -> None:
+    """Chunks behind those are left out, and reduced again."""
+    node = Stage(2).peers()[0].node
+    parts = tuple(Part(Voter(f"p{i}", 1), 1.0, i) for i in range(1000))
+    result = Result(ChunkHeader(b"", 0, b"", Ballot(0, node.me), node.me, (), ()), b"")
+    for chunk in range(20):
+        header = dataclasses.replace(result.header, chunk=chunk, included=parts[chunk // 2 :])
+        node.exchange.held[chunk] = dataclasses.replace(result, header=header)
+        node.exchange.hashes[chunk] = bytes(32)
+    held, rosters = node.slot._held_chunks()
+    assert sum(len(roster) for roster in rosters) <= ROSTER_PARTS_MAX
+    assert len(rosters) == 8 and [h.chunk for h in held] == list(range(16))
 
 
 def test_an_old_chunk_of_another_roster_is_reduced_again() -> None:

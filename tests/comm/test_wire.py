@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dlc.comm import wire
 from dlc.comm.catalogue import KINDS
 from dlc.comm.ids import Ballot, Voter
-from dlc.comm.messages import Nack, Promise
+from dlc.comm.messages import HeldChunk, Nack, Promise, Relay
 from dlc.errors import ProtocolError
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -35,6 +35,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of an annotation that the wire carries."""
     if kind in SCALARS:
         return SCALARS[kind]
+    if kind is wire.Packed:
+        return SCALARS[bytes]
     args = typing.get_args(kind)
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
@@ -126,6 +128,16 @@ def _decode_or_protocol_error(data: bytes, kind: type) -> None:
 def test_hostile_bytes(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         wire.unpack(data, Nack)
+
+
+def test_a_relay_carries_whatever_its_sender_could_send_itself() -> None:
+    """A promise of 4,096 chunks is longer than any string may be."""
+    voter, digest = Voter("x" * 32, 1 << 33), bytes(32)
+    held = tuple(HeldChunk(c, Ballot(1, voter), digest, 0) for c in range(4096))
+    packed = wire.Packed(wire.pack(Promise(digest, Ballot(2, voter), None, None, None, held, ((),), ())))
+    assert len(packed) > wire.STRING_BYTES_MAX
+    relay = wire.unpack(wire.pack(Relay("y", voter, 1, packed)), Relay)
+    assert wire.unpack(relay.message, Promise).held == held
 
 
 def test_limits_hold_exactly() -> None:

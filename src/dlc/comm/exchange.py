@@ -489,7 +489,8 @@ class Exchange:
     def _encode(self, mine: Offered, chunk: int) -> Contrib:
         assert self.grid is not None
         start, stop = self.grid.span(chunk)
-        if not mine.final(start):
+        # Its maker may stop it at any moment, on another thread: what was final is so still, and may go.
+        if mine.filling is not None and start < mine.filling.front:
             raise RuntimeError(f"chunk {chunk} is not final: it must not be sent")
         payload = self.grid.coder.encode(mine.vector[start:stop])
         ready = mine.ready

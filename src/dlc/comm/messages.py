@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
+from dlc.comm.wire import Packed
 
 PROTOCOL_VERSION = 6
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
@@ -158,7 +159,7 @@ class Relay:
     target: PeerId
     origin: Voter
     code: int
-    message: bytes
+    message: Packed
 
 
 # ------------------------------------------------------------------ the slot

@@ -48,7 +48,7 @@ from dlc.comm.state import State
 from dlc.comm.tcp import TcpSample
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.waiting import Waits
-from dlc.comm.wire import pack
+from dlc.comm.wire import HEADER_BYTES_MAX, Packed, pack
 from dlc.errors import DlcError, UsageError
 
 TICK_S_MAX = 0.25
@@ -59,6 +59,8 @@ TICK_S_MIN = 0.005
 _DIRECT_ONLY = (*MEMBERSHIP_MESSAGES, msg.Relay)
 AT_LENGTH_BYTES_MIN = 32 << 20
 """Work that goes through fewer bytes is done before anybody could miss me: some 20 ms."""
+RELAYED_BYTES_MAX = HEADER_BYTES_MAX - 4096
+"""What is longer fits no header together with what a relay says of it."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class Node:
             self.services.add(self.probes)
         self.inbox = Inbox(self.applier, self.services, config.run, config.spec, config.spec_hash, config.log)
         self._t_gap_s = self.members.t_gap_s
+        self.offers = 0
+        """Contributions that this process has offered."""
         self._last: float | None = None
         self._stale_since: float | None = None
         self._woken = False
@@ -182,7 +186,7 @@ class Node:
         self._last = self.ctx.now = now
         effects = self.members.tick(now) if sender is None else self.members.receive(sender, message, now)
         self.ctx.out.extend(e for e in effects if isinstance(e, Notify))
-        return [e for e in effects if not isinstance(e, Notify)]
+        return self._on_their_way([e for e in effects if not isinstance(e, Notify)])
 
     def pending_bulk(self) -> set[PeerId]:
         return self.exchange.pending() | self.services.pending_bulk()
@@ -256,6 +260,8 @@ class Node:
     ) -> list[Effect]:
         """Offer a frozen fp32 vector to the channel's next round. It must not change until RoundDone.
 
+        `upto`: the position in the lease that it was trained up to; 0 without one. The number of this offer then takes
+        its place: owners may keep parts of one that was taken back, and must not take them for parts of the next.
         `norm`: its own, if it is to be clipped by the others'; 0 if not. `filling`: only what it covers is final yet;
         `filled` is to be called as it goes on.
         """
@@ -272,6 +278,8 @@ class Node:
             )
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
+        self.offers += 1
+        upto = upto or self.offers
         fill_s = filling.expected_s if filling is not None and not filling.complete else 0.0
         ready = msg.Ready(
             state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0, norm, fill_s
@@ -354,7 +362,8 @@ class Node:
         self._last = now
         self.ctx.now = now
         self.ctx.running_s += min(gap, RUNNING_STEP_MAX_S)
-        self.ctx.out = []
+        # What membership found out during work at length that was no event, or in one that failed.
+        self.ctx.out = [e for e in self.ctx.out if isinstance(e, Notify)]
         if first or gap > self._t_gap_s:
             self._woken = not first
             self._become_stale(now)
@@ -415,9 +424,12 @@ class Node:
                     self.ctx.out.extend(self.services.member(effect.event, self.ctx.now))
         if self.ctx.record_due:
             self._describe_log()
+        return self._on_their_way(done)
+
+    def _on_their_way(self, effects: list[Effect]) -> list[Effect]:
         return [
             effect if type(effect) is Send and isinstance(effect.message, _DIRECT_ONLY) else self._routed(effect)
-            for effect in done
+            for effect in effects
         ]
 
     def _describe_log(self) -> None:
@@ -443,8 +455,10 @@ class Node:
         relay = self.members.relay_for(effect.to)
         if relay is None or relay == self.me.peer:
             return effect
-        code = CODES[type(effect.message)]
-        return Send(relay, msg.Relay(effect.to, self.me, code, pack(effect.message)))
+        code, packed = CODES[type(effect.message)], Packed(pack(effect.message))
+        if len(packed) > RELAYED_BYTES_MAX:
+            return effect  # it may get there yet; as a relay it would not even leave
+        return Send(relay, msg.Relay(effect.to, self.me, code, packed))
 
     # ---------------------------------------------------------------- hello
 

@@ -40,6 +40,9 @@ from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
 from dlc.comm.shapes import plausible_plan
 
+ROSTER_PARTS_MAX = 1 << 13
+"""Parts in all rosters that a promise names: some 80 bytes each, beside the 2 MiB that chunks may take (`grid.py`)."""
+
 
 class Slot:
     def __init__(self, ctx: Context, log: Log, exchange: Exchange, listed: tuple[str, ...]) -> None:
@@ -134,10 +137,17 @@ class Slot:
         )
 
     def _held_chunks(self) -> tuple[tuple[HeldChunk, ...], tuple[tuple[Part, ...], ...]]:
+        """What I hold, and the rosters that it names by number; no more than fit a header. What is left out is reduced
+        again: choose only saves work by it."""
         rosters: dict[tuple[Part, ...], int] = {}
-        held = []
+        held, room = [], ROSTER_PARTS_MAX
         for chunk, result in sorted(self.exchange.held.items()):
-            index = rosters.setdefault(result.header.included, len(rosters))
+            included = result.header.included
+            if included not in rosters:
+                room -= len(included)
+                if room < 0:
+                    break
+            index = rosters.setdefault(included, len(rosters))
             held.append(HeldChunk(chunk, result.header.ballot, self.exchange.hashes[chunk], index))
         return tuple(held), tuple(rosters)
 

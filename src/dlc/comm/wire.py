@@ -27,6 +27,9 @@ STRING_BYTES_MAX = 256 << 10
 ITEMS_MAX = 1 << 17
 """Longest array in a header: one item per chunk of a 30-billion-parameter vector in 256 Ki-element chunks."""
 
+Packed = typing.NewType("Packed", bytes)
+"""A message in a message: bytes that are as long as a header may be."""
+
 _Decoder = Callable[[Any], Any]
 T = TypeVar("T")
 
@@ -56,7 +59,7 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> T:
             raw=False,
             strict_map_key=True,
             max_str_len=STRING_BYTES_MAX,
-            max_bin_len=STRING_BYTES_MAX,
+            max_bin_len=HEADER_BYTES_MAX,
             max_array_len=ITEMS_MAX,
             max_map_len=0,
             max_ext_len=0,
@@ -113,10 +116,12 @@ def _build(kind: Any) -> _Decoder:
         return _decode_fields(kind, _header_fields(typing.cast(type, kind)))
     if isinstance(kind, type) and issubclass(kind, tuple):
         return _decode_fields(kind, typing.cast(Any, kind)._fields)
+    if kind is Packed:
+        return _decode_scalar(bytes, HEADER_BYTES_MAX)
     return _decode_scalar(kind)
 
 
-def _decode_scalar(kind: Any) -> _Decoder:
+def _decode_scalar(kind: Any, bytes_max: int = STRING_BYTES_MAX) -> _Decoder:
     def decode(raw: Any) -> Any:
         if kind is float and type(raw) is int:
             return float(raw)
@@ -124,6 +129,8 @@ def _decode_scalar(kind: Any) -> _Decoder:
             raise ProtocolError(f"expected {kind.__name__}, got {type(raw).__name__}")
         if kind is float and not math.isfinite(raw):
             raise ProtocolError("a number that is not finite")
+        if kind is bytes and len(raw) > bytes_max:
+            raise ProtocolError(f"{len(raw)} bytes where at most {bytes_max} may stand")
         return raw
 
     return decode

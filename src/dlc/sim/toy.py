@@ -108,9 +108,10 @@ class Means:
 
 
 def vector(channel: str, part: Part, numel: int) -> Tensor:
-    """The contribution that a roster names: of the training, a pseudo-gradient from the blocks before `upto`."""
+    """The contribution that a roster names: of the training, a pseudo-gradient from the blocks before `upto`; of other
+    channels, one that no other offer of this peer has."""
     peer = part.voter.peer
-    return _vector(f"{peer}/{part.upto}" if channel == TRAIN else f"{peer}/{channel}/{part.weight:g}", numel)
+    return _vector(f"{peer}/{part.upto}" if channel == TRAIN else f"{peer}/{channel}/{part.upto}", numel)
 
 
 @lru_cache(maxsize=4096)
@@ -188,7 +189,8 @@ class Trainer:
             self.world.later(process, RETRY_S, self._offer)
             return
         self.due = False
-        x = vector(self.channel, Part(process.voter, self.weight, self.upto), self.grid.numel)
+        upto = self.upto or node.offers + 1
+        x = vector(self.channel, Part(process.voter, self.weight, upto), self.grid.numel)
         patience_s, self.sink = (PATIENCE_S, Means()) if self.channel == REDUCE else (0.0, None)
         filling, y = self._filling(x)
         self.world.checker.offered(process, self.channel)

@@ -269,7 +269,7 @@ class Averaging:
         """Of a common state there is none: the model stays this peer's own. `digest` is that of its parameters."""
         self._leave()
         self._view.gather(self._scratch)
-        digest = blake3(self._scratch.numpy().tobytes()).digest()
+        digest = blake3(self._scratch.numpy().data.cast("B")).digest()
         return Position(self._t, float(self._tokens), b"", None, digest)
 
     def frozen(self) -> Frozen:

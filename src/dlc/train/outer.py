@@ -211,13 +211,13 @@ class OuterState:
 
     def export(self) -> memoryview:
         """A frozen little-endian image, [header][theta][moments], that later steps do not touch. Allocates it all."""
-        image = bytearray(self.image_bytes())
+        image = np.empty(self.image_bytes(), np.uint8)  # a bytearray is zeroed while nobody else can run
         with self._lock:
             self._check_whole()
-            image[: IMAGE_HEADER.size] = self._header()
+            image[: IMAGE_HEADER.size] = np.frombuffer(self._header(), np.uint8)
             for index, vector in enumerate(self._vectors()):
                 np.frombuffer(image, "<f4", self.size, self._place(index))[:] = vector.numpy()
-        return memoryview(image).toreadonly()
+        return image.data.toreadonly()
 
     def copy_image(self, start: int, out: memoryview) -> None:
         """The bytes of the image from `start` on that fill `out`; the same image until the next step."""
