@@ -1,13 +1,159 @@
-"""The parts of the strategy "parameter-server" that need no swarm."""
+"""The strategy "parameter-server" without a swarm: a trainer beside helpers that are played."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from dlc.errors import RoundTimeout
+from dlc.report import Share
+from dlc.runspec import RunSpec
+from dlc.server import ServerReport
+from dlc.train import saver, served
 from dlc.train.data import OWN_BLOCKS, first_block
+from dlc.train.inner import InnerLoop, StepResult
+from dlc.train.outer import theta_of
 from dlc.train.served import share_of_steps
+from tests.train.fake_peer import ME, FakePeer
+from tests.train.test_trainer import H, Run, spec
+
+__all__ = ["spec"]
+ALL = {"counted": 1.0}
+
+
+class Helpers:
+    """In place of a `ServerClient`: each push moves theta at once. `says`: fields of the n-th report, the first pull
+    being report 0. `deaf_from`: from this report on none comes."""
+
+    says: dict[int, dict[str, Any]] = {}
+    deaf_from = math.inf
+
+    def __init__(self, peer: object, theta: Tensor, *, step: int, **options: object) -> None:
+        self.theta, self.step, self.number = theta.clone(), step, -1
+        self.outcomes: dict[str, float] = {}
+        self.weight = 0.0
+
+    def begin(self, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
+        self.number += 1
+        self.outcomes, self.weight = {}, weight
+        if vector is not None and self.done:
+            self.theta -= vector
+            self.step, self.outcomes = self.step + 1, ALL
+
+    @property
+    def done(self) -> bool:
+        return self.number < self.deaf_from
+
+    def poll(self, timeout_s: float) -> bool:
+        return self.done
+
+    def wait(self, timeout_s: float) -> ServerReport:
+        if not self.done:
+            raise RoundTimeout("no helper")
+        report = ServerReport(
+            step=self.step,
+            outcomes=self.outcomes,
+            contributors=(Share(ME.peer, self.weight, 1.0),) if self.outcomes else (),
+            missing=(),
+            owned={"h": 1.0},
+            staleness=0,
+            version=self.step,
+            bytes_sent=0,
+            bytes_received=0,
+            seconds=0.0,
+        )
+        return dataclasses.replace(report, **self.says.get(self.number, {}))
+
+    def read(self, out: Tensor) -> Tensor:
+        return out.copy_(self.theta)
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> type[Helpers]:
+    class Here(Helpers):
+        says: dict[int, dict[str, Any]] = {}
+
+    monkeypatch.setattr(served, "ServerClient", Here)
+    return Here
+
+
+@pytest.fixture
+def server(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(spec, strategy="parameter-server", rounds=4)
+
+
+def test_pushes_that_a_partition_set_aside_are_told_and_summed_up(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers]
+) -> None:
+    helpers.says = {2: {"set_aside": 2, "set_aside_weight": 320.0}, 4: {"set_aside": 1, "set_aside_weight": 160.0}}
+    run = Run(FakePeer(server), tmp_path)
+    summary = run.go()
+    told = [(event["rounds"], event["tokens"]) for event in run.all("history_lost")]
+    assert told == [(2, 320.0), (1, 160.0)]
+    assert (summary.setbacks.rounds_lost, summary.setbacks.tokens_lost) == (3, 480.0)
+    assert summary.setbacks.tokens_dropped == 0, "the pushes that told it counted themselves"
+    names = [event["event"] for event in run.events]
+    assert names.index("history_lost") < [i for i, name in enumerate(names) if name == "round"][1], "before its round"
+
+
+def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers]
+) -> None:
+    helpers.says = {1: {"outcomes": {"counted": 0.75, "lost": 0.25}}, 2: {"outcomes": {"stale": 1.0}}}
+    run = Run(FakePeer(server), tmp_path)
+    summary = run.go()
+    tokens = server.tokens_per_round
+    assert [event["tokens"] for event in run.all("work_dropped")] == [tokens // 4, tokens]
+    assert summary.setbacks.tokens_dropped == tokens // 4 + tokens
+    assert [event["counted"] for event in run.all("round")] == [True, False, True, True]
+
+
+def test_who_resumes_draws_on_where_it_was(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Tensor] = []
+    step = InnerLoop.train_step
+
+    def watched(self: InnerLoop, batches: Sequence[Tensor], number: int) -> StepResult:
+        trained.extend(batches)
+        return step(self, batches, number)
+
+    monkeypatch.setattr(InnerLoop, "train_step", watched)
+    Run(FakePeer(server), tmp_path / "whole").go()
+    whole = list(trained)
+    trained.clear()
+    half = Run(FakePeer(server), tmp_path / "parts")
+    half.on_step = {H + 1: half.stop.set}
+    assert half.go().reason == "interrupted"
+    saved = saver.newest(tmp_path / "parts", server)
+    assert saved is not None and saved.t == 2
+    assert Run(FakePeer(server), tmp_path / "parts", resume=saved).go().t == 4
+    assert len(trained) == (3 * H + 1) * server.inner.accumulate
+    assert torch.equal(torch.cat(trained), torch.cat(whole[: len(trained)]))
+
+
+def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "STOP_S", 0.0)
+    helpers.deaf_from = 2
+    run = Run(FakePeer(server), tmp_path)
+    run.on_step = {H + 2: run.stop.set}
+    summary = run.go()
+    assert (summary.reason, summary.t, summary.setbacks.tokens_dropped) == (
+        "interrupted",
+        1,
+        server.tokens_per_round // 2,
+    )
+    saved = saver.newest(tmp_path, server)
+    assert saved is not None and torch.equal(run.params(), theta_of(saved.image))
 
 
 @pytest.mark.parametrize(

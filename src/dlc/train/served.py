@@ -38,6 +38,7 @@ WAIT_SLICE_S = 0.2
 """Between two looks at `stop` and at what the peer has to say, while an exchange is waited for."""
 STOP_S = 5.0
 """An exchange that is near is waited for, when the training is to stop."""
+_BLOCKS = "blocks"
 
 
 class Served:
@@ -52,7 +53,9 @@ class Served:
         self._loader = Loader(parts.source, self._spec.inner.batch_size, pin=self.inner.device.type == "cuda")
         self._client: ServerClient | None = None
         self._position = Position(0, 0.0, b"", None, b"")
-        self._next = first_block(self._spec.seed, parts.peer.id)
+        self._first_block = first_block(self._spec.seed, parts.peer.id)
+        self._blocks = 0
+        """Drawn so far, by this process and those before it."""
         self._diverged = self._exchanges = 0
 
     @property
@@ -65,6 +68,7 @@ class Served:
     def open(self, saved: Saved | None) -> Position:
         if saved is not None:
             self._theta.copy_(theta_of(saved.image))
+            self._blocks = int(saved.own[_BLOCKS]) if _BLOCKS in saved.own else 0
             self.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
         spec = self._spec
@@ -108,11 +112,11 @@ class Served:
             parts.calls.hear()
             if parts.calls.over(stop) is not None:
                 break
-            firsts = [self._next + later * count for later in range(1 + AHEAD_MAX)]
-            group, *ahead = [list(range(first, first + count)) for first in firsts]
+            block = self._first_block + self._blocks
+            group, *ahead = [range(block + i * count, block + (i + 1) * count) for i in range(1 + AHEAD_MAX)]
             began = parts.clock()
             result = self.inner.train_step(self._loader.take(group, ahead), first + inner)
-            self._next += count
+            self._blocks += count
             losses.append(math.nan if result.diverged else result.loss)
             tokens += result.tokens
             parts.tell.step(t, inner + 1, h, result.loss, result.tokens, parts.clock() - began)
@@ -202,6 +206,7 @@ class Served:
         """Nothing is left over: each phase ends in its exchange."""
 
     def finish(self) -> Position:
+        self._view.scatter(self._theta)  # where an exchange was given up, the model has steps that may never count
         return self._position
 
     def frozen(self) -> Checkpoint:
@@ -209,7 +214,8 @@ class Served:
         return Checkpoint(b"", self._position.t, 0.0, self._position.digest, state.export())
 
     def local(self) -> Local:
-        return Local(self.inner.tensors(), None, random_state(self._parts.engine.device))
+        own = {_BLOCKS: torch.tensor([self._blocks])}
+        return Local(self.inner.tensors(), None, random_state(self._parts.engine.device), own)
 
     def close(self) -> None:
         self._loader.close()
