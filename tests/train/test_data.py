@@ -127,6 +127,10 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     pq.write_table(pyarrow.table({"text": texts}), table)
     assert documents(table) == [("b.parquet", expected)]
     assert [n for n, _ in documents(tmp_path)] == ["a.jsonl", "b.parquet"]
+    pq.write_table(pyarrow.table({"text": [texts[0], None, *texts[1:]]}), table)
+    assert documents(table) == [("b.parquet", expected)], "a null is no document"
+    lines.write_text('{"text": null}\n' + lines.read_text())
+    assert documents(lines) == [("a.jsonl", expected)]
     pq.write_table(pyarrow.table({"body": texts}), table)
     with pytest.raises(DataError, match='no column "text"'):
         documents(table)

@@ -2,6 +2,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from dlc.train import streaming
 from dlc.train.data import BlockSource, open_blocks
 from dlc.train.datasets_io import Stream
 from dlc.train.packing import is_validation
-from dlc.train.sources import Place
+from dlc.train.sources import Piece, Place
 from dlc.train.streaming import StreamSource
 from dlc.train.tokens import ByteTokenizer, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
@@ -206,6 +207,66 @@ def test_file_names_are_no_patterns(tmp_path: Path, corpus: Path) -> None:
     hidden.write_bytes(odd.read_bytes())
     want = opened(corpus / "part0.jsonl", 1).batch(range(20))
     assert all(torch.equal(opened(source, 1).batch(range(20)), want) for source in (odd, hidden))
+
+
+def test_a_group_of_documents_that_are_all_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last documents of a shard can be such; with any tokenizer the shard then begins again."""
+    monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 1)
+    make_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    last = next(n for n in range(20, 200) if is_validation(f"0/{n}"))
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": text(0, i)}) + "\n" for i in range(last + 1)))
+    source = StreamSource(Stream(Place(str(file)), 1), SEQ, tokenizer, L)
+    kept = [Piece("", text(0, i).encode(), True) for i in range(last + 1) if not is_validation(f"0/{i}")]
+    ids = np.concatenate(tokenizer.encode(kept) * 2)
+    blocks = len(ids) // SEQ
+    assert source.batch(range(blocks)).flatten().tolist() == ids[: blocks * SEQ].tolist()
+
+
+def test_bytes_that_are_no_utf8_and_nulls_do_not_end_a_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may stand far from the beginning, where all peers have trained for long."""
+    rows = [text(0, i) for i in range(200)]
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": row}).encode() for row in rows]
+    lines[150] = b'{"text": "a\xff\xfeb"}'
+    rows[150] = "a\ufffd\ufffdb"
+    lines[160] = b'{"text": null}'
+    lines[161] = b'{"text": ""}'
+    file.write_bytes(b"\n".join(lines))
+    rows[161] = ""
+    kept = [row for n, row in enumerate(rows) if n != 160 and not is_validation(f"0/{n}")]
+    want = ("\0".join(kept) + "\0").encode() * 2
+    got = opened(file, 1).batch(range(len(want) // SEQ))
+    assert bytes(got.flatten().tolist()) == want[: got.numel()]
+    assert caplog.text.count(f'{file} has rows whose "text" is null; they are passed over') == 1
+
+
+def test_a_stream_that_broke_off_is_read_again_from_a_mark(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader may have read ahead, and nobody asked for what failed: the next block must be the right one."""
+    monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
+    want = opened(corpus, 1).batch(range(40 * L))
+    source = opened(corpus, 1)
+    fails = {30, 33, 90}
+    whole, read = streaming.text_of, 0
+
+    def broken(*args: object) -> bytes | None:
+        nonlocal read
+        read += 1
+        if read in fails:
+            raise ConnectionError("reset by peer")
+        return whole(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(streaming, "text_of", broken)
+    got: list[torch.Tensor] = []
+    failed = 0
+    while len(got) < 40 * L:
+        try:
+            got.append(source.batch([len(got)]))
+        except DataError as error:
+            assert "broke off in shard 0: ConnectionError: reset by peer" in str(error)
+            failed += 1
+    assert failed == len(fails) and torch.equal(torch.cat(got), want)
 
 
 def test_streams_that_cannot_be_used_say_why(tmp_path: Path, corpus: Path) -> None:

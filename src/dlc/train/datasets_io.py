@@ -18,6 +18,9 @@ from blake3 import blake3
 from dlc.errors import DataError
 from dlc.train.sources import DATASETS, Piece, Place, as_pattern, cut, list_files, text_of
 
+JSON_ENCODING = "utf8"
+"""By this name, since datasets heeds `encoding_errors` for any but "utf-8"."""
+
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote this folder."""
@@ -41,7 +44,9 @@ class Rows:
         field, source = self._place.text_field, self._place.source
         rows = self._rows.select_columns([field]) if field in self._rows.column_names else self._rows
         for number, row in enumerate(rows):
-            yield from cut(str(number), text_of(row, field, f"{source}, row {number}"))
+            text = text_of(row, field, source, f"row {number}")
+            if text is not None:
+                yield from cut(str(number), text)
 
     def content_hash(self) -> bytes:
         """As `Documents.content_hash`: from the fingerprint that `datasets` keeps of its data."""
@@ -79,10 +84,16 @@ def _stream(place: Place, shards: int) -> tuple[Any, str]:
             "name a folder with one, or set data.streaming = false"
         )
     kind = kinds.pop()
-    as_documents = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
+    reading: dict[
+        str, str
+    ] = {}  # bytes that are no UTF-8 become U+FFFD: an error would come when all have trained long
+    if kind != "parquet":
+        reading |= {"encoding": JSON_ENCODING if kind == "json" else "utf-8", "encoding_errors": "replace"}
+    if kind == "text":
+        reading["sample_by"] = "document"
     files = [as_pattern(path) for path in paths]
     said = " ".join(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in paths)
-    return _called(place, kind, data_files=files, split="train", streaming=True, **as_documents), said
+    return _called(place, kind, data_files=files, split="train", streaming=True, **reading), said
 
 
 def _load(place: Place, streaming: bool) -> Any:

@@ -7,13 +7,16 @@
 
 Documents have names, by which they are split into training and validation: that of the file, as a path below the source
 with "/" between folders, or the number of a dataset's row. A jsonl or parquet file holds many documents of one name.
-Bytes are taken as they are: nothing has to be valid UTF-8.
+Bytes are taken as they are: nothing has to be valid UTF-8. A record or row whose text is null is no document: tables of
+millions of rows have such, and a stream shows them when all have trained for long.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -25,6 +28,8 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.runspec import STDLIB
+
+log = logging.getLogger(__name__)
 
 STDLIB_BYTES_MAX = 24 * 2**20
 """Enough for the whole library of today (12 MB); bounds the start-up time of a distribution that adds to it."""
@@ -209,7 +214,10 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
             try:
                 text = json.loads(line)[field]
             except (ValueError, KeyError, TypeError) as e:
-                raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field') from e
+                raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field ({e})') from e
+            if text is None:
+                tell_of_nulls(str(path), field)
+                continue
             yield encoded(text, field, f"{path}, line {number}")
 
 
@@ -221,7 +229,9 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
     try:
         rows = datasets.load_dataset("parquet", data_files=as_pattern(path), split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield text_of(row, field, f"{path}, row {number}")
+            text = text_of(row, field, str(path), f"row {number}")
+            if text is not None:
+                yield text
     except DataError:
         raise
     except Exception as e:  # pyarrow and datasets have no common base
@@ -233,11 +243,23 @@ def as_pattern(path: Path) -> str:
     return glob.escape(str(path))
 
 
-def text_of(row: Mapping[str, object], field: str, where: str) -> bytes:
-    """The text of a row of a table; DataError where the row has no such column, or no string in it."""
+def text_of(row: Mapping[str, object], field: str, source: str, at: str) -> bytes | None:
+    """The text of a row of a table, `at` some place of the source; None where it is null.
+
+    DataError: the row has no such column, or neither null nor a string in it.
+    """
     if field not in row:
-        raise DataError(f'{where}: no column "{field}" (found: {", ".join(row)}); set data.text_field')
-    return encoded(row[field], field, where)
+        raise DataError(f'{source}, {at}: no column "{field}" (found: {", ".join(row)}); set data.text_field')
+    if row[field] is None:
+        tell_of_nulls(source, field)
+        return None
+    return encoded(row[field], field, f"{source}, {at}")
+
+
+@functools.cache
+def tell_of_nulls(source: str, field: str) -> None:
+    """Once of each source."""
+    log.warning('%s has rows whose "%s" is null; they are passed over', source, field)
 
 
 def encoded(text: object, field: str, where: str) -> bytes:

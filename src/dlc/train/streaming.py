@@ -142,21 +142,25 @@ class Shard:
         """The block that comes next."""
         self._barren = 0
         """Ends of the shard since there was a token."""
+        self._whole = True
+        """No read was broken off: what was read of a group is lost then, and the dataset takes itself for ended."""
 
     def block(self, j: int) -> npt.NDArray[Any]:
         """Block j >= 0."""
         behind = [at for at in self._marks if at <= j]
         nearest = max(behind, default=0)
-        if j < self._next or nearest > self._next:
+        whole, self._whole = self._whole, False
+        if not whole or j < self._next or nearest > self._next:
             self._go_to(nearest)
         while True:
             block = self._take()
             if self._next > j:
+                self._whole = True
                 return block
 
     def _go_to(self, at: int) -> None:
         mark = self._marks.get(at, Mark(None, 0, 0, 0))
-        self._reader, self._ready, self._next = _Reader(self._stream, self._s, mark), [], at
+        self._reader, self._ready, self._next, self._barren = _Reader(self._stream, self._s, mark), [], at, 0
         self._fill(mark.skip + 1)
         self._drop(mark.skip)
 
@@ -238,8 +242,9 @@ class _Reader:
             if self._iterator is None:
                 self._iterator = iter(self._rows)
             for row in self._iterator:
-                name = f"{self._s}/{self._document}"
-                pieces += cut(name, text_of(row, self._stream.place.text_field, f"{source}, shard {self._s}"))
+                text = text_of(row, self._stream.place.text_field, source, f"shard {self._s}")
+                if text is not None:
+                    pieces += cut(f"{self._s}/{self._document}", text)
                 self._document += 1
                 if self._document - mark.document == DOCUMENTS_AT_ONCE:
                     break

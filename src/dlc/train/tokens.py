@@ -90,6 +90,8 @@ class HubTokenizer:
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
         """As `Tokenizer.encode`."""
+        if not pieces:
+            return []  # transformers has no answer to that
         texts = [self._text(piece.text) for piece in pieces]
         found = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         ends = [[self._end] if piece.last else [] for piece in pieces]
