@@ -1,8 +1,10 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from dlc.runspec import RunSpec
+from dlc.train import saver
 from dlc.train.samedata import FIELD, SameData
 from tests.train.fake_peer import FakeMember, FakePeer
 from tests.train.test_trainer import Run, spec
@@ -29,3 +31,22 @@ def test_trainers_tell_of_their_data_and_look(spec: RunSpec, tmp_path: Path) -> 
     run.go()
     assert [event["peer"] for event in run.all("other_data")] == ["p9"]
     assert {said["status"][FIELD] for said in run.peer.said} == {run.trainer._source.fingerprint().hex()[:16]}
+
+
+def test_who_resumes_with_data_that_changed_meanwhile_is_told(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Run(FakePeer(spec), tmp_path)
+    first.go()
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None
+    Run(FakePeer(spec), tmp_path, resume=saved)
+    assert not caplog.records
+    text = Path(spec.data.source)
+    text.write_bytes(text.read_bytes()[:-1000])
+    Run(FakePeer(spec), tmp_path, resume=saved)
+    assert f"the data at {text} is not what it was when {saved.path} was written" in caplog.text
+    before = dataclasses.replace(saved, data="")
+    caplog.clear()
+    Run(FakePeer(spec), tmp_path, resume=before)
+    assert not caplog.records, "a checkpoint of an older version does not say"

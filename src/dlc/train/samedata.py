@@ -1,4 +1,5 @@
-"""Whether all trainers mean the same samples by the same positions: each tells the fingerprint of its data.
+"""Whether all trainers mean the same samples by the same positions: each tells the fingerprint of its data, and
+keeps it in its checkpoints.
 
 Other data is no reason to stop, since every contribution is still a step on real text, but samples are then trained
 twice or not at all, and validation text may be trained on: people have to know.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from dlc.train.saver import Saved
 from dlc.train.swarm import MemberView
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,17 @@ class SameData:
     def __init__(self, fingerprint: bytes, source: str) -> None:
         self.mine, self._source = fingerprint.hex()[:DIGITS], source
         self._warned: set[str] = set()
+
+    def goes_on(self, saved: Saved) -> None:
+        """Warn where a checkpoint was trained on other data than there is now."""
+        if saved.data not in ("", self.mine):
+            log.warning(
+                "the data at %s is not what it was when %s was written (files came, went, or changed; or another "
+                "tokenizer): positions mean other samples now, so some are trained twice or never, and validation text "
+                "may have been trained on. Put the data back as it was, or found another run with it",
+                self._source,
+                saved.path,
+            )
 
     def look(self, members: Iterable[MemberView]) -> list[str]:
         """The peers that are newly known to have other data; what another host says is checked."""

@@ -61,6 +61,8 @@ class Saved:
     layout: Mapping[str, str]
     """Of the parameters in the image (`FlatView.layout`)."""
     own: dict[str, Tensor] = field(default_factory=dict)
+    data: str = ""
+    """What its positions are of (`SameData.mine`); empty: it does not say."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ def read(path: Path) -> Saved:
         spec = RunSpec.from_dict(tomllib.loads(meta["spec"]))
         log_bytes, image = tensors["log"].numpy().tobytes(), tensors["image"].numpy().data.cast("B")
         inner, rng, layout = _below(tensors, _INNER), _below(tensors, _RNG), dict(meta["layout"])
-        own = _below(tensors, _OWN)
-        return Saved(path, spec, int(meta["t"]), log_bytes, image, inner, tensors.get(_RESIDUAL), rng, layout, own)
+        own, data, t = _below(tensors, _OWN), str(meta.get("data", "")), int(meta["t"])
+        return Saved(path, spec, t, log_bytes, image, inner, tensors.get(_RESIDUAL), rng, layout, own, data)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 
@@ -191,11 +193,13 @@ def check_same_model(saved: Saved, view: FlatView) -> None:
 class Saver:
     """Writes checkpoints of one run, one at a time, in a thread beside the training."""
 
-    def __init__(self, state_dir: Path, spec: RunSpec, layout: Mapping[str, str], kept: int = KEPT) -> None:
+    def __init__(
+        self, state_dir: Path, spec: RunSpec, layout: Mapping[str, str], kept: int = KEPT, data: str = ""
+    ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
         self._folder, self._spec, self._kept = folder_of(state_dir, spec), spec, kept
-        self._layout = list(layout.items())
+        self._layout, self._data = list(layout.items()), data
         self._thread: threading.Thread | None = None
         self.last: Path | None = None
         """The newest one that is whole on disk."""
@@ -228,6 +232,7 @@ class Saver:
             "tokens": frozen.tokens,
             "digest": frozen.digest.hex(),
             "layout": self._layout,
+            "data": self._data,
         }
         try:
             save_checkpoint(path, tensors, meta)

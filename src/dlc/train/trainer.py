@@ -120,8 +120,10 @@ class Trainer:
             check_same_model(resume, view)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
-        self._saver = Saver(folder, spec, view.layout(), keep)
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
+        if resume is not None:
+            self._same_data.goes_on(resume)
+        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
         calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
