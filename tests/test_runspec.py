@@ -106,6 +106,12 @@ def test_differences_name_the_options_and_both_values() -> None:
     ]
 
 
+def test_what_an_optimizer_has_not_may_be_named_with_its_default_or_zero(tmp_path: Path) -> None:
+    spec = RunSpec(inner=InnerSpec(optimizer="sgd", momentum=0.0), outer=OuterSpec(optimizer="sgd", momentum=0.0))
+    assert RunSpec.from_toml(write(tmp_path, spec.to_toml())) == spec
+    assert (InnerSpec("muon", momentum=0.9).momentum, OuterSpec("adam", eps=1e-8).eps) == (0.9, 1e-8)
+
+
 def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
     spec = RunSpec.from_toml(write(tmp_path, 'run = "mine"\nrounds = 30\n[inner]\nlr = 1\nbetas = [0.8, 0.9]\n'))
     assert spec == RunSpec(run="mine", rounds=30, inner=InnerSpec(lr=1.0, betas=(0.8, 0.9)))
@@ -164,6 +170,19 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ),
         ("strategy = 'gossip'\n[gossip]\ngraph = 'rings'", "got 'rings'; did you mean 'ring'?"),
         ("strategy = 'gossip'\n[gossip]\nupdate = 'noloco'", "set gossip.graph = \"random-pairs\", not 'exponential'"),
+        (
+            "[inner]\noptimizer = 'sgd'\nmomentum = 0.9",
+            'inner.momentum is given, but inner.optimizer is "sgd", which has no such thing: remove it',
+        ),
+        ("[inner]\nmomentum = 0.9", 'inner.momentum is given, but inner.optimizer is "adamw"'),
+        ("[inner]\noptimizer = 'sgd'\nbetas = [0.8, 0.9]", 'inner.betas is given, but inner.optimizer is "sgd"'),
+        ("[outer]\noptimizer = 'sgd'\nmomentum = 0.5", 'outer.momentum is given, but outer.optimizer is "sgd"'),
+        ("[outer]\nbetas = [0.8, 0.9]", 'outer.betas is given, but outer.optimizer is "nesterov"'),
+        ("[outer]\neps = 1e-8", 'outer.eps is given, but outer.optimizer is "nesterov"'),
+        (
+            "strategy = 'gossip'\n[gossip]\nouter_lr = 0.9",
+            'gossip.outer_lr is given, but gossip.update is "average", which has no slow weights: remove it',
+        ),
         ("strategy = 'gossip'\n[gossip]\npull = 1.6", "below 2 (1 - gossip.outer_momentum^2) = 1.5, got 1.6"),
         (
             "strategy = 'gossip'\noverlap = 'delayed'",

@@ -41,6 +41,14 @@ def check(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def check_used(table: Any, prefix: str, names: tuple[str, ...], used: bool, why: str) -> None:
+    """ConfigError where an option of these has another value than its default or 0, and is not used, `why` says."""
+    defaults = {field.name: field.default for field in dataclasses.fields(table)}
+    for name in names:
+        value = getattr(table, name)
+        check(used or value in (defaults[name], 0), f"{prefix}{name} is given, but {why}: remove it")
+
+
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """ConfigError, with the nearest word, unless option `name` has one of the words that it may have."""
     near = difflib.get_close_matches(value, allowed, n=1)

@@ -167,9 +167,10 @@ class InnerSpec:
     lr: float = 2e-3
     """Greatest learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay of the first and the second moment per step, each in [0, 1)."""
+    """AdamW's decay of the first and the second moment per step, each in [0, 1). Not for "sgd"."""
     momentum: float = 0.95
-    """Muon's Nesterov momentum, in [0, 1). Its steps are scaled to the size of AdamW's, and share `lr`."""
+    """Muon's Nesterov momentum, in [0, 1). Its steps are scaled to the size of AdamW's, and share `lr`. Only for
+    "muon"."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices, multiplied by the learning rate."""
     warmup_steps: int = 20
@@ -199,6 +200,9 @@ class InnerSpec:
         _check(self.lr > 0, f"inner.lr must be above 0, got {self.lr}")
         _check(all(0 <= beta < 1 for beta in self.betas), f"inner.betas must lie in [0, 1), got {list(self.betas)}")
         _check(0 <= self.momentum < 1, f"inner.momentum must lie in [0, 1), got {self.momentum}")
+        which = f'inner.optimizer is "{self.optimizer}", which has no such thing'
+        options.check_used(self, "inner.", ("momentum",), self.optimizer == "muon", which)
+        options.check_used(self, "inner.", ("betas",), self.optimizer != "sgd", which)
         _check(self.weight_decay >= 0, f"inner.weight_decay must not be negative, got {self.weight_decay}")
         _check(0 <= self.min_lr_ratio <= 1, f"inner.min_lr_ratio must lie in [0, 1], got {self.min_lr_ratio}")
         _check(self.clip_norm >= 0, f"inner.clip_norm must not be negative, got {self.clip_norm}; 0 means no clipping")
@@ -247,6 +251,9 @@ class OuterSpec:
         _check(0 <= self.momentum < 1, f"outer.momentum must lie in [0, 1), got {self.momentum}")
         _check(all(0 <= beta < 1 for beta in self.betas), f"outer.betas must lie in [0, 1), got {list(self.betas)}")
         _check(self.eps > 0, f"outer.eps must be above 0, got {self.eps}")
+        which = f'outer.optimizer is "{self.optimizer}", which has no such thing'
+        options.check_used(self, "outer.", ("momentum",), self.optimizer == "nesterov", which)
+        options.check_used(self, "outer.", ("betas", "eps"), self.optimizer == "adam", which)
         _check(0 <= self.min_lr_ratio <= 1, f"outer.min_lr_ratio must lie in [0, 1], got {self.min_lr_ratio}")
         rounds = max(self.warmup_rounds, self.total_rounds)
         _check(rounds <= ROUNDS_MAX, f"outer.warmup_rounds and outer.total_rounds must be at most {ROUNDS_MAX}")

@@ -70,6 +70,8 @@ class GossipSpec:
             0 < self.pull < most,
             f"gossip.pull must lie above 0 and below 2 (1 - gossip.outer_momentum^2) = {most:g}, got {self.pull}",
         )
+        which = f'gossip.update is "{self.update}", which has no slow weights'
+        options.check_used(self, "gossip.", ("outer_lr", "outer_momentum", "pull"), self.update == "noloco", which)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ Gradients travel multiplied by `GRADIENT_SCALE`, a power of two: small ones keep
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -50,11 +51,11 @@ def step_chunk_elems(numel: int) -> int:
 def joint_spec(spec: RunSpec) -> OuterSpec:
     """The run's inner optimizer and schedule as those of a replicated state, a round being a step."""
     inner, total = spec.inner, spec.horizon_steps
-    return OuterSpec(
-        optimizer="adam" if inner.optimizer == "adamw" else "sgd",
+    plain = OuterSpec(optimizer="sgd")
+    rule = OuterSpec(optimizer="adam", betas=inner.betas, eps=ADAM_EPS) if inner.optimizer == "adamw" else plain
+    return dataclasses.replace(
+        rule,
         lr=inner.lr,
-        betas=inner.betas,
-        eps=ADAM_EPS,
         schedule="cosine" if total else "constant",
         warmup_rounds=inner.warmup_steps,
         total_rounds=max(total, inner.warmup_steps),
