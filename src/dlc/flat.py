@@ -67,7 +67,12 @@ def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 def finite(vector: Tensor) -> bool:
     """Whether no element is NaN or Inf."""
-    return math.isfinite(float(torch.linalg.vector_norm(vector, ord=math.inf)))
+    return math.isfinite(largest_of(vector))
+
+
+def largest_of(vector: Tensor) -> float:
+    """The greatest absolute value of an element; NaN where one is."""
+    return float(torch.linalg.vector_norm(vector, ord=math.inf))
 
 
 class FlatView:

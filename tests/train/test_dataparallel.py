@@ -219,6 +219,21 @@ def test_a_gradient_that_turns_out_not_to_be_finite_goes_no_further(tmp_path: Pa
     assert torch.isfinite(run.params()).all()
 
 
+@pytest.mark.parametrize(("codec", "counted"), [("fp16", ROUNDS - 1), ("bf16", ROUNDS), ("fp32", ROUNDS)])
+def test_a_gradient_that_fp16_cannot_hold_is_not_clamped_but_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, counted: int
+) -> None:
+    run = Run(FakePeer(spec_in(tmp_path, codec=codec)), tmp_path / "state")
+    run.peer.planned = False
+    spoil(run, 3, lambda g: torch.full_like(g, 66000.0))
+    summary = run.go()
+    assert summary.t == ROUNDS and len(run.all("step")) == ROUNDS
+    assert len(run.all("diverged")) == ROUNDS - counted
+    assert ("beyond 255.9, the most that fp16 can hold" in caplog.text) == (codec == "fp16")
+    largest = max(float(vector.abs().max()) for vector in run.peer.counted)
+    assert (largest > 65504.0) == (codec != "fp16"), "others take it as it is"
+
+
 def test_a_backward_that_fails_takes_back_what_it_offered(tmp_path: Path) -> None:
     def broken(g: Tensor) -> Tensor:
         raise RuntimeError("out of memory")

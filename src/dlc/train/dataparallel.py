@@ -5,9 +5,9 @@
                              tokens    the round
 
 - The gradient is offered as its last backward begins, and is averaged as it is made, from the last parameters to the
-  first (`gradients`); only the first step of a process waits for the end of backward. If it turns out not to be finite,
-  or backward fails, nothing more of it is sent: what others took before is a part of those chunks' means, as of a peer
-  that died then.
+  first (`gradients`); only the first step of a process waits for the end of backward. If it turns out not to be finite
+  (or, with codec fp16, too great for it), or backward fails, nothing more of it is sent: what others took before is a
+  part of those chunks' means, as of a peer that died then.
 - A round is an entry of the log, so all its promises hold: a peer that dies in the middle of a step leaves the true
   weighted mean of the others, whoever goes on has the same bits, a block is counted once.
 - The mean belongs to one theta. A gradient that comes too late for its step is dropped, and its blocks are trained
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 TELL_WAITING_S = 1.0
 """A step that waits for so long is told as waiting."""
 NOT_FINITE = "its gradient is not finite"
+LARGEST = {"fp16": torch.finfo(torch.float16).max}
+"""Of an element on the wire, by codec: the codec would clamp a greater one, and the sum would be another."""
 
 
 class DataParallel:
@@ -62,7 +65,10 @@ class DataParallel:
         """theta as it was pulled; then the gradient that is offered; then theta again."""
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
         self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)
-        self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
+        largest, self._why = LARGEST.get(parts.spec.codec, sys.float_info.max), NOT_FINITE
+        if parts.spec.codec in LARGEST:
+            self._why += f", or has an element beyond {largest / GRADIENT_SCALE:.1f}, the most that fp16 can hold of it"
+        self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock, largest)
         self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
         self._position: Position | None = None
         self._stopped_at = math.inf
@@ -114,7 +120,7 @@ class DataParallel:
 
         loss, sound, pending = self._gradient(batches, offer)
         if not sound and (pending is None or parts.peer.withdraw(CHANNEL)):
-            self._tell_diverged(NOT_FINITE)
+            self._tell_diverged()
             return
         if sound:
             self._tell_step(loss, tokens, parts.clock() - began)
@@ -127,16 +133,14 @@ class DataParallel:
             parts.calls.on_round(pending.report, pending.counted, loss if pending.counted else None, waited_s)
         self.finish()
         if not sound:
-            self._tell_diverged(NOT_FINITE)
+            self._tell_diverged()
         if pending.report is not None and pending.counted:
             self._diverged = 0 if sound else self._diverged
             parts.calls.counted(pending.report.t, stop)
             return
         parts.tell.work_dropped(self.position.t, 1, tokens)
         if pending.report is not None and pending.report.refused(parts.peer.id):
-            self._tell_diverged(
-                f"an element of its gradient is over {65504 / GRADIENT_SCALE:.0f}, more than fp16 holds"
-            )
+            self._tell_diverged()
 
     def _blocks(self) -> tuple[list[int], list[list[int]]]:
         """Those of this step, and of the next ones as things stand."""
@@ -149,8 +153,8 @@ class DataParallel:
     def _gradient(
         self, batches: Sequence[Tensor], offer: Callable[[Filling | None], Pending]
     ) -> tuple[float, bool, Pending | None]:
-        """The scaled gradient, flat, in `_vector`: (mean loss, whether all of it is finite, the offer if one was made
-        before it was complete)."""
+        """The scaled gradient, flat, in `_vector`: (mean loss, whether all of it can be offered, the offer if one was
+        made before it was complete)."""
         pending: Pending | None = None
 
         def begin(loss: Tensor) -> None:
@@ -202,16 +206,16 @@ class DataParallel:
             lr=self.state.lr(t + 1),
         )
 
-    def _tell_diverged(self, why: str) -> None:
+    def _tell_diverged(self) -> None:
         """This step contributes nothing. DlcError: it was so too often."""
         self._diverged += 1
         t = self.position.t
         self._parts.tell.event("diverged", t=t, in_a_row=self._diverged)
-        log.warning("step %d of this peer is not counted: %s", t + 1, why)
+        log.warning("step %d of this peer is not counted: %s", t + 1, self._why)
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
-                f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {why}. Found the run anew with "
-                "a lower inner.lr or a longer inner.warmup_steps, or with codec bf16 or fp32"
+                f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {self._why}. Found the run "
+                "anew with a lower inner.lr or a longer inner.warmup_steps, or with codec bf16 or fp32"
             )
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:

@@ -10,6 +10,7 @@ changes gradients), the vector is final at the end of backward, and offered then
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dlc.comm.filling import Filling
 from dlc.errors import DlcError
-from dlc.flat import finite, flatten_tensors
+from dlc.flat import flatten_tensors, largest_of
 
 EXPECTED_KEPT = 0.5
 """What a backward is expected to take is at least this part of what was expected of the one before."""
@@ -29,10 +30,17 @@ EXPECTED_S_MIN = 1e-3
 
 class Gradients:
     """Of these parameters, leaves of one device, in the order of the vector. `piece_elems`: copied at once, if there
-    are so many. `begin` comes right before the last backward of a step, `end` after it; `drop` where it failed."""
+    are so many. `largest`: an element beyond it is as bad as one that is not finite. `begin` comes right before the
+    last backward of a step, `end` after it; `drop` where it failed."""
 
-    def __init__(self, tensors: Sequence[Tensor], piece_elems: int, clock: Callable[[], float]) -> None:
-        self._tensors, self._piece_elems, self._clock = list(tensors), piece_elems, clock
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        piece_elems: int,
+        clock: Callable[[], float],
+        largest: float = sys.float_info.max,
+    ) -> None:
+        self._tensors, self._piece_elems, self._clock, self._largest = list(tensors), piece_elems, clock, largest
         self._starts = list(accumulate((t.numel() for t in tensors), initial=0))
         self._expected_s = 0.0
         """0: none was watched, or what was seen forbids it."""
@@ -45,7 +53,7 @@ class Gradients:
         """Each gradient and its version, as it was made."""
         self._left, self._uncopied = 0, 0
         """Parameters before this one may lack their gradients; are not copied."""
-        self._finite, self._since = True, 0.0
+        self._sound, self._since = True, 0.0
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._hooked, i))  # type: ignore[no-untyped-call]
             for i, tensor in enumerate(tensors)
@@ -57,7 +65,7 @@ class Gradients:
         with self._lock:
             self._left = self._uncopied = len(self._tensors)
             self._made = [None] * self._left
-            self._finite, self._since, self._vector = True, self._clock(), vector
+            self._sound, self._since, self._vector = True, self._clock(), vector
             self._filling = Filling(self._starts[-1], self._expected_s) if self._expected_s else None
             return self._filling
 
@@ -71,7 +79,7 @@ class Gradients:
             while self._left and self._made[self._left - 1] is not None:
                 self._left -= 1
             lacking = self._starts[self._uncopied] - self._starts[self._left]
-            if self._filling is not None and self._finite and (lacking >= self._piece_elems or not self._left):
+            if self._filling is not None and self._sound and (lacking >= self._piece_elems or not self._left):
                 self._copy(self._left)
 
     def _copy(self, first: int) -> None:
@@ -84,14 +92,14 @@ class Gradients:
         part = self._vector[start:stop]
         flatten_tensors([torch.zeros_like(t) if t.grad is None else t.grad for t in tensors], part)
         self._uncopied = first
-        self._finite = self._finite and (start == stop or finite(part))
-        if self._filling is not None and self._finite:
+        self._sound = self._sound and (start == stop or largest_of(part) <= self._largest)
+        if self._filling is not None and self._sound:
             self._filling.reached(start)
         elif self._filling is not None:
             self._filling.stop()
 
     def end(self) -> bool:
-        """Backward is over: the rest is copied. False: an element is not finite.
+        """Backward is over: the rest is copied. False: an element is not finite, or beyond `largest`.
 
         DlcError: a gradient was changed after it had been offered; what was sent of it cannot be taken back.
         """
@@ -106,7 +114,7 @@ class Gradients:
             self._copy(0)
             took_s = max(self._clock() - self._since, EXPECTED_S_MIN)
             self._expected_s = max(took_s, EXPECTED_KEPT * self._expected_s) if alone else 0.0
-            sound = self._finite
+            sound = self._sound
             self._drop()
             return sound
 

@@ -27,8 +27,8 @@ from dlc.train.outer import OuterState
 from dlc.train.outer_step import fp32, outer_lr
 
 GRADIENT_SCALE = 256.0
-"""fp16 then holds gradients from 2.4e-7 on in full precision; one of more than 255 in an element is refused by owners,
-as one that is not finite is."""
+"""fp16 then holds gradients from 2.4e-7 on in full precision; one of more than 255 in an element is not offered, as
+one that is not finite is."""
 NORM_EPS = 1e-6
 """As torch has it."""
 NORM_ELEMENTS_MAX = 1 << 17
