@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dlc.train.outer_loop
+from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.inner import InnerLoop, StepResult
 from tests.train.fake_peer import FakeMember, FakePeer
@@ -37,6 +38,36 @@ def test_steps_during_a_round_belong_to_the_next_phase(delayed: RunSpec, tmp_pat
     assert [event["step"] for event in run.all("step")] == list(range(3 * H))  # the schedule has no gap and no repeat
     assert trained == list(range(3 * H * PER_STEP)) and summary.setbacks.tokens_dropped == 0
     assert [event["counted"] for event in run.all("round")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": "eager"}, {"mixing": 0.25}, {"overlap": "none", "fragments": 2}, {"fragments": 2}]
+)
+def test_what_is_validated_after_a_round_is_the_model_of_that_round(
+    delayed: RunSpec, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """And not that of this peer, which may be some steps ahead; these go on as if nobody had looked."""
+    spec = dataclasses.replace(delayed, **options)
+    looked, blind = (Run(FakePeer(spec), tmp_path / str(k), eval_every=k) for k in (1, 0))
+    found: list[tuple[float, torch.Tensor]] = []
+    take = looked.trainer._tell._on_event
+
+    def keep(event: dict[str, Any]) -> None:
+        take(event)
+        if event["event"] == "validation":
+            found.append((event["loss"], looked.peer.theta()))
+
+    looked.trainer._tell._on_event = keep
+    for run in (looked, blind):
+        run.peer.slices = [2] * 10
+        run.go()
+    assert len(found) == spec.exchanges + 1
+    view = FlatView.of(looked.trainer.model)
+    for loss, theta in found:
+        view.scatter(theta)
+        assert loss == looked.trainer._engine.evaluate(looked.trainer._eval_batches)
+    losses = [[event["loss"] for event in run.all("step")] for run in (looked, blind)]
+    assert losses[0] == losses[1] and torch.equal(looked.peer.theta(), blind.peer.theta())
 
 
 def test_nobody_steps_during_the_last_round(delayed: RunSpec, tmp_path: Path, trained: list[int]) -> None:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -271,6 +272,9 @@ class Averaging:
         self._view.gather(self._scratch)
         digest = blake3(self._scratch.numpy().data.cast("B")).digest()
         return Position(self._t, float(self._tokens), b"", None, digest)
+
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def frozen(self) -> Frozen:
         image = OuterState(self._view.gather(self._scratch), OuterSpec(optimizer="sgd"), t=self._t).export()

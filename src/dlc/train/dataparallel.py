@@ -226,6 +226,9 @@ class DataParallel:
         self._view.scatter(self._vector)
         return self._position
 
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def frozen(self) -> Frozen:
         return self._parts.peer.checkpoint(CHANNEL)
 

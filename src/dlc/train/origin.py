@@ -71,6 +71,10 @@ class Origin:
         if self._rounded is not None:
             self._view.gather(self._rounded).add_(d)
 
+    def show(self) -> None:
+        """Set the parameters to base for a while: `scatter` what `gather` gave before it ends."""
+        self._view.scatter(self.base)
+
     def gather(self) -> Tensor:
         """The parameters, in memory of their own."""
         return self._view.gather(torch.empty_like(self.base))

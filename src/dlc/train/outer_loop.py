@@ -40,9 +40,10 @@ A `hook` may change what is offered of d (mask it, clip it, add noise), never d 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -187,6 +188,16 @@ class OuterLoop:
             return self.position
         self._position = newest
         return newest
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Meanwhile the model is at theta of `position`; then it has all of its inner steps again, bit for bit."""
+        local = self._origin.gather()
+        self._origin.show()
+        try:
+            yield
+        finally:
+            self._origin.scatter(local)
 
     def newest(self) -> Position:
         """Where the swarm stands, whatever the model's base is: for its lease."""

@@ -10,6 +10,7 @@ trained is counted once.
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 from dlc.train.offers import NotFinite
 from dlc.train.others import Others
@@ -88,6 +89,13 @@ class Rounds:
 
     def finish(self) -> Position:
         return self.outer.adopt()
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Steps of the next phase, or other fragments, may be ahead of the last round."""
+        spec = self._parts.spec
+        if spec.overlap == "none" and spec.fragments == 1 and not self.phases.at_work:
+            return nullcontext()
+        return self.outer.at_rest()
 
     def frozen(self) -> Frozen:
         return self._parts.peer.checkpoint(CHANNEL)

@@ -13,6 +13,7 @@ of its own pull), and data that is trained once: without leases every trainer dr
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import threading
@@ -208,6 +209,9 @@ class Served:
     def finish(self) -> Position:
         self._view.scatter(self._theta)  # where an exchange was given up, the model has steps that may never count
         return self._position
+
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def frozen(self) -> Checkpoint:
         state = OuterState(self._theta, self._spec.outer.ending(self._spec.rounds), t=self._position.t)

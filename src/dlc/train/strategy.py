@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +85,9 @@ class Strategy(Protocol):
 
     def finish(self) -> Position:
         """Set the model to the newest that the swarm holds; nothing more is trained."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Within it the model is that of `position`, without inner steps that are ahead of it: to be measured."""
 
     def frozen(self) -> Frozen:
         """A consistent copy of what the peers share, for a checkpoint."""

@@ -223,7 +223,8 @@ class Trainer:
         self._bytes_received += bytes_received
 
     def _validate(self) -> float:
-        loss = self._engine.evaluate(self._eval_batches)
+        with self.strategy.at_rest():
+            loss = self._engine.evaluate(self._eval_batches)
         self._tell.event("validation", t=self.strategy.position.t, loss=loss)
         return loss
 
