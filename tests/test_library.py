@@ -165,6 +165,9 @@ def test_a_whole_swarm_that_is_started_again_goes_on_with_its_momentum(tmp_path:
     parts = model()  # what it held is in the state
     with dlc.Peer.join() as peer, pytest.raises(UsageError, match="round 2.*join with resume"):
         dlc.DiLoCo(parts, torch.optim.SGD(parts.parameters(), lr=0.1), peer, resume=saved)
+    resumed = dlc.Peer.join(found=True, resume=dlc.Resume.of(saved), state_dir=tmp_path)
+    with resumed as peer, pytest.raises(UsageError, match="resumed at round 2.*give resume= here, too"):
+        dlc.DiLoCo(parts, torch.optim.SGD(parts.parameters(), lr=0.1), peer, sync_every=1, codec="fp32")
     after = rounds(data[2:4], parts, saved)
     assert torch.equal(flat(parts), flat(whole)) and after["t"] == 4
     assert torch.equal(saved["outer"]["image"], image), "what was saved is the caller's"

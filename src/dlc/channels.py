@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm.effects import Effect
+from dlc.comm.entries import LogState
 from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
@@ -37,6 +38,8 @@ class Channels(ABC):
 
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
+        self._resumed: LogState | None = None
+        """Of the checkpoint from which this peer resumed the run."""
 
     @property
     @abstractmethod
@@ -103,6 +106,15 @@ class Channels(ABC):
     def position(self, channel: str) -> Position:
         """Where the channel stands in the log; a channel that nobody opened is at round 0."""
         return self._ask(lambda node, now: _position(node, channel))
+
+    def resumed_at(self, channel: str) -> int:
+        """The round of the channel at which this peer resumed the run, as `join(resume=...)` had it, while it stands
+        there: the state to `open` is the one that was saved with it. 0: it did not, or the run has gone on."""
+        resumed = self._resumed
+        if resumed is None or not resumed.round_of(channel):
+            return 0
+        here = self._ask(lambda node, now: node.log.state.base(channel))
+        return resumed.round_of(channel) if here == resumed.base(channel) else 0
 
     def pull(self, channel: str, out: Tensor) -> Position:
         """Copy the channel's outer parameters (fp32) into `out`, together with the position they belong to."""

@@ -179,7 +179,7 @@ class Peer(Collectives):
         intro, spec = self._intro, reception.spec
         self.spec = spec
         record = intro.record(reception.observed_host)
-        resumed = unpack(resume.log, LogState) if resume is not None else None
+        self._resumed = resumed = unpack(resume.log, LogState) if resume is not None else None
         floors = timeouts or spec.timeouts.floors()
         config = NodeConfig(
             spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probe_links

@@ -136,6 +136,9 @@ class FakePeer:
             return FakePosition(self.start_t, self.tokens, self.head, None, b"")
         return FakePosition(self.state.t, self.tokens, self.head, self.ledger.lease(ME), self.state.digest())
 
+    def resumed_at(self, channel: str) -> int:
+        return 0
+
     def pull(self, channel: str, out: Tensor) -> FakePosition:
         self.state.read(out)
         return self.position(channel)

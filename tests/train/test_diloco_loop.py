@@ -1,4 +1,6 @@
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import Tensor, nn
 
 import dlc.train.offers
 import dlc.train.outer_loop
-from dlc.errors import DlcError, UsageError
+from dlc.errors import CheckpointError, DlcError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
@@ -189,6 +191,69 @@ def test_state_dict_brings_inner_state_and_counter_back() -> None:
         backward(other_model, step)
         assert (other.step() is None) == (step < 2)
     assert other_peer.weights == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": "delayed", "overlap_steps": 3},
+        {"overlap": "eager", "overlap_steps": 3},
+        {"fragments": 2},
+        {"fragments": 2, "overlap": "eager", "overlap_steps": 2},
+        {"overlap": "delayed", "overlap_steps": 3, "mixing": 0.5},
+    ],
+    ids=str,
+)
+def test_steps_between_two_rounds_are_taken_up_where_the_run_stands_where_it_stood(options: dict[str, Any]) -> None:
+    def made(peer: FakePeer, net: nn.Module, resume: dict[str, Any] | None = None) -> DiLoCo:
+        return DiLoCo(net, sgd(net), peer, sync_every=4, codec="fp32", resume=resume, **options)
+
+    def train(opt: DiLoCo, net: nn.Module, steps: range) -> None:
+        for step in steps:
+            backward(net, step)
+            opt.step()
+            opt.zero_grad()
+
+    peer, model = FakePeer(), build()
+    peer.slices = [2] * 9  # with overlap a round takes as many looks: one of them is on its way when it is saved
+    opt = made(peer, model)
+    train(opt, model, range(6))
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    assert not torch.equal(state["local"], peer.theta())
+    other_peer, other = FakePeer(start_t=state["t"]), build(1)
+    again = made(other_peer, other, state)
+    again.load_state_dict(state)
+    taken = again.state_dict(outer=True)
+    assert torch.equal(taken["local"], state["local"]) and torch.equal(params(other), state["local"])
+    assert taken["steps"] == state["steps"] and taken["t"] == state["t"]
+    if not options:
+        train(opt, model, range(6, 12))
+        train(again, other, range(6, 12))
+        assert torch.equal(params(other), params(model)) and other_peer.weights == peer.weights[1:] == [4.0, 4.0]
+
+
+def test_steps_between_two_rounds_are_lost_where_the_run_has_gone_on_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=4)
+    for step in range(6):
+        backward(model, step)
+        opt.step()
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    peer.pass_round(torch.full((peer.state.numel,), 0.5))
+    other = build(1)
+    again = DiLoCo(
+        other, sgd(other), peer, sync_every=4, resume=state
+    )  # takes the state that it brings for the swarm's
+    peer.pass_round(torch.full((peer.state.numel,), 0.5))
+    again.reload()
+    again.load_state_dict(state)
+    assert torch.equal(params(other), peer.theta()) and again.inner_step == 0
+    assert "2 inner steps that were in no round when this state was saved are lost" in caplog.text
+    with pytest.raises(CheckpointError, match="another model"):
+        opt._outer.take_up(torch.zeros(3))
 
 
 @pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"weight": 0.0}, {"weight": float("nan")}])

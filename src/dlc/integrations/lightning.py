@@ -16,7 +16,8 @@ and what int8, int4 or topk still owe. A whole swarm that was stopped goes on fr
     peer = dlc.Peer.join(found=True, resume=dlc.Resume.of(saved_state("last.ckpt")), state_dir="peer")
     lightning.Trainer(strategy=DLCStrategy(peer, sync_every=500)).fit(model, data, ckpt_path="last.ckpt")
 
-Where the swarm lives on, the parameters are the swarm's, and steps after the last round are not made up for.
+Where the swarm lives on, the parameters are the swarm's, and the steps between the last round before the checkpoint
+and the checkpoint are lost; the log says how many.
 """
 
 from __future__ import annotations

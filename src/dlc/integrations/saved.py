@@ -1,6 +1,8 @@
 """What a `DiLoCo` keeps beside the checkpoint of a framework, which itself holds the model and the inner optimizer.
 
     t           rounds in the parameters of the checkpoint
+    steps       inner steps of the checkpoint that are in no round
+    local       the parameters as those made them, fp32; None where there are none
     residual    what int8, int4 or topk still owe; None with other codecs
     outer       theta and the outer moments of the swarm, and the log of the run: as of `DiLoCo.state_dict(outer=True)`
 
@@ -66,9 +68,17 @@ def follow(
         )
         resume = None
     diloco = DiLoCo(model, inner, peer, sync_every, **{**options, "resume": resume})
-    if saved is not None and resume is not None and diloco.t == saved.get("t"):
-        # The steps since its round are not in the parameters any more.
-        diloco.load_state_dict({**saved, "inner": None, "inner_step": 0})
+    if saved is not None and resume is not None:
+        if diloco.t == saved.get("t"):
+            diloco.load_state_dict({**saved, "inner": None})
+        elif lost := saved.get("steps", 0):
+            log.warning(
+                "%d steps of the checkpoint were in no round and are lost: it is of round %d, and the swarm stands at "
+                "round %d by now; with save_steps a multiple of sync_every none are",
+                lost,
+                saved["t"],
+                diloco.t,
+            )
     diloco.follow()
     return diloco
 
@@ -80,11 +90,11 @@ def _begun(peer: TrainPeer, options: Mapping[str, Any]) -> bool:
 
 def write(folder: Path, state: State, model: nn.Module) -> None:
     """Into the folder of a checkpoint with this model. CheckpointError: it could not be written."""
-    outer, residual = state["outer"], state["residual"]
+    outer = state["outer"]
     tensors = {"log": outer["log"], "image": outer["image"]}
-    if residual is not None:
-        tensors["residual"] = residual
+    tensors |= {name: state[name] for name in ("residual", "local") if state[name] is not None}
     meta = {"t": state["t"], "outer_t": outer["t"], "model": _digest(model)}
+    meta |= {name: state[name] for name in ("inner_step", "steps")}
     save_checkpoint(folder / FILE, tensors, meta)
 
 
@@ -101,7 +111,9 @@ def read(folder: Path, model: nn.Module | None = None) -> State | None:
     if model is not None and meta["model"] != _digest(model):
         return None
     outer = {"t": meta["outer_t"], "log": tensors["log"], "image": tensors["image"]}
-    return {"inner": None, "inner_step": 0, "t": meta["t"], "residual": tensors.get("residual"), "outer": outer}
+    steps = {name: meta.get(name, 0) for name in ("inner_step", "steps")}  # files of before have none
+    own = {name: tensors.get(name) for name in ("residual", "local")}
+    return {"inner": None, "t": meta["t"], "outer": outer, **steps, **own}
 
 
 def demand(state: State | None, checkpoint: str | Path) -> State:

@@ -21,8 +21,8 @@ swarm that was stopped goes on from there:
     trainer.train(resume_from_checkpoint="out/checkpoint-500")
 
 Without `resume=` the file is looked for in the checkpoint itself: at `args.resume_from_checkpoint`, and where this
-Trainer would have written it. Where the swarm lives on, a peer that resumes starts from the swarm's parameters.
-`save_steps` should be a multiple of `sync_every`: steps after the last round are not made up for.
+Trainer would have written it. Where the swarm lives on, a peer that resumes starts from the swarm's parameters, and the
+steps between its last round and the checkpoint are lost; with `save_steps` a multiple of `sync_every` there are none.
 """
 
 from __future__ import annotations

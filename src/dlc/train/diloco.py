@@ -27,11 +27,13 @@ Learning-rate schedulers take `inner`. `torch.amp.GradScaler.step(opt)` works: a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from blake3 import blake3
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dlc.errors import UsageError
@@ -45,6 +47,8 @@ from dlc.train.offers import NotFinite, Work
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, Hook, OuterLoop
 from dlc.train.swarm import TrainPeer
+
+log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
 
@@ -70,7 +74,8 @@ class DiLoCo:
              predict. The longest of all peers counts.
     resume:  what `state_dict(outer=True)` gave, where a whole swarm is started again: join with
              `resume=dlc.Resume.of(state)`, and the outer state goes on as it was. Where the swarm lives on, its state
-             counts. CheckpointError: of another model; UsageError: the peer joined a new run without that resume.
+             counts. CheckpointError: of another model; UsageError: the peer joined a new run without that resume, or
+             with one, and this is not its state.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class DiLoCo:
         self.last_report: RoundReport | None = None
         """Of the last round that counted this peer."""
         self._overlaps = overlap != "none"
+        self._whole = fragments == 1 and not mixing
+        """A round that counted all inner steps leaves nothing of what they changed."""
         self._period = sync_every // fragments
         """Inner steps between two rounds."""
         self._overlap_steps = overlap_steps or self._period
@@ -129,6 +136,11 @@ class DiLoCo:
         )
         if resume is not None:
             self._resume(resume)
+        if (t := peer.resumed_at(channel)) and self._outer.state.t != t:
+            raise UsageError(
+                f"the run was resumed at round {t}, and this peer is to bring its state: give resume= here, too, with "
+                "the state of which dlc.Resume was made"
+            )
         self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
@@ -138,6 +150,13 @@ class DiLoCo:
         here = self._peer.position(self._channel).t
         if here == t:
             self._outer.state.restore(saved["image"].numpy().data.toreadonly())
+        elif 0 < here < t:
+            log.warning(
+                "the state given is of round %d, but the run has gone on from round %d: what is newer is not used; to "
+                "go on from the newest, let every peer join with resume=dlc.Resume.of(its own state)",
+                t,
+                here,
+            )
         elif not here:
             raise UsageError(
                 f"the state is of round {t}, but this run has made none: join with resume=dlc.Resume.of(state), or "
@@ -270,12 +289,13 @@ class DiLoCo:
         """The inner optimizer's state, this peer's counters, and what int8, int4 or topk still owe (None with others).
 
         The outer state is the swarm's, and a peer that comes back takes it from there. outer: have it in, with the
-        run's log, for a whole swarm that is stopped and started again (see `resume`); best right after a round.
-        inner: False has None in place of the inner optimizer's state, where a framework saves that.
+        run's log, for a whole swarm that is stopped and started again (see `resume`), and the parameters as the steps
+        since the last round made them: 4 bytes per parameter more than right after a round. inner: False has None in
+        place of the inner optimizer's state, where a framework saves that.
 
         As in torch, tensors are not copied: save them, or `deepcopy`, before the next step.
         """
-        state = {
+        state: dict[str, Any] = {
             "inner": self.inner.state_dict() if inner else None,
             "inner_step": self._skipped + self.inner_step,
             "t": self.t,
@@ -284,21 +304,37 @@ class DiLoCo:
         if outer:
             frozen = self._peer.checkpoint(self._channel)
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
+            kept = (self._steps or not self._whole) and frozen.t == self.t
+            state["steps"], state["local"] = self._steps, self._outer.local() if kept else None
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on. Saved with
         inner=False, it leaves the inner optimizer as it is.
 
-        The model stays at the swarm's parameters, so the steps that were in no round when the state was saved are lost.
-        They are not counted; but the next round is due when it would have been.
+        The steps that were in no round then are taken up where the state was saved with outer=True and the run stands
+        where it stood: the model goes on from them. Otherwise it stays at the swarm's parameters, and they are lost;
+        the log says so, they are not counted, but the next round is due when it would have been.
 
-        CheckpointError, with nothing changed: its residual is of another model.
+        CheckpointError, with nothing changed: its residual, or the parameters, are of another model.
         """
-        self._outer.load_residual(state.get("residual"))
+        residual, local = state.get("residual"), state.get("local")
+        self._outer.check_residual(residual)
+        if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
+            self._outer.take_up(local)
+            self._steps, self._skipped = int(state["steps"]), 0
+        else:
+            inner_step = max(0, int(state["inner_step"]))
+            self._skipped = min(inner_step, self._period - 1)
+            if lost := int(state.get("steps", inner_step)):
+                log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
+        self._outer.load_residual(residual)
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
-        self._skipped = min(max(0, int(state["inner_step"])), self._period - 1)
+
+    def _stands_at(self, image: Tensor) -> bool:
+        """Whether the inner steps began at the outer state of this image."""
+        return blake3(image.numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
 
 
 __all__ = ["DiLoCo", "NotFinite"]

@@ -67,6 +67,11 @@ class Feedback:
         if residual is None:
             self.residual.zero_()
             return
+        self.check(residual)
+        self.residual.copy_(residual)
+
+    def check(self, residual: Tensor) -> None:
+        """CheckpointError where a saved residual is of another model or not finite."""
         if residual.dtype != torch.float32 or residual.shape != self.residual.shape:
             raise CheckpointError(
                 f"the saved residual is {residual.dtype} {tuple(residual.shape)}, "
@@ -74,4 +79,3 @@ class Feedback:
             )
         if not bool(torch.isfinite(residual).all()):
             raise CheckpointError("the saved residual holds NaN or Inf: every contribution would be refused")
-        self.residual.copy_(residual)

@@ -77,7 +77,7 @@ class Origin:
 
     def gather(self) -> Tensor:
         """The parameters, in memory of their own."""
-        return self._view.gather(torch.empty_like(self.base))
+        return self._view.gather(torch.empty(self._view.numel))
 
     def scatter(self, local: Tensor) -> Tensor:
         """Set the parameters to `local`, which then holds what they do: the same but for rounding."""

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm.grid import Grid, usual_chunk_elems
-from dlc.errors import DlcError, RoundTimeout, UsageError
+from dlc.errors import CheckpointError, DlcError, RoundTimeout, UsageError
 from dlc.flat import FlatView, finite
 from dlc.runspec import OuterSpec
 from dlc.train.feedback import Feedback
@@ -166,6 +166,34 @@ class OuterLoop:
         """
         if self._feedback is not None:
             self._feedback.load(residual)
+
+    def check_residual(self, residual: Tensor | None) -> None:
+        """Raise what `load_residual` would."""
+        if self._feedback is not None and residual is not None:
+            self._feedback.check(residual)
+
+    def local(self) -> Tensor | None:
+        """A copy of the parameters, as far as the inner steps made them, to go on from elsewhere with `take_up`. None
+        where theta has moved since: what of d is in that is not known yet."""
+        if self._again is not None or self._differs(self._peer.position(self._channel)):
+            return None
+        local = self._origin.gather()
+        if self._overlay is not None:
+            self._shift(local, *self._overlay, -1.0)
+        return local
+
+    def take_up(self, local: Tensor) -> None:
+        """Go on from theta with the parameters that `local` gave, in place of what is here. Not during an offer.
+
+        CheckpointError, with nothing changed: they are of another model, or not finite.
+        """
+        if local.dtype != torch.float32 or local.shape != (self._fragments.numel,) or not finite(local):
+            raise CheckpointError(
+                f"the saved parameters are {local.dtype} {tuple(local.shape)}, this model needs finite float32 "
+                f"({self._fragments.numel},): they belong to another model, or are damaged"
+            )
+        self.adopt()
+        self._origin.scatter(local.clone())
 
     # ---------------------------------------------------------------- between inner steps
 

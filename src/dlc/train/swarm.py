@@ -142,6 +142,9 @@ class TrainPeer(Protocol):
     def position(self, channel: str) -> Position:
         """Where the channel stands now. Cheap."""
 
+    def resumed_at(self, channel: str) -> int:
+        """The round at which this peer resumed the run, while no other has come on the channel; 0: it did not."""
+
     def contribute(
         self,
         channel: str,
