@@ -1,4 +1,5 @@
-"""Scripts that end by an exception, Ctrl-C or sys.exit leave nothing behind; forked children harm nobody.
+"""Scripts that end by an exception, Ctrl-C or sys.exit leave nothing behind; forked children harm nobody. With a peer
+alone, and inside Hivemind's and OpenDiLoCo's optimizers, transformers.Trainer and Lightning.
 
 One interpreter imports what they need, and forks for each script before any peer exists; a script is a session of its
 own, and its end is the interpreter's own. `survivor` is a member that stays, in this process.
@@ -6,6 +7,7 @@ own, and its end is the interpreter's own. `survivor` is a member that stays, in
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -28,7 +30,9 @@ DEADLINE_S = 200.0
 """For all of them: some seconds on an idle machine."""
 RUNNER = """\
 import json, os, sys
-import torch, torch.utils.data, dlc.peer
+import torch, torch.utils.data, dlc.peer, dlc.compat.hivemind.peer_swarm, dlc.compat.opendiloco
+for name in sys.argv[1:]:
+    __import__(name)
 for line in sys.stdin.read().splitlines():
     name, script = json.loads(line)
     child = os.fork()
@@ -53,7 +57,107 @@ from dlc.peer import Peer
 peer = Peer.join(["ADDRESS"], join_timeout_s=60.0)
 print("joined", peer.id, peer.address, flush=True)
 """
+NET = """\
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+net, rows = Net(4, 1), torch.randn(64, 4)
+def step(opt):
+    opt.zero_grad(), net(rows)["loss"].backward(), opt.step()
+"""
+HIVEMIND = (
+    """\
+import os, sys, torch
+import dlc.compat.hivemind as hivemind
+dht = hivemind.DHT([], start=True)
+print("joined", dht.peer_id, dht.swarm.address, flush=True)
+"""
+    + NET
+    + """\
+opt = hivemind.Optimizer(dht=dht, run_id="run", target_batch_size=4, batch_size_per_step=2, matchmaking_time=1.0,
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), params=net.parameters(), use_local_updates=True,
+    delay_state_averaging=True)
+for _ in range(5):
+    step(opt)
+"""
+)
 SCRIPTS = {
+    "hivemind": HIVEMIND + "raise RuntimeError('out of ideas')",
+    "hivemind-forks": HIVEMIND
+    + """\
+from dlc.errors import UsageError
+if not (child := os.fork()):
+    try:
+        opt.load_state_from_peers()
+        sys.exit(1)
+    except UsageError:
+        pass
+    opt.shutdown(), dht.shutdown()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+epoch = opt.local_epoch
+for _ in range(4):
+    step(opt)
+assert opt.local_epoch > epoch and dht.is_alive()
+""",
+    "opendiloco": """\
+import os, signal, sys, threading, torch
+from functools import partial
+from dlc.compat.opendiloco import DHT, DiLoCoOptimizer
+dht = DHT([], start=True)
+print("joined", dht.peer_id, dht.peer.address, flush=True)
+"""
+    + NET
+    + """\
+opt = DiLoCoOptimizer(dht=dht, run_id="run", batch_size=2, num_inner_steps=2, params=net.parameters(),
+    inner_optimizer=partial(torch.optim.SGD, lr=0.1),
+    outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
+begun = threading.Event()
+threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGINT))).start()
+while True:
+    step(opt)
+    if opt.local_epoch > 1:
+        begun.set()
+""",
+    "transformers": JOIN.replace('["ADDRESS"]', "[]")
+    + NET
+    + """\
+import tempfile
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from dlc.integrations.transformers import DiLoCoCallback
+
+class Bad(TrainerCallback):
+    def on_step_end(self, args, state, control, **of_trainer):
+        if state.global_step == 5:
+            raise RuntimeError("out of ideas")
+
+with tempfile.TemporaryDirectory() as folder:
+    args = TrainingArguments(folder, max_steps=9, per_device_train_batch_size=2, report_to="none", disable_tqdm=True,
+        use_cpu=True, save_strategy="no", dataloader_num_workers=2, dataloader_persistent_workers=True)
+    data = [{"x": x} for x in rows]
+    Trainer(model=net, args=args, train_dataset=data, callbacks=[DiLoCoCallback(peer, 2), Bad()]).train()
+""",
+    "lightning": JOIN.replace('["ADDRESS"]', "[]")
+    + NET
+    + """\
+import lightning.pytorch as pl
+from dlc.integrations.lightning import DLCStrategy
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, index):
+        if self.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.net(batch)["loss"]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+pl.Trainer(strategy=DLCStrategy(peer, 2), accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+).fit(Module(), torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2))
+""",
     "exception": JOIN
     + """\
 peer.on_member_change(print)
@@ -111,6 +215,14 @@ with Peer.join() as one, Peer.join([one.address], join_timeout_s=60.0) as two:
 }
 
 
+EXTRAS = {"transformers": ("accelerate", "transformers.trainer"), "lightning": ("lightning", "lightning.pytorch")}
+"""What a script needs besides dlc, and what is imported of it for all."""
+
+
+def lacking(name: str) -> bool:
+    return name in EXTRAS and importlib.util.find_spec(EXTRAS[name][0]) is None
+
+
 @pytest.fixture(scope="module")
 def survivor() -> Iterator[Peer]:
     with Peer.join() as peer:
@@ -121,9 +233,11 @@ def survivor() -> Iterator[Peer]:
 def ends(survivor: Peer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, bool, str]]:
     """By script: exit status, whether one of its processes is left, and what it printed."""
     folder = tmp_path_factory.mktemp("scripts")
-    lines = [json.dumps([f"{folder}/{n}", s.replace("ADDRESS", survivor.address)]) for n, s in SCRIPTS.items()]
+    there = {n: s for n, s in SCRIPTS.items() if not lacking(n)}
+    lines = [json.dumps([f"{folder}/{n}", s.replace("ADDRESS", survivor.address)]) for n, s in there.items()]
+    modules = [module for n, (_, module) in EXTRAS.items() if n in there]
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
+        [sys.executable, "-c", RUNNER, *modules],
         input="\n".join(lines),
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -142,11 +256,18 @@ def ends(survivor: Peer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ("ctrl-c", -signal.SIGINT, "KeyboardInterrupt"),
         ("exit", 3, "joined"),
         ("forks", 0, "joined"),
+        ("hivemind", 1, "out of ideas"),
+        ("hivemind-forks", 0, "joined"),
+        ("opendiloco", -signal.SIGINT, "KeyboardInterrupt"),
+        ("transformers", 1, "out of ideas"),
+        ("lightning", 1, "KeyboardInterrupt"),
     ],
 )
 def test_a_script_ends_as_it_should_and_leaves_no_process_and_no_port(
     name: str, status: int, told: str, ends: dict[str, tuple[int, bool, str]]
 ) -> None:
+    if lacking(name):
+        pytest.skip(f"needs {EXTRAS[name][0]}, which is not installed")
     found, left, text = ends[name]
     assert found == status and told in text, text
     assert not left, "a process of it is still there"

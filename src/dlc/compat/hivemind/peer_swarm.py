@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,10 +36,11 @@ SECOND_S = 10.0
 
 
 class PeerSwarm:
-    """Owns the peer: `leave` leaves."""
+    """Owns the peer: `leave` leaves. In a forked child whatever ends something changes nothing, as with the peer."""
 
     def __init__(self, peer: Peer, log: bool = False) -> None:
         self._peer, self._log = peer, log
+        self._pid = os.getpid()
         self._listeners: list[Callable[[], None]] = []
         self._closed = threading.Event()
         self._said = -float("inf")
@@ -115,7 +117,8 @@ class PeerSwarm:
         self._peer.mesh.act(lambda mesh, now: mesh.post(key, value, ttl_s, now))
 
     def withdraw(self, key: str) -> None:
-        self._peer.mesh.act(lambda mesh, now: mesh.withdraw(key, now))
+        if os.getpid() == self._pid:
+            self._peer.mesh.act(lambda mesh, now: mesh.withdraw(key, now))
 
     def notices(self, prefix: str) -> list[Notice]:
         return self._peer.mesh.ask(
@@ -204,7 +207,8 @@ class PeerSwarm:
         self._peer.mesh.act(lambda mesh, now: lend(mesh, key, data, ttl_s, now))
 
     def release(self, key: str) -> None:
-        self._peer.mesh.act(lambda mesh, now: give_back(mesh, key, now))
+        if os.getpid() == self._pid:
+            self._peer.mesh.act(lambda mesh, now: give_back(mesh, key, now))
 
     def fetch(self, peer: str, key: str, n_bytes: int, timeout_s: float | None) -> bytes | None:
         out, over, why = bytearray(n_bytes), threading.Event(), [""]
