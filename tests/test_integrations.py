@@ -262,6 +262,27 @@ def test_lightning_trains_as_without_for_a_lone_peer_and_brings_the_last_steps_i
     assert torch.equal(flat(module), peer.theta())
 
 
+@pytest.mark.parametrize("ends_by", ["epochs", "steps", "a callback"])
+def test_the_last_checkpoint_of_lightning_holds_the_swarms_model(fit: Any, tmp_path: Path, ends_by: str) -> None:
+    peer = FakePeer()
+    own = strategy(peer, sync_every=5)  # skips where Lightning is not installed
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    class Stop(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.should_stop = ends_by == "a callback" and trainer.global_step == 6
+
+    limits = {"epochs": {"max_steps": -1, "max_epochs": 1}, "steps": {"max_steps": 12}, "a callback": {}}
+    kept = ModelCheckpoint(tmp_path / "kept", filename="end", save_last=True)
+    fit(own, enable_checkpointing=True, callbacks=[kept, Stop()], **limits[ends_by])
+    assert peer.weights == {"epochs": [5.0, 3.0], "steps": [5.0, 5.0, 2.0], "a callback": [5.0, 1.0]}[ends_by]
+    whole = TorchCheckpointIO().load_checkpoint(kept.last_model_path, weights_only=True)
+    assert torch.equal(torch.cat([p.flatten() for p in whole["state_dict"].values()]), peer.theta())
+    assert whole["dlc"]["t"] == peer.state.t and whole["dlc"]["steps"] == 0
+
+
 def test_lightnings_loggers_take_each_round(fit: Any) -> None:
     from lightning.pytorch.loggers import CSVLogger
 

@@ -7,8 +7,8 @@
 
 Each peer is a Trainer of its own on one device. Each `sync_every`-th step of the optimizer (not micro-batch: gradient
 accumulation is one step) is followed by a round, whose numbers (round/peers, round/seconds, ...) go to the Trainer's
-loggers. When `fit` has ended the model is the swarm's; checkpoints that Lightning writes between two rounds hold this
-peer's own.
+loggers. When the last epoch ends, the last steps are brought in and the model is the swarm's, in the checkpoint that
+Lightning writes then, too; checkpoints between two rounds hold this peer's own.
 
 A checkpoint holds, beside what Lightning saves, what the swarm had: outer parameters and momentum, the log of the run,
 and what int8, int4 or topk still owe. A whole swarm that was stopped goes on from there:
@@ -22,7 +22,7 @@ and the checkpoint are lost; the log says how many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,17 @@ def saved_state(checkpoint: str | Path) -> dict[str, Any]:
     return saved.demand(whole.get(KEY), checkpoint)
 
 
+class _LastEpoch(pl.Callback):  # type: ignore[misc]
+    """Ends the exchanges with the last epoch: Lightning calls it before it writes the checkpoint of the epoch."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.fit_loop.done:
+            self._end()
+
+
 @takes_options
 class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is not read by mypy
     """Trains the module together with all peers of the channel; `options` are the keywords of `dlc.DiLoCo`.
@@ -80,6 +91,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._found: Mapping[str, Any] | None = None
         """Of the checkpoint of which this training resumes."""
         self._diloco: DiLoCo | None = None
+        self._finished = False
         self._trainer: pl.Trainer | None = None
         self._logged: RoundReport | None = None
 
@@ -101,6 +113,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
     def setup(self, trainer: pl.Trainer) -> None:
         """Keep the Trainer, whose loggers take the rounds."""
         self._trainer = trainer
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, _LastEpoch)]
+        trainer.callbacks = [_LastEpoch(self._finish), *others]
         super().setup(trainer)
 
     def on_train_start(self) -> None:
@@ -109,6 +123,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         if len(self.optimizers) != 1:
             raise UsageError(f"DLCStrategy needs a module with one optimizer, not {len(self.optimizers)}")
         found, self._found = self._found, None
+        self._finished = False
         self._diloco = saved.follow(
             self.lightning_module, self.optimizers[0], self._peer, self._sync_every, found, self._options
         )
@@ -119,10 +134,10 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._log_round()
 
     def on_train_end(self) -> None:
-        """Bring the last steps to the others, and leave the module at the swarm's parameters."""
+        """Bring the last steps to the others, and leave the module at the swarm's parameters, unless that is done."""
         super().on_train_end()
-        self.diloco.finish()
-        self._log_round()
+        if not self._finished:
+            self._finish()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *where: Any, **how: Any) -> None:
         """Add what the swarm had, unless the checkpoint holds the weights only."""
@@ -142,6 +157,11 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         if self._diloco is not None:
             self._diloco.unfollow()
         super().teardown()
+
+    def _finish(self) -> None:
+        self._finished = True
+        self.diloco.finish()
+        self._log_round()
 
     def _log_round(self) -> None:
         report = self.diloco.last_report
