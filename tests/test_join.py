@@ -22,13 +22,14 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def test_two_that_start_together_train_one_model_to_the_end(host: Host) -> None:
-    config, (one, two) = host.config(rounds=2), free_addresses(2)
+    rounds = 5  # on a busy machine one of them may be left out of the first ones, as too slow to be worth waiting for
+    config, (one, two) = host.config(rounds=rounds), free_addresses(2)
     common = ["--config", config, "--key-file", str(host.key)]
     a = host.start("a", *common, "--listen", one, "--peers", two)
     b = host.start("b", *common, "--listen", two, "--peers", one)
     ends = [process.event("end") for process in (a, b)]
     assert [process.exit_code() for process in (a, b)] == [0, 0]
-    assert [(end["reason"], end["t"]) for end in ends] == [("rounds", 2)] * 2
+    assert [(end["reason"], end["t"]) for end in ends] == [("rounds", rounds)] * 2
     assert ends[0]["digest"] == ends[1]["digest"] != ""
     assert ends[0]["validation_loss"] == ends[1]["validation_loss"]
     ids = {a.event("started")["peer"], b.event("started")["peer"]}

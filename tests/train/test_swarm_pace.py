@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dlc.comm.health import HEALTH_MAX
 from dlc.comm.timeouts import Timeouts
 from dlc.errors import DlcError
 from dlc.peer import Peer
@@ -151,7 +152,8 @@ def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path
             with pytest.raises(DlcError):
                 end.result(DEADLINE_S)
     told = [event["left_s"] for event in left.all("waiting") if event["reason"] == "no quorum"]
-    assert told and told[0] <= evict_s + 5.0 and set(told) <= {0.0, 5.0}
+    # In steps of 5 s; a host that is not scheduled in time gives the others up to HEALTH_MAX times as long.
+    assert told and told[0] <= HEALTH_MAX * evict_s + 5.0 and all(left_s % 5.0 == 0.0 for left_s in told)
     later = [event for event in left.all("round") if event["t"] > at]
     ahead = max(event["weight"] for event in later) / (2 * 16)
     assert ahead > 3 * H, f"no more than {ahead} steps were made while there was no quorum"
