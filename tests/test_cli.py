@@ -11,9 +11,11 @@ from rich.console import Console
 from dlc import __version__
 from dlc.cli import main
 from dlc.cli.join import default_listen, join_line
+from dlc.cli.sinks import JsonLines
 from dlc.cli.status import member_table
-from dlc.comm.security import load_run_key
+from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
+from dlc.peer import Peer
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
 
@@ -70,6 +72,14 @@ def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "--profile", "traces:0"], "below 1"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
+        (["join", "--join-timeout", "soon"], "'soon' is no number"),
+        (["join", "--rounds", "1.5"], "'1.5' is no whole number"),
+        (["join", "--peers", ""], "it is empty"),
+        (["join", "--peers", ","], "it is empty"),
+        (["join", "--key-file", ""], "it is empty"),
+        (["join", "--state-dir", ""], "it is empty"),
+        (["status", "--peers", ""], "it is empty"),
+        (["join", "--device", "meta"], "'meta' cannot be used"),
         (["join", "--peers", "somewhere"], "no address"),
         (["join", "--peers", "127.0.0.1:0"], "port 0"),
         (["join", "--peers", "192.0.2.1:4600"], "--key-file"),
@@ -111,6 +121,40 @@ def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]
     assert code == 3 and "127.0.0.1:1" in text
     code, text = fails(capsys, "status", "--peers", "127.0.0.1:1", "--timeout", "0.2")
     assert code == 3 and "127.0.0.1:1" in text
+
+
+def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, text = fails(capsys, "status", "--peers", "nobody.invalid:1", "--timeout", "3", "--run", "r")
+    assert code == 3 and "cannot be looked up" in text and "its run is 'r'" in text
+    with Peer.join(key=generate_run_key()) as peer:
+        code, text = fails(capsys, "status", "--peers", peer.address)
+        assert code == 3 and "wants a run key: add --key-file" in text
+        (tmp_path / "other.key").write_text(generate_run_key())
+        (tmp_path / "other.key").chmod(0o600)
+        code, text = fails(capsys, "status", "--peers", peer.address, "--key-file", str(tmp_path / "other.key"))
+        assert code == 3 and "refused our run key" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["key", "join --print-config"])
+def test_output_that_nobody_takes(words: str) -> None:
+    command = f"exec {sys.executable} -m dlc {words}"
+    full = subprocess.run(["sh", "-c", f"{command} > /dev/full"], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert full.returncode == 4 and full.stderr.count("\n") == 1 and "make room" in full.stderr
+    closed = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert closed.returncode == 0 and closed.stderr == ""
+
+
+def test_a_full_disk_below_stdout_ends_the_events_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(out, "write", lambda text: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        monkeypatch.setattr(sys, "stdout", out)
+        lines = JsonLines()
+        lines.take({"event": "phase"})
+        lines.take({"event": "phase"})
+    assert caplog.text.count("no more events go to stdout: No space left on device") == 1
 
 
 def test_the_key_file_of_the_environment_is_used(

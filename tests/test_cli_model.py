@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dlc.cli import main
+from dlc.cli.evaluate import Evaluation, _json
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
@@ -160,3 +161,9 @@ def test_a_checkpoint_of_another_model_names_what_differs(
     finally:
         start.rename(start.with_name("wider"))
         kept.rename(start)
+
+
+def test_numbers_that_json_has_no_word_for_are_null() -> None:
+    found = Evaluation("m", None, "stdlib", "all", "bytes", 1, 16, 800.0, math.inf, math.nan)
+    plain = json.loads(_json(found), parse_constant=pytest.fail)
+    assert plain["perplexity"] is None and plain["bits_per_byte"] is None and plain["loss"] == 800.0

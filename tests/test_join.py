@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import signal
 from collections.abc import Iterator
@@ -103,5 +104,25 @@ def test_the_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPa
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupts.holds = True
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_import_that_takes_ctrl_c_for_a_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("dlc.cli.interrupt.os._exit", ended.append)
+    with Interrupts():  # nothing is held yet: the process ends, whoever would have caught an exception
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        interrupts.holds = True
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("could not import it") from None
+    with pytest.raises(OSError), Interrupts() as interrupts:
+        interrupts.can_save = True
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("the disk is full")  # an error of saving stays one

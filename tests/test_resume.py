@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dlc.cli import main
 from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError
@@ -179,7 +180,20 @@ def test_a_full_disk_stops_neither_the_training_nor_the_leave(
     monkeypatch.setattr(StateDir, "save_address_book", full)
     monkeypatch.setattr("dlc.train.checkpoint.save_file", full)
     _, end = train(tmp_path / "a", spec)
-    assert (end.reason, end.t, end.checkpoint) == ("rounds", ROUNDS, None)
+    assert (end.reason, end.t, end.checkpoint, end.saved) == ("rounds", ROUNDS, None, False)
     assert "t-00000001.safetensors could not be written" in caplog.text and "address book" in caplog.text
     older = saver.newest(tmp_path / "a")
     assert older is not None and older.t == 1
+
+
+def test_an_end_that_could_not_be_saved_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlc.train.checkpoint.save_file", full)
+    config = tmp_path / "RUN.toml"
+    config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
+    assert main(["join", "--config", str(config), "--state-dir", str(tmp_path / "a"), "--device", "cpu"]) == 4
+    assert "the end was not saved whole" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from dlc.comm.wire import pack
 from dlc.errors import SpecMismatch, UnreachableError, UsageError, WrongKeyError
 from dlc.runspec import RunSpec
 from dlc.statedir import PeerState
+from dlc.survey import wrong_key
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def introduce(
         unheard = lobby.unheard()
         barred = [a for a in unheard if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
         if barred and len(barred) == len(listed):
-            raise WrongKeyError(_wrong_key(barred, has_key))
+            raise WrongKeyError(wrong_key(barred, has_key))
         if not driver.running:
             raise UnreachableError(f"the network thread stopped: {driver.error}")
         if deadline is not None and clock() >= deadline:
@@ -183,13 +184,6 @@ def _records(answers: dict[str, Welcome]) -> tuple[Record, ...]:
 
 def _observed(answers: dict[str, Welcome]) -> str:
     return next((w.observed_host for w in answers.values() if w.observed_host), "")
-
-
-def _wrong_key(barred: list[str], has_key: bool) -> str:
-    where = ", ".join(barred)
-    if has_key:
-        return f"{where} answered, but refused our run key: use the key file of that run (or none if it has none)"
-    return f"{where} answered, but wants a run key: add --key-file with the key file of that run"
 
 
 def _unreachable(unheard: tuple[str, ...], failures: dict[str, LinkEvent], timeout_s: float) -> str:

@@ -81,6 +81,7 @@ def status(
     answered: dict[str, Record] = {}
     known: dict[str, Record] = {}
     barred: set[str] = set()
+    details: dict[str, str] = {}
     todo = set(peers)
     deadline = clock() + timeout_s
     try:
@@ -91,19 +92,34 @@ def status(
                     hello = Hello(PROTOCOL_VERSION, run or "", b"", None, address)
                     transport.send_control(address, encode(me, bytes(8), hello))
             for event in transport.poll(0.1):
-                if isinstance(event, LinkEvent) and event.kind in ("handshake_failed", "auth_failed"):
-                    barred.add(event.address)
+                if isinstance(event, LinkEvent):
+                    details[event.address] = event.detail
+                    if event.kind in ("handshake_failed", "auth_failed"):
+                        barred.add(event.address)
                 if isinstance(event, Incoming):
                     _take(event, answered, known)
             todo |= {r.control[0] for r in known.values() if r.control and not r.left}
     finally:
         transport.close(0.0)
     if not answered and barred:
-        raise WrongKeyError(f"{', '.join(sorted(barred))} answered, but refused our run key: check --key-file")
+        raise WrongKeyError(wrong_key(sorted(barred), security is not None))
     if not answered:
-        raise UnreachableError(f"no answer within {timeout_s:g} s from {', '.join(peers)}")
+        tried = ", ".join(f"{peer} ({details[peer]})" if details.get(peer) else peer for peer in peers)
+        other = f", and that its run is {run!r}" if run else ""
+        raise UnreachableError(
+            f"no answer within {timeout_s:g} s from {tried}; check the address, that the peer runs{other}, and that "
+            "its port is open"
+        )
     alive = {r.voter for r in answered.values()}
     return [member_of(r, r.voter in alive, False) for _, r in sorted(known.items())]
+
+
+def wrong_key(barred: Sequence[str], has_key: bool) -> str:
+    """The sentence for addresses that answered a handshake, and did not finish it."""
+    where = ", ".join(barred)
+    if has_key:
+        return f"{where} answered, but refused our run key: use the key file of that run (or none if it has none)"
+    return f"{where} answered, but wants a run key: add --key-file with the key file of that run"
 
 
 def _take(event: Incoming, answered: dict[str, Record], known: dict[str, Record]) -> None:

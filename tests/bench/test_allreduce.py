@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from dlc.bench import allreduce
-from dlc.bench.allreduce import PeerReport, Work, WrongMean, combine, slowest_link_mbps, take_part
+from dlc.bench.allreduce import (
+    Children,
+    PeerReport,
+    Work,
+    WrongMean,
+    combine,
+    join_timeout_s,
+    slowest_link_mbps,
+    take_part,
+)
 from dlc.errors import DlcError, UsageError
 from dlc.peer import Peer
 from dlc.report import Missing, RoundReport, Share
@@ -82,8 +91,15 @@ def test_a_wrong_mean_is_never_a_figure() -> None:
 
 
 def test_who_does_not_come_is_told() -> None:
-    with Peer.join() as peer, pytest.raises(UsageError, match="only 1 of 3 peers came"):
+    with Peer.join() as peer, pytest.raises(UsageError, match="only 1 of 3 peers are here"):
         take_part(peer, WORK, lambda text: None, 0.2)
+
+
+def test_processes_of_one_host_may_take_their_time_but_not_fail() -> None:
+    assert join_timeout_s(None) == join_timeout_s(2) == 60.0 and join_timeout_s(16) == 160.0
+    with Children(1, {"--peers": "127.0.0.1:1", "--codec": "nix"}) as children, Peer.join() as peer:
+        with pytest.raises(DlcError, match="exit status 2"):
+            take_part(peer, WORK, lambda text: None, 600.0, children.look)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,12 @@ def test_every_tool_has_help_with_an_example(capsys: pytest.CaptureFixture[str],
         (["link", "--to", "host"], "'host' is no address"),
         (["link", "--to", "host:0"], "port 0"),
         (["link", "--to", "a:1,b:1"], "dlc bench matrix"),
+        (["link", "--to", ""], "it is empty"),
+        (["matrix", "--peers", " , "], "it is empty"),
+        (["allreduce", "--peers", ""], "it is empty"),
+        (["allreduce", "--local", "2", "--pause", "-5"], "above 0"),
+        (["allreduce", "--local", "2", "--pause", "nan"], "above 0"),
+        (["codec", "--device", "meta"], "'meta' cannot be used"),
         (["link", "--to", "a:1", "--streams", "many"], "--streams"),
         (["link", "--to", "a:1", "--max-mb", "0"], "--max-mb"),
         (["link", "--to", "a:1", "--max-mb", "nan"], "--max-mb"),
@@ -183,6 +189,13 @@ def test_a_ctrl_c_that_is_lost_where_it_comes_ends_the_measurement_all_the_same(
         wait_until(stop.is_set, what="the signal is handled")
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: False, 5, "the second one ends it at once")
+
+
+def test_a_kill_ends_it_as_ctrl_c_does() -> None:
+    with pytest.raises(KeyboardInterrupt), _interruptible() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(stop.is_set, what="the signal is handled")
+        raise Stopped("as every poll does then")
 
 
 def test_allreduce_of_processes_on_this_host(run: Any, key: str) -> None:

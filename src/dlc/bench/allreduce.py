@@ -42,6 +42,8 @@ ROUND_TIMEOUT_S = 600.0
 """Others are waited for during half of it."""
 GATE_S_MAX = 60.0
 """For all to meet again after a round: by then a peer that has died is known to be dead."""
+JOIN_S, JOIN_S_PER_PROCESS = 60.0, 10.0
+"""For the next peer to come: by default, and for each process of --local where that is more."""
 LOOK_EVERY_S = 0.1
 PROBE_ELEMS = 1 << 18
 """What the loss of the codec is measured on."""
@@ -131,12 +133,26 @@ class Work:
         return max(int(self.mb * 1e6 / 4), 1)
 
 
-def take_part(peer: Peer, work: Work, say: Callable[[str], None], join_timeout_s: float) -> PeerReport:
-    """All rounds, as one of `work.n_peers`. Raises RoundTimeout, WrongMean, UsageError (not everybody came)."""
-    _wait_for_all(peer, work.n_peers, say, join_timeout_s)
+def join_timeout_s(n_local: int | None) -> float:
+    """What is waited for peers by default. Processes of one host load torch side by side, on the same few cores."""
+    return max(JOIN_S, JOIN_S_PER_PROCESS * (n_local or 0))
+
+
+def take_part(
+    peer: Peer,
+    work: Work,
+    say: Callable[[str], None],
+    join_timeout_s: float,
+    look: Callable[[], None] = lambda: None,
+) -> PeerReport:
+    """All rounds, as one of `work.n_peers`. Raises RoundTimeout, WrongMean, UsageError (not everybody came).
+
+    join_timeout_s: from one peer that comes to the next. look: called while waiting for them; what it raises ends that.
+    """
+    _wait_for_all(peer, work.n_peers, say, join_timeout_s, look)
     pattern = torch.randn(work.numel, generator=torch.Generator().manual_seed(0))
     vector, gate = torch.empty_like(pattern), torch.zeros(1)
-    _meet(peer, gate, work.n_peers, join_timeout_s)
+    _meet(peer, gate, work.n_peers, join_timeout_s, look)
     tolerance = _tolerance(pattern[:PROBE_ELEMS] * _factor(peer.id), pattern, work.codec)
     seconds: list[float] = []
     reports: list[RoundReport] = []
@@ -157,12 +173,18 @@ def take_part(peer: Peer, work: Work, say: Callable[[str], None], join_timeout_s
     return _summary(peer, work, seconds, reports)
 
 
-def _wait_for_all(peer: Peer, n_peers: int, say: Callable[[str], None], timeout_s: float) -> None:
-    deadline, told = clock() + timeout_s, -1
+def _wait_for_all(
+    peer: Peer, n_peers: int, say: Callable[[str], None], timeout_s: float, look: Callable[[], None]
+) -> None:
+    deadline, told, most = clock() + timeout_s, -1, 0
     while (here := sum(member.alive for member in peer.members())) < n_peers:
+        look()
+        if here > most:
+            deadline, most = clock() + timeout_s, here
         if clock() >= deadline:
             raise UsageError(
-                f"only {here} of {n_peers} peers came within {timeout_s:g} s; start the same command on every host"
+                f"only {here} of {n_peers} peers are here, and no other came within {timeout_s:g} s; start the same "
+                "command on every host, or give a slow one more --join-timeout"
             )
         if here != told:
             say(f"{here} of {n_peers} peers are here")
@@ -170,12 +192,15 @@ def _wait_for_all(peer: Peer, n_peers: int, say: Callable[[str], None], timeout_
         threading.Event().wait(LOOK_EVERY_S)
 
 
-def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float) -> None:
+def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float, look: Callable[[], None] = lambda: None) -> None:
     """A round with everybody in it. Alive is not enough: a newcomer takes part only when it has a seat."""
-    deadline = clock() + timeout_s
+    deadline, most = clock() + timeout_s, 0
     while (
         len((report := peer.all_reduce(gate, name="gate", codec="fp32", timeout_s=GATE_S_MAX)).contributors) < n_peers
     ):
+        look()
+        if (here := len(report.contributors)) > most:
+            deadline, most = clock() + timeout_s, here
         if clock() >= deadline:
             raise DlcError(f"not all {n_peers} peers took part within {timeout_s:g} s: {report.summary()}")
         threading.Event().wait(LOOK_EVERY_S)
@@ -270,7 +295,10 @@ def slowest_link_mbps(links: Path, sites: Sequence[str]) -> float:
 
 
 class Children:
-    """The other peers of `--local`: processes that run this very command. Closing ends those that still live."""
+    """The other peers of `--local`: processes that run this very command. Closing ends those that still live.
+
+    Each has a session of its own: a Ctrl-C of the terminal is for us alone, and we end them.
+    """
 
     def __init__(self, n: int, options: Mapping[str, str]) -> None:
         words = [word for option in options.items() for word in option]
@@ -278,7 +306,9 @@ class Children:
         self._processes: list[subprocess.Popen[str]] = []
         try:
             for _ in range(n):
-                self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                self._processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+                )
         except BaseException:
             self.close()
             raise
@@ -289,13 +319,18 @@ class Children:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def look(self) -> None:
+        """DlcError if one of them failed."""
+        for process in self._processes:
+            if process.poll():
+                raise DlcError(f"a peer ended with exit status {process.returncode}; its error stands above")
+
     def reports(self) -> list[PeerReport]:
         """What each of them printed; waits for their end."""
         found = []
         for process in self._processes:
             text, _ = process.communicate()
-            if process.returncode:
-                raise DlcError(f"a peer ended with exit status {process.returncode}; its error stands above")
+            self.look()
             (plain,) = json.loads(text)["peers"]
             found.append(PeerReport(**plain | {"seconds": tuple(plain["seconds"])}))
         return found

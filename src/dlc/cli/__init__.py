@@ -7,14 +7,17 @@ Errors are one line on stderr; `--log-level debug` adds the traceback.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from dlc.cli.interrupt import Interrupts
 from dlc.cli.options import parser
 from dlc.errors import DlcError, JoinError, UsageError
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OK, USAGE, NOT_JOINED, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
 
 
@@ -22,19 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser(demo_wanted="demo" in words[:1]).parse_args(words)
+    _stand_in()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("dlc").setLevel(args.log_level.upper())
     try:
-        return _run(args)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print(f"dlc {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return FAILED
     except Exception as error:
         if args.log_level == "debug":
             logging.getLogger("dlc").exception("dlc %s failed", args.command)
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            _discard_stdout()  # or Python would try once more, and complain
         text = str(error) if isinstance(error, DlcError) else _unexpected(error)
         print(f"dlc {args.command}: {text}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
@@ -49,13 +57,15 @@ def _run(args: argparse.Namespace) -> int:
             sys.stdout.flush()
             return OK
         case "join":
-            from dlc.cli.join import join
+            with Interrupts() as interrupts:  # before the imports, which take seconds
+                from dlc.cli.join import join
 
-            return join(args)
+                return join(args, interrupts)
         case "status":
-            from dlc.cli.status import show_status
+            with Interrupts():
+                from dlc.cli.status import show_status
 
-            return show_status(args)
+                return show_status(args)
         case "export":
             from dlc.cli.export import export
 
@@ -74,5 +84,23 @@ def _run(args: argparse.Namespace) -> int:
             return demo(args)
 
 
+def _stand_in() -> None:
+    """A stdout or stderr that is closed (`>&-`) is /dev/null: else a socket would get its number."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_WRONLY)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  as long as we live
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _unexpected(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        where = f"{error.filename} cannot be written" if error.filename else "what there is to say cannot be written"
+        return f"{where}: {error.strerror}; make room, and start it again"
     return f"unexpected {type(error).__name__}: {error} (--log-level debug shows where)"

@@ -62,50 +62,67 @@ example:
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """The tools of `dlc bench`, with their options."""
-    from dlc.cli.options import _count, _seconds
+    from dlc.cli.options import count, given, pause, seconds
 
     tools = bench.add_subparsers(dest="tool", metavar="TOOL", required=True)
     serve = _tool(tools, "serve", "let others measure the links of this host, until Ctrl-C", SERVE_EXAMPLE)
-    serve.add_argument("--listen", metavar="HOST:PORT", required=True, help="this port and the next one are used")
+    serve.add_argument(
+        "--listen", type=given, metavar="HOST:PORT", required=True, help="this port and the next one are used"
+    )
     _add_key(serve, listens=True)
 
     link = _tool(tools, "link", "measure the link to a host that runs `dlc bench serve`", LINK_EXAMPLE)
-    link.add_argument("--to", metavar="HOST:PORT", required=True, help="where it listens")
+    link.add_argument("--to", type=given, metavar="HOST:PORT", required=True, help="where it listens")
     _add_key(link, listens=False)
-    link.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="in all (default 30)")
+    link.add_argument("--seconds", type=seconds, default=30.0, metavar="S", help="in all (default 30)")
     link.add_argument("--max-mb", type=float, default=2000.0, metavar="MB", help="payload in all (default 2000)")
     link.add_argument("--streams", default="1,2,4,8", metavar="N,...", help="connections to try (default 1,2,4,8)")
 
     matrix = _tool(tools, "matrix", "measure every direction between hosts that run `dlc bench serve`", MATRIX_EXAMPLE)
-    matrix.add_argument("--peers", metavar="HOST:PORT,...", required=True, help="as each of them dials the others")
-    matrix.add_argument("--listen", metavar="HOST:PORT", help="this host takes part too, and listens here meanwhile")
-    matrix.add_argument("--advertise", metavar="HOST[:PORT]", help="with --listen: what others dial; default: a guess")
+    matrix.add_argument(
+        "--peers", type=given, metavar="HOST:PORT,...", required=True, help="as each of them dials the others"
+    )
+    matrix.add_argument(
+        "--listen", type=given, metavar="HOST:PORT", help="this host takes part too, and listens here meanwhile"
+    )
+    matrix.add_argument(
+        "--advertise", type=given, metavar="HOST[:PORT]", help="with --listen: what others dial; default: a guess"
+    )
     _add_key(matrix, listens=True)
-    matrix.add_argument("--seconds", type=_seconds, default=5.0, metavar="S", help="for each direction (default 5)")
+    matrix.add_argument("--seconds", type=seconds, default=5.0, metavar="S", help="for each direction (default 5)")
     matrix.add_argument("--max-mb", type=float, default=500.0, metavar="MB", help="for each direction (default 500)")
     matrix.add_argument("--png", type=Path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
 
     reduce = _tool(tools, "allreduce", "time the all-reduce, here or together with other hosts", ALLREDUCE_EXAMPLE)
     where = reduce.add_mutually_exclusive_group(required=True)
-    where.add_argument("--local", type=_count, metavar="N", help="N processes on this host")
-    where.add_argument("--peers", metavar="HOST:PORT,...", help="all hosts, this one included; the same list on each")
-    reduce.add_argument("--n-peers", type=_count, metavar="N", help="with --peers: default: as many as are listed")
-    reduce.add_argument("--listen", default=LOOPBACK, metavar="HOST:PORT", help="with --peers: where this host is")
-    reduce.add_argument("--advertise", metavar="HOST[:PORT]", help="with --peers: what others dial")
+    where.add_argument("--local", type=count, metavar="N", help="N processes on this host")
+    where.add_argument(
+        "--peers", type=given, metavar="HOST:PORT,...", help="all hosts, this one included; the same list on each"
+    )
+    reduce.add_argument("--n-peers", type=count, metavar="N", help="with --peers: default: as many as are listed")
+    reduce.add_argument(
+        "--listen", type=given, default=LOOPBACK, metavar="HOST:PORT", help="with --peers: where this host is"
+    )
+    reduce.add_argument("--advertise", type=given, metavar="HOST[:PORT]", help="with --peers: what others dial")
     _add_key(reduce, listens=True)
     reduce.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per peer (default 100)")
     reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
-    reduce.add_argument("--rounds", type=_count, default=5, metavar="R", help="timed rounds (default 5)")
-    reduce.add_argument("--pause", type=float, default=0.0, metavar="S", help="between rounds (default 0)")
+    reduce.add_argument("--rounds", type=count, default=5, metavar="R", help="timed rounds (default 5)")
+    reduce.add_argument("--pause", type=pause, default=0.0, metavar="S", help="between rounds (default 0)")
     reduce.add_argument("--links", type=Path, metavar="FILE", help="what `matrix --json` printed: gives the limit")
     reduce.add_argument(
         "--threads",
-        type=_count,
+        type=count,
         default=0,
         metavar="T",
         help="torch threads of a peer (default: with --local an equal share of the cores, else torch's own)",
     )
-    reduce.add_argument("--join-timeout", type=_seconds, default=60.0, metavar="S", help="for all to come (default 60)")
+    reduce.add_argument(
+        "--join-timeout",
+        type=seconds,
+        metavar="S",
+        help="for the next peer to come (default 60, with --local at least 10 for each process)",
+    )
 
     codec = _tool(tools, "codec", "time encoding and decoding on this host, and what each codec loses", CODEC_EXAMPLE)
     codec.add_argument("--mb", type=float, default=64.0, help="MB (10^6 bytes) of fp32 (default 64)")
@@ -119,7 +136,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 def bench(args: argparse.Namespace) -> int:
     """Run one tool; returns its exit status."""
     tools = {"serve": _serve, "link": _link, "matrix": _matrix, "allreduce": _allreduce, "codec": _codec}
-    with Interrupts():
+    with Interrupts() as interrupts:
+        args.interrupts = interrupts
         return tools[args.tool](args)
 
 
@@ -136,7 +154,9 @@ def _tool(tools: Any, name: str, what: str, example: str) -> argparse.ArgumentPa
 
 
 def _add_key(tool: argparse.ArgumentParser, listens: bool) -> None:
-    tool.add_argument("--key-file", metavar="FILE", help="the run key; needed beyond this machine")
+    from dlc.cli.options import given
+
+    tool.add_argument("--key-file", type=given, metavar="FILE", help="the run key; needed beyond this machine")
     if listens:
         tool.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
 
@@ -179,7 +199,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets, to be looked at often; what ends by it is KeyboardInterrupt outside.
+    """Yields an event that Ctrl-C and SIGTERM set, to be looked at often; what ends by it is KeyboardInterrupt outside.
 
     Python's own handler raises that wherever it is: while pyzmq checks a result, the exception is printed, and lost.
     The second Ctrl-C raises it all the same.
@@ -193,13 +213,14 @@ def _interruptible() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = signal.signal(signal.SIGINT, interrupted)
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     except Stopped:
         raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- the tools
@@ -213,8 +234,8 @@ def _serve(args: argparse.Namespace) -> int:
         if args.json:
             _print_json({"event": "serving", "host": site.host, "port": site.port, "bulk_port": site.bulk_port})
         log.info("serving measurements on %s, TCP %d and %d; Ctrl-C ends it", site.host, site.port, site.bulk_port)
-        site.run(threading.Event())
-    except KeyboardInterrupt:
+        with _interruptible() as stop:
+            site.run(stop)
         log.info("no longer serving")
     finally:
         site.close()
@@ -320,10 +341,12 @@ def _allreduce(args: argparse.Namespace) -> int:
     n_peers = args.local if args.local is not None else args.n_peers or len(peers)
     work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
     slowest_mbps = allreduce.slowest_link_mbps(args.links, peers) if args.links else None
+    args.join_timeout = args.join_timeout or allreduce.join_timeout_s(args.local)
     if args.local is not None and not args.threads:
         args.threads = max(1, (os.cpu_count() or 1) // n_peers)
     if args.threads:
         torch.set_num_threads(args.threads)
+    args.interrupts.holds = True
     with _progress() as say:
         say("joining")
         with Peer.join(
@@ -337,7 +360,10 @@ def _allreduce(args: argparse.Namespace) -> int:
         ) as peer:
             n_children = n_peers - 1 if args.local is not None else 0
             with allreduce.Children(n_children, _child_options(args, peer.address, n_peers, key)) as children:
-                reports = [allreduce.take_part(peer, work, say, args.join_timeout), *children.reports()]
+                reports = [
+                    allreduce.take_part(peer, work, say, args.join_timeout, children.look),
+                    *children.reports(),
+                ]
     report = allreduce.combine(reports, work, key is not None, slowest_mbps)
     if args.json:
         _print_json(report.to_dict())

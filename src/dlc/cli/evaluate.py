@@ -70,10 +70,10 @@ def evaluate_model(args: argparse.Namespace) -> int:
         blocks=sum(len(batch) for batch in text.batches),
         seq_len=seq_len,
         loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        perplexity=math.inf if loss >= 700 else math.exp(loss),
         bits_per_byte=loss / math.log(2) / text.bytes_per_token,
     )
-    print(json.dumps(asdict(found)) if args.json else _table(found), flush=True)
+    print(_json(found) if args.json else _table(found), flush=True)
     return 0
 
 
@@ -125,6 +125,13 @@ def _seq_len(given: int | None, restored: Restored) -> int:
     if restored.spec is not None:
         return restored.spec.data.seq_len
     return min(SEQ_LEN, positions or SEQ_LEN)
+
+
+def _json(found: Evaluation) -> str:
+    """Numbers that are not finite, for which JSON has no word, are null."""
+    plain = asdict(found)
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+    return json.dumps(finite, allow_nan=False)
 
 
 def _table(found: Evaluation) -> str:

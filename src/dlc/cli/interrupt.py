@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the first asks for a clean end, the second ends the process at once with status 130.
 
-Before there is anything to save, the first one already raises KeyboardInterrupt, since joining can wait for ever.
+Before there is anything to save, the first one already raises KeyboardInterrupt, since joining can wait for ever; and
+before there is anything to let go, it ends the process, since an import may take an exception for a missing package.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.stop = threading.Event()
         """Set by the first signal."""
+        self.holds = False
+        """Set by the owner once others, or child processes, are to be told of an end."""
         self.can_save = False
         """Set by the owner once a stop leads to a saved checkpoint."""
         self._before: dict[int, Any] = {}
@@ -33,6 +36,8 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if isinstance(error, Exception) and self.stop.is_set() and not self.can_save:
+            raise KeyboardInterrupt from None  # ours, which something on the way took for an error of its own
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.stop.is_set():
@@ -40,6 +45,10 @@ class Interrupts:
                 os.write(sys.stderr.fileno(), SHOW_CURSOR)  # the live table hides it
             os._exit(130)
         self.stop.set()
+        if not (self.holds or self.can_save):
+            end = SHOW_CURSOR if sys.stderr.isatty() else b""
+            os.write(sys.stderr.fileno(), end + b"dlc: interrupted\n")
+            os._exit(130)
         if not self.can_save:
             raise KeyboardInterrupt
         os.write(sys.stderr.fileno(), b"\nleaving the run and saving; once more to stop at once\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import ipaddress
 import logging
 import os
@@ -27,7 +28,7 @@ from dlc.cli.helping import HELPER, help_out
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.places import KeptOpen, home, key_file
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
-from dlc.errors import SpecMismatch, UsageError
+from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.joining import addresses_of
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
@@ -45,7 +46,7 @@ AUTO, NEVER = "auto", "never"
 LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
 
 
-def join(args: argparse.Namespace) -> int:
+def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """The whole command; returns its exit status."""
     rank = site.launched()
     if rank is not None and rank.rank > 0:
@@ -65,13 +66,12 @@ def join(args: argparse.Namespace) -> int:
     if spec is None and not args.peers:
         spec = RunSpec()
     args.listen = args.listen or default_listen(args.peers, args.key_file is not None, args.insecure)
-    with Interrupts() as interrupts:
-        state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
-        try:
-            with site.leading(args, rank) as group:
-                _take_part(args, spec, named, state, interrupts, group)
-        finally:
-            state.close()
+    state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
+    try:
+        with site.leading(args, rank) as group:
+            _take_part(args, spec, named, state, interrupts, group)
+    finally:
+        state.close()
     return 0
 
 
@@ -94,6 +94,8 @@ def _take_part(
     if args.resume == NEVER and (aside := saver.set_aside(state.path)) is not None:
         log.info("the checkpoints that were here are set aside in %s", aside)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    importlib.import_module("dlc.server" if args.role == HELPER else "dlc.train.trainer")  # seconds: not as a member
+    interrupts.holds = True
     try:
         peer, saved = _join_swarm(args, spec, state, named or saver.newest(state.path, spec), events)
     except SpecMismatch as error:
@@ -198,7 +200,11 @@ def _train(
         )
         if live:
             sinks.append(LiveTable(peer.members, peer.spec.exchanges))
-        trainer.run(interrupts.stop)
+        summary = trainer.run(interrupts.stop)
+        if summary.model is None or not summary.saved:
+            raise DlcError(
+                "the end was not saved whole, as the warnings above say; what was saved before is still there"
+            )
     finally:
         for sink in reversed(sinks):
             sink.close()

@@ -11,6 +11,8 @@ from dlc import __version__
 
 LEVELS = ("debug", "info", "warning", "error")
 PROFILE_STEPS = 5
+SECONDS_MAX = 1e9
+"""Thirty years."""
 
 JOIN_EXAMPLES = """\
 examples:
@@ -23,7 +25,8 @@ examples:
 
 Ctrl-C leaves the run and saves a checkpoint; the same command goes on from it. A second Ctrl-C stops at once.
 Environment: DLC_HOME (state of all peers, default ~/.local/state/dlc), DLC_KEY_FILE (default of --key-file).
-Exit codes: 0 the run ended, or left and saved; 2 usage; 3 could not join; 4 the run failed; 130 stopped at once.
+Exit codes: 0 the run ended, or left and saved; 2 usage; 3 could not join; 4 the run failed, or its end
+could not be saved; 130 stopped at once.
 """
 KEY_EXAMPLES = """\
 example:
@@ -109,23 +112,30 @@ def _command(commands: Any, name: str, what: str, examples: str) -> argparse.Arg
 
 def _add_join(join: argparse.ArgumentParser) -> None:
     swarm = join.add_argument_group("the swarm")
-    swarm.add_argument("--peers", metavar="HOST:PORT,...", help="any of its peers; left out: a run is founded")
-    swarm.add_argument("--key-file", metavar="FILE", help="the run key; needed beyond this machine")
+    swarm.add_argument(
+        "--peers", type=given, metavar="HOST:PORT,...", help="any of its peers; left out: a run is founded"
+    )
+    swarm.add_argument("--key-file", type=given, metavar="FILE", help="the run key; needed beyond this machine")
     swarm.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
     swarm.add_argument(
-        "--listen", metavar="HOST:PORT", help="default: a free port, on all interfaces if a key is given"
+        "--listen", type=given, metavar="HOST:PORT", help="default: a free port, on all interfaces if a key is given"
     )
-    swarm.add_argument("--advertise", metavar="HOST[:PORT]", help="address that others dial; default: found out")
+    swarm.add_argument(
+        "--advertise", type=given, metavar="HOST[:PORT]", help="address that others dial; default: found out"
+    )
     swarm.add_argument("--found", action="store_true", help="found the run even if not all of --peers answer")
-    swarm.add_argument("--join-timeout", type=_seconds, metavar="S", help="give up after S seconds; default: never")
+    swarm.add_argument("--join-timeout", type=seconds, metavar="S", help="give up after S seconds; default: never")
     run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")
-    run.add_argument("--config", type=Path, metavar="RUN.toml", help="options of the run; see --print-config")
-    run.add_argument("--rounds", type=_count, metavar="R", help="end with this many rounds; overrides --config")
+    run.add_argument("--config", type=_path, metavar="RUN.toml", help="options of the run; see --print-config")
+    run.add_argument("--rounds", type=count, metavar="R", help="end with this many rounds; overrides --config")
     run.add_argument("--print-config", action="store_true", help="print all options of the run, and exit")
     here = join.add_argument_group("this peer")
-    here.add_argument("--state-dir", type=Path, metavar="DIR", help="identity, checkpoints, model; default: a free one")
+    here.add_argument(
+        "--state-dir", type=_path, metavar="DIR", help="identity, checkpoints, model; default: a free one"
+    )
     here.add_argument(
         "--resume",
+        type=given,
         default="auto",
         metavar="auto|never|PATH",
         help="auto (default): go on from the run's newest checkpoint in the state directory; never: set all that are "
@@ -153,17 +163,17 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "let others measure theirs with it: for links that are paid by the byte",
     )
     here.add_argument(
-        "--eval-every", type=_count, default=0, metavar="K", help="validate every K rounds; default: at start and end"
+        "--eval-every", type=count, default=0, metavar="K", help="validate every K rounds; default: at start and end"
     )
     here.add_argument(
-        "--checkpoint-every", type=_count, default=10, metavar="K", help="in rounds (default 10; 0: at the end only)"
+        "--checkpoint-every", type=count, default=10, metavar="K", help="in rounds (default 10; 0: at the end only)"
     )
     here.add_argument(
         "--keep", type=_positive, default=2, metavar="K", help="checkpoints that stay on the disk (default 2)"
     )
     follow = join.add_argument_group("following the run (metrics.jsonl in the state directory is always written)")
     follow.add_argument("--json", action="store_true", help="events as JSON lines on stdout, and no live table")
-    follow.add_argument("--tensorboard", type=Path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
+    follow.add_argument("--tensorboard", type=_path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
     follow.add_argument("--wandb", metavar="PROJECT", help="curves in Weights & Biases; dlc[wandb]")
     follow.add_argument(
         "--profile",
@@ -175,21 +185,25 @@ def _add_join(join: argparse.ArgumentParser) -> None:
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:
-    status.add_argument("--peers", metavar="HOST:PORT,...", required=True, help="any peers of the run")
-    status.add_argument("--key-file", metavar="FILE", help="the run key, where the run has one")
-    status.add_argument("--run", metavar="NAME", help="only peers of this run")
-    status.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help="to wait for answers (default 5)")
+    status.add_argument("--peers", type=given, metavar="HOST:PORT,...", required=True, help="any peers of the run")
+    status.add_argument("--key-file", type=given, metavar="FILE", help="the run key, where the run has one")
+    status.add_argument("--run", type=given, metavar="NAME", help="only peers of this run")
+    status.add_argument("--timeout", type=seconds, default=5.0, metavar="S", help="to wait for answers (default 5)")
     status.add_argument("--json", action="store_true", help="a JSON list on stdout")
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file, or the state directory of a peer")
-    export.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write; must be new or empty")
+    export.add_argument(
+        "checkpoint", type=given, metavar="CHECKPOINT", help="a checkpoint file, or the state directory of a peer"
+    )
+    export.add_argument("--out", type=_path, metavar="DIR", required=True, help="folder to write; must be new or empty")
     export.add_argument("--json", action="store_true", help="what was written, as JSON on stdout")
 
 
 def _add_eval(evaluation: argparse.ArgumentParser) -> None:
-    evaluation.add_argument("model", metavar="MODEL", help="a checkpoint, state directory, model folder, or hub name")
+    evaluation.add_argument(
+        "model", type=given, metavar="MODEL", help="a checkpoint, state directory, model folder, or hub name"
+    )
     text = evaluation.add_argument_group(
         "the text (default: what the run holds out; of a model folder, that of stdlib)"
     )
@@ -198,29 +212,57 @@ def _add_eval(evaluation: argparse.ArgumentParser) -> None:
     text.add_argument("--split", default="train", metavar="NAME", help="as data.split (default train)")
     text.add_argument("--text-field", default="text", metavar="NAME", help="as data.text_field (default text)")
     text.add_argument("--tokenizer", metavar="T", help="as data.tokenizer; default: the model's own")
-    text.add_argument("--seq-len", type=_count, metavar="N", help="tokens per block; default: that of the run, or 1024")
-    text.add_argument("--blocks", type=_count, default=256, metavar="N", help="at most so many blocks (default 256)")
-    evaluation.add_argument("--batch-size", type=_count, default=8, metavar="B", help="blocks at once (default 8)")
+    text.add_argument("--seq-len", type=count, metavar="N", help="tokens per block; default: that of the run, or 1024")
+    text.add_argument("--blocks", type=count, default=256, metavar="N", help="at most so many blocks (default 256)")
+    evaluation.add_argument("--batch-size", type=count, default=8, metavar="B", help="blocks at once (default 8)")
     evaluation.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     evaluation.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+def given(text: str) -> str:
+    """What an option says. Nothing at all is mostly a shell variable that is not set, and not the default."""
+    if not text.strip(", "):
+        raise argparse.ArgumentTypeError("it is empty: give a value, or leave the option out")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(given(text))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    value = _number(text)
+    if not 0 < value < SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0 and below {SECONDS_MAX:g}")
     return value
 
 
-def _count(text: str) -> int:
-    value = int(text)
+def pause(text: str) -> float:
+    """Seconds, or 0."""
+    return 0.0 if _number(text) == 0 else seconds(text)
+
+
+def count(text: str) -> int:
+    """0 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = count(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value

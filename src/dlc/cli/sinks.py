@@ -57,9 +57,11 @@ class JsonLines:
             try:
                 sys.stdout.write(line)
                 sys.stdout.flush()
-            except BrokenPipeError:  # nobody reads any more; the training is worth more than its output
+            except OSError as error:  # nobody reads, or the disk is full: the training is worth more than its output
                 self._open = False
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                if not isinstance(error, BrokenPipeError):
+                    log.warning("no more events go to stdout: %s; training goes on", error.strerror or error)
 
     def close(self) -> None:
         """stdout stays open."""

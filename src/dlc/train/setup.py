@@ -103,8 +103,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # which the device "meta", whose tensors hold nothing, cannot
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch without CUDA asserts
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
         raise UsageError(f"the device {name!r} cannot be used ({reason}); choose auto, cpu or cuda") from None
     return device

@@ -74,6 +74,9 @@ class Summary:
     model: Path | None
     """Folder for `from_pretrained`; None if it could not be written."""
     checkpoint: Path | None
+    """The newest that is whole on disk."""
+    saved: bool
+    """It is of the end: the last one could be written."""
 
 
 class Trainer:
@@ -238,7 +241,7 @@ class Trainer:
             self._peer.leave()
         loss = None if interrupted else self._validate()
         self._saver.finish()
-        self._saver.save(frozen, self.strategy.local())
+        saved = self._saver.save(frozen, self.strategy.local()) is not None
         model = self._save_model()
         if not interrupted:
             self._linger(stop)
@@ -255,6 +258,7 @@ class Trainer:
             setbacks=self._tell.setbacks,
             model=model,
             checkpoint=self._saver.last,
+            saved=saved,
         )
         paths = {
             name: str(path) if path else None for name, path in (("model", model), ("checkpoint", summary.checkpoint))
