@@ -15,6 +15,7 @@ from dlc.cli.sinks import JsonLines
 from dlc.cli.status import member_table
 from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
+from dlc.joining import advertised
 from dlc.peer import Peer
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
@@ -212,6 +213,12 @@ def test_where_a_peer_listens_by_default() -> None:
     assert default_listen(("[2001:db8::1]:9",), has_key=True, insecure=False) == "[::]:0"
     with pytest.raises(UsageError):
         default_listen(("host.example:9",), has_key=False, insecure=False)
+
+
+def test_what_others_dial_may_be_an_ipv6_address_without_a_port() -> None:
+    for given in ("2001:db8::1", "[2001:db8::1]", "[2001:db8::1]:4600"):
+        assert advertised(given, 4600) == ("2001:db8::1", 4600)
+    assert advertised("host", 4600) == advertised("host:4600", 1) == ("host", 4600)
 
 
 def test_the_line_for_others() -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlc.comm.addresses import join_address, on_this_host, parse_address
+from dlc.comm.addresses import is_numeric, join_address, on_this_host, parse_address
 from dlc.comm.driver import Driver, clock
 from dlc.comm.entries import EMPTY
 from dlc.comm.framing import run_tag
@@ -49,7 +49,7 @@ class Introduction:
         """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess."""
         host, port = self.host, self.control_port
         if self.advertise:
-            host, port = parse_address(self.advertise if ":" in self.advertise else f"{self.advertise}:{port}")
+            host, port = advertised(self.advertise, port)
         elif ipaddress.ip_address(host).is_unspecified:
             host = observed_host or outbound_host(host)
         return Record(
@@ -103,6 +103,12 @@ def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
         if parse_address(address)[1] == 0:
             raise UsageError(f"{address!r} has port 0: give the port that the peer printed when it started")
     return listed
+
+
+def advertised(given: str, port: int) -> tuple[str, int]:
+    """HOST[:PORT] as `(host, port)`: an IPv6 address without a port may stand with brackets, or without."""
+    bare = given.removeprefix("[").removesuffix("]")
+    return (bare, port) if is_numeric(bare) else parse_address(given if ":" in given else f"{given}:{port}")
 
 
 def introduce(

@@ -318,11 +318,11 @@ def _own_site(args: argparse.Namespace, security: LinkSecurity | None) -> Iterat
 def _advertised(site: Site, given: str | None) -> str:
     import ipaddress
 
-    from dlc.comm.addresses import join_address, parse_address
-    from dlc.joining import outbound_host
+    from dlc.comm.addresses import join_address
+    from dlc.joining import advertised, outbound_host
 
     if given:
-        return join_address(*parse_address(given if ":" in given else f"{given}:{site.port}"))
+        return join_address(*advertised(given, site.port))
     host = outbound_host(site.host) if ipaddress.ip_address(site.host).is_unspecified else site.host
     return join_address(host, site.port)
 
