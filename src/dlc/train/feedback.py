@@ -11,8 +11,9 @@ was left out keeps its e as it was; its d is lost, as with any codec. An offer t
 
 What the owners clip off v (`outer.clip`) is no part of that, and is not offered again.
 
-The residual is this peer's own: not averaged and not sent, but part of its checkpoint. One that is lost, or older than
-the swarm's state, costs one rounding.
+The residual is this peer's own: not averaged and not sent, but part of its checkpoint. With int8 and int4 one that is
+lost, or older than what this peer sent last (a crash, then an older checkpoint), costs one rounding. With topk, whose
+residual is most of a contribution, the old one offers again what was sent since, and it fades by `carry` a round.
 """
 
 from __future__ import annotations
