@@ -84,9 +84,8 @@ def _stream(place: Place, shards: int) -> tuple[Any, str]:
             "name a folder with one, or set data.streaming = false"
         )
     kind = kinds.pop()
-    reading: dict[
-        str, str
-    ] = {}  # bytes that are no UTF-8 become U+FFFD: an error would come when all have trained long
+    reading: dict[str, str] = {}
+    # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
     if kind != "parquet":
         reading |= {"encoding": JSON_ENCODING if kind == "json" else "utf-8", "encoding_errors": "replace"}
     if kind == "text":
