@@ -78,7 +78,7 @@ def nonsense(m: Any, rng: random.Random) -> Any:
     if isinstance(m, msg.Fetch):
         return dataclasses.replace(m, chunks=FAR * rng.randrange(1, 50), hashes=(rng.randbytes(32), b"", b"x"))
     if isinstance(m, msg.Progress):
-        return dataclasses.replace(m, lacks=FAR, held=-1)
+        return dataclasses.replace(m, lacks=FAR, held=-1, waits_s=1e300)
     if isinstance(m, msg.SyncReq):
         return dataclasses.replace(m, depth=far, head=rng.randbytes(rng.choice((0, 1, 32))))
     if isinstance(m, msg.Ping):

@@ -19,10 +19,12 @@ from dlc.comm.choose import Again, Resume, choose
 from dlc.comm.context import Context
 from dlc.comm.entries import CONFIG, Entry
 from dlc.comm.exchange import Exchange
+from dlc.comm.health import HEALTH_MAX
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import Coord, FixedChunk, Held, Nack, Plan, Prepare, Progress, Promise, Ready
 from dlc.comm.owners import plan_round
+from dlc.comm.patience import GAP_S_MAX
 from dlc.comm.permit import proposal
 from dlc.comm.slot import Slot
 
@@ -57,6 +59,8 @@ class Coordinator:
         self.progress: dict[Voter, tuple[int, int]] = {}
         self._lacks: dict[Voter, tuple[int, ...]] = {}
         """Owners, by index, of whose results each member lacks some."""
+        self._bears_s: dict[Voter, float] = {}
+        """The silence of contributors that each member bears with, as an owner."""
         self._phase_since = 0.0
         self._moved = 0.0
         """Running time of the last sign that the ballot goes on."""
@@ -91,7 +95,7 @@ class Coordinator:
     def _begin(self, phase: str, ballot: Ballot, deciders: tuple[Voter, ...]) -> None:
         now = self.ctx.now
         self.phase, self.ballot, self.deciders = phase, ballot, deciders
-        self.promises, self.votes, self.progress, self._lacks, self.plan = {}, {}, {}, {}, None
+        self.promises, self.votes, self.progress, self._lacks, self._bears_s, self.plan = {}, {}, {}, {}, {}, None
         self._phase_since, self._moved = now, self.ctx.running_s
         self._quorum_since = None
         self._last_beat = -1e9
@@ -133,7 +137,7 @@ class Coordinator:
     def receive_progress(self, sender: Voter, m: Progress) -> None:
         if self.phase == RUN and m.ballot == self.ballot:
             now = (m.held, m.gained)
-            self._lacks[sender] = m.lacks
+            self._lacks[sender], self._bears_s[sender] = m.lacks, m.waits_s
             if now > self.progress.get(sender, (-1, -1)):
                 self.progress[sender] = now
                 self._moved = self.ctx.running_s
@@ -353,8 +357,16 @@ class Coordinator:
             self._next_ballot(self.deciders)
             return
         still_s = self.ctx.running_s - max(self._moved, self.exchange.fills_until)
-        if still_s > self.exchange.stall_s + members.t_dead_s:
+        if still_s > self._stall_s() + members.t_dead_s:
             self._stalled(plan)
+
+    def _stall_s(self) -> float:
+        """How long nothing may move. An owner knows the pace of who sends to it, and may wait for longer than I would:
+        were it asked anew before, it would wait again, and the round might never end."""
+        members = self.ctx.members
+        longest_s = members.timeouts.t_chunk_s(members.rtt_max_s, GAP_S_MAX) * HEALTH_MAX
+        told_s = (bears_s for voter, bears_s in self._bears_s.items() if members.alive(voter))
+        return max(self.exchange.stall_s, min(longest_s, max(told_s, default=0.0)))
 
     def _stalled(self, plan: Plan) -> None:
         """Everybody answers, but nothing moves: go on without those who owe what is missing.

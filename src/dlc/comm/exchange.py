@@ -384,6 +384,15 @@ class Exchange:
         roster = self.plan.entry.roster if self.plan is not None else ()
         return max([floor_s, *(self.patience.silence_s(p.voter) for p in roster if p.voter != self.ctx.me)])
 
+    @property
+    def waits_s(self) -> float:
+        """The longest silence that I bear with of those whose parts my next open chunk lacks; 0 where it lacks none."""
+        if self.plan is None or not self._owned:
+            return 0.0
+        roster, first = self.plan.entry.roster, self._owned[next(iter(self._owned))]
+        others = (roster[i].voter for i in first.missing() if roster[i].voter != self.ctx.me)
+        return max((self.patience.silence_s(v) for v in others if not self.patience.given_up(v)), default=0.0)
+
     def _close(self, chunk: int, reducer: ChunkReducer, reasons: dict[Voter, str]) -> None:
         assert self.plan is not None
         plan = self.plan

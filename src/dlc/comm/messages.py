@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -264,6 +264,8 @@ class Progress:
     """Parts taken and chunks closed as an owner, under this ballot's plan."""
     lacks: tuple[int, ...]
     """Owners of that plan, by index, whose results are not all here."""
+    waits_s: float
+    """The longest silence that I, as an owner, still bear with of those whose parts I lack; 0 where I lack none."""
 
 
 @dataclass(frozen=True, slots=True)

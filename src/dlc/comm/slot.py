@@ -171,7 +171,8 @@ class Slot:
     def _progress(self, plan: Plan) -> Progress:
         exchange = self.exchange
         lacks = {plan.assignment[chunk] for chunk in exchange.missing()} - {-1}
-        return Progress(self.log.head, plan.ballot, len(exchange.held), exchange.gained, tuple(sorted(lacks)))
+        held = len(exchange.held)
+        return Progress(self.log.head, plan.ballot, held, exchange.gained, tuple(sorted(lacks)), exchange.waits_s)
 
     def receive_nack(self, sender: Voter, m: Nack) -> None:
         self.seen = max(self.seen, m.promised)
