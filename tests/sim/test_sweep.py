@@ -136,6 +136,15 @@ def test_a_sweep_goes_on_unless_the_code_has_changed(tmp_path: Path, monkeypatch
     assert "the code has changed" in word and list(tally.left(3)) == [0, 1, 2]
 
 
+def test_the_version_is_of_all_that_a_schedule_runs_and_of_nothing_else() -> None:
+    listing = f"import sys, {sweep_module.ENTRY}; print(*(m for m in sys.modules if m.split('.')[0] == 'dlc'))"
+    loaded = set(subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True).stdout.split())
+    named = sweep_module._imported(sweep_module.ENTRY).keys()
+    assert loaded - {"dlc", "dlc.comm", "dlc.sim"} == named
+    assert {"dlc.sim.schedule", "dlc.comm.exchange", "dlc.errors"} <= named
+    assert not {"dlc.sim.sweep", "dlc.comm.transport", "dlc.peer"} & named
+
+
 def sim(*args: str) -> list[str]:
     return [sys.executable, "-m", "dlc.sim", "--faults", "none", "--peers", "2", "--json", *args]
 

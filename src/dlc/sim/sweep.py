@@ -7,6 +7,7 @@ since, what was done says nothing any more, and the sweep begins anew.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -30,8 +31,8 @@ from dlc.sim.run import Outcome, run
 from dlc.sim.schedule import Scenario, scenario
 
 SAVE_EVERY_S = 10.0
-SOURCES = ("comm", "sim")
-"""Packages of dlc whose code decides what a schedule does."""
+ENTRY = "dlc.sim.run"
+"""What plays a schedule."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,29 @@ class Tally:
 
 
 def code_version() -> str:
-    """Hash of the sources that a schedule runs."""
-    root, digest = Path(dlc.__file__).parent, hashlib.sha256()
-    for path in sorted(p for package in SOURCES for p in (root / package).glob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    """Hash of the sources of dlc that a schedule runs: ENTRY, and all that it imports, over however many modules."""
+    digest = hashlib.sha256()
+    for name, path in sorted(_imported(ENTRY).items()):
+        digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _imported(entry: str) -> dict[str, Path]:
+    root = Path(dlc.__file__).parent.parent
+    found: dict[str, Path] = {}
+    ahead = [entry]
+    while ahead:
+        name = ahead.pop()
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        if name in found or not path.is_file():  # a package, or a name in a module
+            continue
+        found[name] = path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                ahead += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                ahead += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 class StateFile:
