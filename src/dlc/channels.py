@@ -240,7 +240,8 @@ class Channels(ABC):
         if pending is not None:
             pending.misfit = "" if event.fits else event.grid
             pending.included = event.included
-            pending.finish(event.report, event.counted)
+            # With an earlier offer of ours in it, the present one can be in no round any more without counting twice.
+            pending.finish(None if event.older else event.report, event.counted)
 
     def _all_over(self, error: SwarmClosed) -> None:
         """No round will come any more."""

@@ -141,7 +141,10 @@ class Reduction:
             raise UsageError(f"the all-reduce {self._pending.channel!r} was cancelled")
         report = self._pending.wait(timeout_s)
         if report is None:
-            raise SwarmClosed("this peer's view of the run was replaced during the round; call again")
+            raise SwarmClosed(
+                "this peer's view of the run was replaced during the round, or the round was decided with the values "
+                "of an earlier call that had timed out; the tensors are unchanged: call again"
+            )
         if self._pending.misfit:
             raise UsageError(
                 f"the round averaged {self._pending.misfit}, but this call has {self._vector.numel()} elements in "

@@ -11,6 +11,8 @@
 | one peer with a wrong state convicts all others | a corrupt coordinator convicts nobody but itself |
 | who trains on while a round is in flight runs out of samples | nobody runs dry while its round is in flight |
 | who slept votes for what it promised before | who slept decides no older ballot |
+| what is told of an offer is told of the next one | a round with an earlier offer does not count the present one |
+| a coordinator's patience ends before its owners' | owners that bear with a silence are asked anew, not for ever |
 | two lone peers, cut in one direction | not mended: a partition, and one history is given up |
 """
 
@@ -27,9 +29,11 @@ from dlc.comm import messages as msg
 from dlc.comm.coordinator import RUN, Coordinator
 from dlc.comm.entries import CONFIG, ROUND, Part
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
+from dlc.comm.exchange import Exchange
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import ChunkHeader, Result
+from dlc.comm.patience import Patience
 from dlc.comm.slot import ROSTER_PARTS_MAX, Slot
 from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TIMEOUTS, TRAIN
@@ -517,6 +521,80 @@ def test_one_slow_downlink_is_waited_for_as_long_as_it_receives() -> None:
     reports = stage.committed(plan.entry.t, stage.peers())
     assert all(r.ballots == 1 for r in reports.values())
     assert not [m for _, _, _, m in stage.sent if isinstance(m, msg.Prepare)]
+
+
+def test_owners_that_bear_with_a_silence_are_asked_anew_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of two of four do not come. Every owner waits for 13 s for them, the coordinator for 2: each new ballot
+    begins their wait anew, so the coordinator must bear with them for longer in the end."""
+    stage = Stage(4)
+    mute = {p.host.name for p in ranked(stage)[2:]}
+    monkeypatch.setattr(Patience, "silence_s", lambda self, voter: 13.0)
+    monkeypatch.setattr(Exchange, "stall_s", property(lambda self: 2.0))
+    stage.hold = lambda source, target, m: source in mute and isinstance(m, msg.Contrib)
+    t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers()) + 1
+    reports = stage.committed(t, ranked(stage)[:2], limit_s=60.0)
+    for report in reports.values():
+        assert {m.peer for m in report.missing if m.reason == "late"} <= mute and report.missing
+    assert [m for _, _, _, m in stage.sent if isinstance(m, msg.Prepare)], "the coordinator asked anew"
+
+
+def test_a_round_with_an_earlier_offer_does_not_count_the_present_one() -> None:
+    """A plan that reached one member alone made it send its parts, which owners keep. Its coordinator dies, the next
+    decides an electorate, and the base stays. The member trains on, and offers more than before; that crosses the next
+    plan, which names the earlier offer, and owners have parts of that."""
+    stage = Stage(5, n_chunks=12, seed=1)
+    first = ranked(stage)[0]
+    giver, *rest = stage.peers(first)
+    offers = {p.host.name: p.trainer._offer for p in rest}
+    for process in rest:  # still at work: they offer nothing for now
+        process.trainer._offer = lambda: None  # type: ignore[method-assign]
+        if process.node.withdraw(TRAIN):
+            stage.world.checker.withdrawn(process, TRAIN)
+            process.trainer.due = True
+
+    def crosses(source: str, target: str, m: object) -> bool:
+        if isinstance(m, msg.Plan):
+            return source == first.host.name and target != giver.host.name
+        return isinstance(m, msg.Promise) and source == giver.host.name
+
+    def kept() -> int:
+        return sum(giver.voter in by for p in rest for ch in p.node.exchange._parts.values() for by in ch.values())
+
+    stage.hold = crosses
+    stage.until(lambda: giver.node.slot.plan is not None and giver.node.slot.plan.entry.kind == ROUND)
+    stage.until(lambda: kept() >= 3)
+    stage.world.crash(first)
+    head = giver.node.log.head
+    stage.until(lambda: giver.node.log.head != head, 120.0)
+    assert giver.node.log.past[-1].entry.kind == CONFIG and TRAIN in giver.node.exchange.offered
+    stage.hold = nothing
+    stage.between_rounds()
+    stage.until(lambda: any(giver.voter in p.node.coordinator.agenda._ready.get(TRAIN, {}) for p in stage.peers()))
+
+    stage.hold = lambda source, target, m: source == giver.host.name and isinstance(m, msg.Ready)
+    trainer, earlier = giver.trainer, giver.node.exchange.offered[TRAIN].ready
+    assert not trainer._planned() and giver.node.withdraw(TRAIN)
+    stage.world.checker.withdrawn(giver, TRAIN)
+    lease = giver.node.lease()
+    assert lease is not None
+    trainer.blocks, trainer.upto = lease.take(len(trainer.blocks) + 2)
+    trainer._work, trainer.due = lambda: True, True  # type: ignore[method-assign]
+    trainer.weight = 2 * earlier.weight
+    n = len(stage.told)
+    trainer._offer()
+    for process in rest:
+        process.trainer._offer = offers[process.host.name]  # type: ignore[method-assign]
+        process.trainer._offer()
+
+    def told() -> list[RoundDone]:
+        return [e for name, e in stage.told[n:] if name == giver.host.name and isinstance(e, RoundDone)]
+
+    stage.until(told, 60.0)
+    done = told()[0]
+    assert [s.weight for s in done.report.contributors if s.peer == giver.host.name] == [earlier.weight]
+    assert done.older and not done.counted and not any(done.included)
 
 
 # ------------------------------------------------------------------ one wrong state

@@ -189,6 +189,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a contribution hung; its owner had learned a longer patience with that peer than the coordinator, which asked
         # all anew before the owner gave it up; so it began to wait again, for ever.
         (2871, 2, 6, FAULTS),
+        # a cut had taught an owner a pause of 20 s, so it bore with the next silence for a minute
+        (3972, 2, 6, FAULTS),
+        (5756, 2, 10, FAULTS),
         # a newcomer at an old head went on by force: the one had slept and woken in a partition, where it waited for
         # T_evict before it went on with another one: a check too strict
         (3045, 2, 6, FAULTS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dlc.comm.entries import Entry
+from dlc.comm.entries import Entry, Part
 from dlc.comm.exchange import Offered
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import grid_of
@@ -61,9 +61,14 @@ def account(
     )
 
 
-def chunks_with(voter: Voter, results: Sequence[Result]) -> tuple[bool, ...]:
-    """For each chunk whether this voter's contribution is in its mean."""
-    return tuple(any(part.voter == voter for part in result.header.included) for result in results)
+def chunks_with(own: Part, results: Sequence[Result]) -> tuple[bool, ...]:
+    """For each chunk whether this contribution is in its mean."""
+    return tuple(own in result.header.included for result in results)
+
+
+def holds_another(own: Part, results: Sequence[Result]) -> bool:
+    """Another contribution of the same voter is in the mean of some chunk."""
+    return any(part.voter == own.voter and part != own for result in results for part in result.header.included)
 
 
 def deaf_owners(entry: Entry, results: Sequence[Result]) -> set[Voter]:

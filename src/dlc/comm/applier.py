@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlc.comm import messages as msg
-from dlc.comm.account import account, chunks_with, deaf_owners
+from dlc.comm.account import account, chunks_with, deaf_owners, holds_another
 from dlc.comm.context import Context
 from dlc.comm.coordinator import Coordinator
-from dlc.comm.entries import OPEN, ROUND, Entry, LogState, manifest_hash
+from dlc.comm.entries import OPEN, ROUND, Entry, LogState, Part, manifest_hash
 from dlc.comm.events import (
     ChannelOpened,
     ChannelSynced,
@@ -88,17 +88,21 @@ class Applier:
             donor = self.ctx.members.record(self.sync.donor.peer)
             self.log.active = self.log.active or (donor is not None and donor.active)
         fits = mine is None or mine.ready.grid == msg.GridSpec(entry.numel, entry.chunk_elems, entry.codec)
-        self.log.commit(entry, hashes, results, mine.sink if mine and fits else None)
+        # Owners keep the parts of an offer that was taken back, and a plan may name it still: that is not this one.
+        own = Part(self.ctx.me, mine.ready.weight, mine.ready.upto) if mine else None
+        older = own is not None and holds_another(own, results)
+        self.log.commit(entry, hashes, results, mine.sink if mine and fits and not older else None)
         if entry.kind == ROUND:
-            counted = any(p.voter == self.ctx.me for p in counted_of(entry, results))
+            counted = own in counted_of(entry, results)
             absent = self._absent(entry, before)
             paths = {v.peer: self._path(v.peer) for v in before.electorate if v != self.ctx.me}
             report = account(entry, results, absent, mine, ballots, reduce_s, self.ctx.now, paths)
             self.exchange.offered.pop(entry.channel, None)
             self.coordinator.agenda.applied(entry.channel)
             self.coordinator.agenda.silent(deaf_owners(entry, results))
-            included = chunks_with(self.ctx.me, results) if mine and fits else ()
-            self.ctx.notify(RoundDone(report, counted, f"{entry.numel} elements in {entry.codec}", fits, included))
+            included = chunks_with(own, results) if own and fits else ()
+            grid = f"{entry.numel} elements in {entry.codec}"
+            self.ctx.notify(RoundDone(report, counted, grid, fits, included, older))
         if entry.kind == OPEN:
             self.slot.wishes.pop(entry.channel, None)
             self.ctx.notify(ChannelOpened(entry.channel))

@@ -19,12 +19,10 @@ from dlc.comm.choose import Again, Resume, choose
 from dlc.comm.context import Context
 from dlc.comm.entries import CONFIG, Entry
 from dlc.comm.exchange import Exchange
-from dlc.comm.health import HEALTH_MAX
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import Coord, FixedChunk, Held, Nack, Plan, Prepare, Progress, Promise, Ready
 from dlc.comm.owners import plan_round
-from dlc.comm.patience import GAP_S_MAX
 from dlc.comm.permit import proposal
 from dlc.comm.slot import Slot
 
@@ -361,12 +359,12 @@ class Coordinator:
             self._stalled(plan)
 
     def _stall_s(self) -> float:
-        """How long nothing may move. An owner knows the pace of who sends to it, and may wait for longer than I would:
-        were it asked anew before, it would wait again, and the round might never end."""
+        """How long nothing may move. An owner knows the pace of who sends to it, and may wait for longer than I would.
+        At first another owner is asked, which may not; but each new ballot makes all of them wait anew, and where all
+        wait for long the round would never end. So I bear with them for twice as long each time."""
         members = self.ctx.members
-        longest_s = members.timeouts.t_chunk_s(members.rtt_max_s, GAP_S_MAX) * HEALTH_MAX
         told_s = (bears_s for voter, bears_s in self._bears_s.items() if members.alive(voter))
-        return max(self.exchange.stall_s, min(longest_s, max(told_s, default=0.0)))
+        return max(self.exchange.stall_s, min(self.exchange.stall_s * 2.0**self._stalls, max(told_s, default=0.0)))
 
     def _stalled(self, plan: Plan) -> None:
         """Everybody answers, but nothing moves: go on without those who owe what is missing.

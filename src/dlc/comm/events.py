@@ -48,6 +48,8 @@ class RoundDone:
     """Our own contribution had that grid (True where we had none)."""
     included: tuple[bool, ...] = ()
     """For each chunk whether our own contribution is in its mean; empty where we had none, or none of that grid."""
+    older: bool = False
+    """An earlier contribution of ours is in it, which we had taken back for the present one; no sink took its means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 A contributor is *late* in a plan, once one of these is true:
 
 - it has been silent for longer than its own pace explains (T_chunk): three times the longest pause between two of its
-  parts lately, or what is to be expected of an uplink such as it tells in its record;
+  parts lately, or what is to be expected of an uplink such as it tells in its record. A pause that its pace did not
+  explain (a cut, a sleep) counts as T_chunk, and none counts where contributions become final only on the way;
 - all in all it was waited for three times as long as such a silence and all that it owes me take together, at the rate
   of its earlier rounds, or at that of most others now where they are slower.
 
@@ -95,7 +96,9 @@ class Patience:
         now = self.ctx.running_s
         # Until I closed a chunk its window may have been full.
         gap_s = max(0.0, now - max(self._heard[voter], self._last_close, self.fills_until))
-        self._gap[voter] = max(gap_s, GAP_DECAY * self._gap.get(voter, 0.0))
+        if self.fills_until > self._since:
+            gap_s = 0.0  # it may have had nothing to send
+        self._gap[voter] = max(min(gap_s, self._pace_s(voter)), GAP_DECAY * self._gap.get(voter, 0.0))
         self._heard[voter] = now
         self._received[voter] += size
         if not self._overdue(voter):
@@ -138,14 +141,18 @@ class Patience:
         return waited_s > 0 and waited_s > self.whole_s(voter)
 
     def silence_s(self, voter: Voter) -> float:
-        """T_chunk: the longest silence that its pace explains. Parts come whole, so a slow link is silent at times."""
+        """T_chunk: the longest silence that its pace explains, and more where I am slow myself."""
+        return self._pace_s(voter) * self.ctx.members.health
+
+    def _pace_s(self, voter: Voter) -> float:
+        """Of its pace alone. Parts come whole, so a slow link is silent at times."""
         members = self.ctx.members
         record = members.record(voter.peer)
         rate_Bps = record.up_Bps if record is not None and record.up_Bps > 0 else FIRST_RATE_Bps
         # Between two parts for me its uplink carries a part and a result for everybody.
         expected_s = self._n_recipients * self._chunk_bytes / max(rate_Bps, RATE_MIN_Bps)
         gap_s = min(max(self._gap.get(voter, 0.0), expected_s), GAP_S_MAX)
-        return members.timeouts.t_chunk_s(members.rtt_s(voter.peer), gap_s) * members.health
+        return members.timeouts.t_chunk_s(members.rtt_s(voter.peer), gap_s)
 
     def whole_s(self, voter: Voter) -> float:
         """The longest that it is waited for in one plan, all silences together."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import IDLE
-from dlc.comm.entries import EMPTY, ROUND, Entry, LogState, manifest_hash
+from dlc.comm.entries import EMPTY, ROUND, Entry, LogState, Part, manifest_hash
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Ballot, Voter
@@ -76,8 +76,8 @@ class Checker:
         """When each entry was first applied."""
         self._slept_through: dict[bytes, list[bytes]] = {}
         """By entry: the heads of those who had slept for about T_evict when it was first applied."""
-        self._offers: dict[tuple[Process, str], float] = {}
-        """Contributions whose end their trainer was not told yet: (process, channel), since when."""
+        self._offers: dict[tuple[Process, str], tuple[float, Part | None]] = {}
+        """Contributions whose end their trainer was not told yet: (process, channel), since when, which."""
         self._events = 0
         self._round_by = float("inf")
         """When the first round after the last fault must have been, at the latest."""
@@ -369,13 +369,13 @@ class Checker:
         elif isinstance(event, ContributionDropped):
             self._offers.pop((process, event.channel), None)
         elif isinstance(event, RoundDone):
-            self._offers.pop((process, event.report.channel), None)
+            _, offer = self._offers.pop((process, event.report.channel), (0.0, None))
             past = self._pasts[event.report.head]
-            check_report(past, self.states[past.entry.parent], event, process.voter)
+            check_report(past, self.states[past.entry.parent], event, process.voter, offer)
 
-    def offered(self, process: Process, channel: str) -> None:
+    def offered(self, process: Process, channel: str, part: Part) -> None:
         """A contribution is about to be offered: it must end in RoundDone or ContributionDropped."""
-        self._offers[(process, channel)] = self.world.now
+        self._offers[(process, channel)] = self.world.now, part
 
     def withdrawn(self, process: Process, channel: str) -> None:
         """It was taken back by its trainer."""
@@ -392,7 +392,7 @@ class Checker:
 
     def delivered(self, event: RoundDone, means: Means) -> None:
         """An all-reduce ended, and `means` is what it gave to its caller."""
-        if event.fits:
+        if event.fits and not event.older:
             check_delivered(self._pasts[event.report.head], means)
 
     # ---------------------------------------------------------------- liveness
@@ -446,7 +446,7 @@ class Checker:
 
     def _waits_for_ever(self, alive: Sequence[Process], since: float) -> str:
         """L4: what was offered before `since` has ended, and its trainer knows."""
-        for (process, channel), at in self._offers.items():
+        for (process, channel), (at, _) in self._offers.items():
             if process in alive and at < since:
                 return f"L4: {process.voter} waits for its contribution to {channel} since {at:.1f} s"
         return ""

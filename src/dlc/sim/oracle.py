@@ -67,8 +67,9 @@ def check_means(before: LogState, past: Past, numel: int) -> None:
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} is off by {error:.2e}")
 
 
-def check_report(past: Past, before: LogState, event: RoundDone, me: Voter) -> None:
-    """I4: the report names exactly who is in which part of the elements, and why the others are not."""
+def check_report(past: Past, before: LogState, event: RoundDone, me: Voter, offer: Part | None) -> None:
+    """I4: the report names exactly who is in which part of the elements, and why the others are not; and what I am told
+    of `offer`, my present one, is not of one that I took back before."""
     report, entry = event.report, past.entry
     name = f"round {entry.t} of {entry.channel}"
     shares = _shares(past)
@@ -88,12 +89,15 @@ def check_report(past: Past, before: LogState, event: RoundDone, me: Voter) -> N
             raise OracleError(f"I4 {name}: {voter} is missing from {lacking:.1%}, the report says {missing}")
         if not {m.reason for m in missing} <= (reasons if voter in by_voter else OUTSIDE):
             raise OracleError(f"I4 {name}: {voter} is missing for {reasons}, the report says {missing}")
-    counted = 2 * by_voter.get(me, 0.0) > 1 + FRACTION_TOLERANCE
-    if counted != event.counted:
-        raise OracleError(f"I4 {name}: {me} is told counted={event.counted}, and is in {by_voter.get(me, 0.0):.1%}")
-    chunks = tuple(any(part.voter == me for part in r.header.included) for r in past.results)
+    share = shares.get(offer, 0.0) if offer is not None else 0.0
+    if event.counted != (2 * share > 1 + FRACTION_TOLERANCE):
+        raise OracleError(f"I4 {name}: {me} is told counted={event.counted}, and {share:.1%} of {offer} is in it")
+    chunks = tuple(offer in r.header.included for r in past.results)
     if event.included not in ((), chunks):
-        raise OracleError(f"I4 {name}: {me} is told to be in the chunks {event.included}, and is in {chunks}")
+        raise OracleError(f"I4 {name}: {me} is told to be in the chunks {event.included}, {offer} is in {chunks}")
+    older = offer is not None and bool(by_voter.get(me, 0.0)) and not share
+    if event.older != older:
+        raise OracleError(f"I4 {name}: {me} is told older={event.older}, its offer is {offer}, the shares {shares}")
 
 
 def _told(reason: str) -> str:

@@ -190,10 +190,11 @@ class Trainer:
             return
         self.due = False
         upto = self.upto or node.offers + 1
-        x = vector(self.channel, Part(process.voter, self.weight, upto), self.grid.numel)
+        part = Part(process.voter, self.weight, upto)
+        x = vector(self.channel, part, self.grid.numel)
         patience_s, self.sink = (PATIENCE_S, Means()) if self.channel == REDUCE else (0.0, None)
         filling, y = self._filling(x)
-        self.world.checker.offered(process, self.channel)
+        self.world.checker.offered(process, self.channel, part)
         self.world.act(
             process,
             lambda now: node.contribute(
