@@ -106,6 +106,32 @@ def test_a_short_step_is_made_at_once_by_the_driver(monkeypatch: pytest.MonkeyPa
         assert [name for state in states for _, name in state.steps] == ["dlc-driver", "dlc-driver"]
 
 
+class TinyState(SlowState):
+    """Tells whether numbers below the normal range were zero in a step."""
+
+    def step(self, t: int, means: Iterable[tuple[int, int, Tensor | None]]) -> None:
+        super().step(t, means)
+        self.smallest = torch.full((1,), 1e-38).div_(100.0).view(torch.int32).item()
+
+
+@pytest.mark.parametrize("bytes_min", [0, 1 << 20])
+def test_a_program_that_flushes_tiny_numbers_to_zero_has_the_state_of_the_others(
+    bytes_min: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.test_at_length.SlowState", TinyState)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        assert torch.full((1,), 1e-38).div_(100.0).view(torch.int32).item() == 0
+        with training(monkeypatch, bytes_min) as (peers, states):
+            for wait in [contribute(p, i) for i, p in enumerate(peers)]:
+                wait()
+            assert [state.smallest for state in states if isinstance(state, TinyState)] == [71362] * 2
+        assert torch.full((1,), 1e-38).div_(100.0).view(torch.int32).item() == 0, "the program's own setting stays"
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_an_error_in_a_long_step_ends_the_peer_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with training(monkeypatch) as (peers, states):
 

@@ -213,6 +213,7 @@ class Driver:
         # A chunk is too short to share out: on a busy host the helpers' wake-up costs a hundred times the work.
         torch.get_num_threads()  # a thread takes over the common number at its first look, and would do so later
         torch.set_num_threads(1)
+        _as_all_hosts_compute()
         self._began.set()
         try:
             while not self._stopping:
@@ -271,6 +272,7 @@ class Driver:
         done: Future[None] = Future()
 
         def run() -> None:
+            _as_all_hosts_compute()
             try:
                 work()
                 done.set_result(None)
@@ -434,3 +436,9 @@ class Driver:
                 return
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.error or SwarmClosed("the peer has left the swarm"))
+
+
+def _as_all_hosts_compute() -> None:
+    """Numbers below the normal range stay what they are in this thread, whatever its maker was set to: some libraries
+    have the processor take them for zero, in all threads made later, and this peer's state would be another one."""
+    torch.set_flush_denormal(False)
