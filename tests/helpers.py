@@ -21,10 +21,10 @@ LATE_SHARE_MAX = 0.02
 """Of the time. On a machine that is busy with other processes it is a tenth of that."""
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = 10.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], deadline_s: float = 180.0, what: str = "") -> None:
     """Return as soon as `condition()` is true; fail after `deadline_s`, naming `what` was waited for.
 
-    The deadline is for machines under load, so a generous one costs a passing test nothing.
+    The deadline is for machines that do not run a process for seconds, so a generous one costs a passing test nothing.
     """
     never = threading.Event()
     end = time.monotonic() + deadline_s

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -33,9 +34,14 @@ from dlc.peer import Peer
 from dlc.report import RoundReport
 
 ROOT = Path(__file__).resolve().parent.parent
-JOIN_S = 30.0
-DEADLINE_S = 90.0
+JOIN_S = 180.0
+DEADLINE_S = 300.0
 """Most of it is for importing torch and transformers on a busy machine."""
+ROUND_S = 240.0
+"""For a round of all: who comes late to it, since its machine did something else, has half of that."""
+PATIENT = Timeouts(probe_s=1.5, beat_s=1.5, chunk_s=30.0, commit_s=30.0, straggler_floor_s=60.0)
+"""For tests in which nobody fails: whom the machine does not run for ten seconds is not taken for dead, and no round
+goes on without its work, its bytes or its vote."""
 WORKER_ROUND_S = 1200.0
 """A worker is patient: it waits for the others half as long before it averages alone."""
 RUN = """\
@@ -51,6 +57,9 @@ num_hidden_layers = 1
 num_attention_heads = 2
 num_key_value_heads = 2
 max_position_embeddings = 16
+[timeouts]
+probe_s = 1.0
+chunk_s = 30.0
 [data]
 source = "{text}"
 seq_len = 16
@@ -66,7 +75,8 @@ Event = dict[str, Any]
 
 @contextmanager
 def swarm(n: int, **options: object) -> Iterator[list[Peer]]:
-    """n peers of one run; those after the first join it together through the first."""
+    """n peers of one run, PATIENT ones if nothing else is said; those after the first join it together through it."""
+    options = {"timeouts": PATIENT, **options}
     peers: list[Peer] = []
     try:
         peers.append(Peer.join(**options))  # type: ignore[arg-type]
@@ -86,10 +96,15 @@ def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> 
         return list(pool.map(act, peers, range(len(peers))))
 
 
+_ports = itertools.count(21_000 + os.getpid() * 254 % 4000, 2)
+"""Below the range from which systems give out free ports; far from those of a test process beside this one."""
+
+
 def free_addresses(n: int) -> list[str]:
-    """Addresses nobody listens at; the port after each one is free too, for the bulk lane."""
+    """Addresses nobody listens at; the port after each one is free too, for the bulk lane. No two calls give the same:
+    who was given an address may not have begun to listen yet."""
     found: list[str] = []
-    for port in range(21_000 + os.getpid() % 4000, 32_000, 2):
+    for port in itertools.takewhile(lambda port: port < 32_000, _ports):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for number in (port, port + 1):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
@@ -138,6 +153,14 @@ class Process:
             while True:
                 self._take(end, "end of output")
         return self._child.wait(max(0.0, end - time.monotonic()))
+
+    def told(self, name: str) -> list[Event]:
+        """The events of that name that have come by now."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._lines.get_nowait()) is not None:
+                self.events.append(json.loads(line))
+            self._lines.put(None)
+        return self.all(name)
 
     def _take(self, end: float, what: str) -> None:
         try:
