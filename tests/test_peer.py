@@ -7,14 +7,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dlc import collectives
 from dlc.comm import entries, waiting
-from dlc.comm.driver import SWITCH_NEAR_S, Driver
+from dlc.comm.driver import SWITCH_NEAR_S, Driver, clock
 from dlc.comm.effects import Effect
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
@@ -23,12 +25,12 @@ from dlc.comm.messages import Welcome
 from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
-from dlc.peer import Peer, Pending, status
+from dlc.peer import Member, Peer, Pending, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
 from tests.helpers import wait_until
-from tests.swarm import JOIN_S, free_addresses, swarm, together
+from tests.swarm import JOIN_S, PATIENT, ROUND_S, free_addresses, swarm, together
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16])
@@ -45,7 +47,7 @@ def test_weighted_mean_equals_float64_for_every_codec_and_awkward_shapes(n: int)
             ]
 
             def act(peer: Peer, i: int, codec: str = codec, given: list[list[torch.Tensor]] = given) -> RoundReport:
-                return peer.all_reduce(given[i], weight=float(i + 1), name=codec, codec=codec, timeout_s=20)
+                return peer.all_reduce(given[i], weight=float(i + 1), name=codec, codec=codec, timeout_s=ROUND_S)
 
             reports = together(peers, act)
             for i, report in enumerate(reports):
@@ -64,7 +66,7 @@ def test_mixed_dtypes_keep_their_own(codec: str) -> None:
             [torch.full((4,), float(i), dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)]
             for i in (0, 2)
         ]
-        together(peers, lambda peer, i: peer.all_reduce(given[i], codec=codec, timeout_s=20))
+        together(peers, lambda peer, i: peer.all_reduce(given[i], codec=codec, timeout_s=ROUND_S))
         for tensors in given:
             assert [t.dtype for t in tensors] == [torch.float32, torch.bfloat16, torch.float16]
             assert all(torch.allclose(t.float(), torch.ones(4), rtol=1e-6) for t in tensors)
@@ -76,7 +78,7 @@ def test_several_rounds_over_many_chunks_with_a_key() -> None:
         for k in range(3):
             vectors = [torch.arange(1_000_003, dtype=torch.float32) * (i + k) for i in range(3)]
             expected = vectors[0].double().add(vectors[1].double()).add(vectors[2].double()) / 3
-            reports = together(peers, lambda p, i, v=vectors: p.all_reduce(v[i], codec="fp32", timeout_s=30))
+            reports = together(peers, lambda p, i, v=vectors: p.all_reduce(v[i], codec="fp32", timeout_s=ROUND_S))
             assert [r.t for r in reports] == [k + 1] * 3
             assert all(torch.equal(v, vectors[0]) for v in vectors)
             torch.testing.assert_close(vectors[0].double(), expected, rtol=1e-6, atol=1e-3)
@@ -87,16 +89,16 @@ def test_python_changes_threads_often_while_bulk_moves(monkeypatch: pytest.Monke
     before_s = sys.getswitchinterval()
     monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 1e6)
     with swarm(2) as peers:
-        together(peers, lambda peer, i: peer.all_reduce(torch.ones(100_000), timeout_s=30))
+        together(peers, lambda peer, i: peer.all_reduce(torch.ones(100_000), timeout_s=ROUND_S))
         assert sys.getswitchinterval() < SWITCH_NEAR_S < before_s
         monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 0.0)
-        wait_until(lambda: sys.getswitchinterval() == before_s, 60.0)
+        wait_until(lambda: sys.getswitchinterval() == before_s)
 
 
 def test_sender_of_nan_is_refused_and_named() -> None:
     with swarm(3) as peers:
         vectors = [torch.full((10,), 1.0), torch.full((10,), 3.0), torch.full((10,), float("nan"))]
-        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=ROUND_S))
         for report, vector in zip(reports, vectors, strict=True):
             assert [(m.peer, m.reason) for m in report.missing] == [(peers[2].id, "refused: not finite")]
             assert torch.equal(vector, torch.full((10,), 2.0))
@@ -106,7 +108,7 @@ def test_peer_with_another_shape_is_left_out_and_named() -> None:
     with swarm(3) as peers:
         vectors = [torch.full((10,), 1.0), torch.full((10,), 3.0), torch.full((11,), 9.0)]
         with ThreadPoolExecutor(3) as pool:
-            futures = [pool.submit(p.all_reduce, v, timeout_s=8) for p, v in zip(peers, vectors, strict=True)]
+            futures = [pool.submit(p.all_reduce, v, timeout_s=ROUND_S) for p, v in zip(peers, vectors, strict=True)]
             reports = [f.result() for f in futures[:2]]
             for report in reports:
                 assert {s.peer for s in report.contributors} == {peers[0].id, peers[1].id}
@@ -121,7 +123,8 @@ def test_peer_with_another_codec_gets_an_error_and_not_its_own_values() -> None:
     with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
         codecs = ("fp16", "fp16", "fp32")
         futures = [
-            pool.submit(p.all_reduce, torch.ones(4), codec=c, timeout_s=8) for p, c in zip(peers, codecs, strict=True)
+            pool.submit(p.all_reduce, torch.ones(4), codec=c, timeout_s=ROUND_S)
+            for p, c in zip(peers, codecs, strict=True)
         ]
         assert all(len(f.result().contributors) == 2 for f in futures[:2])
         with pytest.raises(UsageError, match="fp16"):
@@ -135,7 +138,7 @@ def test_a_round_committed_at_the_last_moment_is_no_timeout(
     wait = Pending.wait
 
     def late(self: Pending, timeout_s: float | None = None) -> RoundReport | None:
-        report = wait(self, 20 if timeout_s else timeout_s)
+        report = wait(self, ROUND_S if timeout_s else timeout_s)
         if timeout_s:
             raise RoundTimeout("too late by a hair")
         return report
@@ -143,7 +146,7 @@ def test_a_round_committed_at_the_last_moment_is_no_timeout(
     monkeypatch.setattr(Pending, "wait", late)
     with swarm(2) as peers:
         vectors = [[torch.full(shape, 1.0)], [torch.full(shape, 3.0)]]
-        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=ROUND_S))
         assert all(len(r.contributors) == 2 for r in reports)
         assert all(torch.equal(v[0], torch.full(shape, 2.0)) for v in vectors)
 
@@ -162,7 +165,7 @@ def test_an_offer_for_a_round_that_is_past_is_not_made() -> None:
 def test_absent_peer_is_named_after_its_patience() -> None:
     with swarm(2) as peers:
         vector = torch.ones(5)
-        report = peers[0].all_reduce(vector, timeout_s=4)
+        report = peers[0].all_reduce(vector, timeout_s=ROUND_S, patience_s=2.0)
         assert [s.peer for s in report.contributors] == [peers[0].id]
         assert [(m.peer, m.reason) for m in report.missing] == [(peers[1].id, "not ready")]
 
@@ -170,12 +173,13 @@ def test_absent_peer_is_named_after_its_patience() -> None:
 def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:
     addresses = free_addresses(4)
     with ThreadPoolExecutor(4) as pool:
-        peers = list(pool.map(lambda a: Peer.join(addresses, listen=a, join_timeout_s=JOIN_S), addresses))
+        join = partial(Peer.join, addresses, timeouts=PATIENT, join_timeout_s=JOIN_S)
+        peers = list(pool.map(lambda a: join(listen=a), addresses))
     try:
         views = [{m.id for m in p.members()} for p in peers]
         assert views == [{p.id for p in peers}] * 4
         vectors = [torch.full((7,), float(i)) for i in range(4)]
-        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+        reports = together(peers, lambda p, i: p.all_reduce(vectors[i], timeout_s=ROUND_S))
         assert all(len(r.contributors) == 4 for r in reports)
     finally:
         for peer in peers:
@@ -185,10 +189,10 @@ def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:
 def test_no_bootstrap_peer_has_to_stay_alive() -> None:
     with swarm(3) as peers:
         peers[0].leave()
-        with Peer.join([peers[1].address], join_timeout_s=JOIN_S) as newcomer:
+        with Peer.join([peers[1].address], timeouts=PATIENT, join_timeout_s=JOIN_S) as newcomer:
             rest = [peers[1], peers[2], newcomer]
             vectors = [torch.full((3,), float(i)) for i in range(3)]
-            reports = together(rest, lambda p, i: p.all_reduce(vectors[i], timeout_s=20))
+            reports = together(rest, lambda p, i: p.all_reduce(vectors[i], timeout_s=ROUND_S))
             assert all({s.peer for s in r.contributors} == {p.id for p in rest} for r in reports)
 
 
@@ -217,8 +221,15 @@ def test_entries_of_an_address_book_that_are_not_ours_are_left_out(tmp_path: Pat
 def test_a_timeout_says_whom_an_opening_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "OPENING_S", 0.5)
     with swarm(3) as peers:
+
+        def later() -> float:
+            """The time is up once both others are known to lack such a wish."""
+            known = peers[2]._ask(lambda node, now: node.waits.now)
+            return clock() + (ROUND_S if known is not None and len(known.peers) == 2 else 0.0)
+
+        monkeypatch.setattr("dlc.peer.clock", later)
         with pytest.raises(RoundTimeout, match="cannot open.*let them join as helpers") as error:
-            peers[2].open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=6.0)
+            peers[2].open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
         assert all(peer.id[:8] in str(error.value) for peer in peers[:2])
         assert peers[2].id[:8] not in str(error.value)
 
@@ -230,9 +241,9 @@ def test_ipv6_and_host_names() -> None:
         pytest.skip(f"no IPv6 loopback here: {error}")
     with first, Peer.join([first.address], listen="[::1]:0", join_timeout_s=JOIN_S) as second:
         assert first.address.startswith("[::1]:")
-        wait_until(lambda: len(second.members()) == 2, 10)
+        wait_until(lambda: len(second.members()) == 2)
     with Peer.join() as first, Peer.join([f"localhost:{first.address.split(':')[1]}"], join_timeout_s=JOIN_S) as second:
-        wait_until(lambda: len(second.members()) == 2, 10)
+        wait_until(lambda: len(second.members()) == 2)
 
 
 def test_unreachable_address_says_what_was_tried() -> None:
@@ -244,21 +255,21 @@ def test_unreachable_address_says_what_was_tried() -> None:
 def test_wrong_key_and_missing_key_are_told_apart_from_silence() -> None:
     with Peer.join(key=generate_run_key()) as peer:
         with pytest.raises(WrongKeyError, match="refused our run key"):
-            Peer.join([peer.address], key=generate_run_key(), join_timeout_s=10)
+            Peer.join([peer.address], key=generate_run_key(), join_timeout_s=JOIN_S)
         with pytest.raises(WrongKeyError, match="wants a run key"):
-            Peer.join([peer.address], join_timeout_s=10)
+            Peer.join([peer.address], join_timeout_s=JOIN_S)
 
 
 def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
     with Peer.join(spec=RunSpec(sync_every=10)) as peer:
         with pytest.raises(SpecMismatch, match="sync_every"):
-            Peer.join([peer.address], spec=RunSpec(sync_every=20), join_timeout_s=10)
+            Peer.join([peer.address], spec=RunSpec(sync_every=20), join_timeout_s=JOIN_S)
         with Peer.join([peer.address], join_timeout_s=JOIN_S) as newcomer:
             assert newcomer.spec == RunSpec(sync_every=10), "a joiner without a RunSpec takes the swarm's"
     with Peer.join(run="here") as peer:
         assert peer.spec == RunSpec(run="here", chunk_elems=LOOPBACK_CHUNK_ELEMS), "founded on loopback without one"
         with pytest.raises(SpecMismatch, match=f"chunk_elems: 0 here, {LOOPBACK_CHUNK_ELEMS} there"):
-            Peer.join([peer.address], spec=RunSpec(run="here"), join_timeout_s=10)
+            Peer.join([peer.address], spec=RunSpec(run="here"), join_timeout_s=JOIN_S)
 
 
 def test_taken_port_and_open_listening_without_key() -> None:
@@ -272,8 +283,13 @@ def test_taken_port_and_open_listening_without_key() -> None:
 def test_status_sees_everyone_without_joining() -> None:
     with swarm(2) as peers:
         peers[0].describe(status={"t": 3})
-        wait_until(lambda: any(m.status == {"t": 3} for m in status([peers[1].address], timeout_s=2)), 10)
-        seen = status([peers[1].address], timeout_s=3)
+        seen: list[Member] = []
+
+        def told() -> bool:
+            seen[:] = status([peers[1].address], timeout_s=JOIN_S)
+            return any(m.status == {"t": 3} for m in seen)
+
+        wait_until(told)
         assert {m.id for m in seen} == {p.id for p in peers} and all(m.alive for m in seen)
         assert len(peers[0].members()) == 2, "who asks for the status is no member"
 
@@ -283,16 +299,16 @@ def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
     (address,) = free_addresses(1)  # both of its ports, which no outgoing connection is given meanwhile
     with Peer.join(listen=address) as peer, Peer.join([address], join_timeout_s=JOIN_S):
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(peer.all_reduce, torch.ones(3), timeout_s=30)
-            wait_until(lambda: peer._ask(lambda node, now: bool(node.exchange.offered)), 5)
+            waiting = pool.submit(peer.all_reduce, torch.ones(3), timeout_s=ROUND_S)
+            wait_until(lambda: peer._ask(lambda node, now: bool(node.exchange.offered)))
             peer.leave()
             with pytest.raises(SwarmClosed):
-                waiting.result(10)
+                waiting.result(JOIN_S)
         with pytest.raises(SwarmClosed):
             peer.members()
         with Peer.join(listen=address):
             pass
-    wait_until(lambda: threading.active_count() <= before, 10, "threads of peers that left")
+    wait_until(lambda: threading.active_count() <= before, what="threads of peers that left")
 
 
 def test_the_drivers_one_torch_thread_is_its_own_affair() -> None:
@@ -312,11 +328,11 @@ def test_all_reduces_of_two_names_are_on_their_way_at_once() -> None:
     with swarm(2) as peers:
         a = [[torch.full((3,), float(i)), torch.full((2, 2), float(i), dtype=torch.bfloat16)] for i in (1, 3)]
         b = [torch.full((5,), float(i)) for i in (0, 10)]
-        handles = [(p.all_reduce(x, name="a", async_op=True), p.all_reduce(y, name="b", async_op=True))
+        handles = [[p.all_reduce(v, name=name, timeout_s=ROUND_S, async_op=True) for name, v in (("a", x), ("b", y))]
                    for p, x, y in zip(peers, a, b, strict=True)]  # fmt: skip
         for one, other in handles:
-            assert other.wait(20).complete
-            report = one.wait(20)
+            assert other.wait(ROUND_S).complete
+            report = one.wait(ROUND_S)
             assert report.complete and one.done and one.report is report is one.wait() and not one.cancel()
     assert all(bool((t == 2).all()) for tensors in a for t in tensors) and all(bool((t == 5).all()) for t in b)
 
@@ -327,7 +343,7 @@ def test_a_weight_may_be_an_int() -> None:
             given = [torch.zeros(9), torch.ones(9)]
 
             def act(peer: Peer, i: int, given: list[torch.Tensor] = given) -> RoundReport:
-                return peer.all_reduce(given[i], weight=(30, 90)[i], codec="fp32", timeout_s=20)
+                return peer.all_reduce(given[i], weight=(30, 90)[i], codec="fp32", timeout_s=ROUND_S)
 
             assert all(report.complete for report in together(peers, act))
             assert all(bool((t == 0.75).all()) for t in given)
@@ -344,28 +360,29 @@ def test_a_cancelled_all_reduce_leaves_the_tensors_and_its_name_is_free_again() 
         assert not handle.done and handle.cancel() and handle.done and given[0].eq(1).all()
         with pytest.raises(UsageError, match="cancelled"):
             handle.wait()
-        together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=20))
+        together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=ROUND_S))
     assert all(bool((t == 2).all()) for t in given)
 
 
-def test_a_barrier_waits_for_all_and_names_who_did_not_come() -> None:
+def test_a_barrier_waits_for_all_and_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
-        first = [pool.submit(peer.barrier, "start", timeout_s=30) for peer in peers[:2]]
+        first = [pool.submit(peer.barrier, "start", timeout_s=ROUND_S) for peer in peers[:2]]
         wait_until(lambda: all("barrier/start" in peer._pending for peer in peers[:2]))
         assert not any(f.done() for f in first)
-        peers[2].barrier("start", timeout_s=30)
+        peers[2].barrier("start", timeout_s=ROUND_S)
         for f in first:
-            f.result(30)
+            f.result(ROUND_S)
+        monkeypatch.setattr(collectives, "BARRIER_SHARE", 0.01)
         with pytest.raises(RoundTimeout, match=peers[2].id[:8]):
-            pool.submit(peers[1].barrier, "end", timeout_s=4.0)
-            peers[0].barrier("end", timeout_s=4.0)
+            pool.submit(peers[1].barrier, "end", timeout_s=ROUND_S)
+            peers[0].barrier("end", timeout_s=ROUND_S)
 
 
 def test_a_second_state_on_a_channel_is_refused_at_once() -> None:
     with swarm(1) as (peer,):
-        peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=20)
+        peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
         with pytest.raises(UsageError, match="another channel"):
-            peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=20)
+            peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
 
 
 def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> None:
@@ -373,8 +390,8 @@ def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> No
         with pytest.raises(UsageError, match="without the replicated log"):
             first.all_reduce(torch.zeros(4))
         with Peer.join([first.address], join_timeout_s=JOIN_S, log=False) as second:
-            wait_until(lambda: all(sum(m.alive for m in p.members()) == 2 for p in (first, second)), 60.0)
-        wait_until(lambda: all(m.id == first.id for m in first.members() if m.alive), 60.0)
+            wait_until(lambda: all(sum(m.alive for m in p.members()) == 2 for p in (first, second)))
+        wait_until(lambda: all(m.id == first.id for m in first.members() if m.alive))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +410,7 @@ def test_what_others_would_not_take_is_refused_where_it_is_said(said: dict[str, 
             peers[0].describe(**said)
         peers[0].describe(speed=3.0, status={"notes": "x" * 1000})
         other = peers[1]
-        wait_until(lambda: [m.speed for m in other.members() if m.id == peers[0].id] == [3.0], 30.0)
+        wait_until(lambda: [m.speed for m in other.members() if m.id == peers[0].id] == [3.0])
 
 
 MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
@@ -429,11 +446,11 @@ def test_a_run_has_a_limited_number_of_names(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(entries, "CHANNELS_MAX", 3)
     with swarm(2) as peers:
         for name in ("a", "b", "c", "a"):
-            together(peers, lambda p, i, name=name: p.all_reduce(torch.ones(4), name=name, timeout_s=30))
+            together(peers, lambda p, i, name=name: p.all_reduce(torch.ones(4), name=name, timeout_s=ROUND_S))
         for peer in peers:
             with pytest.raises(UsageError, match="without a step number"):
                 peer.all_reduce(torch.ones(4), name="d")
-        together(peers, lambda p, i: p.all_reduce(torch.ones(4), name="c", timeout_s=30))
+        together(peers, lambda p, i: p.all_reduce(torch.ones(4), name="c", timeout_s=ROUND_S))
 
 
 def test_a_contribution_is_averaged_as_far_as_it_is_final_and_without_what_never_is() -> None:
@@ -445,8 +462,8 @@ def test_a_contribution_is_averaged_as_far_as_it_is_final_and_without_what_never
         for t, ends in ((0, 0), (1, 2 * chunk)):
             filling, vector = Filling(numel, 60.0), torch.full((numel,), 1e6)
             offers = [
-                peers[0].contribute("train", vector, weight=1.0, after=t, filling=filling),
-                peers[1].contribute("train", torch.full((numel,), 3.0), weight=3.0, after=t),
+                peers[0].contribute("train", vector, weight=1.0, after=t, patience_s=ROUND_S, filling=filling),
+                peers[1].contribute("train", torch.full((numel,), 3.0), weight=3.0, after=t, patience_s=ROUND_S),
             ]
             for front in range(numel - chunk, ends - chunk, -chunk):
                 vector[front:] = 1.0
@@ -526,7 +543,7 @@ def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest
         peers = [founder.result(), other.result()]
     try:
         assert peers[0].spec == peers[1].spec and peers[1].run == "both"
-        together(peers, lambda p, i: p.all_reduce(torch.ones(4), timeout_s=30))
+        together(peers, lambda p, i: p.all_reduce(torch.ones(4), timeout_s=ROUND_S))
     finally:
         for peer in peers:
             peer.leave()
