@@ -22,6 +22,7 @@ from dlc.monitor.verdict import (
     Check,
     Expected,
     Record,
+    died_in,
     exit_text,
     loss_after,
     loss_before,
@@ -68,8 +69,8 @@ def _result(
             "alone": loss_after(records, "alone"),
         },
         "kill_round": {
-            "t": expected.kill_round,
-            "reports": {name: r.to_dict() for name, r in reports_of_kill_round(records, expected.kill_round).items()},
+            "t": died_in(records, expected),
+            "reports": {name: r.to_dict() for name, r in reports_of_kill_round(records, expected).items()},
         },
         "peers": [_figures(record) for record in records],
         "curves": {
@@ -121,7 +122,7 @@ def _print(
     losses.add_row(*(loss_text(loss[name]) for name in ("before", "swarm", "alone")))
     console.print(peers, losses)
     names = {record.id: record.name for record in records if record.id}
-    for name, report in reports_of_kill_round(records, expected.kill_round).items():
+    for name, report in reports_of_kill_round(records, expected).items():
         text = report.summary()
         for peer, known in names.items():
             text = text.replace(peer[:8], known)
@@ -134,7 +135,8 @@ def _print(
 
 def _marks(records: Sequence[Record], expected: Expected, sync_every: int) -> list[tuple[int, str]]:
     """What happened at which step."""
-    marks = [(expected.kill_round * sync_every, f"{r.name} killed") for r in of_role(records, "victim") if r.exit_code]
+    at = died_in(records, expected) * sync_every
+    marks = [(at, f"{r.name} killed") for r in of_role(records, "victim") if r.exit_code]
     for record in of_role(records, "newcomer"):
         if record.last("synced"):
             first = next(iter(record.all("synced")))

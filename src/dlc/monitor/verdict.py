@@ -51,7 +51,7 @@ class Expected:
 
     rounds: int
     kill_round: int
-    """The victim gets SIGKILL while this round is reduced."""
+    """The victim gets SIGKILL while this round is reduced; or a later one, where it was too late for this."""
     limit_s: float
     """All of it must take less."""
 
@@ -80,14 +80,25 @@ def verdict(records: Sequence[Record], expected: Expected, elapsed_s: float) -> 
     ]
 
 
-def reports_of_kill_round(records: Sequence[Record], kill_round: int) -> dict[str, RoundReport]:
-    """What each survivor's own report says of the round in which the victim died."""
-    found: dict[str, RoundReport] = {}
+def died_in(records: Sequence[Record], expected: Expected) -> int:
+    """The round of the victim's death: the first from that of the order on that it has not told."""
+    return max([expected.kill_round, *(_rounds_of(victim) + 1 for victim in of_role(records, "victim"))])
+
+
+def reports_of_kill_round(records: Sequence[Record], expected: Expected) -> dict[str, RoundReport]:
+    """What each survivor's own report says of the round in which the victim died. Who was not there at that round,
+    and took it over afterwards, has none."""
+    found, t = dict[str, RoundReport](), died_in(records, expected)
     for record in of_role(records, "peer"):
         for event in record.all("round"):
-            if event.get("t") == kill_round:
+            if event.get("t") == t:
                 found[record.name] = read_report(event)
     return found
+
+
+def _rounds_of(record: Record) -> int:
+    """Its last round."""
+    return max((int(event.get("t", 0)) for event in record.all("round")), default=0)
 
 
 def of_role(records: Sequence[Record], *roles: Role) -> list[Record]:
@@ -140,27 +151,31 @@ def _rounds_done(records: Sequence[Record], expected: Expected) -> Check:
 
 
 def _killed_in_round(records: Sequence[Record], expected: Expected) -> Check:
-    """It had applied all rounds before that one; "reducing" are its last words, said when it owns unfinished chunks."""
-    name = f"the victim got SIGKILL in round {expected.kill_round}, while it owned unfinished chunks"
+    """It had applied all rounds before that one; "reducing" are its last words, said when it owns unfinished chunks.
+    It has contributed to no round from that of the order on."""
+    name = f"the victim got SIGKILL in round {died_in(records, expected)}, while it owned unfinished chunks"
     victim = next(iter(of_role(records, "victim")), None)
     if victim is None:
         return Check(name, False, "there was none")
-    done = max((int(event.get("t", 0)) for event in victim.all("round")), default=0)
-    phase = victim.last("phase").get("phase", "unknown")
-    held = victim.exit_code == -SIGKILL and done == expected.kill_round - 1 and phase == "reducing"
+    done, phase = _rounds_of(victim), victim.last("phase").get("phase", "unknown")
+    survived = any(event["t"] >= expected.kill_round and event.get("counted") for event in victim.all("round"))
+    in_time = done >= expected.kill_round - 1 and not survived
+    held = victim.exit_code == -SIGKILL and in_time and phase == "reducing"
     return Check(name, held, f"{victim.name} {exit_text(victim.exit_code)}, rounds done {done}, last phase {phase}")
 
 
 def _round_survived(records: Sequence[Record], expected: Expected) -> Check:
-    """The others finished that round, and each report shows the failure: a second ballot, or the victim missing."""
+    """The others finished that round, or a later one, and each report shows the failure: a second ballot, or the victim
+    missing."""
     victims = {victim.id for victim in of_role(records, "victim")}
     survivors = of_role(records, "peer")
-    reports = reports_of_kill_round(records, expected.kill_round)
+    reports, t = reports_of_kill_round(records, expected), died_in(records, expected)
 
     def shows_it(report: RoundReport) -> bool:
         return report.ballots > 1 or any(lost.peer in victims for lost in report.missing)
 
-    held = bool(survivors) and len(reports) == len(survivors) and all(map(shows_it, reports.values()))
+    finished = all(_rounds_of(record) >= t for record in survivors)
+    held = bool(reports) and finished and all(map(shows_it, reports.values()))
     silent = [record.name for record in survivors if record.name not in reports]
     said = [f"{name}: {report.ballots} ballots, {_missing_text(report, records)}" for name, report in reports.items()]
     detail = "; ".join(said + [f"{name}: no such round" for name in silent])
