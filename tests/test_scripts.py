@@ -26,7 +26,7 @@ from tests.helpers import wait_until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the runner forks after torch was imported")
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 200.0
+DEADLINE_S = 900.0
 """For all of them: some seconds on an idle machine."""
 RUNNER = """\
 import json, os, sys
@@ -54,7 +54,7 @@ for line in sys.stdin.read().splitlines():
 JOIN = """\
 import os, signal, sys, threading, torch
 from dlc.peer import Peer
-peer = Peer.join(["ADDRESS"], join_timeout_s=60.0)
+peer = Peer.join(["ADDRESS"], join_timeout_s=180.0)
 print("joined", peer.id, peer.address, flush=True)
 """
 NET = """\
@@ -197,12 +197,12 @@ class Data(Dataset):
 def average():
     for _ in range(10):  # a busy machine may find one of them dead for a moment
         with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(p.all_reduce, torch.ones(3), timeout_s=60.0) for p in (one, two)]
+            calls = [pool.submit(p.all_reduce, torch.ones(3), timeout_s=240.0) for p in (one, two)]
             if all(call.result().complete for call in calls):
                 return
     sys.exit("no round of both")
 
-with Peer.join() as one, Peer.join([one.address], join_timeout_s=60.0) as two:
+with Peer.join() as one, Peer.join([one.address], join_timeout_s=180.0) as two:
     for batch in DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
         assert all("join in the child" in text for text in batch), batch
         average()
@@ -273,13 +273,11 @@ def test_a_script_ends_as_it_should_and_leaves_no_process_and_no_port(
     assert not left, "a process of it is still there"
     for peer in (line.split() for line in text.splitlines() if line.startswith("joined")):
         host, _, port = peer[2].rpartition(":")
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do not count
-            free.bind((host, int(port)))
+        with socket.socket() as caller, pytest.raises(ConnectionRefusedError):  # others may dial from that port by now
+            caller.connect((host, int(port)))
 
 
 @pytest.mark.parametrize("name", ["exception", "ctrl-c", "exit"])
 def test_the_others_are_told_that_it_left(name: str, survivor: Peer, ends: dict[str, tuple[int, bool, str]]) -> None:
     (peer,) = (line.split()[1] for line in ends[name][2].splitlines() if line.startswith("joined"))
-    wait_until(lambda: all(not m.alive for m in survivor.members() if m.id == peer), 60.0)
-    assert all(m.left for m in survivor.members() if m.id == peer)
+    wait_until(lambda: all(m.left and not m.alive for m in survivor.members() if m.id == peer))
