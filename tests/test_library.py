@@ -16,10 +16,9 @@ from torch import nn
 
 import dlc
 from dlc.errors import UsageError
+from tests.swarm import DEADLINE_S, JOIN_S, PATIENT, ROUND_S, swarm
 
 STEPS = 5
-JOIN_S = 30.0
-DEADLINE_S = 90.0
 
 
 def model() -> nn.Module:
@@ -46,7 +45,7 @@ def test_int4_over_real_peers_gives_equal_bits_and_keeps_what_each_has_lost() ->
     def run(peer: dlc.Peer, net: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
         mean = dlc.OuterSpec(lr=1.0, momentum=0.0)
-        opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=mean, codec="int4", chunk_elems=30)
+        opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=mean, codec="int4", chunk_elems=30, patience_s=ROUND_S)
         for x in xs:
             loss_of(net, x).backward()
             report = opt.step()
@@ -55,10 +54,9 @@ def test_int4_over_real_peers_gives_equal_bits_and_keeps_what_each_has_lost() ->
         return opt.state_dict()["residual"]  # type: ignore[no-any-return]
 
     start = loss_of(nets[0], torch.cat(data[0] + data[1]))
-    with dlc.Peer.join() as first, dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-        with ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(run, p, n, x) for p, n, x in zip((first, second), nets, data, strict=True)]
-            residuals = [f.result(60) for f in futures]
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, p, n, x) for p, n, x in zip(peers, nets, data, strict=True)]
+        residuals = [f.result(DEADLINE_S) for f in futures]
     assert torch.equal(flat(nets[0]), flat(nets[1]))
     assert loss_of(nets[0], torch.cat(data[0] + data[1])) < start
     assert all(r.any() for r in residuals) and not torch.equal(*residuals)
@@ -66,7 +64,8 @@ def test_int4_over_real_peers_gives_equal_bits_and_keeps_what_each_has_lost() ->
 
 def train(peer: dlc.Peer, net: nn.Module, inner: torch.optim.Optimizer, data: list[torch.Tensor]) -> list[object]:
     """One peer: an ordinary loop; outer lr 1 without momentum, so that each round is the plain mean."""
-    opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=dlc.OuterSpec(lr=1.0, momentum=0.0), codec="fp32")
+    mean = dlc.OuterSpec(lr=1.0, momentum=0.0)
+    opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=mean, codec="fp32", patience_s=ROUND_S)
     reports = []
     for x in data:
         loss_of(net, x).backward()
@@ -82,17 +81,15 @@ def test_a_contribution_that_is_far_too_large_is_clipped_to_the_median_norm_of_i
 
     def run(peer: dlc.Peer, net: nn.Module, move: torch.Tensor) -> dlc.RoundReport | None:
         inner = torch.optim.SGD(net.parameters(), lr=1.0)
-        opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=outer, codec="fp32", chunk_elems=20)
+        opt = dlc.DiLoCo(net, inner, peer, sync_every=1, outer=outer, codec="fp32", chunk_elems=20, patience_s=ROUND_S)
         parts = move.split([p.numel() for p in net.parameters()])
         for p, part in zip(net.parameters(), parts, strict=True):
             p.grad = part.view(p.shape).clone()
         return opt.step()
 
-    with dlc.Peer.join() as first:
-        with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-            with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as third, ThreadPoolExecutor(n) as pool:
-                futures = [pool.submit(run, *of) for of in zip((first, second, third), nets, moves, strict=True)]
-                reports = [f.result(60) for f in futures]
+    with swarm(n) as peers, ThreadPoolExecutor(n) as pool:
+        futures = [pool.submit(run, *of) for of in zip(peers, nets, moves, strict=True)]
+        reports = [f.result(DEADLINE_S) for f in futures]
     assert all(report is not None and len(report.contributors) == n for report in reports)
     assert all(torch.equal(flat(nets[0]), flat(net)) for net in nets)
     clipped = moves[2] * (moves[1].norm() / moves[2].norm())
@@ -103,16 +100,12 @@ def test_three_peers_with_sgd_inside_follow_one_process_with_the_joint_batch() -
     n, data = 3, batches(3)
     nets = [model() for _ in range(n)]
     alone = copy.deepcopy(nets[0])
-    with dlc.Peer.join() as first:
-        with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-            with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as third:
-                peers = (first, second, third)
-                with ThreadPoolExecutor(n) as pool:
-                    futures = [
-                        pool.submit(train, p, net, torch.optim.SGD(net.parameters(), lr=0.1), x)
-                        for p, net, x in zip(peers, nets, data, strict=True)
-                    ]
-                    reports = [f.result(60) for f in futures]
+    with swarm(n) as peers, ThreadPoolExecutor(n) as pool:
+        futures = [
+            pool.submit(train, p, net, torch.optim.SGD(net.parameters(), lr=0.1), x)
+            for p, net, x in zip(peers, nets, data, strict=True)
+        ]
+        reports = [f.result(DEADLINE_S) for f in futures]
     assert all(r is not None and len(r.contributors) == n for rs in reports for r in rs)  # type: ignore[attr-defined]
     assert all(torch.equal(flat(nets[0]), flat(net)) for net in nets)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -199,13 +192,12 @@ def test_a_newcomer_joins_while_eager_rounds_of_fragments_are_on_their_way() -> 
         peer.leave()
         return digests, counted
 
-    with dlc.Peer.join() as first, dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-        with ThreadPoolExecutor(3) as pool:
-            futures = [pool.submit(run, first, nets[0], data[0], False)]
-            futures.append(pool.submit(run, second, nets[1], data[1], False))
-            with dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as third:
-                futures.append(pool.submit(run, third, nets[2], data[2], True))
-                seen = [future.result(120)[0] for future in futures]
+    with swarm(2) as (first, second), ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(run, first, nets[0], data[0], False)]
+        futures.append(pool.submit(run, second, nets[1], data[1], False))
+        with dlc.Peer.join([first.address], timeouts=PATIENT, join_timeout_s=JOIN_S) as third:
+            futures.append(pool.submit(run, third, nets[2], data[2], True))
+            seen = [future.result(2 * DEADLINE_S)[0] for future in futures]
     for t in {t for digests in seen for t in digests}:
         assert len({digests[t] for digests in seen if digests.get(t)}) == 1
     assert joined.is_set()
