@@ -18,9 +18,7 @@ from dlc.mesh import Group
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
 from tests.helpers import wait_until
-from tests.swarm import JOIN_S, swarm, together
-
-WAIT_S = 60.0
+from tests.swarm import JOIN_S, ROUND_S, swarm, together
 
 
 def awkward(seed: int) -> dict[str, Tensor]:
@@ -70,7 +68,7 @@ def test_all_hold_the_state_of_the_one_that_was_named() -> None:
         states, source = [awkward(i) for i in range(3)], peers[1].id
 
         def act(peer: Peer, i: int) -> RoundReport:
-            return peer.broadcast_state(states[i], source, timeout_s=WAIT_S)
+            return peer.broadcast_state(states[i], source, timeout_s=ROUND_S)
 
         reports = together(peers, act)
         assert all(report.complete and len(report.contributors) == 3 for report in reports)
@@ -82,9 +80,9 @@ def test_without_its_source_a_state_stays_as_it_is(monkeypatch: pytest.MonkeyPat
     with swarm(2) as peers:
         state = awkward(0)
         with pytest.raises(RoundTimeout, match=f"{peers[1].id[:8]} gave no state"):
-            peers[0].broadcast_state(state, peers[1].id, timeout_s=WAIT_S)
+            peers[0].broadcast_state(state, peers[1].id, timeout_s=ROUND_S)
         with pytest.raises(RoundTimeout, match="no member of the run"):
-            peers[0].broadcast_state(state, "nobody", timeout_s=WAIT_S)
+            peers[0].broadcast_state(state, "nobody", timeout_s=ROUND_S)
         assert bits(state) == bits(awkward(0))
 
 
@@ -109,19 +107,19 @@ def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytes
         first.on_member_change(broken)
         end = first.on_member_change(callback)
         with Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-            wait_until(lambda: of(second, told)[:1] == ["up"], WAIT_S)
-        wait_until(lambda: of(second, told)[-1:] == ["left"], WAIT_S)
+            wait_until(lambda: of(second, told)[:1] == ["up"])
+        wait_until(lambda: of(second, told)[-1:] == ["left"])
         end()
         first.on_member_change(later.append)
         third = Peer.join([first.address], join_timeout_s=JOIN_S)
         try:
-            wait_until(lambda: of(third, later)[:1] == ["up"], WAIT_S)
+            wait_until(lambda: of(third, later)[:1] == ["up"])
             third._driver.stop(10.0)  # nothing is announced
-            wait_until(lambda: of(third, later)[-1:] == ["down"], WAIT_S)
+            wait_until(lambda: of(third, later)[-1:] == ["down"])
         finally:
             third.leave()
     assert not of(third, told) and threads == {"dlc-members"} and "in a callback" in caplog.text
-    wait_until(lambda: not any(thread.name == "dlc-members" for thread in threading.enumerate()), WAIT_S)
+    wait_until(lambda: not any(thread.name == "dlc-members" for thread in threading.enumerate()))
     with pytest.raises(SwarmClosed):
         first.on_member_change(callback)
 
@@ -129,8 +127,8 @@ def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytes
 def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the child sees it; real forks are in test_scripts.py."""
     with swarm(2) as peers:
-        handle = peers[0].all_reduce(torch.ones(2), async_op=True)
-        group = Group(peers[0], "g", matchmaking_s=WAIT_S).all_reduce(torch.ones(2), async_op=True)
+        handle = peers[0].all_reduce(torch.ones(2), timeout_s=ROUND_S, async_op=True)
+        group = Group(peers[0], "g", matchmaking_s=ROUND_S).all_reduce(torch.ones(2), async_op=True)
         with monkeypatch.context() as child:
             child.setattr(os, "getpid", lambda: -1)
             for call in (peers[0].members, lambda: peers[0].all_reduce(torch.ones(2)), handle.wait, group.wait):
@@ -139,5 +137,5 @@ def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pyte
             peers[0].leave()
         group.cancel()
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(peers[1].all_reduce, torch.zeros(2), timeout_s=WAIT_S)
-            assert len(handle.wait(WAIT_S).contributors) == 2 and other.result(WAIT_S).complete
+            other = pool.submit(peers[1].all_reduce, torch.zeros(2), timeout_s=ROUND_S)
+            assert len(handle.wait(ROUND_S).contributors) == 2 and other.result(ROUND_S).complete
