@@ -26,7 +26,7 @@ from dlc.report import Missing, RoundReport, Share
 from dlc.train.telling import Setbacks
 from tests.helpers import wait_until
 
-DEADLINE_S = 20.0
+DEADLINE_S = 180.0
 
 
 def report(t: int = 3, ballots: int = 1, missing: tuple[Missing, ...] = ()) -> RoundReport:
