@@ -6,7 +6,6 @@ The CUDA cases skip themselves where there is none (`make test-gpu` runs only th
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,18 +18,17 @@ from dlc.train.loader import Loader
 from dlc.train.rng import load_random_state, random_state, seed_peer
 from dlc.train.setup import inner_loop_of, model_of
 from tests.helpers import benchmark_module
+from tests.swarm import ROUND_S, swarm, together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-JOIN_S = 30.0
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_reduce_of_device_tensors_of_mixed_dtypes(device: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     given = [[torch.full((5, 3), float(i), dtype=d, device=device) for d in dtypes] for i in (1, 3)]
-    with dlc.Peer.join() as first, dlc.Peer.join([first.address], join_timeout_s=JOIN_S) as second:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda p, x: p.all_reduce(x, timeout_s=30), (first, second), given))
+    with swarm(2) as peers:
+        together(peers, lambda p, i: p.all_reduce(given[i], timeout_s=ROUND_S))
     for tensors in given:
         assert [(t.dtype, t.device.type) for t in tensors] == [(d, device) for d in dtypes]
         assert all(torch.equal(t.float().cpu(), torch.full((5, 3), 2.0)) for t in tensors)
