@@ -12,7 +12,7 @@ import torch
 
 import dlc
 from dlc.errors import RoundTimeout, UsageError
-from dlc.runspec import OuterSpec, RunSpec
+from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
 from dlc.strategyspec import ServerSpec
 from dlc.train.outer import theta_of
 from dlc.train.saver import newest
@@ -25,7 +25,7 @@ PLAIN = OuterSpec(optimizer="sgd", lr=1.0)
 def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper() -> None:
     numel = 5000
     with dlc.Peer.join(log=False) as first, dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as second:
-        spec = ServerSpec(patience_s=60.0)
+        spec = ServerSpec(patience_s=DEADLINE_S)
         a = dlc.ServerClient(first, torch.zeros(numel), spec=spec, chunk_elems=512)
         b = dlc.ServerClient(second, torch.ones(numel), spec=spec, chunk_elems=512)
         with pytest.raises(RoundTimeout, match="longer than 0.2 s"):
@@ -57,7 +57,8 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
 def test_a_killed_helpers_spans_go_on_at_the_other(tmp_path: Path) -> None:
     """Helpers are processes of their own, trainers peers of this one; no push is lost, none counts twice."""
     numel = 5000
-    spec = RunSpec(strategy="parameter-server", outer=PLAIN, server=ServerSpec(patience_s=60.0))
+    waits, calm = ServerSpec(patience_s=DEADLINE_S), TimeoutsSpec(probe_s=1.0, chunk_s=30.0)
+    spec = RunSpec(strategy="parameter-server", outer=PLAIN, server=waits, timeouts=calm)
     with contextlib.closing(Host(tmp_path)) as host, contextlib.ExitStack() as stack:
         key = host.key.read_text()
         first = stack.enter_context(dlc.Peer.join(spec=spec, key=key))
