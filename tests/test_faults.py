@@ -27,7 +27,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.errors import SwarmClosed
 from dlc.peer import Peer
 from dlc.report import RoundReport
-from tests.swarm import swarm
+from tests.swarm import ROUND_S, swarm
 
 CHUNK, CHUNKS = 200, 40
 NUMEL = CHUNK * (CHUNKS - 1) + 77
@@ -35,8 +35,8 @@ SOME = 10
 """Chunks after which a fault strikes: each of four peers sends and gets thirty."""
 SLOW_S = 0.06
 """Between two chunks of a slow peer, on each of its links: its round takes a second more."""
-ROUND_S = 40.0
-TIMEOUTS = Timeouts(slot_settle_s=0.3)
+TIMEOUTS = Timeouts(slot_settle_s=0.3, chunk_s=6.0)
+"""Who is silent is late for a round only after it would have been found dead."""
 
 
 @pytest.fixture(autouse=True)
