@@ -21,10 +21,11 @@ from dlc.comm import messages as msg
 from dlc.comm.catalogue import KINDS
 from dlc.comm.framing import Envelope, Frame, decode, encode
 from dlc.comm.ids import Ballot, Voter
+from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import pack
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
-from tests.swarm import swarm, together
+from tests.swarm import ROUND_S, swarm, together
 
 NUMEL = 2_000_000
 """Several chunks for each owner."""
@@ -128,13 +129,13 @@ class Hostile:
 @pytest.mark.parametrize("seed", range(3))
 def test_rounds_go_on_beside_a_member_that_sends_nonsense(seed: int, pytestconfig: pytest.Config) -> None:
     end = time.monotonic() + float(pytestconfig.getoption("--fuzz-seconds")) / 3
-    with swarm(3) as peers:
+    with swarm(3, timeouts=Timeouts()) as peers:  # which ping often
         hostile = Hostile(peers[2], random.Random(seed))
         healthy = {peers[0].id, peers[1].id}
         rounds = 0
         while rounds < 3 or time.monotonic() < end:
             vectors = [torch.full((NUMEL,), float(i + 1)) for i in range(3)]
-            reports = together(peers, lambda p, i, v=vectors: p.all_reduce(v[i], codec="fp32", timeout_s=60))
+            reports = together(peers, lambda p, i, v=vectors: p.all_reduce(v[i], codec="fp32", timeout_s=ROUND_S))
             rounds += 1
             for vector, report in zip(vectors[:2], reports[:2], strict=True):
                 whole = {share.peer for share in report.contributors if share.fraction == 1.0}
