@@ -24,6 +24,7 @@ MB = 10^6 bytes of fp32.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -84,16 +85,20 @@ def worker(peers: str, numel: int, index: int, n: int) -> None:
 
 
 class Work:
-    def __init__(self, peers: str, numel: int, index: int, n: int) -> None:
+    def __init__(self, peers: str, numel: int, index: int, n: int, patience: float = 1.0) -> None:
         import torch
 
         from dlc.comm.driver import clock
+        from dlc.comm.timeouts import Timeouts
         from dlc.peer import Peer
 
         self.clock, self.index, self.n = clock, index, n
         self.trace: list[tuple[float, str, str]] = []
         """(clock, what, of whom): what this peer noticed in this round."""
-        self.peer = Peer.join(peers, join_timeout_s=120, on_event=self._event)
+        usual = Timeouts()
+        patient = {name: patience * getattr(usual, name) for name in ("probe_s", "chunk_s", "commit_s")}
+        timeouts = dataclasses.replace(usual, **patient, beat_s=max(usual.beat_s, patient["probe_s"]))
+        self.peer = Peer.join(peers, join_timeout_s=120, on_event=self._event, timeouts=timeouts)
         self.pattern = 1 + torch.randint(0, 32, (numel,), generator=torch.Generator().manual_seed(1)) / 32
         self.vector = torch.empty(numel)
         self.peer._ask(self._watch)
