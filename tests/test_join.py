@@ -12,7 +12,8 @@ import pytest
 
 from dlc.cli.interrupt import Interrupts
 from dlc.comm.security import generate_run_key
-from tests.swarm import Host, free_addresses
+from tests.helpers import wait_until
+from tests.swarm import Event, Host, Process, free_addresses
 
 
 @pytest.fixture
@@ -20,6 +21,12 @@ def host(tmp_path: Path) -> Iterator[Host]:
     host = Host(tmp_path)
     yield host
     host.close()
+
+
+def shared(one: Process, other: Process) -> list[tuple[Event, Event]]:
+    """What both have told of the same round by now: who was not there at a round tells none."""
+    mine, theirs = ({event["t"]: event for event in process.told("round")} for process in (one, other))
+    return [(mine[t], theirs[t]) for t in sorted(mine.keys() & theirs.keys())]
 
 
 def test_two_that_start_together_train_one_model_to_the_end(host: Host) -> None:
@@ -34,14 +41,11 @@ def test_two_that_start_together_train_one_model_to_the_end(host: Host) -> None:
     assert ends[0]["digest"] == ends[1]["digest"] != ""
     assert ends[0]["validation_loss"] == ends[1]["validation_loss"]
     ids = {a.event("started")["peer"], b.event("started")["peer"]}
-    seen = [{event["t"]: event for event in process.all("round")} for process in (a, b)]
-    shared = seen[0].keys() & seen[1].keys()  # who was not there at a round tells none
-    for t in shared:
-        round_a, round_b = seen[0][t], seen[1][t]
+    for round_a, round_b in shared(a, b):
         assert (round_a["head"], round_a["digest"]) == (round_b["head"], round_b["digest"])
         named = {share["peer"] for share in round_a["contributors"]} | {lost["peer"] for lost in round_a["missing"]}
         assert named == ids
-    assert any(len(seen[0][t]["contributors"]) == 2 for t in shared)
+    assert any(len(event["contributors"]) == 2 for event, _ in shared(a, b))
     for end in ends:
         assert Path(end["model"], "model.safetensors").is_file() and Path(end["checkpoint"]).is_file()
 
@@ -54,9 +58,10 @@ def test_join_by_the_printed_line_leave_by_ctrl_c_and_resume(host: Host) -> None
     founder.event("round", t=2)
     late = host.start("late", *line[2:])
     assert late.event("started")["run"] == "test" and late.event("synced")["t"] >= 2
-    shared = late.event("round", counted=True)
-    same = founder.event("round", t=shared["t"])
-    assert shared["digest"] == same["digest"] and shared["head"] == same["head"]
+    late.event("round", counted=True)
+    wait_until(lambda: shared(founder, late), what="a round that both were in")
+    for one, other in shared(founder, late):
+        assert one["digest"] == other["digest"] and one["head"] == other["head"]
 
     founder.signal(signal.SIGINT)  # who founded it leaves; the other goes on alone
     left = founder.event("end")
