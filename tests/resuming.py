@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 
 import dlc
+from dlc.comm.timeouts import Timeouts
 from dlc.compat.opendiloco import DiLoCoOptimizer
 from dlc.train.checkpoint import load_checkpoint, save_checkpoint
 from tests.helpers import wait_until
+from tests.swarm import DEADLINE_S, JOIN_S, PATIENT
 
 H, SAVE_AT, STEPS = 4, 6, 12
 """A checkpoint lies in the middle between two rounds; OpenDiLoCo's, which has nothing for that, at a round."""
-JOIN_S = 60.0
-DEADLINE_S = 120.0
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Rounds wait for everybody who is alive, however slow."""
 LR = 0.05
 OUTER = dlc.OuterSpec(lr=0.5, momentum=0.9)
@@ -59,6 +59,7 @@ class Plan:
     told_to_stop: bool = False
     """It trains until then; otherwise so many steps in all."""
     holds_once_saved: bool = False
+    timeouts: Timeouts = PATIENT
 
     @property
     def checkpoint(self) -> Path:
@@ -82,12 +83,12 @@ class Run:
                 self.told.append(self._pipe.recv())
         self._over = True
 
-    def wait(self, name: str, after: int = 0) -> tuple[Any, ...]:
-        """The first word of that name, of those after the first so many."""
+    def wait(self, name: str, where: Callable[[tuple[Any, ...]], bool] = lambda word: True) -> tuple[Any, ...]:
+        """The first word of that name that fits; what was told before counts too."""
 
         def found() -> tuple[Any, ...] | None:
             over = self._over
-            word = next((word for word in self.told[after:] if word[0] == name), None)
+            word = next((word for word in self.told if word[0] == name and where(word)), None)
             assert word is not None or not over, f"it ended without {name!r}\n{self.log()}"
             return word
 
@@ -182,6 +183,7 @@ def _main(plan: Plan, pipe: Connection) -> None:
             state_dir=plan.folder / "peer",
             resume=resume,
             join_timeout_s=JOIN_S,
+            timeouts=plan.timeouts,
         ) as peer:
             pipe.send(("joined",))
             assert pipe.recv() == "go"
