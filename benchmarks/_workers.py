@@ -23,7 +23,7 @@ from dlc.monitor.feed import Feed
 WORKER = "--worker"
 """First argument of a benchmark that is started as a worker."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 """For a worker to start, or to finish one round, on a machine that others use too."""
 _out = threading.Lock()
 
