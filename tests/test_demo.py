@@ -285,7 +285,8 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_the_demo_on_real_processes(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--rounds", "3", "--sync-every", "36", "--json", dlc=("-c", PATIENT_DEMO))
+    # The last two rounds are to take far longer than the newcomer's start.
+    demo = start_demo(tmp_path, "--rounds", "3", "--sync-every", "60", "--json", dlc=("-c", PATIENT_DEMO))
     try:
         out, _ = demo.communicate(timeout=E2E_S)
     finally:
