@@ -7,23 +7,25 @@ import threading
 import pytest
 
 import dlc.bench.link as link_module
-import dlc.bench.stream as stream_module
 import dlc.bench.transfer as transfer_module
 from dlc.bench.link import Budget, LinkReport, StreamRates, measure
 from dlc.bench.stream import MeasureFailed, Stopped
 from dlc.comm.security import LinkSecurity
 from dlc.errors import UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer
-from tests.bench.sites import KEYED, OTHER, serving
+from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
+from tests.helpers import wait_until
 
-SMALL = Budget(2.0, 16_000_000, (1, 2))
+SMALL = Budget(400.0, 16_000_000, (1, 2))
+"""It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> object:
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> object:
+    patient(monkeypatch)
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before, WAIT_S, "no thread is left")
 
 
 @pytest.mark.parametrize("security", [KEYED, None], ids=["key", "no key"])
@@ -33,13 +35,15 @@ def test_a_link_is_measured_within_its_budget(security: LinkSecurity | None) -> 
         report = measure(site.address, security, SMALL, say=said.append)
         assert site.bad_frames == 0
     assert report.to == site.address and report.encrypted == (security is not None)
-    assert 0 < report.rtt_min_ms <= report.rtt_ms <= report.rtt_p95_ms < 1000 and report.pings > 0
+    assert 0 < report.rtt_min_ms <= report.rtt_ms <= report.rtt_p95_ms and report.pings > 0
+    assert report.rtt_min_ms < 1000
     assert [rates.n for rates in report.streams] == [1, 2]
-    for rates in report.streams:
-        assert rates.up_mbps is not None and rates.up_mbps > 1
-        assert rates.down_mbps is not None and rates.down_mbps > 1
+    alone, two = report.streams
+    assert alone.up_mbps and alone.up_mbps > 0 and alone.down_mbps and alone.down_mbps > 0
+    # The first of two may be through before the other begins.
+    assert all(rate is None or rate > 0 for rate in (two.up_mbps, two.down_mbps))
     assert (report.up_mbps, report.down_mbps) == (report.streams[0].up_mbps, report.streams[0].down_mbps)
-    assert 15.9 < report.moved_mb <= 16.0 and report.seconds < 10
+    assert 15.9 < report.moved_mb <= 16.0 and report.seconds < SMALL.seconds
     assert any("2 connections down" in text for text in said)
     plain = report.to_dict()
     assert plain["streams"][1]["n"] == 2 and {"up_mbps", "down_mbps", "rtt_ms", "rtt_p95_ms"} <= plain.keys()
@@ -48,19 +52,27 @@ def test_a_link_is_measured_within_its_budget(security: LinkSecurity | None) -> 
 def test_one_after_the_other_where_two_want_the_same_site() -> None:
     said: list[str] = []
     with serving() as site:
-        first = threading.Event()
+        first, second = threading.Event(), threading.Event()
         found: list[LinkReport] = []
 
         def say(text: str) -> None:
             if "1 connection up" in text:
                 first.set()
+                second.wait(WAIT_S)
 
-        budget = Budget(1.0, 100_000_000_000, (1,))
-        thread = threading.Thread(target=lambda: found.append(measure(site.address, KEYED, budget, say=say)))
+        def heard(text: str) -> None:
+            said.append(text)
+            if "busy" in text:
+                second.set()
+
+        thread = threading.Thread(target=lambda: found.append(measure(site.address, KEYED, SMALL, say=say)))
         thread.start()
-        assert first.wait(20)
-        measure(site.address, KEYED, SMALL, say=said.append)
-        thread.join(20)
+        assert first.wait(WAIT_S)
+        try:
+            measure(site.address, KEYED, SMALL, say=heard)
+        finally:
+            second.set()
+        thread.join(WAIT_S)
     assert len(found) == 1 and found[0].up_mbps is not None
     assert any("busy" in text for text in said)
 
@@ -71,7 +83,7 @@ def test_another_key_or_none_is_told_apart_from_nobody(monkeypatch: pytest.Monke
             measure(site.address, OTHER, SMALL)
         with pytest.raises(WrongKeyError, match="wants a key: add --key-file"):
             measure(site.address, None, SMALL)
-    monkeypatch.setattr(stream_module, "OPEN_S", 0.5)
+    reached_by_polls(monkeypatch, 1.0)
     with pytest.raises(UnreachableError, match="nobody listens there.*dlc bench serve"):
         measure(site.address, KEYED, SMALL)
     with pytest.raises(UnreachableError, match="cannot be looked up"):
@@ -79,27 +91,27 @@ def test_another_key_or_none_is_told_apart_from_nobody(monkeypatch: pytest.Monke
 
 
 def test_a_peer_of_a_run_is_told_from_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "OPEN_S", 2.0)
+    reached_by_polls(monkeypatch, 3.0)
     with Peer.join(key=bytes(32)) as peer, pytest.raises(UnreachableError, match="a peer of a run does not serve"):
         measure(peer.address, KEYED, SMALL)
 
 
 def test_a_closed_bulk_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_module, "STALL_S", 0.5)
     with serving() as site:
         site._host._bulk_port = 1
-        with pytest.raises(MeasureFailed, match="open TCP 1 in the firewall"):
+        with monkeypatch.context() as hasty, pytest.raises(MeasureFailed, match="open TCP 1 in the firewall"):
+            hasty.setattr(transfer_module, "STALL_S", 0.5)
             measure(site.address, KEYED, SMALL)
         site._host._bulk_port = site.bulk_port
         assert measure(site.address, KEYED, SMALL).up_mbps, "the site is free again at once"
 
 
 def test_a_site_that_vanishes_in_the_middle_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_module, "STALL_S", 0.5)
     with serving() as site:
 
         def say(text: str) -> None:
             if "1 connection up" in text:
+                monkeypatch.setattr(transfer_module, "STALL_S", 0.5)
                 site._host._session = None
 
         with pytest.raises(MeasureFailed, match="nothing came through"):
