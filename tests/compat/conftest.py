@@ -28,4 +28,4 @@ def _everybody_leaves_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         for peer in tuple(town.peers.values()):
             peer.leave()
     if towns:
-        wait_until(lambda: threading.active_count() <= before, 20, "threads of averagers whose swarm is gone")
+        wait_until(lambda: threading.active_count() <= before, 120, "threads of averagers whose swarm is gone")
