@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from dlc.errors import ConfigError
 from dlc.runspec import InnerSpec, RunSpec
 from dlc.train.parallel import check_fits, pieces_of
 from dlc.train.sharded import layers_of
-from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process
+from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process, free_addresses
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
 
@@ -113,19 +112,18 @@ def start(tmp_path: Path) -> Iterator[tuple[Host, Callable[..., Site]]]:
 
 def counted_with(run: Process, n: int, since: int = 0) -> Event:
     """The first round after round `since` that counted the peer, of n contributors."""
-    t = max(since, run.event("round")["t"] - 1)
+    return run.event("round", lambda e: e["t"] > since and e["counted"] and len(e["contributors"]) == n)
+
+
+def told_by_both(run: Process, other: Process, since: int) -> tuple[Event, Event]:
+    """A round after round `since` that counted both, with its digest: who sleeps through a round, or through the next
+    one before it looks at its state, tells none."""
     while True:
-        t += 1
-        report = run.event("round", t=t)
-        if report["counted"] and len(report["contributors"]) == n:
-            return report
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+        first = counted_with(run, 2, since)
+        since = first["t"]
+        second = other.event("round", lambda e, since=since: e["t"] >= since)
+        if second["t"] == since and first["digest"] and second["digest"]:
+            return first, second
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL and ps")
@@ -142,11 +140,11 @@ def test_a_site_is_one_peer_that_ends_as_a_whole_while_the_swarm_goes_on(
     alone.run.exit_code()
     assert alone.run.log().count("Traceback") == 1  # torchrun's own, which tells the signal so
 
-    address = f"127.0.0.1:{free_port()}"
+    (address,) = free_addresses(1)
     plain = host.start("plain", "--peers", address)
     site = start_site(*run, "--listen", address, "--parallel", "fsdp")  # goes on from what DDP saved
-    both = counted_with(site.run, 2, since=end["t"])
-    assert both["digest"] == plain.event("round", t=both["t"])["digest"]
+    ours, theirs = told_by_both(site.run, plain, since=end["t"])
+    assert ours["digest"] == theirs["digest"]
 
     (other,) = site.others()
     os.kill(other, signal.SIGKILL)
