@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -12,24 +13,29 @@ from rich.console import Console
 
 import dlc.bench.heatmap as heatmap
 import dlc.bench.matrix as matrix_module
-import dlc.bench.stream as stream_module
 from dlc.bench import show
 from dlc.bench.link import Budget
 from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
 from dlc.bench.stream import Stopped
 from dlc.comm.measures import MeasureOrder
 from dlc.errors import UsageError
-from tests.bench.sites import KEYED, OTHER, serving
+from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
 from tests.helpers import wait_until
 
-SMALL = Budget(1.0, 4_000_000, (1,), down=False)
+SMALL = Budget(100.0, 4_000_000, (1,), down=False)
+"""It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
+CLOCK_STEP_S = 0.1
+OPEN_S = 3.0
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for long."""
-    monkeypatch.setattr(matrix_module, "OPEN_S", 2.0)
-    monkeypatch.setattr(stream_module, "OPEN_S", 2.0)
+    """Nobody is waited for long; the asker, too, counts its polls."""
+    patient(monkeypatch)
+    reached_by_polls(monkeypatch, OPEN_S)
+    looks = itertools.count()
+    monkeypatch.setattr(matrix_module, "OPEN_S", OPEN_S)
+    monkeypatch.setattr(matrix_module, "clock", lambda: next(looks) * CLOCK_STEP_S)
 
 
 def test_every_direction_is_measured_by_its_sender(soon: None) -> None:
@@ -47,7 +53,7 @@ def test_every_direction_is_measured_by_its_sender(soon: None) -> None:
         else:
             assert pair.error == "" and pair.up_mbps and pair.rtt_ms, (sender, receiver)
     assert report.failed == 2
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before, WAIT_S, "no thread is left")
 
 
 def test_a_site_that_cannot_be_reached_costs_its_own_pairs_only(soon: None) -> None:
@@ -66,16 +72,16 @@ def test_a_site_that_cannot_be_reached_costs_its_own_pairs_only(soon: None) -> N
 
 
 def test_an_order_whose_asker_is_gone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlc.bench.host.IDLE_S", 0.3)
     with serving() as a, serving() as b:
         asker = matrix_module._Asker(KEYED, {}, threading.Event())
         order = MeasureOrder(b"o" * 16, b.address, 60.0, 10**11)
         asker._transport.send_control(a.address, matrix_module.encode(asker._me, matrix_module.TAG, order))
         asker._transport.poll(0.1)
-        wait_until(lambda: asker._transport.poll(0.05) is not None and a._host.busy, what="it has begun")
+        wait_until(lambda: asker._transport.poll(0.05) is not None and a._host.busy, WAIT_S, "it has begun")
         asker.close()
-        wait_until(lambda: not a._host.busy, what="a gives it up")
-        wait_until(lambda: not b._host.busy, what="b is free too")
+        monkeypatch.setattr("dlc.bench.host.IDLE_S", 0.3)
+        wait_until(lambda: not a._host.busy, WAIT_S, "a gives it up")
+        wait_until(lambda: not b._host.busy, WAIT_S, "b is free too")
 
 
 REPORT = MatrixReport(
