@@ -20,7 +20,7 @@ from dlc.errors import ProtocolError, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 FOREVER_S = 300.0
 
 

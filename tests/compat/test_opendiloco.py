@@ -21,6 +21,7 @@ from tests.swarm import JOIN_S, swarm
 from tests.train.fake_peer import FakePeer, FakePosition
 
 H = 3
+WAIT_S = 180.0
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -301,7 +302,7 @@ def test_peers_end_with_equal_bits_and_a_newcomer_takes_them() -> None:
 
     with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(run, peer, i, range(10 * i, 10 * i + 2 * H)) for i, peer in enumerate(peers)]
-        both = [end.result(60) for end in ends]
+        both = [end.result(WAIT_S) for end in ends]
         assert torch.equal(flat(nets[0]), flat(nets[1])) and [o.local_epoch for o in both] == [2, 2]
         assert all(o.tracker.global_progress.num_peers == 2 for o in both)
         assert all(len(o.last_report.contributors) == 2 for o in both if o.last_report is not None)
@@ -333,13 +334,13 @@ def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the
     outers = [torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))], lr=1.0) for _ in mains]
     with swarm(2) as peers:
         averagers = [
-            DiLoCoGradAverager(m, o, dht=p, prefix="g", min_matchmaking_time=60.0, start=True, target_group_size=4)
+            DiLoCoGradAverager(m, o, dht=p, prefix="g", min_matchmaking_time=WAIT_S, start=True, target_group_size=4)
             for m, o, p in zip(mains, outers, peers, strict=True)
         ]
         controls = [averager.step(wait=False) for averager in averagers]
         for averager, control in zip(averagers, controls, strict=True):
             assert not isinstance(control, dict)
-            assert control.result(60).keys() == {peer.id for peer in peers} and control.done()
+            assert control.result(WAIT_S).keys() == {peer.id for peer in peers} and control.done()
             with averager.get_tensors() as (one, other):
                 assert torch.equal(one, torch.full((3,), 0.5)) and torch.equal(other, torch.zeros(2, 2))
             with pytest.raises(UsageError, match="used already"):

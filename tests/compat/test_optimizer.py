@@ -26,7 +26,7 @@ from dlc.errors import UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 FOREVER_S = 300.0
 TARGET, EPOCHS = 32, 3
 SGD = partial(torch.optim.SGD, lr=0.1)
