@@ -168,7 +168,7 @@ def test_an_interrupt_leaves_a_state_to_go_on_from(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     assert process.returncode == command.INTERRUPTED
     (tally,) = json.loads(state.read_text()).values()
     assert tally["schedules"] >= 1
@@ -179,7 +179,7 @@ def test_the_workers_of_a_killed_sweep_end_with_it() -> None:
     assert process.stdout is not None
     assert process.stdout.readline()
     process.kill()
-    process.communicate(timeout=60)  # ends when nobody holds the other end of the pipe any more
+    process.communicate(timeout=180)  # ends when nobody holds the other end of the pipe any more
 
 
 def test_a_failure_is_shortened_and_replayed_from_its_file(

@@ -346,7 +346,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(tmp_path: Path, mon
     spec, changed, write = spec_of(tmp_path, "int8"), threading.Event(), saver.save_checkpoint
 
     def late(*args: Any) -> None:
-        assert changed.wait(30)
+        assert changed.wait(120)
         write(*args)
 
     monkeypatch.setattr(saver, "save_checkpoint", late)

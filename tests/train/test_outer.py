@@ -275,14 +275,14 @@ def test_a_reader_never_sees_half_a_step() -> None:
         yield 500, 1000, torch.ones(500)
 
     def read() -> None:
-        assert half.wait(10)
+        assert half.wait(120)
         out = torch.empty(1000)
         seen.append((state.read(out), out.unique().tolist()))
 
     reader = threading.Thread(target=read)
     reader.start()
     state.step(1, means())
-    reader.join(10)
+    reader.join(120)
     assert seen == [(1, [-1.0])]
 
 
