@@ -25,7 +25,7 @@ from tests.helpers import wait_until
 SMALL = Budget(100.0, 4_000_000, (1,), down=False)
 """It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
 CLOCK_STEP_S = 0.1
-OPEN_S = 3.0
+OPEN_S = 2.0
 
 
 @pytest.fixture
