@@ -19,7 +19,7 @@ from dlc.comm import tcp
 from dlc.comm.effects import Pace
 from dlc.comm.links import CONGESTION_CONTROL
 from dlc.peer import Peer
-from tests.comm.test_transport import Node, pump
+from tests.comm.test_transport import WAIT_S, Node, pump
 from tests.helpers import wait_until
 from tests.swarm import swarm, together
 
@@ -74,7 +74,7 @@ def seconds_for(a: Node, b: Node, n_bytes: int) -> float:
     left, began = -(-n_bytes // len(CHUNK)), time.monotonic()
     expected = len(b.messages("bulk")) + left
     while len(b.messages("bulk")) < expected:
-        assert time.monotonic() < began + 20
+        assert time.monotonic() < began + WAIT_S
         while left and a.transport.send_bulk(b.bulk_address, [CHUNK]):
             left -= 1
         a.events += a.transport.poll(0.001, [b.bulk_address] if left else [])
@@ -96,10 +96,9 @@ def test_a_paced_link_takes_its_time_and_an_unpaced_one_does_not(pair: tuple[Nod
     seconds_for(a, b, 2_000_000)  # the first ten segments, 640 kB here, are never paced
     assert a.transport.pace(b.bulk_address, 5e6)
     paced = seconds_for(a, b, 2_000_000)
-    assert 0.35 <= paced < 2.0, "2 MB at 5 MB/s take 0.4 s"
+    assert paced >= 0.35, "2 MB at 5 MB/s take 0.4 s, or longer on a machine that stands still meanwhile"
     assert a.transport.pace(b.bulk_address, None)
-    seconds_for(a, b, 1_000_000)  # BBR has to find out that it may
-    assert seconds_for(a, b, 2_000_000) < paced / 2
+    wait_until(lambda: seconds_for(a, b, 2_000_000) < 0.3, WAIT_S, "it is quick again")
 
 
 @linux
@@ -165,7 +164,7 @@ def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     a, b = pair
     assert a.transport.tcp_sample(b.bulk_address) is None
     connect(a, b)
-    first = a.transport.tcp_sample(b.bulk_address)
+    first, began = a.transport.tcp_sample(b.bulk_address), time.monotonic()
     assert first is not None and 0 < first.bytes_acked < 10_000 and first.app_limited
     seconds_for(a, b, 1_000_000)
     a.transport.pace(b.bulk_address, 5e6)
@@ -174,9 +173,9 @@ def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     assert last is not None
     moved = last.bytes_acked - first.bytes_acked
     assert 3_000_000 <= moved < 3_500_000, "with a little for framing"
-    assert 0 < last.min_rtt_s <= last.rtt_s < 1
+    assert 0 < last.min_rtt_s < 1 and last.min_rtt_s <= last.rtt_s
     assert last.delivery_Bps > 1e6, "of a busier time, where little is sent now"
-    assert 0.2 < last.busy_s - first.busy_s < 20
+    assert 0.2 < last.busy_s - first.busy_s <= time.monotonic() - began + 0.1
     assert last.retransmits >= 0
     a.transport.forget(b.bulk_address)
     assert a.transport.tcp_sample(b.bulk_address) is None
@@ -339,8 +338,8 @@ def test_what_libzmq_closes_is_closed_for_the_other_side_at_the_next_poll(pair: 
 
 
 def ends(other: socket.socket) -> bool:
-    """Whether the other side sees the end of the connection, within seconds."""
-    other.settimeout(5.0)
+    """Whether the other side sees the end of the connection."""
+    other.settimeout(WAIT_S)
     try:
         while other.recv(65536):
             pass
@@ -388,7 +387,7 @@ def sample_of(peer: Peer, of: Peer) -> tcp.TcpSample | None:
 def test_bulk_links_are_open_before_the_first_round() -> None:
     with swarm(3) as peers:
         ways = [(a, b) for a in peers for b in peers if a is not b]
-        wait_until(lambda: all(sample_of(a, b) is not None for a, b in ways), 20, "links between all voters")
+        wait_until(lambda: all(sample_of(a, b) is not None for a, b in ways), WAIT_S, "links between all voters")
         for a, b in ways:
             sample = sample_of(a, b)
             assert sample is not None and sample.bytes_acked < 10_000, "nothing but handshakes"
@@ -399,12 +398,12 @@ def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch
     with swarm(2) as peers:
         one, two = peers
         vectors = [torch.ones(500_000), torch.zeros(500_000)]
-        together(peers, lambda peer, i: peer.all_reduce(vectors[i], codec="fp32", timeout_s=30))
+        together(peers, lambda peer, i: peer.all_reduce(vectors[i], codec="fp32", timeout_s=2 * WAIT_S))
 
         def told(peer: Peer, of: Peer) -> int:
             return peer._ask(lambda node, now: node.exchange.rates._last_acked.get(of.id, 0))
 
-        wait_until(lambda: told(one, two) > 2_000_000 and told(two, one) > 2_000_000, 20, "the last sample")
+        wait_until(lambda: told(one, two) > 2_000_000 and told(two, one) > 2_000_000, WAIT_S, "the last sample")
         address = bulk_address(one, two)
 
         def paced(rate_Bps: float | None) -> int:
