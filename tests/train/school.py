@@ -20,7 +20,7 @@ from dlc.train.saver import Saved
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 Event = dict[str, Any]
 
 
@@ -72,6 +72,11 @@ class School:
         self.pupils.append(pupil)
         return pupil
 
+    def acquainted(self) -> None:
+        """Everybody knows of everybody: before that one may begin alone."""
+        n = len(self.pupils)
+        wait_until(lambda: all(_alive(pupil) == n for pupil in self.pupils), DEADLINE_S, "all know all")
+
     def start(self, pupil: Pupil) -> Future[Summary]:
         self.ends.append(self._pool.submit(pupil.trainer.run, pupil.stop))
         return self.ends[-1]
@@ -79,3 +84,7 @@ class School:
     def summaries(self) -> list[Summary]:
         wait_until(lambda: all(end.done() for end in self.ends), DEADLINE_S, "all trainers end")
         return [end.result() for end in self.ends]
+
+
+def _alive(pupil: Pupil) -> int:
+    return sum(member.alive for member in pupil.peer.members())

@@ -22,7 +22,7 @@ from dlc.handover import Handover
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
-from dlc.train import saver
+from dlc.train import averaging, saver
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import noloco_step
 from dlc.train.trainer import Trainer
@@ -112,6 +112,7 @@ def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options
     spec = spec_in(tmp_path, **options)
     one = school.add(Pupil(spec, tmp_path / "0"))
     two = school.add(Pupil(spec, tmp_path / "1", one.peer.address))
+    school.acquainted()
     for pupil in (one, two):
         school.start(pupil)
     summaries = school.summaries()
@@ -132,7 +133,10 @@ def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(tmp_path: Path, 
     assert all("needs at least 4 peers" in event["missing"][pupil.peer.id] for event in told)
 
 
-def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(tmp_path: Path, school: School) -> None:
+def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)
     spec = spec_in(tmp_path, rounds=40)
     gate, old = threading.Event(), school.add(Pupil(spec, tmp_path / "0"))
 
@@ -147,6 +151,7 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(tmp_pat
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     seen: list[Tensor] = []
     new.on_event = lambda event: seen.append(new.model()) if event["event"] == "synced" else None
+    school.acquainted()
     school.start(new)
     wait_until(lambda: new.all("step"), DEADLINE_S, "the newcomer trains")
     gate.set()
