@@ -32,7 +32,7 @@ WORK = Work(n_peers=3, mb=2.0, codec="fp16", rounds=3)
 
 def test_three_peers_measure_and_agree() -> None:
     with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
-        reports = list(pool.map(lambda peer: take_part(peer, WORK, lambda text: None, 60.0), peers))
+        reports = list(pool.map(lambda peer: take_part(peer, WORK, lambda text: None, 180.0), peers))
     whole = combine(reports, WORK, False, 100.0)
     assert whole.incomplete_rounds == 0 and len(whole.seconds) == 3
     for report in reports:
