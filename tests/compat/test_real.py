@@ -32,7 +32,8 @@ def dhts(n: int, **options: object) -> Iterator[list[DHT]]:
     try:
         maddrs = made[0].get_visible_maddrs()
         with ThreadPoolExecutor(n) as pool:
-            joins = [pool.submit(DHT, maddrs, start=True, **options) for _ in range(n - 1)]  # type: ignore[arg-type]
+            given: dict[str, object] = {"start": True, "startup_timeout": WAIT_S, **options}
+            joins = [pool.submit(DHT, maddrs, **given) for _ in range(n - 1)]  # type: ignore[arg-type]
             made += [join.result(WAIT_S) for join in joins]
         for dht in made:
             wait_until(lambda dht=dht: len(dht.swarm.present()) == n, WAIT_S, "everybody is known to everybody")
