@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from dlc import __version__
+from dlc.addresses import advertised
 from dlc.cli import main
 from dlc.cli.join import default_listen, join_line
 from dlc.cli.sinks import JsonLines
 from dlc.cli.status import member_table
 from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
-from dlc.joining import advertised
 from dlc.peer import Peer
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
@@ -73,6 +73,8 @@ def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "--rounds", "-1"], "negative"),
         (["join", "--keep", "0"], "below 1"),
         (["join", "--profile", "traces:0"], "below 1"),
+        (["join", "--profile", ""], "it is empty"),
+        (["join", "--wandb", ""], "it is empty"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
         (["join", "--join-timeout", "soon"], "'soon' is no number"),
@@ -100,6 +102,42 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(
 ) -> None:
     code, text = fails(capsys, *words)
     assert code == 2 and said in text
+
+
+def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """Which takes seconds."""
+    (tmp_path / "RUN.toml").write_text("rounds = 2\n")
+    words = [
+        "join --peers somewhere",
+        "join --listen somewhere",
+        "join --listen 0.0.0.0:0",
+        "join --advertise host:port",
+        "join --key-file nowhere.key",
+        "join --resume nowhere.safetensors",
+        "join --parallel ddp",
+        "join --profile RUN.toml",
+        "join --role helper --config RUN.toml",
+        "join --config nowhere.toml",
+        "status --peers somewhere",
+        "status --peers 127.0.0.1:1 --key-file nowhere.key",
+        "export nowhere --out model",
+        "eval model --blocks 0",
+        "bench serve --listen 0.0.0.0:0",
+        "bench link --to somewhere",
+        "bench link --to 127.0.0.1:1 --streams many",
+        "bench matrix --peers 127.0.0.1:1 --listen somewhere",
+        "bench allreduce --peers somewhere",
+        "bench allreduce --local 2 --key-file nowhere.key",
+    ]
+    program = (
+        "import sys, json; from dlc.cli import main\n"
+        f"codes = [main(words.split()) for words in {words}]\n"
+        "print(json.dumps([codes, 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path
+    )
+    assert json.loads(done.stdout) == [[2] * len(words), False], done.stderr
 
 
 def test_an_unknown_option_in_the_config_is_answered_with_the_nearest_name(

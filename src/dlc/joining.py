@@ -7,10 +7,10 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlc.comm.addresses import is_numeric, join_address, on_this_host, parse_address
+from dlc.addresses import advertised
+from dlc.comm.addresses import join_address, on_this_host
 from dlc.comm.driver import Driver, clock
 from dlc.comm.entries import EMPTY
 from dlc.comm.framing import run_tag
@@ -21,7 +21,7 @@ from dlc.comm.lanes import LinkEvent
 from dlc.comm.lobby import Lobby
 from dlc.comm.messages import Record, Welcome
 from dlc.comm.wire import pack
-from dlc.errors import SpecMismatch, UnreachableError, UsageError, WrongKeyError
+from dlc.errors import SpecMismatch, UnreachableError, WrongKeyError
 from dlc.runspec import RunSpec
 from dlc.statedir import PeerState
 from dlc.survey import wrong_key
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 5.0
 """How often a joiner says whom it still waits for."""
-PEERS_MAX = 256
 
 
 @dataclass(frozen=True)
@@ -91,24 +90,6 @@ class Reception:
     answers: dict[str, Welcome]
     records: tuple[Record, ...]
     observed_host: str
-
-
-def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
-    """`HOST:PORT,HOST:PORT` or a sequence of addresses, checked; duplicates are dropped."""
-    many = peers.split(",") if isinstance(peers, str) else list(peers)
-    listed = tuple(dict.fromkeys(p.strip() for p in many if p.strip()))
-    if len(listed) > PEERS_MAX:
-        raise UsageError(f"{len(listed)} peers listed; {PEERS_MAX} are enough, all others are found through them")
-    for address in listed:
-        if parse_address(address)[1] == 0:
-            raise UsageError(f"{address!r} has port 0: give the port that the peer printed when it started")
-    return listed
-
-
-def advertised(given: str, port: int) -> tuple[str, int]:
-    """HOST[:PORT] as `(host, port)`: an IPv6 address without a port may stand with brackets, or without."""
-    bare = given.removeprefix("[").removesuffix("]")
-    return (bare, port) if is_numeric(bare) else parse_address(given if ":" in given else f"{given}:{port}")
 
 
 def introduce(

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlc.addresses import addresses_of
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
 from dlc.comm.driver import Driver, clock
@@ -56,7 +57,7 @@ from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume
-from dlc.joining import Introduction, Reception, addresses_of, introduce
+from dlc.joining import Introduction, Reception, introduce
 from dlc.report import waiting_text
 from dlc.runspec import RunSpec
 from dlc.served import Served, Stopped

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dlc.addresses import addresses_of, advertised, check_listen
 from dlc.cli.interrupt import Interrupts
-from dlc.cli.places import key_file
+from dlc.cli.places import key_file, run_key
+from dlc.comm.addresses import join_address, parse_address
 from dlc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -162,21 +164,28 @@ def _add_key(tool: argparse.ArgumentParser, listens: bool) -> None:
 
 
 def _security(args: argparse.Namespace) -> LinkSecurity | None:
-    from dlc.comm.security import LinkSecurity, load_run_key
+    from dlc.comm.security import LinkSecurity
 
-    path = key_file(args.key_file)
-    return None if path is None else LinkSecurity.derive(load_run_key(path), "")
+    key = run_key(args.key_file)
+    return None if key is None else LinkSecurity.derive(key, "")
+
+
+def _check_place(args: argparse.Namespace, has_key: bool) -> None:
+    """Where this host listens, and what others dial, before torch is loaded."""
+    check_listen(args.listen, has_key or args.insecure)
+    if args.advertise:
+        advertised(args.advertise, parse_address(args.listen)[1])
 
 
 def _budget(args: argparse.Namespace, streams: str, down: bool) -> Any:
-    from dlc.bench.link import Budget
-
     try:
         numbers = tuple(int(n) for n in streams.split(","))
     except ValueError:
         raise UsageError(f"--streams wants numbers like 1,2,4,8, not {streams!r}") from None
     if not 0 < args.max_mb < 1e9:
         raise UsageError(f"--max-mb is {args.max_mb:g}; choose a number of MB above 0")
+    from dlc.bench.link import Budget
+
     return Budget(args.seconds, int(args.max_mb * 1e6), numbers, down)
 
 
@@ -227,9 +236,11 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from dlc.bench.serve import Site
+    security = _security(args)
+    check_listen(args.listen, security is not None or args.insecure)
+    from dlc.bench.serve import Site  # torch, here and below only now that the options are known to be right
 
-    site = Site(args.listen, _security(args), args.insecure)
+    site = Site(args.listen, security, args.insecure)
     try:
         if args.json:
             _print_json({"event": "serving", "host": site.host, "port": site.port, "bulk_port": site.bulk_port})
@@ -243,17 +254,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _link(args: argparse.Namespace) -> int:
+    if len(to := addresses_of(args.to)) != 1:
+        raise UsageError("--to wants one address; for several use `dlc bench matrix`")
+    security, budget = _security(args), _budget(args, args.streams, down=True)
     from rich.console import Console
 
     from dlc.bench import show
     from dlc.bench.link import measure
-    from dlc.joining import addresses_of
 
-    if len(to := addresses_of(args.to)) != 1:
-        raise UsageError("--to wants one address; for several use `dlc bench matrix`")
-    budget = _budget(args, args.streams, down=True)
     with _progress() as say, _interruptible() as stop:
-        report = measure(to[0], _security(args), budget, say=say, stop=stop)
+        report = measure(to[0], security, budget, say=say, stop=stop)
     if args.json:
         _print_json(report.to_dict())
     else:
@@ -262,17 +272,19 @@ def _link(args: argparse.Namespace) -> int:
 
 
 def _matrix(args: argparse.Namespace) -> int:
+    if args.advertise and not args.listen:
+        raise UsageError("--advertise goes with --listen: without it this host only asks the others")
+    sites, security = addresses_of(args.peers), _security(args)
+    if args.listen:
+        _check_place(args, security is not None)
+    budget = _budget(args, "1", down=False)
     from rich.console import Console
 
     from dlc.bench import heatmap, show
     from dlc.bench.matrix import measure_matrix
-    from dlc.joining import addresses_of
 
-    sites, security, budget = addresses_of(args.peers), _security(args), _budget(args, "1", down=False)
     if args.png is not None:
         heatmap.check(args.png)
-    if args.advertise and not args.listen:
-        raise UsageError("--advertise goes with --listen: without it this host only asks the others")
     with _own_site(args, security) as own:
         reach = {}
         if own is not None:
@@ -318,8 +330,7 @@ def _own_site(args: argparse.Namespace, security: LinkSecurity | None) -> Iterat
 def _advertised(site: Site, given: str | None) -> str:
     import ipaddress
 
-    from dlc.comm.addresses import join_address
-    from dlc.joining import advertised, outbound_host
+    from dlc.joining import outbound_host
 
     if given:
         return join_address(*advertised(given, site.port))
@@ -328,16 +339,16 @@ def _advertised(site: Site, given: str | None) -> str:
 
 
 def _allreduce(args: argparse.Namespace) -> int:
+    if args.local is not None and (args.links or args.n_peers or args.advertise or args.listen != LOOPBACK):
+        raise UsageError("--links, --n-peers, --listen and --advertise go with --peers, not with --local")
+    peers, key = addresses_of(args.peers or ()), run_key(args.key_file)
+    _check_place(args, key is not None)
     import torch
     from rich.console import Console
 
     from dlc.bench import allreduce, show
-    from dlc.joining import addresses_of
     from dlc.peer import Peer
 
-    peers, key = addresses_of(args.peers or ()), key_file(args.key_file)
-    if args.local is not None and (args.links or args.n_peers or args.advertise or args.listen != LOOPBACK):
-        raise UsageError("--links, --n-peers, --listen and --advertise go with --peers, not with --local")
     n_peers = args.local if args.local is not None else args.n_peers or len(peers)
     work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
     slowest_mbps = allreduce.slowest_link_mbps(args.links, peers) if args.links else None
@@ -359,7 +370,7 @@ def _allreduce(args: argparse.Namespace) -> int:
             join_timeout_s=args.join_timeout,
         ) as peer:
             n_children = n_peers - 1 if args.local is not None else 0
-            with allreduce.Children(n_children, _child_options(args, peer.address, n_peers, key)) as children:
+            with allreduce.Children(n_children, _child_options(args, peer.address, n_peers)) as children:
                 reports = [
                     allreduce.take_part(peer, work, say, args.join_timeout, children.look),
                     *children.reports(),
@@ -372,10 +383,11 @@ def _allreduce(args: argparse.Namespace) -> int:
     return OK
 
 
-def _child_options(args: argparse.Namespace, address: str, n_peers: int, key: Path | None) -> dict[str, str]:
+def _child_options(args: argparse.Namespace, address: str, n_peers: int) -> dict[str, str]:
     """What makes another process on this host a peer of the same benchmark."""
     same = {f"--{name}": str(getattr(args, name)) for name in ("mb", "codec", "rounds", "pause", "threads")}
     options = same | {"--peers": address, "--n-peers": str(n_peers), "--join-timeout": str(args.join_timeout)}
+    key = key_file(args.key_file)
     return options | ({"--key-file": str(key)} if key is not None else {})
 
 

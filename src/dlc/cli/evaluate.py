@@ -44,6 +44,9 @@ class Evaluation:
 
 def evaluate_model(args: argparse.Namespace) -> int:
     """The whole command; returns its exit status."""
+    if not args.blocks or not args.batch_size:
+        raise UsageError("--blocks and --batch-size must be at least 1")
+
     from transformers.utils.logging import disable_progress_bar
 
     from dlc.train.inner import evaluate
@@ -51,8 +54,6 @@ def evaluate_model(args: argparse.Namespace) -> int:
     from dlc.train.setup import check_vocabulary, pick_device
     from dlc.train.tokens import load_tokenizer
 
-    if not args.blocks or not args.batch_size:
-        raise UsageError("--blocks and --batch-size must be at least 1")
     disable_progress_bar()
     device = pick_device(args.device)
     restored = restore(args.model)

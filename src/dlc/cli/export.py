@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dlc.errors import UsageError
+from dlc.errors import CheckpointError, UsageError
 
 
 def export(args: argparse.Namespace) -> int:
@@ -14,6 +14,9 @@ def export(args: argparse.Namespace) -> int:
     out = args.out.expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
+    named = Path(args.checkpoint).expanduser()
+    if not named.exists():
+        raise CheckpointError(f"the checkpoint {named} cannot be read: there is no such file or folder")
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -23,7 +26,7 @@ def export(args: argparse.Namespace) -> int:
     from dlc.train.tokens import load_tokenizer
 
     disable_progress_bar()
-    restored = of_checkpoint(chosen(Path(args.checkpoint).expanduser(), None))
+    restored = of_checkpoint(chosen(named, None))
     tokenizer = load_tokenizer(restored.tokenizer)
     if out.exists():
         out.rmdir()

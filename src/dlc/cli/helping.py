@@ -13,6 +13,7 @@ from dlc.errors import SwarmClosed, UsageError
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event
     from dlc.peer import Peer
+    from dlc.runspec import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,15 @@ Serving = tuple[tuple[int, ...], tuple[int, ...], int]
 LOOK_S = 0.5
 SAY_EVERY = 20
 """Looks between two lines of the log, where nothing changes."""
+
+
+def check_helped(spec: RunSpec) -> None:
+    """UsageError: the run has no work for a helper."""
+    if spec.strategy != "parameter-server":
+        raise UsageError(
+            'a helper serves the parameters of a run with strategy = "parameter-server", and this one has '
+            f'"{spec.strategy}": leave out --role helper'
+        )
 
 
 def help_out(
@@ -39,11 +49,7 @@ def help_out(
     from dlc.server import ParameterServer
 
     spec = peer.spec
-    if spec.strategy != "parameter-server":
-        raise UsageError(
-            'a helper serves the parameters of a run with strategy = "parameter-server", and this one has '
-            f'"{spec.strategy}": leave out --role helper'
-        )
+    check_helped(spec)
     lines = JsonLines(muted=not as_json)
     server = ParameterServer(peer, outer=spec.outer.ending(spec.rounds), spec=spec.server)
     tell_start(lines.take)

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlc.addresses import addresses_of, advertised, check_listen
 from dlc.cli import site, trackers
 from dlc.cli.document import documented
-from dlc.cli.helping import HELPER, help_out
+from dlc.cli.helping import HELPER, check_helped, help_out
 from dlc.cli.interrupt import Interrupts
-from dlc.cli.places import KeptOpen, home, key_file
+from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
-from dlc.errors import DlcError, SpecMismatch, UsageError
-from dlc.joining import addresses_of
+from dlc.errors import CheckpointError, DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 
@@ -56,16 +56,12 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
     if args.print_config:
         print(documented(spec or RunSpec()), end="")
         return 0
-    for option, extra in (("--tensorboard", args.tensorboard), ("--wandb", args.wandb)):
-        if extra is not None:
-            trackers.demand(option.removeprefix("--"), option)
-    args.peers, args.key_file = addresses_of(args.peers or ()), key_file(args.key_file)
+    _check(args, rank, spec)
     named = None if args.resume in (AUTO, NEVER) else _named_checkpoint(args.resume, spec)
     if named is not None:
         spec = named.spec
     if spec is None and not args.peers:
         spec = RunSpec()
-    args.listen = args.listen or default_listen(args.peers, args.key_file is not None, args.insecure)
     state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
     try:
         with site.leading(args, rank) as group:
@@ -73,6 +69,35 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
     finally:
         state.close()
     return 0
+
+
+def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | None) -> None:
+    """What is wrong with the options, before torch is loaded, which takes seconds. Sets peers, key and listen."""
+    for option, extra in (("--tensorboard", args.tensorboard), ("--wandb", args.wandb)):
+        if extra is not None:
+            trackers.demand(option.removeprefix("--"), option)
+    for option, folder in (("--tensorboard", args.tensorboard), ("--profile", args.profile and args.profile[0])):
+        if folder is not None:
+            _make(folder, option)
+    if rank is None and args.parallel is not None:
+        raise UsageError(f"--parallel {args.parallel} is for several processes: start them with torchrun")
+    if args.role == HELPER and spec is not None:
+        check_helped(spec)
+    if args.resume not in (AUTO, NEVER) and not (path := Path(args.resume).expanduser()).exists():
+        raise CheckpointError(f"the checkpoint {path} cannot be read: there is no such file; or write auto, or never")
+    args.peers, args.key = addresses_of(args.peers or ()), run_key(args.key_file)
+    args.key_file = key_file(args.key_file)
+    args.listen = args.listen or default_listen(args.peers, args.key is not None, args.insecure)
+    check_listen(args.listen, args.key is not None or args.insecure)
+    if args.advertise is not None:
+        advertised(args.advertise, parse_address(args.listen)[1])
+
+
+def _make(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {folder} cannot be written: {error.strerror or error}") from None
 
 
 def _named_checkpoint(path: str, spec: RunSpec | None) -> Saved:
@@ -124,7 +149,7 @@ def _join_swarm(
     def attempt(spec: RunSpec | None, saved: Saved | None) -> Peer:
         return Peer.join(
             args.peers,
-            key=args.key_file,
+            key=args.key,
             spec=spec,
             listen=args.listen,
             advertise=args.advertise,

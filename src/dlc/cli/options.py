@@ -174,7 +174,7 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     follow = join.add_argument_group("following the run (metrics.jsonl in the state directory is always written)")
     follow.add_argument("--json", action="store_true", help="events as JSON lines on stdout, and no live table")
     follow.add_argument("--tensorboard", type=_path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
-    follow.add_argument("--wandb", metavar="PROJECT", help="curves in Weights & Biases; dlc[wandb]")
+    follow.add_argument("--wandb", type=given, metavar="PROJECT", help="curves in Weights & Biases; dlc[wandb]")
     follow.add_argument(
         "--profile",
         type=_profile,
@@ -271,7 +271,7 @@ def _positive(text: str) -> int:
 def _profile(text: str) -> tuple[Path, int]:
     folder, colon, steps = text.rpartition(":")
     if not (colon and folder and steps.isdecimal()):
-        return Path(text), PROFILE_STEPS
+        return _path(text), PROFILE_STEPS
     return Path(folder), _positive(steps)
 
 

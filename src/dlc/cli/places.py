@@ -21,6 +21,14 @@ def key_file(given: str | None) -> Path | None:
     return Path(named).expanduser() if named else None
 
 
+def run_key(given: str | None) -> bytes | None:
+    """The key in the file that `key_file` says; None: it says none. KeyFileError: there is no key in it."""
+    from dlc.comm.security import load_run_key  # zmq, which `dlc --help` does without
+
+    path = key_file(given)
+    return None if path is None else load_run_key(path)
+
+
 class KeptOpen:
     """A state directory lent to a peer: closing it is for the lender, who still writes there after the leave."""
 

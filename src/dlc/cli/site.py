@@ -85,8 +85,6 @@ def leading(args: argparse.Namespace, rank: Rank | None) -> Iterator[Group | Non
     from dlc.train.setup import pick_device  # torch, only now that the options are known to be right
 
     if rank is None:
-        if args.parallel is not None:
-            raise UsageError(f"--parallel {args.parallel} is for several processes: start them with torchrun")
         args.device = str(pick_device(args.device))
         yield None
         return

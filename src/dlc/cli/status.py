@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from dlc.cli.places import key_file
-from dlc.joining import addresses_of
-from dlc.survey import Member, status
+from dlc.addresses import addresses_of
+from dlc.cli.places import run_key
+
+if TYPE_CHECKING:
+    from dlc.survey import Member
 
 
 def show_status(args: argparse.Namespace) -> int:
     """Print the members as a table, or as a JSON list."""
-    members = status(addresses_of(args.peers), key=key_file(args.key_file), run=args.run, timeout_s=args.timeout)
+    peers, key = addresses_of(args.peers), run_key(args.key_file)
+    from dlc.survey import status  # torch, only now that the options are known to be right
+
+    members = status(peers, key=key, run=args.run, timeout_s=args.timeout)
     if args.json:
         print(json.dumps([dataclasses.asdict(member) for member in members]), flush=True)
     else:
