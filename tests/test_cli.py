@@ -91,6 +91,8 @@ def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "--listen", "0.0.0.0:0", "--device", "cpu"], "insecure"),
         (["join", "--device", "abacus"], "abacus"),
         (["join", "--parallel", "fsdp"], "torchrun"),
+        (["join", "--advertise", "0.0.0.0:4600"], "nobody can dial 0.0.0.0"),
+        (["join", "--advertise", "host:0"], "advertise host without a port"),
         (["join", "--config", "nowhere.toml"], "nowhere.toml"),
         (["join", "--key-file", "nowhere.key", "--device", "cpu"], "dlc key > nowhere.key"),
         (["status", "--peers", "x"], "no address"),
@@ -268,6 +270,14 @@ def test_what_others_dial_may_be_an_ipv6_address_without_a_port() -> None:
     for given in ("2001:db8::1", "[2001:db8::1]", "[2001:db8::1]:4600"):
         assert advertised(given, 4600) == ("2001:db8::1", 4600)
     assert advertised("host", 4600) == advertised("host:4600", 1) == ("host", 4600)
+
+
+@pytest.mark.parametrize("given", ["0.0.0.0", "0.0.0.0:4600", "::", "[::]", "[::]:4600", "[::0]:0", "host:0"])
+def test_what_nobody_can_dial_is_not_advertised(given: str) -> None:
+    with pytest.raises(UsageError, match="nobody can dial"):
+        advertised(given, 4600)
+    with pytest.raises(UsageError, match="nobody can dial"):
+        Peer.join(advertise=given)
 
 
 def test_the_line_for_others() -> None:

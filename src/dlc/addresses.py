@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
@@ -23,9 +24,26 @@ def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def advertised(given: str, port: int) -> tuple[str, int]:
-    """HOST[:PORT] as `(host, port)`: an IPv6 address without a port may stand with brackets, or without."""
+    """HOST[:PORT] as `(host, port)`: an IPv6 address without a port may stand with brackets, or without.
+
+    UsageError: it is no address, or one that nobody can dial.
+    """
     bare = given.removeprefix("[").removesuffix("]")
-    return (bare, port) if is_numeric(bare) else parse_address(given if ":" in given else f"{given}:{port}")
+    if is_numeric(bare):
+        host, said = bare, port
+    else:
+        host, said = parse_address(given if ":" in given else f"{given}:{port}")
+    if is_numeric(host) and ipaddress.ip_address(host).is_unspecified:
+        raise UsageError(
+            f"nobody can dial {host}, which stands for all addresses of a host: advertise the name or address by which "
+            "others reach this one, or leave it out to have it found out"
+        )
+    if said == 0 and ":" in given and not is_numeric(bare):
+        raise UsageError(
+            f"nobody can dial port 0: advertise {host} without a port for the one that is listened on, or the "
+            "port that leads there from outside"
+        )
+    return host, said
 
 
 def check_listen(listen: str, guarded: bool) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlc.addresses import addresses_of
+from dlc.addresses import addresses_of, advertised
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
 from dlc.comm.driver import Driver, clock
@@ -140,6 +140,8 @@ class Peer(Collectives):
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
         listed = addresses_of(peers)
+        if advertise is not None:
+            advertised(advertise, 0)  # before there is anything to let go
         security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
         state = StateDir(state_dir) if isinstance(state_dir, str | Path) else state_dir or Ephemeral()
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
