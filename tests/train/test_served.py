@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlc.cli.sinks import sentence
 from dlc.errors import RoundTimeout
 from dlc.report import Share
 from dlc.runspec import RunSpec
@@ -113,6 +114,27 @@ def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(
     assert [event["tokens"] for event in run.all("work_dropped")] == [tokens // 4, tokens]
     assert summary.setbacks.tokens_dropped == tokens // 4 + tokens
     assert [event["counted"] for event in run.all("round")] == [True, False, True, True]
+
+
+def test_steps_that_diverge_end_their_phase_and_are_told_as_a_person_can_read_them(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    step = InnerLoop.train_step
+
+    def nan_once(self: InnerLoop, batches: Sequence[Tensor], number: int) -> StepResult:
+        calls.append(number)
+        result = step(self, batches, number)
+        return dataclasses.replace(result, loss=math.nan) if len(calls) == H + 2 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", nan_once)
+    run = Run(FakePeer(server), tmp_path)
+    assert run.go().t == 4
+    assert all(sentence(event) for event in run.all("step"))
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1]
+    dropped = [(event["steps"], event["tokens"]) for event in run.all("work_dropped")]
+    assert dropped == [(2, 2 * server.tokens_per_round // H)]
+    assert calls == [*range(H), H, H + 1, *range(H, 4 * H)], "what follows a step that diverged is not trained in vain"
 
 
 def test_who_resumes_draws_on_where_it_was(

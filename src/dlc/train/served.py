@@ -14,6 +14,7 @@ of its own pull), and data that is trained once: without leases every trainer dr
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import statistics
 import threading
@@ -34,6 +35,8 @@ from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
 from dlc.train.strategy import CHANNEL, Parts
+
+log = logging.getLogger(__name__)
 
 WAIT_SLICE_S = 0.2
 """Between two looks at `stop` and at what the peer has to say, while an exchange is waited for."""
@@ -103,7 +106,8 @@ class Served:
         self._exchange(stop, losses, tokens)
 
     def _inner_phase(self, stop: threading.Event) -> tuple[list[float], int]:
-        """H inner steps, or fewer on `stop`: the loss of each, and the tokens of all."""
+        """H inner steps, or fewer on `stop`: the loss of each, and the tokens of all. A loss that is not finite ends
+        them, and is the last."""
         parts, h, t = self._parts, self._steps(), self._position.t
         parts.tell.round_begins(t, 0, h)
         losses: list[float] = []
@@ -118,8 +122,10 @@ class Served:
             began = parts.clock()
             result = self.inner.train_step(self._loader.take(group, ahead), first + inner)
             self._blocks += count
-            losses.append(math.nan if result.diverged else result.loss)
             tokens += result.tokens
+            losses.append(math.nan if result.diverged else result.loss)
+            if result.diverged:
+                break
             parts.tell.step(t, inner + 1, h, result.loss, result.tokens, parts.clock() - began)
             parts.tell.event(
                 "step",
@@ -195,6 +201,7 @@ class Served:
         self._diverged += 1
         self._parts.tell.work_dropped(self._position.t, steps, tokens)
         self._parts.tell.event("diverged", t=self._position.t, in_a_row=self._diverged)
+        log.warning("the loss is not finite; those inner steps are undone, and not pushed")
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
                 f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {self._position.t}): "
