@@ -6,6 +6,7 @@ One peer alone in its run, over a real log and real leases. Its model has dropou
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import shutil
 import threading
@@ -156,6 +157,23 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
         writer.save(Frozen(t), saver.Local({}))
     names = [path.name for path in saver.list_checkpoints(saver.folder_of(tmp_path, spec))]
     assert names == [saver.name_of(4), saver.name_of(5)]
+
+
+def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> None:
+    """A copy need not keep the times, and a clock may jump: within one run the rounds count."""
+    spec = spec_in(tmp_path, codec="fp16")
+    other = dataclasses.replace(spec, seed=7)
+    for one, times in ((spec, (300, 200, 400)), (other, (500, 350, 450))):
+        writer = saver.Saver(tmp_path, one, {}, kept=3)
+        for t, time_s in enumerate(times, 8):
+            path = writer.save(Frozen(t), saver.Local({}))
+            assert path is not None
+            os.utime(path, (time_s, time_s))
+    os.utime(named(tmp_path, spec, 9), (450, 450))
+    assert saver.chosen(saver.folder_of(tmp_path, spec), None).t == 10
+    assert saver.chosen(tmp_path, None).path == named(tmp_path, other, 10), "the run that was written to last"
+    newest = saver.newest(tmp_path)
+    assert newest is not None and newest.path == named(tmp_path, other, 10)
 
 
 @dataclasses.dataclass(frozen=True)
