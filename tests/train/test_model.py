@@ -47,6 +47,16 @@ def test_equal_seeds_equal_bits_and_the_random_state_is_left_alone() -> None:
     assert {p.dtype for p in a.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "bloom", "mamba"])
+def test_an_architecture_without_sdpa_is_built_and_loaded(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
+    model = build_model({"model_type": kind, **sizes, **(heads if kind == "gemma2" else {})}, 0)
+    assert evaluate(model, [torch.zeros(1, 8, dtype=torch.int64)]) > 0
+    save_model_folder(model, tmp_path / "m")
+    assert torch.equal(flat(load_model(tmp_path / "m")), flat(model))
+
+
 def test_tied_embeddings_stand_once() -> None:
     tied, untied = (build_model({**LLAMA, "tie_word_embeddings": t}, 0) for t in (True, False))
     assert FlatView.of(untied).numel - FlatView.of(tied).numel == 64 * 32

@@ -27,7 +27,8 @@ ModelSpec = Mapping[str, Any] | str | Path
 
 
 def build_model(spec: ModelSpec, seed: int) -> nn.Module:
-    """A causal language model in fp32 on the CPU, in training mode, with sdpa attention.
+    """A causal language model in fp32 on the CPU, in training mode, with the attention that transformers takes for it:
+    sdpa where the architecture has it, else eager.
 
     ConfigError: unknown `model_type` or field (with the nearest name), or values that do not fit together.
     UsageError: the folder is missing or holds no model.
@@ -49,7 +50,7 @@ def _from_config(fields: dict[str, Any], seed: int) -> nn.Module:
     config = _config(kind, fields)
     try:
         with _seeded(seed):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as e:  # transformers and torch raise many kinds for values that do not fit together
         raise ConfigError(f"transformers cannot build a {kind} model from {fields}: {e}") from e
     return _trainable(model)
@@ -99,12 +100,11 @@ def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True,
 def _load(name: str, where: dict[str, Any], pretrained: bool, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32}
     if pretrained:
-        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, **kind, **where)
+        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype=torch.float32, **where)
     config = AutoConfig.from_pretrained(name, **where)
     with _seeded(seed):
-        return AutoModelForCausalLM.from_config(config, **kind)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def positions_of(model: nn.Module) -> int | None:
