@@ -12,7 +12,7 @@ from dlc.runspec import DataSpec, RunSpec
 from dlc.runspec import ModelSpec as RunModel
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
-from dlc.train.model import build_model, load_model, positions_of
+from dlc.train.model import build_model, load_model, positions_of, save_model
 from dlc.train.setup import check_vocabulary, model_of
 from dlc.train.tokens import ByteTokenizer, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
@@ -98,6 +98,25 @@ def test_a_folder_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
     with pytest.raises(UsageError, match="Linear"):
         save_model_folder(torch.nn.Linear(1, 1), tmp_path / "x")
+
+
+def test_a_trained_model_generates_as_it_was_trained(tmp_path: Path) -> None:
+    """The ids in a config are those of the tokenizer that its architecture came with, which is not the run's."""
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_model(LLAMA, 0), tmp_path / "bytes", ByteTokenizer())
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "bytes")
+    assert made.config.eos_token_id == made.generation_config.eos_token_id == 0
+    assert made.config.use_cache and made.generation_config.use_cache
+    make_tokenizer(tmp_path / "t")
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    gpt2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    for ends, then in ((50256, tokenizer.end), ([7, tokenizer.end], [7, tokenizer.end])):
+        save_model(build_model({**gpt2, "eos_token_id": ends}, 0), tmp_path / "hub", tokenizer)
+        made = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+        assert made.config.eos_token_id == made.generation_config.eos_token_id == then
+        assert made.config.bos_token_id == tokenizer.end, "50256 is none of its ids"
+    assert (tmp_path / "hub" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(

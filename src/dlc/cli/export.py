@@ -20,7 +20,7 @@ def export(args: argparse.Namespace) -> int:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from dlc.train.checkpoint import save_model_folder
+    from dlc.train.model import save_model
     from dlc.train.restored import of_checkpoint
     from dlc.train.saver import chosen
     from dlc.train.tokens import load_tokenizer
@@ -30,7 +30,7 @@ def export(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(restored.tokenizer)
     if out.exists():
         out.rmdir()
-    save_model_folder(restored.model, out, tokenizer.save)
+    save_model(restored.model, out, tokenizer)
     parameters = sum(p.numel() for p in restored.model.parameters())
     said = {"model": str(out), "checkpoint": restored.origin, "t": restored.t, "parameters": parameters}
     if args.json:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from dlc.errors import ConfigError, UsageError
+from dlc.train.checkpoint import save_model_folder
+from dlc.train.tokens import Tokenizer
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """What can be a name on the hub; everything else is a path."""
@@ -105,6 +107,28 @@ def _load(name: str, where: dict[str, Any], pretrained: bool, seed: int) -> Any:
     config = AutoConfig.from_pretrained(name, **where)
     with _seeded(seed):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save_model(model: nn.Module, folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a trained model for `from_pretrained`, with its tokenizer: see `save_model_folder`.
+
+    It generates as it was trained: what ended documents ends its text, whatever its config had by default, and keys and
+    values are kept.
+    """
+    rows = vocab_of(model)
+    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+    for told in configs:
+        if told is None:
+            continue
+        told.use_cache = True
+        ends = told.eos_token_id
+        if tokenizer.end not in (ends if isinstance(ends, list) else [ends]):
+            told.eos_token_id = tokenizer.end
+        for name, instead in (("bos_token_id", tokenizer.end), ("pad_token_id", None)):
+            token = getattr(told, name, None)
+            if rows is not None and type(token) is int and token >= rows:
+                setattr(told, name, instead)
+    save_model_folder(model, folder, tokenizer.save)
 
 
 def positions_of(model: nn.Module) -> int | None:

@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     """Ids lie below it."""
     identity: bytes
     """Equal where equal text gives equal ids."""
+    end: int
+    """Id that ends a document."""
     replaced: int
     """Pieces so far that held bytes which are no UTF-8."""
 
@@ -61,6 +63,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.identity, self.replaced = BYTES, BYTE_VALUES, BYTES.encode(), 0
+        self.end = SEPARATOR[0]
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
@@ -81,11 +84,11 @@ class HubTokenizer:
             raise DataError(f"the tokenizer {name} is not a fast one; save one with a tokenizer.json")
         if self._inner.eos_token_id is None:
             raise DataError(f"the tokenizer {name} has no EOS token, which ends a document; set eos_token and save it")
-        self._end = int(self._inner.eos_token_id)
+        self.end = int(self._inner.eos_token_id)
         self.vocab_size = max(self._inner.get_vocab().values()) + 1
         wide = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self.dtype: np.dtype[Any] = np.dtype(wide)
-        self.identity = blake3(f"{self._end}\0{self._inner.backend_tokenizer.to_str()}".encode()).digest()
+        self.identity = blake3(f"{self.end}\0{self._inner.backend_tokenizer.to_str()}".encode()).digest()
         self.replaced = 0
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
@@ -94,7 +97,7 @@ class HubTokenizer:
             return []  # transformers has no answer to that
         texts = [self._text(piece.text) for piece in pieces]
         found = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        ends = [[self._end] if piece.last else [] for piece in pieces]
+        ends = [[self.end] if piece.last else [] for piece in pieces]
         return [np.array(ids + end, self.dtype) for ids, end in zip(found, ends, strict=True)]
 
     def _text(self, raw: bytes) -> str:

@@ -24,10 +24,10 @@ from pathlib import Path
 from dlc.comm.events import RoundDone
 from dlc.errors import UsageError
 from dlc.report import RoundReport
-from dlc.train.checkpoint import save_model_folder
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
 from dlc.train.group import Group
+from dlc.train.model import save_model
 from dlc.train.packing import TOKENS
 from dlc.train.rng import seed_peer
 from dlc.train.samedata import FIELD, SameData
@@ -268,7 +268,7 @@ class Trainer:
 
     def _save_model(self) -> Path | None:
         try:
-            save_model_folder(self._engine.whole_model(), self._folder / "model", self._source.tokenizer.save)
+            save_model(self._engine.whole_model(), self._folder / "model", self._source.tokenizer)
         except UsageError as error:
             log.warning("%s", error)
             return None
