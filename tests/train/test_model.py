@@ -11,6 +11,7 @@ from dlc.flat import FlatView
 from dlc.runspec import DataSpec, RunSpec
 from dlc.runspec import ModelSpec as RunModel
 from dlc.train.checkpoint import save_model_folder
+from dlc.train.engine import Engine
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
 from dlc.train.model import build_model, load_model, positions_of, save_model
 from dlc.train.setup import check_vocabulary, model_of
@@ -197,6 +198,23 @@ def test_blocks_longer_than_the_model_takes_are_refused(hub: nn.Module, tmp_path
     for model in (RunModel(kind="path", path=str(tmp_path / "m")), RunModel(kind="hub", name="someone/tiny")):
         with pytest.raises(ConfigError, match=rf"seq_len \(128\) exceeds the {positions_of(hub)} positions"):
             model_of(RunSpec(model=model, data=DataSpec(seq_len=128)))
+
+
+def test_an_encoder_that_sees_what_it_is_to_predict_is_refused() -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = {"model_type": "bert", "intermediate_size": 48, **sizes}
+
+    def engine(config: dict[str, object]) -> Engine:
+        return Engine(RunSpec(model=RunModel(config=config), data=DataSpec(seq_len=16)), torch.device("cpu"))
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel.*sees the tokens.*is_decoder = true"):
+        engine(bert)
+    moe = {"model_type": "mixtral", "intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    for config in ({**bert, "is_decoder": True}, {**sizes, **moe}, {**LLAMA, "vocab_size": 256}):
+        assert engine(config).model.training
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:

@@ -14,18 +14,19 @@ from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.flops import Utilisation
 from dlc.train.inner import InnerLoop, evaluate
-from dlc.train.setup import inner_loop_of, model_of, utilisation_of
+from dlc.train.setup import check_causal, inner_loop_of, model_of, utilisation_of
 
 
 class Engine:
     """The model of `spec` for `device`; it is moved there by the first inner loop.
 
-    ConfigError: the model cannot be built.
+    ConfigError: the model cannot be built, or is none that predicts the next token.
     """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
         self.model = model_of(spec)
+        check_causal(self.model)
         self.view = FlatView.of(self.model)
 
     def inner_loop(self) -> InnerLoop:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlc.errors import ConfigError, DataError, UsageError
 from dlc.runspec import RunSpec
@@ -16,6 +17,13 @@ from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
 from dlc.train.model import build_model, load_model, positions_of, vocab_of
 from dlc.train.tokens import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 8
+"""Tokens of which the first half is to be the same, whatever the second is."""
+FROM_LATER_MAX = 1e-4
+"""Of the greatest logit: sums in another order differ by some 1e-6, and an encoder's words by 1e-3 and more."""
 
 
 def model_of(spec: RunSpec) -> nn.Module:
@@ -33,6 +41,34 @@ def model_of(spec: RunSpec) -> nn.Module:
             f"model {what.path or what.name or what.config.get('model_type')}: lower data.seq_len"
         )
     return model
+
+
+def check_causal(model: nn.Module) -> None:
+    """ConfigError: the model sees the tokens that it is to predict, and would only learn to copy them.
+
+    So do encoders that `transformers` counts among causal models too. One that cannot run on this host's CPU is not
+    checked.
+    """
+    n = min(LOOKED_AT, positions_of(model) or LOOKED_AT)
+    ids = torch.arange(n).repeat(2, 1) % (vocab_of(model) or 2)
+    ids[1, n // 2 :] = ids[0, n // 2 :].flip(0)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            logits: Tensor = model(input_ids=ids).logits
+    except Exception as error:  # kernels that there are for CUDA only, and what else an architecture asks for
+        log.debug("the model is not checked for being causal: %s", error)
+        return
+    finally:
+        model.train(was_training)
+    first, second = logits[:, : n // 2]
+    if float((first - second).abs().max()) > FROM_LATER_MAX * float(first.abs().max()):
+        raise ConfigError(
+            f"the model ({type(model).__name__}) sees the tokens that it is to predict: what it says of the first ones "
+            "changes with those after them. Set is_decoder = true in model.config (or in its config.json), or train "
+            "another model"
+        )
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
