@@ -124,6 +124,25 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     assert [path.name for path in cache.iterdir()] == [kept.name]  # and nothing half written beside it
 
 
+def test_who_tokenises_under_the_same_process_number_disturbs_nobody(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two containers that share the cache do: the second one begins and ends while the first one writes."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(packing, "SLICE_BYTES", 1000)
+    second: list[BlockSource] = []
+
+    class First(HubTokenizer):
+        def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
+            if not second:
+                second.append(BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=cache))
+            return super().encode(pieces)
+
+    first = BlockSource(corpus, 8, tokenizer=First(str(folder)), cache=cache)
+    assert torch.equal(first.batch(range(9)), second[0].batch(range(9)))
+    assert len(list(cache.iterdir())) == 1
+
+
 def test_undecodable_bytes_are_replaced_and_told_once(
     folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,8 +9,9 @@
     <cache>/<hash>/train.bin   held.bin   little-endian ids, read as a memory map
                    streams.json           lengths and hashes; a folder without it is not taken
 
-It is written under another name and renamed when it is whole, so peers of one host may share it. Byte tokens need no
-cache: they are the text, and are held in memory, at most MEMORY_BYTES_MAX; so is everything where no cache is given.
+It is written under another name, unlike that of any other peer, and renamed when it is whole: so peers may share it,
+also from containers, in which all have the same process number. Byte tokens need no cache: they are the text, and are
+held in memory, at most MEMORY_BYTES_MAX; so is everything where no cache is given.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -164,8 +166,7 @@ def _slices(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _write(folder: Path, documents: Documents, tokenizer: Tokenizer, clock: Callable[[], float]) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     log.info("tokenising with %s; the tokens are kept in %s", tokenizer.name, folder)
     try:
