@@ -14,7 +14,7 @@ from dlc.train.sources import Files, Place
 
 
 def documents(source: object) -> list[tuple[str, bytes]]:
-    """Names and texts; the records of one file joined by a zero byte."""
+    """Names and texts."""
     found: dict[str, bytes] = {}
     for piece in Files(Place(str(source))).pieces():
         found[piece.name] = found.get(piece.name, b"") + piece.text + (b"\0" if piece.last else b"")
@@ -118,22 +118,39 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     texts = [words(50, "a"), "Grüße", words(50, "b")]
     lines = tmp_path / "a.jsonl"
     lines.write_text("\n\n".join(json.dumps({"text": t, "id": 1}) for t in texts) + "\n")
-    expected = "\0".join(texts).encode()
-    assert documents(lines) == [("a.jsonl", expected)]
+    at_lines = [(f"a.jsonl/{n}", text.encode()) for n, text in zip((1, 3, 5), texts, strict=True)]
+    assert documents(lines) == at_lines
     pq = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     table = tmp_path / "b.parquet"
     pq.write_table(pyarrow.table({"text": texts}), table)
-    assert documents(table) == [("b.parquet", expected)]
-    assert [n for n, _ in documents(tmp_path)] == ["a.jsonl", "b.parquet"]
+    at_rows = [(f"b.parquet/{n}", text.encode()) for n, text in enumerate(texts, 1)]
+    assert documents(table) == at_rows
+    assert documents(tmp_path) == [*at_lines, *at_rows]
     pq.write_table(pyarrow.table({"text": [texts[0], None, *texts[1:]]}), table)
-    assert documents(table) == [("b.parquet", expected)], "a null is no document"
+    assert [text for _, text in documents(table)] == [text for _, text in at_rows], "a null is no document"
     lines.write_text('{"text": null}\n' + lines.read_text())
-    assert documents(lines) == [("a.jsonl", expected)]
+    assert [text for _, text in documents(lines)] == [text for _, text in at_lines]
     pq.write_table(pyarrow.table({"body": texts}), table)
     with pytest.raises(DataError, match='no column "text"'):
         documents(table)
+
+
+def test_a_table_in_two_files_is_split_by_records_and_two_large_texts_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind in ("jsonl", "txt"):
+        (tmp_path / kind).mkdir()
+        pairs = ((f"{i}-0.{kind}", f"{i}-1.{kind}") for i in range(999))
+        for name in next((a, b) for a, b in pairs if is_validation(a) and not is_validation(b)):
+            records = [json.dumps({"text": words(9, f"{name}-{n}-")}) for n in range(500)]
+            (tmp_path / kind / name).write_text("\n".join(records))
+    tables = BlockSource(tmp_path / "jsonl", seq_len=32)
+    assert 0.02 < tables.n_validation_blocks / (tables.n_blocks + tables.n_validation_blocks) < 0.1
+    assert "held out" not in caplog.text
+    BlockSource(tmp_path / "txt", seq_len=32)
+    assert "50 % of" in caplog.text and "held out for validation" in caplog.text
 
 
 def test_a_long_text_comes_in_pieces_cut_where_tokens_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

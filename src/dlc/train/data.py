@@ -6,8 +6,9 @@ The documents of a stream are packed one after another, without padding, each en
 tokens); block i of a stream is its tokens [i * seq_len, (i + 1) * seq_len), the rest at the end is dropped. A block is
 both input and label: the model predicts token j + 1 from tokens up to j, so a block has seq_len - 1 targets.
 
-**Split.** By the names of the documents (see `packing`). Where that leaves one side without a block (a single file, a
-few files) that side is dropped, and the last 5 % of the other side's blocks are validation.
+**Split.** By the names of the documents (see `packing`). Where that leaves one side without a block (a single text, a
+few of them) that side is dropped, and the last 5 % of the other side's blocks are validation. Of a few large texts much
+may be held out: that is told.
 
 **Order.** Which block stands at training position k (0, 1, 2, ... without end) is a pure function of (seed, k): epoch
 k div n_blocks, and within it a permutation of all blocks, computed in O(1) by a Feistel network. So a lease of
@@ -17,6 +18,7 @@ positions [a, b) names its samples exactly, and any peer can train it; peers mus
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +37,10 @@ from dlc.train.sources import Documents, Files, Place
 from dlc.train.streaming import StreamSource
 from dlc.train.tokens import ByteTokenizer, Ids, Tokenizer
 
+log = logging.getLogger(__name__)
+
+HELD_SHARE_USUAL_MAX = 2 / VALIDATION_ONE_IN
+"""Of all blocks: more of them held out is told."""
 OWN_BLOCKS = 1 << 32
 """Positions of one peer, where there are no leases; the next one's come after them."""
 _MASK64 = 2**64 - 1
@@ -231,6 +237,13 @@ def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
     """Train and validation blocks, [n, seq_len] each, both with at least one row."""
     a, b = _blocks(train, seq_len), _blocks(held, seq_len)
     if len(a) and len(b):
+        if (share := len(b) / (len(a) + len(b))) > HELD_SHARE_USUAL_MAX:
+            log.warning(
+                "%.0f %% of %s is held out for validation, and never trained on: whole texts are, and these are few or "
+                "unequal. Cut them into more files, or into the records of a jsonl file",
+                100 * share,
+                source,
+            )
         return a, b
     blocks = a if len(a) else b
     if len(blocks) < 2:

@@ -44,7 +44,8 @@ MEMORY_BYTES_MAX = 8 * 2**30
 """Ids held in memory; more needs a tokenizer with a cache, or a streaming source."""
 TELL_EVERY_S = 10.0
 """Between two lines of the log while a long text is tokenised."""
-FORMAT = 1
+FORMAT = 2
+"""1: all records of a file were held out, or none."""
 TOKENS = "tokens"
 """Name of the cache's folder, below that of a peer or of all peers."""
 _META = "streams.json"

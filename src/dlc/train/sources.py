@@ -6,7 +6,8 @@
     a dataset           "datasets:NAME", or a folder that `datasets` wrote with save_to_disk: see `datasets_io`
 
 Documents have names, by which they are split into training and validation: that of the file, as a path below the source
-with "/" between folders, or the number of a dataset's row. A jsonl or parquet file holds many documents of one name.
+with "/" between folders; for a record of a jsonl or parquet file its line or row too ("part-0.jsonl/17"); or the number
+of a dataset's row. So a corpus in a few large tables is split as one in a thousand is.
 Bytes are taken as they are: nothing has to be valid UTF-8. A record or row whose text is null is no document: tables of
 millions of rows have such, and a stream shows them when all have trained for long.
 """
@@ -109,8 +110,8 @@ class Files:
         else:
             yield from _plain(name, path)
             return
-        for text in texts:
-            yield from cut(name, text)
+        for number, text in texts:
+            yield from cut(f"{name}/{number}", text)
 
 
 def list_files(source: str) -> list[tuple[str, Path]]:
@@ -206,7 +207,8 @@ def _reraise(error: OSError) -> None:
     raise error
 
 
-def _jsonl(path: Path, field: str) -> Iterator[bytes]:
+def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
+    """Numbers of lines, and their texts."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -218,10 +220,11 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
             if text is None:
                 tell_of_nulls(str(path), field)
                 continue
-            yield encoded(text, field, f"{path}, line {number}")
+            yield number, encoded(text, field, f"{path}, line {number}")
 
 
-def _parquet(path: Path, field: str) -> Iterator[bytes]:
+def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
+    """Numbers of rows, and their texts."""
     try:
         import datasets
     except ImportError as e:
@@ -231,7 +234,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
         for number, row in enumerate(rows, start=1):
             text = text_of(row, field, str(path), f"row {number}")
             if text is not None:
-                yield text
+                yield number, text
     except DataError:
         raise
     except Exception as e:  # pyarrow and datasets have no common base
