@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -205,6 +206,20 @@ def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
             BlockSource(source, seq_len=16)
     with pytest.raises(DataError, match="seq_len"):
         BlockSource("stdlib", seq_len=1)
+
+
+def test_compressed_text_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "\n".join(json.dumps({"text": words(20, f"{i}-")}) for i in range(200))
+    plain, packed = tmp_path / "a.json", tmp_path / "a.jsonl.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is compressed \(gzip\): unpack"):
+        BlockSource(packed, seq_len=16)
+    assert BlockSource(plain, seq_len=16).n_blocks > 0
+    assert "a.json is taken as one text" in caplog.text
+    plain.unlink()
+    with pytest.raises(DataError, match="unpack"):
+        BlockSource(tmp_path, seq_len=16)
 
 
 def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

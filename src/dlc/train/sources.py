@@ -39,6 +39,8 @@ PIECE_BYTES_MAX = 1 << 20
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".html", ".csv", ".tex")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
 DATASETS = "datasets:"
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+"""First bytes of compressed files: for byte tokens they would be a text as good as any."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -182,14 +184,26 @@ def _files(root: Path) -> list[tuple[str, Path]]:
         found = _walk(root, skipped={"__pycache__"}, suffixes=TEXT_SUFFIXES + RECORD_SUFFIXES)
         if not found:
             known = " ".join(TEXT_SUFFIXES + RECORD_SUFFIXES)
-            raise DataError(f"the folder {root} holds no file with a known suffix ({known})")
+            raise DataError(f"the folder {root} holds no file with a known suffix ({known}); unpack compressed ones")
         return found
     if root.is_file():
+        _check_plain(root)
         return [(root.name, root)]
     raise DataError(
         f"no data source at {root}; give a text file, a folder, a .jsonl or .parquet file, "
         f'"{DATASETS}NAME", or {STDLIB!r}'
     )
+
+
+def _check_plain(path: Path) -> None:
+    """DataError: it is compressed. A warning where records would be taken as one text."""
+    with path.open("rb") as file:
+        begins = file.read(8)
+    for mark, kind in PACKED.items():
+        if begins.startswith(mark):
+            raise DataError(f"the data source {path} is compressed ({kind}): unpack it first")
+    if path.suffix.lower() == ".json":
+        log.warning("%s is taken as one text, with all its brackets: name a file of records .jsonl", path)
 
 
 def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
