@@ -1,5 +1,6 @@
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> Non
     assert torch.equal(batch[1], source.block(n))
     with pytest.raises(DataError):
         source.block(-1)
+
+
+def test_a_source_that_is_used_up_is_told_once_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dlc")
+    file = tmp_path / "a.txt"
+    file.write_text(words(400))
+    source = BlockSource(file, seq_len=16)
+    n = source.n_blocks
+    assert f"has {n} blocks of 16 tokens to train on, and {source.n_validation_blocks} held out" in caplog.text
+    caplog.clear()
+    told = []
+    for ks in ([0, 1], [n - 1], [n, n + 1], [n - 2, n + 2], [3 * n], [3 * n + 1]):
+        source.batch(ks)
+        told.append(len(caplog.records))
+    assert told == [0, 0, 1, 1, 2, 2] and f"all {n} blocks to train on have been taken" in caplog.text
+    newcomer = BlockSource(file, seq_len=16)
+    caplog.clear()
+    newcomer.batch([7 * n])
+    assert not caplog.records, "it has taken none of those before"
 
 
 def test_one_file_is_split_by_blocks(tmp_path: Path) -> None:

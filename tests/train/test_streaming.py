@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def rows_of(s: int, shards: int) -> list[list[str]]:
     return [[text(f, i) for i in range(ROWS + f)] for f in range(s, FILES, shards)]
 
 
-def test_a_position_is_a_segment_of_a_shard(corpus: Path) -> None:
+def test_a_position_is_a_segment_of_a_shard(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dlc")
     source = opened(corpus)
     want = [list(expected(rows_of(s, 2), s)) for s in range(2)]
     epoch = len(want[0]) // 3
@@ -58,6 +60,8 @@ def test_a_position_is_a_segment_of_a_shard(corpus: Path) -> None:
         r, within = divmod(k, L)
         assert block == want[r % 2][r // 2 * L + within], k
     assert len(got) > 2 * epoch
+    told = [record.getMessage() for record in caplog.records]
+    assert sorted(told) == [f"shard {s} of {corpus} has ended, and begins again" for s in range(2)]
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4, 7])

@@ -145,6 +145,15 @@ class BlockSource:
         self._train, self._validation = _split(streams.train, streams.held, seq_len, str(source))
         self.n_blocks = len(self._train)
         self.n_validation_blocks = len(self._validation)
+        log.info(
+            "%s has %d blocks of %d tokens to train on, and %d held out",
+            source,
+            self.n_blocks,
+            seq_len,
+            self.n_validation_blocks,
+        )
+        self._epoch: int | None = None
+        """Of the furthest position so far."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -163,7 +172,15 @@ class BlockSource:
 
     def batch(self, ks: Sequence[int]) -> Tensor:
         """As `Blocks.batch`."""
-        return _tensor(self._train, [self._row(k) for k in ks])
+        rows = [self._row(k) for k in ks]
+        self._tell_of_epochs(max(ks, default=0) // self.n_blocks)
+        return _tensor(self._train, rows)
+
+    def _tell_of_epochs(self, epoch: int) -> None:
+        """Once of each that begins: a small source is gone through many times, and people have to know."""
+        if self._epoch is not None and epoch > self._epoch:
+            log.info("all %d blocks to train on have been taken; they come again, in another order", self.n_blocks)
+        self._epoch = max(epoch, self._epoch or 0)
 
     def _row(self, k: int) -> int:
         epoch, within = divmod(k, self.n_blocks)

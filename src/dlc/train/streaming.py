@@ -191,6 +191,7 @@ class Shard:
                         f"set data.shards below {self._stream.shards}"
                     )
                 self._barren += 1
+                log.info("shard %d of %s has ended, and begins again", self._s, self._stream.place.source)
                 self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
                 continue
             mark, pieces = group
