@@ -200,6 +200,19 @@ def test_flops_per_token_are_counted_by_palm(tied: bool) -> None:
     assert flops_per_token(Tiny(), 8) == 6 * (2 * 16 + 17 * 16 + 17)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to(kind: str) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    wide = {"intermediate_size": 24} if kind == "mixtral" else {"intermediate_size": 24, "moe_intermediate_size": 24}
+
+    def flops(met: int) -> float:
+        count = "num_local_experts" if kind == "mixtral" else "num_experts"
+        experts = {count: 4, "num_experts_per_tok": met, "num_key_value_heads": 2}
+        return flops_per_token(build_model({"model_type": kind, **sizes, **wide, **experts}, 0), 8)
+
+    assert flops(2) - flops(1) == 6 * 2 * 3 * 16 * 24, "one more expert of three matrices in each layer"
+
+
 def test_mfu_is_told_where_the_peak_is_known() -> None:
     peaks = {
         "NVIDIA H200": 989.4e12,

@@ -1,9 +1,11 @@
 """How much of a device's arithmetic the inner steps use: model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B).
 
-    FLOPs per token = 6 N + 12 L d s      N: parameters in matrix products, L: layers, d: width of attention, s: length
+    FLOPs per token = 6 N + 12 L d s      N: parameters that a token meets in matrix products, L: layers,
+                                          d: width of attention, s: length
     MFU             = tokens/s * FLOPs per token / peak
 
-6 N is two FLOPs per parameter forward and four backward; the second term is attention, counted without the causal mask.
+6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those count that a token is sent to.
+The second term is attention, counted without the causal mask.
 Recomputation (activation checkpointing) does not count: it is not the model's work.
 """
 
@@ -39,6 +41,12 @@ PEAKS_TFLOPS: tuple[tuple[str, float], ...] = (
 vendor's data sheets; the first that fits counts."""
 
 
+EXPERTS = "experts"
+"""The module of transformers that holds those of a layer among which a token is sent to some."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of their number in a config."""
+
+
 @dataclass(frozen=True)
 class Utilisation:
     """From tokens/s to MFU."""
@@ -59,12 +67,20 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     head = find() if callable(find) else None
     if head is not None:
         tables.pop(id(head.weight), None)  # tied: looked up once, and multiplied once
-    n = sum(p.numel() for p in model.parameters()) - sum(t.numel() for t in tables.values())
     config = getattr(model, "config", None)
+    met = _experts_met(config)
+    numels = (p.numel() * (met if EXPERTS in name.split(".") else 1.0) for name, p in model.named_parameters())
+    n = sum(numels) - sum(t.numel() for t in tables.values())
     layers = getattr(config, "num_hidden_layers", 0)
     heads = getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or 0) or getattr(config, "hidden_size", 0)
     return 6.0 * n + 12.0 * layers * width * seq_len
+
+
+def _experts_met(config: object) -> float:
+    """The part of a layer's experts that a token is sent to; 1 where there are none."""
+    of = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
+    return (getattr(config, "num_experts_per_tok", None) or of) / of if of else 1.0
 
 
 def peak_flops(device: torch.device) -> float | None:
