@@ -15,10 +15,11 @@ from dlc.cli import main
 from dlc.cli.evaluate import Evaluation, _json
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.runspec import BYTES, DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import saver
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.model import build_model
+from dlc.train.restored import restore
 from tests.train.fake_peer import FakePeer
 from tests.train.test_trainer import LLAMA, Run
 from tests.train.tokenizers_made import make_tokenizer
@@ -121,6 +122,13 @@ def test_a_checkpoint_and_its_export_are_evaluated_alike(
 
     assert main(["eval", checkpoint, *words]) == 0
     assert f"{a['loss']:.4f} nats/token" in capsys.readouterr().out
+
+
+def test_a_folder_whose_tokenizer_is_of_no_use_is_not_taken_for_one_of_bytes(tmp_path: Path) -> None:
+    save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    assert restore(str(tmp_path / "m")).tokenizer == BYTES
+    (tmp_path / "m" / "tokenizer.model").write_bytes(b"sentencepiece")
+    assert restore(str(tmp_path / "m")).tokenizer == str(tmp_path / "m")
 
 
 def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

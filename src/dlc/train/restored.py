@@ -15,6 +15,9 @@ from dlc.train.outer import theta_of
 from dlc.train.saver import Saved, check_same_model
 from dlc.train.setup import model_of
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A model folder with one of them is not of bytes, though its tokenizer may turn out to be of no use here."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
@@ -34,7 +37,7 @@ def restore(target: str) -> Restored:
     """Load it. UsageError: there is nothing of the kind. CheckpointError: it is of another model than its run names."""
     path = Path(target).expanduser()
     if (path / "config.json").is_file() or not path.exists():
-        has_tokenizer = not path.exists() or (path / "tokenizer.json").is_file()
+        has_tokenizer = not path.exists() or any((path / name).is_file() for name in TOKENIZER_FILES)
         return Restored(load_model(target), target, target if has_tokenizer else BYTES, None, None)
     return of_checkpoint(saver.chosen(path, None))
 
