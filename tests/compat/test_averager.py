@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlc.comm.meetings import GROUP_MAX
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
@@ -261,6 +262,14 @@ def test_what_is_changed_while_a_step_waits_is_kept_on_top_of_the_mean() -> None
     assert of(peers[0])[0].tolist() == [11.0, 11.0] and of(peers[1])[0].tolist() == [1.0, 1.0]
 
 
+def test_a_target_beyond_the_largest_group_stands_for_that() -> None:
+    """256 is what Hivemind's ALBERT example gives."""
+    town = Town()
+    peers = [averager(town, [torch.full((2,), float(i))], target_group_size=256) for i in range(2)]
+    results([peer.step(wait=False) for peer in peers])
+    assert peers[0].target_group_size == GROUP_MAX and of(peers[0])[0].tolist() == of(peers[1])[0].tolist() == [0.5] * 2
+
+
 def test_what_cannot_be_averaged_is_refused_at_once() -> None:
     town = Town()
     for tensors, options in (
@@ -270,6 +279,7 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
         ([torch.zeros(2)], {"client_mode": True, "auxiliary": True}),
         ([torch.zeros(2)], {"target_group_size": 2, "min_group_size": 3}),
         ([torch.zeros(2)], {"initial_group_bits": "2"}),
+        ([torch.zeros(2)], {"min_group_size": 65}),
     ):
         with pytest.raises(UsageError):
             averager(town, tensors, **options)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -229,6 +230,7 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
             patch.setattr(opt.grad_averager, "step", partial(opt.grad_averager.step, allow_retries=False))
         together(train, 2)
     assert [opt.local_epoch for opt in opts] == [0, 0] and "tries again" in caplog.text
+    assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
     assert all(torch.equal(weights(net), start) for net in nets)
     failed.set()
     for opt, net in zip(opts, nets, strict=True):
@@ -237,6 +239,23 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
     together(train, 2)
     assert [opt.local_epoch for opt in opts] == [1, 1]
     assert torch.equal(weights(nets[0]), weights(nets[1])) and not torch.equal(weights(nets[0]), start)
+    assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_average_that_can_never_be_is_raised_and_not_tried_again(background: bool) -> None:
+    """What the caller has to mend is no bad luck: the training neither stands still nor goes on without averages."""
+    town = Town()
+    nets, opts = prepared(town, 2, delay_grad_averaging=background)
+    with pytest.MonkeyPatch.context() as patch:
+        for opt in opts:
+            patch.setattr(opt.dht.swarm, "average", Mock(side_effect=UsageError("mend this")))
+        for opt, net in zip(opts, nets, strict=True):
+            backward(net, 0)
+            with pytest.raises(UsageError, match="mend this"):
+                opt.step()
+                opt.state_averager.wait_for_delayed_updates()
+                opt.state_averager.step(apply_delayed_updates=True)
 
 
 def test_who_has_missed_an_epoch_loads_the_state_of_those_who_made_it() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.comm.meetings import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.announced import Announced, check_bits, infos_of
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
@@ -52,11 +53,11 @@ class DecentralizedAverager(Announced):
     """Averages `averaged_tensors` (fp32, bf16 or fp16; any device) in place, under the names and with the arguments of
     Hivemind.
 
-    prefix: who has the same, and tensors of the same shapes, averages together. target_group_size: largest group; None:
-    no limit. initial_group_bits: where this peer stands on a grid of groups; only equal bits meet, and they rotate with
-    every round. compression: of the rounds; state_compression: of the state for others; both must be equal on all
-    peers. averaging_alpha: tensors move by this share of the way to the mean. client_mode: contributes, but
-    computes nothing and gives no state. auxiliary: computes, and contributes nothing.
+    prefix: who has the same, and tensors of the same shapes, averages together. target_group_size: largest group, up to
+    64 (more stands for that); None: no limit. initial_group_bits: where this peer stands on a grid of groups; only
+    equal bits meet, and they rotate with every round. compression: of the rounds; state_compression: of the state for
+    others; both must be equal on all peers. averaging_alpha: tensors move by this share of the way to the mean.
+    client_mode: contributes, but computes nothing and gives no state. auxiliary: computes, and contributes nothing.
 
     Not needed, and of no effect: request_timeout, part_size_bytes, bandwidth (it is measured), min_vector_size,
     next_chunk_timeout, sender_timeout, reducer_timeout, declare_state_period, daemon, shutdown_timeout.
@@ -100,6 +101,9 @@ class DecentralizedAverager(Announced):
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         _check(initial_group_bits, client_mode, auxiliary, target_group_size, min_group_size)
+        if target_group_size is not None and target_group_size > GROUP_MAX:
+            log.info("%s: target_group_size is %d, groups have up to %d members", prefix, target_group_size, GROUP_MAX)
+            target_group_size = GROUP_MAX
         self.client_mode = client_mode
         self.mode = AveragingMode.CLIENT if client_mode else AveragingMode.AUX if auxiliary else AveragingMode.NODE
         self.target_group_size, self.min_group_size = target_group_size, min_group_size
@@ -298,6 +302,8 @@ def _check(bits: str, client_mode: bool, auxiliary: bool, target: int | None, mi
         raise UsageError("a peer in client mode computes nothing, so it cannot be auxiliary")
     if minimum < 1 or (target is not None and target < minimum):
         raise UsageError(f"min_group_size is {minimum}, target_group_size {target}: it must be 1 ... target_group_size")
+    if minimum > GROUP_MAX:
+        raise UsageError(f"min_group_size is {minimum}: groups have up to {GROUP_MAX} members")
 
 
 __all__ = ["AllreduceException", "AveragingMode", "DecentralizedAverager"]

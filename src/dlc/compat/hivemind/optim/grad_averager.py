@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,8 +117,14 @@ class GradientAverager(DecentralizedAverager):
         control.weight = self.local_samples_accumulated if weight is None else weight
         if reset_accumulators:
             self.reset_accumulated_grads_()
+        control.add_done_callback(self._over)
         control.allow_allreduce()
         return control.result(timeout) if wait else control
+
+    def _over(self, control: Future[Any]) -> None:
+        """Where there was no mean, the sums are as good as before, and nobody can use averages."""
+        if control.cancelled() or control.exception() is not None:
+            self._sums_used = self._averages_unused = False
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:

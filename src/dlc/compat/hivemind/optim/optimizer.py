@@ -300,7 +300,7 @@ class Optimizer(TorchFace):
     def _try(self, work: Callable[[], None]) -> bool:
         try:
             work()
-        except SwarmClosed:
+        except (SwarmClosed, UsageError):
             raise
         except DlcError as error:
             log.warning("%s; the gradients are kept, and the next step tries again", error)

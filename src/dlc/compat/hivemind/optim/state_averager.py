@@ -195,7 +195,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """A round that fails is told in the log and in `last_error`, and does not stop the training."""
         try:
             work()
-        except SwarmClosed:
+        except (SwarmClosed, UsageError):
             raise
         except DlcError as error:
             self.last_error = error
