@@ -361,6 +361,52 @@ def test_states_are_saved_and_restored_with_their_epoch() -> None:
     assert "local_epoch" in opt.state_dict()["state"], "a state_dict must not be changed by loading it"
 
 
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_checkpoint_that_is_loaded_into_the_model_later_is_what_is_trained_on(order: str, delayed: bool) -> None:
+    """Offloaded, which is the default, the optimizer has copies: they take over what was loaded, and give that away."""
+    net, town = model(), Town()
+    opt = optimizer(town, net, batch_size_per_step=TARGET, delay_grad_averaging=delayed, scheduler=HALVING)
+    for seed in range(2):
+        backward(net, seed)
+        opt.step()
+        opt.zero_grad()
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    saved, held = opt.state_dict(), {name: value.clone() for name, value in net.state_dict().items()}
+
+    def went_on(net: nn.Module, opt: Optimizer) -> tuple[Tensor, float]:
+        backward(net, 2)
+        opt.step()
+        opt.state_averager.step(wait_for_delayed_updates=True)
+        return weights(net), opt.opt.param_groups[0]["lr"]
+
+    expected, lr = went_on(net, opt)
+    town = Town()
+    fresh = nn.Linear(5, 1)
+    again = optimizer(town, fresh, batch_size_per_step=TARGET, delay_grad_averaging=delayed, scheduler=HALVING)
+    backward(fresh, 9)
+    again.step()  # in the background still, where it is delayed: the checkpoint counts
+    again.zero_grad()
+    for load in ((fresh.load_state_dict, held), (again.load_state_dict, saved))[:: 1 if order == "model first" else -1]:
+        load[0](load[1])
+    assert again.local_epoch == 2 and torch.equal(weights(fresh), torch.cat([v.flatten() for v in held.values()]))
+    other = nn.Linear(5, 1)
+    newcomer = optimizer(town, other, batch_size_per_step=TARGET, scheduler=HALVING)
+    newcomer.load_state_from_peers()
+    assert newcomer.local_epoch == 2 and torch.equal(weights(other), weights(fresh))
+    newcomer.shutdown()
+    assert torch.equal(went_on(fresh, again)[0], expected)
+    assert again.opt.param_groups[0]["lr"] == lr == pytest.approx(0.1 * 0.5**3)
+
+
+def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:
+    town, net = Town(), model()
+    assert not optimizer(town, net, use_local_updates=True).offload_optimizer
+    assert optimizer(town, net, use_local_updates=True, offload_optimizer=True).offload_optimizer
+    assert optimizer(town, net, use_local_updates=True, delay_optimizer_step=True).offload_optimizer
+    assert optimizer(town, net).offload_optimizer
+
+
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:
     town, net = Town(), model()
     made = SGD(net.parameters())
@@ -380,6 +426,8 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
     opt = optimizer(town, net, reuse_grad_buffers=True)
     with pytest.raises(UsageError, match="batch_size_per_step"):
         opt.step()
+    with pytest.raises(UsageError, match="batch_size is 0"):
+        opt.step(batch_size=0)
     with pytest.raises(UsageError, match="zeroed"):
         opt.zero_grad()
     with pytest.raises(UsageError, match="groups"):

@@ -30,12 +30,29 @@ class Components:
     """Parameters of the model."""
     optimized: tuple[Tensor, ...]
     """Parameters of the optimizer: the same, or copies of them."""
+    versions: list[int]
+    """Of the parameters of the model, when they were last equal to the copies."""
 
     @torch.no_grad()
     def apply(self) -> None:
         """Model <- copies."""
         for main, copy in zip(self.main, self.optimized, strict=True):
             main.copy_(copy)
+        self.versions[:] = _versions(self.main)
+
+    @property
+    def changed(self) -> bool:
+        """The program has changed the model, by a checkpoint, say; what it does by way of `.data` is not seen."""
+        return self.main is not self.optimized and self.versions != _versions(self.main)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copies <- what the program has changed of the model."""
+        if self.changed:
+            for main, copy, before in zip(self.main, self.optimized, self.versions, strict=True):
+                if main._version != before:
+                    copy.copy_(main)
+            self.versions[:] = _versions(self.main)
 
     @torch.no_grad()
     def load_gradients(self) -> None:
@@ -83,7 +100,11 @@ def build(
     sched = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(opt)
     if sched is not None and sched.optimizer is not opt:
         raise UsageError("the scheduler is of another optimizer")
-    return Components(opt, sched, main, optimized)
+    return Components(opt, sched, main, optimized, _versions(main))
+
+
+def _versions(params: Iterable[Tensor]) -> list[int]:
+    return [param._version for param in params]
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:

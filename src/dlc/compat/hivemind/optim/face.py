@@ -77,10 +77,12 @@ class TorchFace(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave; local sums begin anew."""
         inner = dict(state_dict["state"])
-        self.state_averager.local_epoch = int(inner.pop("local_epoch", self.local_epoch))
-        self.opt.load_state_dict({**state_dict, "state": inner})
+        epoch = int(inner.pop("local_epoch", self.local_epoch))
+        self.state_averager.restore({**state_dict, "state": inner}, epoch)
+        if self.grad_averager is not None:
+            self.grad_averager.reset_accumulated_grads_()
         self.tracker.report_local_progress(self.local_epoch, 0)
         self._number_rounds()
 

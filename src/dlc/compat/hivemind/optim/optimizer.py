@@ -42,11 +42,12 @@ class Optimizer(TorchFace):
     waits for peers that are late (s). averaging_timeout: limit of one average (s). load_state_timeout: of loading.
 
     reuse_grad_buffers: gradients are summed in `.grad`; nobody may zero them. offload_optimizer: it works on fp32
-    copies in host memory; default where params are given. delay_optimizer_step, delay_grad_averaging,
-    delay_state_averaging: in the background, applied by a later step. average_state_every: epochs between averages of
-    parameters, average_opt_statistics and extra_tensors. use_local_updates: see above. client_mode: contributes, and
-    computes no part of a mean. auxiliary: computes, and trains nothing. grad_compression, state_averaging_compression,
-    load_state_compression: of `compression`. averager_opts, tracker_opts: more arguments of the averagers, the tracker.
+    copies in host memory; default where params are given, without local updates. delay_optimizer_step,
+    delay_grad_averaging, delay_state_averaging: in the background, applied by a later step. average_state_every: epochs
+    between averages of parameters, average_opt_statistics and extra_tensors. use_local_updates: see above. client_mode:
+    contributes, and computes no part of a mean. auxiliary: computes, and trains nothing. grad_compression,
+    state_averaging_compression, load_state_compression: of `compression`. averager_opts, tracker_opts: more arguments
+    of the averagers, the tracker.
 
     allreduce_timeout: of one exchange (s), default averaging_timeout. No effect: next_chunk_timeout, shutdown_timeout.
     """
@@ -88,7 +89,8 @@ class Optimizer(TorchFace):
         verbose: bool = False,
     ) -> None:
         delay_step = delay_grad_averaging if delay_optimizer_step is None else delay_optimizer_step
-        self.offload_optimizer = params is not None if offload_optimizer is None else offload_optimizer
+        offload_by_default = params is not None and (delay_step or not use_local_updates)
+        self.offload_optimizer = offload_by_default if offload_optimizer is None else offload_optimizer
         _check(
             (not delay_grad_averaging or delay_step, "delay_grad_averaging needs delay_optimizer_step"),
             (not delay_step or self.offload_optimizer, "delay_optimizer_step needs offload_optimizer and params"),
@@ -186,7 +188,7 @@ class Optimizer(TorchFace):
         elif self._out_of_step():
             self.load_state_from_peers()
             return loss  # the gradients are of parameters that are no longer
-        elif not self._count(batch_size or self.batch_size_per_step or 0, grad_scaler):
+        elif not self._count(self.batch_size_per_step or 0 if batch_size is None else batch_size, grad_scaler):
             return loss
         if self.tracker.ready_to_update_epoch:
             self._end_epoch(grad_scaler)
@@ -381,6 +383,8 @@ class Optimizer(TorchFace):
                 raise UsageError("an auxiliary peer trains nothing: call step() without arguments")
         elif batch_size is None and self.batch_size_per_step is None:
             raise UsageError("say how many samples a step has: batch_size_per_step, or step(batch_size=...)")
+        elif batch_size is not None and batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}: without samples leave the step out")
 
 
 def _check(*relations: tuple[bool, str]) -> None:

@@ -139,6 +139,7 @@ class TrainingStateAverager(DecentralizedAverager):
             self.wait_for_delayed_updates()
         if apply_delayed_updates:
             self._apply_finished()
+        self._take_over()
         if increment_epoch:
             self.local_epoch += 1
         if not work:
@@ -246,6 +247,12 @@ class TrainingStateAverager(DecentralizedAverager):
                 update.future.result()  # an error of the optimizer itself
             self._apply(update)
 
+    def _take_over(self) -> None:
+        """Of a model that the program has changed, unless the copies are worked with now."""
+        if not self._updates:
+            with self.lock_optimizer:
+                self.parts.take_over()
+
     def _apply(self, update: Update) -> None:
         """Bring what was done into the model."""
         with self.lock_optimizer, torch.no_grad():
@@ -288,6 +295,7 @@ class TrainingStateAverager(DecentralizedAverager):
         for update in list(self._updates):
             if update.future is not None and update.owes_step and not update.stepped:
                 update.future.exception()  # waits; its epoch is counted already
+        self._take_over()
         with self.lock_optimizer, torch.no_grad():
             state, statistics = dump(self.optimizer)
             own = [*self.parts.optimized, *self.extra_tensors]
@@ -318,16 +326,40 @@ class TrainingStateAverager(DecentralizedAverager):
             return None
         with self.lock_optimizer:
             mine = [*self.parts.optimized, *self.extra_tensors]
-            own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+            own = self._hyperparameters()
             load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
             if self.offload_optimizer:
                 self.parts.apply()
             self.local_epoch = epoch
-            if self.scheduler is not None:  # which goes on from where it was itself
-                for group, before in zip(self.optimizer.param_groups, own, strict=True):
-                    group.update(before)
-                self._update_scheduler()
+            if self.scheduler is not None:
+                self._catch_up(own)
         return loaded
+
+    def restore(self, state: dict[str, Any], epoch: int) -> None:
+        """Take back what the optimizer's `state_dict` gave in that epoch, and bring the schedule there.
+
+        What is still done in the background counts first, unless the program has loaded another model meanwhile.
+        """
+        self.wait_for_delayed_updates()
+        if self.parts.changed:
+            self._updates.clear()
+        self._apply_finished()
+        self._take_over()
+        with self.lock_optimizer:
+            own = self._hyperparameters()
+            self.optimizer.load_state_dict(state)
+            self.local_epoch = epoch
+            if self.scheduler is not None and self.scheduler._step_count <= epoch:
+                self._catch_up(own)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+
+    def _catch_up(self, own: list[dict[str, Any]]) -> None:
+        """Bring the schedule to `local_epoch`: it goes on from where it was itself, with what it had set."""
+        for group, before in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(before)
+        self._update_scheduler()
 
     def shutdown(self) -> None:
         self.wait_for_delayed_updates()
