@@ -162,7 +162,7 @@ class Peer(Collectives):
             founder, resume = found or not awaited, resume if with_log else None
             peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
-                peer._seat(join_timeout_s)
+                peer.take_seat(join_timeout_s)
         except BaseException:
             peer._shut(0.0)
             raise
@@ -212,8 +212,11 @@ class Peer(Collectives):
 
         self._driver.ask(start)
 
-    def _seat(self, timeout_s: float | None) -> None:
-        """Wait until this peer is a voter whose channels are in step."""
+    def take_seat(self, timeout_s: float | None = None) -> None:
+        """Wait until this peer is a voter and knows all rounds so far: at once, unless it was joined with `hold`.
+
+        RoundTimeout: it is not after `timeout_s`.
+        """
 
         def seated() -> bool:
             return self._ask(lambda node, now: self.voter in node.log.state.electorate and node.log.synced)

@@ -81,14 +81,15 @@ class FakePeer:
     """`misses`: for each of the next contributions that is not counted, the reason; "dropped": by a new state.
     `slices`: for each of the next contributions, how often a wait for it is in vain. `planned`: it cannot be withdrawn.
     `lossy`: what is counted goes through the codec, chunk by chunk. `left_out`: the chunks that then go without us.
-    `start_t`: the rounds of the run before the channel is open.
-    `start_t`: the rounds of a run that was resumed, as they are told before the channel is open.
+    `start_t`: the rounds of a run that was resumed, as they are told before the channel is open. `held`: joined
+    with `hold`, it has heard of none of them before it has a seat.
     """
 
     def __init__(self, spec: RunSpec | None = None, start_t: int = 0) -> None:
         self.id = ME.peer
         self.spec = spec or RunSpec()
         self.start_t = start_t
+        self.held = False
         self.tokens = 0.0
         self.vectors: list[Tensor] = []
         """All that was offered."""
@@ -131,9 +132,12 @@ class FakePeer:
         self.grid = Grid(state.numel, chunk_elems, codec)
         return self.position(channel)
 
+    def take_seat(self, timeout_s: float | None = None) -> None:
+        self.held = False
+
     def position(self, channel: str) -> FakePosition:
         if not hasattr(self, "state"):
-            return FakePosition(self.start_t, self.tokens, self.head, None, b"")
+            return FakePosition(0 if self.held else self.start_t, self.tokens, self.head, None, b"")
         return FakePosition(self.state.t, self.tokens, self.head, self.ledger.lease(ME), self.state.digest())
 
     def resumed_at(self, channel: str) -> int:

@@ -424,3 +424,19 @@ def test_how_long_a_round_may_wait_goes_with_each_offer() -> None:
         backward(model, step)
         opt.step()
     assert peer.patiences_s == [7.0, 7.0]
+
+
+def test_who_was_joined_with_hold_goes_on_from_a_saved_state_as_others_do() -> None:
+    first, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), first, sync_every=1, codec="fp32")
+    backward(model, 0)
+    opt.step()
+    saved = opt.state_dict(outer=True)
+    peer, other = FakePeer(start_t=1), build(seed=1)
+    peer.held = True
+    assert DiLoCo(other, sgd(other), peer, resume=saved).t == 1
+    assert torch.equal(params(other), params(model))
+    anew = FakePeer()
+    anew.held = True
+    with pytest.raises(UsageError, match="this run has made none"):
+        DiLoCo(build(), sgd(model), anew, resume=saved)

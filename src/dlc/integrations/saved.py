@@ -25,7 +25,7 @@ from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.flat import FlatView
 from dlc.integrations.options import KEYWORDS
 from dlc.train.checkpoint import load_checkpoint, save_checkpoint
-from dlc.train.diloco import DiLoCo
+from dlc.train.diloco import DiLoCo, rounds_made
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def follow(
 
 def _begun(peer: TrainPeer, options: Mapping[str, Any]) -> bool:
     """Whether the run has made a round on this channel."""
-    return peer.position(options.get("channel", KEYWORDS["channel"].default)).t > 0
+    return rounds_made(peer, options.get("channel", KEYWORDS["channel"].default), options.get("timeout_s")) > 0
 
 
 def write(folder: Path, state: State, model: nn.Module) -> None:

@@ -53,6 +53,13 @@ log = logging.getLogger(__name__)
 _NESTEROV = OuterSpec()
 
 
+def rounds_made(peer: TrainPeer, channel: str, timeout_s: float | None) -> int:
+    """Of the run, before the channel is open; a peer that was joined with `hold` may have heard of none of them yet."""
+    if not peer.position(channel).t:
+        peer.take_seat(timeout_s)
+    return peer.position(channel).t
+
+
 class DiLoCo:
     """Wraps `inner` so that `model` is trained by all peers of the channel.
 
@@ -135,7 +142,7 @@ class DiLoCo:
             patience_s=patience_s,
         )
         if resume is not None:
-            self._resume(resume)
+            self._resume(resume, timeout_s)
         if (t := peer.resumed_at(channel)) and self._outer.state.t != t:
             raise UsageError(
                 f"the run was resumed at round {t}, and this peer is to bring its state: give resume= here, too, with "
@@ -143,11 +150,11 @@ class DiLoCo:
             )
         self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
 
-    def _resume(self, state: Mapping[str, Any]) -> None:
+    def _resume(self, state: Mapping[str, Any], timeout_s: float | None) -> None:
         """Before the channel is open: the outer state of a swarm that was stopped, if the run stands where it did."""
         saved = outer_part(state)
         t = int(saved["t"])
-        here = self._peer.position(self._channel).t
+        here = rounds_made(self._peer, self._channel, timeout_s)
         if here == t:
             self._outer.state.restore(saved["image"].numpy().data.toreadonly())
         elif 0 < here < t:

@@ -136,6 +136,9 @@ class TrainPeer(Protocol):
     ) -> Position:
         """Attach a replicated state; block until it equals the swarm's and this peer has a vote."""
 
+    def take_seat(self, timeout_s: float | None = None) -> None:
+        """Block until this peer has a vote and knows all rounds so far."""
+
     def pull(self, channel: str, out: Tensor) -> Position:
         """Copy theta into `out`, together with the position it belongs to."""
 
