@@ -97,6 +97,11 @@ def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "--key-file", "nowhere.key", "--device", "cpu"], "dlc key > nowhere.key"),
         (["status", "--peers", "x"], "no address"),
         (["status"], "--peers"),
+        (["eval", "model", "--split", "test"], "--split says what is read of a --source"),
+        (["eval", "model", "--text-field", "body"], "--text-field says what is read of a --source"),
+        (["eval", "model", "--source", "a.txt", "--subset", "x"], "data.source is no"),
+        (["eval", "model", "--source", "stdlib", "--split", "test"], "'stdlib' has none"),
+        (["eval", "model", "--source", ""], "it is empty"),
     ],
 )
 def test_wrong_usage_is_one_clear_line_and_exit_code_2(

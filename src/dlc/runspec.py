@@ -121,7 +121,7 @@ class DataSpec:
     subset: str = ""
     """Which configuration of a dataset, where it has several. Only for "datasets:NAME"."""
     split: str = "train"
-    """Which split of a dataset. A part of it is held out for validation, as of every source."""
+    """Which split of a dataset, not of files. A part of it is held out for validation, as of every source."""
     text_field: str = "text"
     """Field of a jsonl record, or column of a parquet file or dataset, that holds the text."""
     tokenizer: str = BYTES
@@ -150,11 +150,20 @@ class DataSpec:
         )
         for name in ("split", "text_field", "tokenizer"):
             _check(getattr(self, name) != "", f"data.{name} is empty: remove it to have its default")
+        for name in ("split", "text_field"):
+            _check(
+                self.source != STDLIB or getattr(self, name) == getattr(DataSpec, name),
+                f"data.{name} is given, but {STDLIB!r} has none: remove it, or name another data.source",
+            )
         _check(
             not (self.streaming and self.source == STDLIB),
             'data.streaming needs a dataset or files; "stdlib" is small: set streaming = false',
         )
         _check(self.shards >= 1, "data.shards must be at least 1")
+        _check(
+            self.streaming or self.shards == DataSpec.shards,
+            "data.shards is given, but data.streaming is false: remove it, or set streaming = true",
+        )
         _check(self.seq_len >= 1, "data.seq_len must be at least 1 token")
 
 

@@ -105,7 +105,7 @@ def test_a_run_is_the_same_with_and_without_it(
 ) -> None:
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": f"document {i} " * (1 + i % 5)}) + "\n" for i in range(300)))
-    data = DataSpec(source=str(source), seq_len=16, streaming=streaming, shards=2)
+    data = DataSpec(source=str(source), seq_len=16, streaming=streaming, shards=2 if streaming else 8)
     spec = dataclasses.replace(spec, data=data, rounds=3)
     ahead = Run(FakePeer(spec), tmp_path / "ahead")
     ahead.on_step = {6: ahead.peer.pass_round}  # also where the plan changes

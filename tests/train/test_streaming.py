@@ -300,6 +300,33 @@ def test_streams_that_cannot_be_used_say_why(tmp_path: Path, corpus: Path) -> No
         {"tokenizer": ""},
         {"split": ""},
         {"text_field": ""},
+        {"split": "test"},
+        {"text_field": "body"},
+        {"source": "a.txt", "shards": 4},
     ):
         with pytest.raises(ConfigError, match="data\\."):
             DataSpec(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_said_of_a_source_and_not_read_is_refused(tmp_path: Path, streaming: bool) -> None:
+    import datasets
+
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "a.jsonl").write_text('{"body": "one two three"}\n')
+
+    def read(name: str, **said: str) -> None:
+        place = Place(str(tmp_path / name), **said)
+        if streaming:
+            Stream(place, 2)
+        else:
+            BlockSource("", SEQ, place=place)
+
+    with pytest.raises(DataError, match="no split 'test'"):
+        read("a.jsonl", split="test", text_field="body")
+    with pytest.raises(DataError, match="without a field 'body'"):
+        read("a.txt", text_field="body")
+    saved = datasets.Dataset.from_dict({"text": ["one two three"]}, split="validation")
+    saved.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="one dataset, without a split 'test'"):
+        read("saved", split="test")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dlc.cli.places import home
 from dlc.errors import UsageError
-from dlc.runspec import STDLIB
+from dlc.runspec import STDLIB, DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,7 @@ def evaluate_model(args: argparse.Namespace) -> int:
     """The whole command; returns its exit status."""
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
+    data = _given_data(args)
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -60,7 +61,7 @@ def evaluate_model(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer or restored.tokenizer)
     check_vocabulary(restored.model, tokenizer)
     seq_len = _seq_len(args.seq_len, restored)
-    text = _text(args, restored, tokenizer, seq_len)
+    text = _text(args, data, restored, tokenizer, seq_len)
     loss = evaluate(restored.model.to(device), text.batches, device)
     found = Evaluation(
         model=restored.origin,
@@ -86,27 +87,39 @@ class _Text:
     bytes_per_token: float
 
 
-def _text(args: argparse.Namespace, restored: Restored, tokenizer: Tokenizer, seq_len: int) -> _Text:
+def _given_data(args: argparse.Namespace) -> DataSpec | None:
+    """The text that the options name, checked as that of a RUN.toml is; None: they name none."""
+    named = {name: value for name in ("subset", "split", "text_field") if (value := getattr(args, name)) is not None}
+    if args.source is not None:
+        return DataSpec(args.source, **named)
+    for name in named:
+        raise UsageError(f"--{name.replace('_', '-')} says what is read of a --source, and none is given")
+    return None
+
+
+def _text(
+    args: argparse.Namespace, data: DataSpec | None, restored: Restored, tokenizer: Tokenizer, seq_len: int
+) -> _Text:
     from dlc.train.data import BlockSource, blocks_of, place_of
     from dlc.train.packing import TOKENS
     from dlc.train.sources import Place
 
     cache = home() / TOKENS
-    if args.source is not None:
-        place = Place(args.source, args.subset, args.split, args.text_field)
-        source = BlockSource(args.source, seq_len, tokenizer=tokenizer, place=place, cache=cache)
+    if data is not None:
+        place = Place(data.source, data.subset, data.split, data.text_field)
+        source = BlockSource(data.source, seq_len, tokenizer=tokenizer, place=place, cache=cache)
         return _Text(
-            args.source, "all", source.all_batches(args.batch_size, args.blocks), source.bytes_per_token_of_all
+            data.source, "all", source.all_batches(args.batch_size, args.blocks), source.bytes_per_token_of_all
         )
     if restored.spec is None:
         held = blocks_of(Place(STDLIB), seq_len, tokenizer, cache=cache)
     else:
-        data = restored.spec.data
+        trained = restored.spec.data
         held = blocks_of(
             place_of(restored.spec),
             seq_len,
             tokenizer,
-            shards=data.shards if data.streaming else 0,
+            shards=trained.shards if trained.streaming else 0,
             segment_blocks=restored.spec.blocks_per_lease,
             cache=cache,
         )

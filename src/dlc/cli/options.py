@@ -207,11 +207,13 @@ def _add_eval(evaluation: argparse.ArgumentParser) -> None:
     text = evaluation.add_argument_group(
         "the text (default: what the run holds out; of a model folder, that of stdlib)"
     )
-    text.add_argument("--source", metavar="S", help="as data.source in RUN.toml; all of it is used")
-    text.add_argument("--subset", default="", metavar="NAME", help="as data.subset")
-    text.add_argument("--split", default="train", metavar="NAME", help="as data.split (default train)")
-    text.add_argument("--text-field", default="text", metavar="NAME", help="as data.text_field (default text)")
-    text.add_argument("--tokenizer", metavar="T", help="as data.tokenizer; default: the model's own")
+    text.add_argument("--source", type=given, metavar="S", help="as data.source in RUN.toml; all of it is used")
+    text.add_argument("--subset", type=given, metavar="NAME", help="with --source: as data.subset")
+    text.add_argument("--split", type=given, metavar="NAME", help="with --source: as data.split (default train)")
+    text.add_argument(
+        "--text-field", type=given, metavar="NAME", help="with --source: as data.text_field (default text)"
+    )
+    text.add_argument("--tokenizer", type=given, metavar="T", help="as data.tokenizer; default: the model's own")
     text.add_argument("--seq-len", type=count, metavar="N", help="tokens per block; default: that of the run, or 1024")
     text.add_argument("--blocks", type=count, default=256, metavar="N", help="at most so many blocks (default 256)")
     evaluation.add_argument("--batch-size", type=count, default=8, metavar="B", help="blocks at once (default 8)")

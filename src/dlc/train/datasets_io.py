@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from dlc.errors import DataError
-from dlc.train.sources import DATASETS, Piece, Place, as_pattern, cut, list_files, text_of
+from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, list_files, text_of
 
 JSON_ENCODING = "utf8"
 """By this name, since datasets heeds `encoding_errors` for any but "utf-8"."""
@@ -77,6 +77,7 @@ def _stream(place: Place, shards: int) -> tuple[Any, str]:
         rows = _saved(place)
         return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint
     paths = [path for _, path in list_files(place.source)]
+    check_used(place, paths)
     kinds = {{".jsonl": "json", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
     if len(kinds) > 1:
         raise DataError(
@@ -118,6 +119,8 @@ def _saved(place: Place) -> Any:
     except Exception as e:  # as above
         raise DataError(f"datasets cannot read {place.source}: {_first_line(e)}") from e
     if not isinstance(found, datasets.DatasetDict):
+        if place.split not in (Place.split, str(found.split)):
+            raise DataError(f"{place.source} is one dataset, without a split {place.split!r}: leave out data.split")
         return found
     if place.split not in found:
         raise DataError(f"{place.source} has no split {place.split!r} (found: {', '.join(found)}); set data.split")

@@ -82,6 +82,7 @@ class Files:
         self._place = place
         self.paths = list_files(place.source)
         """Names and paths, sorted by name."""
+        check_used(place, [path for _, path in self.paths])
 
     def pieces(self) -> Iterator[Piece]:
         """As `Documents.pieces`."""
@@ -114,6 +115,17 @@ class Files:
             return
         for number, text in texts:
             yield from cut(f"{name}/{number}", text)
+
+
+def check_used(place: Place, paths: list[Path]) -> None:
+    """DataError: something is said of these files that they do not have."""
+    if place.split != Place.split:
+        raise DataError(f"{place.source} is read as files, which have no split {place.split!r}: leave out data.split")
+    if place.text_field != Place.text_field and not any(path.suffix.lower() in RECORD_SUFFIXES for path in paths):
+        raise DataError(
+            f"{place.source} holds plain text, without a field {place.text_field!r}: leave out data.text_field, or "
+            f"name a source with {' or '.join(RECORD_SUFFIXES)} files"
+        )
 
 
 def list_files(source: str) -> list[tuple[str, Path]]:
