@@ -12,10 +12,12 @@ from dlc import __version__
 from dlc.addresses import advertised
 from dlc.cli import main
 from dlc.cli.join import default_listen, join_line
-from dlc.cli.sinks import JsonLines
+from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table
 from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
+from dlc.monitor.show import Show
+from dlc.monitor.table import Board
 from dlc.peer import Peer
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
@@ -320,8 +322,23 @@ def test_the_table_of_members_fits_a_terminal_and_shows_no_markup_of_others() ->
         Member("b" * 32, "192.0.2.18:46000", "trainer", False, False, "cd" * 32, 1e6, 9, 0.0, {}, False),
     ]
     out = io.StringIO()
-    Console(file=out, width=80).print(member_table(members))
+    Console(file=out, width=80).print(member_table(members, 80))
     one, two = (line for line in out.getvalue().splitlines() if line.strip().startswith(("aaaaaaaa", "bbbbbbbb")))
     for cell in ("aaaaaaaa*", "192.0.2.17:46000", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"):
         assert cell in one
     assert "no answer" in two and "cdcdcdcd" in two
+    for width in range(24, 80):
+        out = io.StringIO()
+        Console(file=out, width=width).print(member_table(members, width))
+        one = next(line for line in out.getvalue().splitlines() if line.startswith("aaaaaaaa*")).split()
+        whole = {"aaaaaaaa*", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"}
+        assert {cell for cell in one if not cell.startswith("192.")} <= whole  # an address goes on in the next line
+
+
+def test_a_terminal_that_draws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert draws()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not draws()
+    assert not Show(Board(), Console(force_terminal=True), "")._live

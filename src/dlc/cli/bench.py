@@ -196,13 +196,14 @@ def _print_json(document: object) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """What is going on, on stderr: one line that changes for people, log lines for others."""
-    if not sys.stderr.isatty():
-        yield lambda text: log.info("%s", text)
-        return
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True).status("starting") as status:
+    console = Console(stderr=True)
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
+        yield lambda text: log.info("%s", text)
+        return
+    with console.status("starting") as status:
         yield lambda text: status.update(escape(text))
 
 

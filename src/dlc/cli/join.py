@@ -16,7 +16,6 @@ import logging
 import os
 import queue
 import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -184,14 +183,14 @@ def _train(
 ) -> None:
     from transformers.utils.logging import disable_progress_bar
 
-    from dlc.cli.sinks import JsonLines, LiveTable, LogLines, Metrics
+    from dlc.cli.sinks import JsonLines, LiveTable, LogLines, Metrics, draws
     from dlc.train.packing import TOKENS
     from dlc.train.strategy import CHANNEL
     from dlc.train.trainer import Trainer
 
     disable_progress_bar()  # of saving a model; it would tear the live table
     json_lines = JsonLines(muted=not args.json)
-    live = not args.json and sys.stderr.isatty()
+    live = not args.json and draws()
     sinks: list[Sink] = [
         json_lines,
         LogLines(steps=not live),

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 LOG_STEP_EVERY_S = 10.0
 """Between two log lines about inner steps; rounds and validations always get theirs."""
 REDRAW_EVERY_S = 0.5
+TIMED_WIDTH = 60
+"""Columns of a terminal from which on lines of the log have room for the time."""
 Event = dict[str, Any]
 
 
@@ -89,6 +91,11 @@ class LogLines:
         """Nothing is held."""
 
 
+def draws() -> bool:
+    """Whether stderr is a terminal on which something can be drawn anew in its place."""
+    return sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
+
+
 class LiveTable:
     """The members of the swarm and how far this peer is, redrawn in place, below the log.
 
@@ -102,12 +109,14 @@ class LiveTable:
         self._bars = Bars(rounds)
         self._drawn_at = -REDRAW_EVERY_S
         self._last_round = self._validation = self._news = ""
-        console = Console(stderr=True)
+        self._console = console = Console(stderr=True)
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
         self._root = logging.getLogger()
         self._handlers = self._root.handlers
-        self._root.handlers = [RichHandler(console=console, show_path=False, markup=False)]
+        self._root.handlers = [
+            RichHandler(console=console, show_path=False, markup=False, show_time=console.width >= TIMED_WIDTH)
+        ]
 
     def take(self, event: Event) -> None:
         self._bars.take(event)
@@ -119,7 +128,8 @@ class LiveTable:
         if event["event"] != "end" and self._clock() - self._drawn_at >= REDRAW_EVERY_S:
             self._drawn_at = self._clock()
             below = [Text(line) for line in (self._last_round, self._validation, self._news) if line]
-            self._live.update(Group(member_table(self._members()), self._bars.shown, *below), refresh=True)
+            table = member_table(self._members(), self._console.width)
+            self._live.update(Group(table, self._bars.shown, *below), refresh=True)
 
     def close(self) -> None:
         self._live.stop()

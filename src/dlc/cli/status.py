@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dlc.survey import Member
 
 
+WIDTHS = {"peer": 0, "address": 64, "state": 0, "round": 30, "step": 38, "tokens/s": 54, "loss": 46, "head": 72}
+"""Of the terminal, below which a column is left out."""
+
+
 def show_status(args: argparse.Namespace) -> int:
     """Print the members as a table, or as a JSON list."""
     peers, key = addresses_of(args.peers), run_key(args.key_file)
@@ -26,23 +30,32 @@ def show_status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(member) for member in members]), flush=True)
     else:
-        Console().print(member_table(members))
+        console = Console()
+        console.print(member_table(members, console.width))
     return 0
 
 
-def member_table(members: list[Member]) -> Table:
-    """One row per peer; fits 80 columns."""
+def member_table(members: list[Member], width: int) -> Table:
+    """One row per peer; with fewer columns where they do not fit `width`: half a number would be a wrong one."""
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for head in ("peer", "address", "state", "round", "step", "tokens/s", "loss", "head"):
+    heads = [head for head, least in WIDTHS.items() if width >= least]
+    for head in heads:
         right = head in ("round", "step", "tokens/s", "loss")
         grid.add_column(head, justify="right" if right else "left", no_wrap=head != "address", overflow="fold")
     for member in members:
         said = member.status
         state = "left" if member.left else str(said.get("phase", member.role)) if member.alive else "no answer"
-        name = member.id[:8] + ("*" if member.me else "")
-        step = f"{said['inner']}/{said['of']}" if {"inner", "of"} <= said.keys() else ""
-        cells = (name, member.address, state, said.get("t", ""), step, round(member.speed) or "", said.get("loss", ""))
-        grid.add_row(*(_plain(cell) for cell in cells), member.head[:8])
+        cells = {
+            "peer": member.id[:8] + ("*" if member.me else ""),
+            "address": member.address,
+            "state": state,
+            "round": said.get("t", ""),
+            "step": f"{said['inner']}/{said['of']}" if {"inner", "of"} <= said.keys() else "",
+            "tokens/s": round(member.speed) or "",
+            "loss": said.get("loss", ""),
+            "head": member.head[:8],
+        }
+        grid.add_row(*(_plain(cells[head]) for head in heads))
     return grid
 
 

@@ -24,7 +24,7 @@ class Show:
         self._board, self._console, self._title, self._clock = board, console, title, clock
         self._start_s = self._printed_s = clock()
         self._live: Live | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=REDRAWS_PER_S, get_renderable=self._table)
 
     def __enter__(self) -> Show:
