@@ -4,7 +4,7 @@
                                           d: width of attention, s: length
     MFU             = tokens/s * FLOPs per token / peak
 
-6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those count that a token is sent to.
+6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those that a token is sent to.
 The second term is attention, counted without the causal mask.
 Recomputation (activation checkpointing) does not count: it is not the model's work.
 """
