@@ -226,7 +226,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
         raise CheckpointError("No space left on device")
 
     monkeypatch.setattr(saver, "save_checkpoint", full)
-    monkeypatch.setattr("dlc.train.trainer.save_model_folder", full)
+    monkeypatch.setattr("dlc.train.trainer.save_model", full)
     summary = Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
     assert (summary.t, summary.checkpoint, summary.model) == (2, None, None)
     assert caplog.text.count("No space left on device") == 3
