@@ -10,6 +10,7 @@ from dlc.errors import ConfigError, DataError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, RunSpec
 from dlc.runspec import ModelSpec as RunModel
+from dlc.train import checkpoint
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.engine import Engine
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
@@ -81,6 +82,27 @@ def test_a_saved_folder_is_the_same_model(tmp_path: Path) -> None:
     save_model_folder(other, tmp_path / "m")  # in place of the old one
     assert torch.equal(flat(build_model(str(tmp_path / "m"), 0)), flat(other))
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own list of names, and what is in folders below it (templates of a tokenizer), too."""
+    synced: set[Path] = set()
+    exchange = checkpoint._exchange
+
+    def watched(new: Path, target: Path, old: Path) -> None:
+        assert synced == {new, *new.rglob("*")}
+        exchange(new, target, old)
+
+    def more(folder: Path) -> None:
+        (folder / "below").mkdir()
+        (folder / "below" / "a.jinja").write_text("{{ a }}")
+
+    monkeypatch.setattr(checkpoint, "_fsync", synced.add)
+    monkeypatch.setattr(checkpoint, "_exchange", watched)
+    save_model_folder(build_model(LLAMA, 3), tmp_path / "m", more)
+    assert (tmp_path / "m" / "below" / "a.jinja").is_file() and tmp_path in synced
 
 
 def test_a_folder_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         target.parent.mkdir(parents=True, exist_ok=True)
         save(temporary)
         also(temporary)
-        for file in temporary.iterdir():
-            _fsync(file)
+        for path in (*temporary.rglob("*"), temporary):  # the names in a folder are its own content
+            _fsync(path)
         _exchange(temporary, target, old)
         _fsync(target.parent)
     except (OSError, SafetensorError) as e:
