@@ -189,6 +189,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_comes_back() -> None:
         ({}, 600.0),
         ({"timeout_waiting_for_peers": 20.0}, 20.0),
         ({"all_reduce_strategy": AllReduceStrategy.NO_WAIT, "matchmaking_time": 2.0}, 2.0),
+        ({"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 2.0}, 2.0),
     ],
 )
 def test_a_round_waits_as_the_strategy_says(options: dict[str, Any], patience_s: float) -> None:
@@ -210,6 +211,9 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
             ValueError,
             "WAIT_FOR_ALL",
         ),
+        ({"all_reduce_strategy": "NOWAIT"}, ValueError, "NOWAIT"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"num_inner_steps": 0}, ValueError, "num_inner_steps is 0"),
         ({"optimizer": NESTEROV}, KeyError, "outer_optimizer"),
         ({"target_batch_size": 9}, KeyError, "num_inner_steps"),
         ({"use_local_updates": False}, ValueError, "use_local_updates"),
@@ -322,6 +326,8 @@ def test_a_dht_takes_tcp_addresses_and_is_of_no_use_before_its_start() -> None:
     for wrong in ("/ip4/10.0.0.1/udp/4600", "/ip4/10.0.0.1/udp/4600/quic"):
         with pytest.raises(UsageError, match="HOST:PORT"):
             DHT([wrong])
+    with pytest.raises(TypeError, match="list of addresses"):
+        DHT("/ip4/10.0.0.1/tcp/4600")
     with pytest.raises(UsageError, match="start=True"):
         made(model(), DHT())
     net, peer = model(), LonePeer()

@@ -33,6 +33,8 @@ class DHT:
         identity_path: str | Path | None = None,
         startup_timeout: float | None = 60.0,
     ) -> None:
+        if isinstance(initial_peers, str):
+            raise TypeError("initial_peers is a list of addresses")
         self._peers = initial_of(list(initial_peers or ()))
         self._listen = parse_multiaddr((host_maddrs or LOOPBACK)[0])
         self._advertise = parse_multiaddr(announce_maddrs[0]) if announce_maddrs else None

@@ -86,7 +86,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         grad_compression: object = "fp32",
-        all_reduce_strategy: AllReduceStrategy = AllReduceStrategy.WAIT_FOR_ALL,
+        all_reduce_strategy: AllReduceStrategy | str = AllReduceStrategy.WAIT_FOR_ALL,
         timeout_waiting_for_peers: float | None = None,
         matchmaking_time: float | None = MATCHMAKING_S,
         **of_hivemind: object,
@@ -97,6 +97,10 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             if make is not None and not callable(make):
                 raise TypeError("outer_optimizer and scheduler must be callables that make them")
         matchmaking_s = 0.0 if matchmaking_time is None else float(matchmaking_time)
+        all_reduce_strategy = AllReduceStrategy(all_reduce_strategy)
+        for name, number in (("batch_size", batch_size), ("num_inner_steps", num_inner_steps)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}: it must be at least 1")
         patience_s = patience_of(all_reduce_strategy, timeout_waiting_for_peers, matchmaking_s)
         given, self._params = parameters_of(params)
         if isinstance(inner_optimizer, torch.optim.Optimizer):
