@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from dlc.comm import groups
 from dlc.comm.grid import Grid
 from dlc.comm.groups import GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import Call, MeetingFailed
@@ -199,6 +201,26 @@ def is_mean(caller: Caller, by_name: Any, seats: Any, names: list[str], start: i
     total = sum(seats[n].weight for n in names)
     mean = sum(seats[n].weight * by_name[n].given[start:stop].double() for n in names) / total
     return bool(torch.allclose(caller.out[start:stop].double(), mean, rtol=1e-5, atol=1e-5))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, or left alone in the middle: each chunk closes as soon as it is opened, and a few are open at a time."""
+    monkeypatch.setattr(groups, "OPEN_BYTES", 0)
+    n_chunks = 2 * sys.getrecursionlimit()
+    net = MeshNet(12)
+    hosts = net.add(n)
+    given, out = vector(0, 2 * n_chunks), torch.full((2 * n_chunks,), float("nan"))
+    for host in hosts:
+        call = Call("k", Grid(2 * n_chunks, 2, "fp32"), given, out if host is hosts[0] else out.clone())
+        net.act(host, lambda mesh, now, call=call: mesh.meet(call, now))
+    if n > 1:
+        net.until(lambda: all(host.mesh._groups for host in hosts))
+        net.kill(hosts[1])
+    net.until(lambda: any(isinstance(e, GroupDone) for e in hosts[0].told))
+    (outcome,) = (e.outcome for e in hosts[0].told if isinstance(e, GroupDone))
+    assert outcome.included[hosts[0].name] == 2 * n_chunks and outcome.reduced > n_chunks - 100
+    torch.testing.assert_close(out, given, rtol=0, atol=1e-6)
 
 
 def test_a_slow_contributor_is_left_out_in_time_and_named() -> None:

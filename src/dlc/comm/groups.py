@@ -165,9 +165,19 @@ class Reduction:
         self._open()
 
     def _open(self) -> None:
-        """Begin with further chunks, as far as memory is meant for it."""
+        """Begin with further chunks, as far as memory is meant for it. Those that wait for nobody close at once and
+        make room for more: in a loop, for all of thousands may be such."""
+        while opened := self._opened():
+            for i in self._contributors:
+                if i != self.me and i not in self._absent:
+                    self.parcels.want(self._contribution(i), opened)
+            for chunk in opened:
+                self._close_if_complete(chunk)
+
+    def _opened(self) -> list[int]:
+        """Chunks that are begun with now."""
         opened = []
-        while self._to_reduce and len(self._reducers) < self._open_max:
+        while self._to_reduce and len(self._reducers) < self._open_max and not self.failed:
             chunk = self._to_reduce.popleft()
             opened.append(chunk)
             reducer = self._reducers[chunk] = ChunkReducer(self.grid, chunk, self._roster)
@@ -175,13 +185,7 @@ class Reduction:
                 start, stop = self.grid.span(chunk)
                 if reason := reducer.offer(self.me, self.grid.coder.encode(self.vector[start:stop])):
                     self._absent[self.me] = reason
-        if not opened:
-            return
-        for i in self._contributors:
-            if i != self.me and i not in self._absent:
-                self.parcels.want(self._contribution(i), opened)
-        for chunk in opened:
-            self._close_if_complete(chunk)
+        return opened
 
     def _contribution(self, i: int) -> Intake:
         intake = self._contributions.get(i)
@@ -208,14 +212,17 @@ class Reduction:
             self._no_contribution(i, reason)
             return
         self._close_if_complete(parcel.chunk)
+        self._open()
 
     def _no_contribution(self, i: int, why: str) -> None:
         """What of it is here counts, the rest of its chunks are closed without it."""
         self._absent.setdefault(i, why)
         for chunk in sorted(self._reducers):
             self._close_if_complete(chunk)
+        self._open()
 
     def _close_if_complete(self, chunk: int) -> None:
+        """The caller opens others then."""
         reducer = self._reducers.get(chunk)
         if reducer is None or any(i in self._contributors and i not in self._absent for i in reducer.missing()):
             return
@@ -231,7 +238,6 @@ class Reduction:
         self.outcome.reduced += 1
         self.parcels.holdings.put(parcel.key, parcel)
         self._take_result(parcel)
-        self._open()
 
     # ---------------------------------------------------------------- as a receiver
 
