@@ -11,7 +11,7 @@ import torch
 
 from dlc.comm import groups
 from dlc.comm.grid import Grid
-from dlc.comm.groups import GroupDone, GroupFailed, Outcome
+from dlc.comm.groups import RESULT, GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import Call, MeetingFailed
 from dlc.comm.meshmessages import Begin, Parcel
 from dlc.sim.meshnet import Host, MeshNet
@@ -231,6 +231,27 @@ def test_a_slow_contributor_is_left_out_in_time_and_named() -> None:
     for caller in callers[:3]:
         assert set(caller.outcome.missing) == {hosts[3].name}
     check_included_chunkwise(callers, callers[:3])
+
+
+@pytest.mark.parametrize("budget_s", [16.0, 60.0])
+def test_who_takes_the_place_of_an_owner_has_time_for_its_chunks(budget_s: float) -> None:
+    """An owner gives its contribution, and no results: with the shorter time that is found out in its second half."""
+    net = MeshNet(1, latency_s=(0.24, 0.26))
+    hosts = net.add(3, up_Bps=1e5)
+    silent = hosts[2].name
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        return None if source == silent and isinstance(m, Parcel) and m.key.part == RESULT else m
+
+    net.tamper = tamper
+    callers = calls(net, hosts, budget_s=budget_s)
+    took_s = net.until(lambda: ended(callers[:2]))
+    assert 0.5 * 16.0 < took_s < budget_s
+    assert silent in callers[0].outcome.lost or silent in callers[1].outcome.lost
+    for caller in callers[:2]:
+        assert not caller.outcome.missing
+        assert caller.outcome.included == {host.name: NUMEL for host in hosts}
+    check_means([*callers[:2], callers[2]])
 
 
 @pytest.mark.parametrize("how", ["short", "nan", "seats"])

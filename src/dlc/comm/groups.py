@@ -10,7 +10,8 @@ What fails, and what is done:
 
 - *A contributor* is dead, silent, sends a wrong size or what is not finite: its chunks that are not here are closed
   without it. The mean is that of who is left, weights renormalised; the seats included travel with every result. One
-  that trickles: half of the group's time is for contributions, then the same.
+  that trickles: half of the group's time is for contributions, then the same. Where I stand in for a lost owner, all
+  that still contribute have half of what is left from then on.
 - *An owner*: whoever lacks its chunks asks the next owner among those that it does not hold for lost; that one reduces
   them anew from the contributors. The last one to ask is oneself.
 - *Everybody else*: what is left is the own vector, and the report says so.
@@ -44,7 +45,8 @@ from dlc.comm.service import ServiceNews
 
 CONTRIBUTION, RESULT = 0, 1
 CONTRIBUTION_SHARE = 0.5
-"""Of the group's time that contributors have; the rest is for the results."""
+"""Of the group's time, or of what is left of it where an owner is lost, that contributors have; the rest is for the
+results."""
 OPEN_BYTES, OPEN_CHUNKS_MIN = 4 << 20, 8
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 WEIGHT_SLACK = 1e-6
@@ -122,6 +124,9 @@ class Reduction:
         self._reducers: dict[int, ChunkReducer] = {}
         self._ever: set[int] = set()
         """Chunks that I have begun to reduce."""
+        self._reduces_for: set[int] = set()
+        """Owners whose chunks I have begun to reduce: I, and those that I stand in for."""
+        self._contribute_until_run = -math.inf
         self._contributions: dict[int, Intake] = {}
         self._results: dict[int, Intake] = {}
         self._workspace = Workspace(grid)
@@ -160,9 +165,22 @@ class Reduction:
 
     def _reduce(self, chunks: list[int]) -> None:
         new = [c for c in chunks if c not in self._ever]
+        if new:
+            self._give_time({self._owner_of[c] for c in new})
         self._ever.update(new)
         self._to_reduce.extend(new)
         self._open()
+
+    def _give_time(self, owners: set[int]) -> None:
+        """Contributors have time for the chunks of these owners: once for each, and again only when it is over, so
+        that one that trickles does not get more with each chunk that I am asked for."""
+        now = self.ground.running_s
+        if owners <= self._reduces_for and now < self._contribute_until_run:
+            return
+        self._reduces_for |= owners
+        self._contribute_until_run = max(self._contribute_until_run, now + CONTRIBUTION_SHARE * (self._until_run - now))
+        for intake in self._contributions.values():
+            intake.until_run = self._contribute_until_run
 
     def _open(self) -> None:
         """Begin with further chunks, as far as memory is meant for it. Those that wait for nobody close at once and
@@ -190,12 +208,11 @@ class Reduction:
     def _contribution(self, i: int) -> Intake:
         intake = self._contributions.get(i)
         if intake is None:
-            left_s = self._until_run - self.ground.running_s  # less than at first, where I stand in for a lost owner
             intake = self._contributions[i] = Intake(
                 self._key(CONTRIBUTION),
                 self.seats[i].voter,
                 self.grid,
-                self.ground.running_s + CONTRIBUTION_SHARE * left_s,
+                self._contribute_until_run,
                 len(self.seats),
                 lambda parcel: self._take_contribution(i, parcel),
                 lambda why: self._no_contribution(i, why),
