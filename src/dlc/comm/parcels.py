@@ -90,8 +90,8 @@ class Parcels:
         if (intake.key, intake.holder) not in self._intakes:
             intake.since_run = intake.heard_run = intake.parcel_run = self.ground.running_s
             self._intakes[intake.key, intake.holder] = intake
-        if not intake.in_flight:
-            intake.heard_run = self.ground.running_s
+        if not intake.in_flight:  # what passed while nothing was wanted is neither silence nor a pause between parcels
+            intake.heard_run = intake.parcel_run = self.ground.running_s
         intake.todo.extend(chunks)
         self._ask(intake)
 

@@ -1,0 +1,66 @@
+"""The taking side of parcels on a virtual clock: how long a holder may be silent follows from its pace alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dlc.comm.effects import Effect
+from dlc.comm.grid import Grid
+from dlc.comm.holdings import Holding
+from dlc.comm.mesh import Mesh
+from dlc.comm.meshmessages import Key, Parcel
+from dlc.comm.parcels import ASKS_MAX, LATE, SILENCE_S_MIN, Intake
+from dlc.sim.meshnet import Host, MeshNet
+
+GRID = Grid(1000, 32, "fp32")
+KEY = Key("k", 0, 0)
+
+
+class Taker:
+    """One peer that pulls what another holds."""
+
+    def __init__(self, net: MeshNet, host: Host, holder: Host) -> None:
+        self.net, self.host = net, host
+        self.taken, self.failed = list[int](), list[str]()
+        self.intake = Intake(
+            KEY, holder.voter, GRID, 1e9, 1, lambda parcel: self.taken.append(parcel.chunk), self.failed.append
+        )
+
+    def want(self, chunks: Iterable[int]) -> None:
+        def act(mesh: Mesh, now: float) -> list[Effect]:
+            mesh.ground.wake(now)
+            mesh.parcels.want(self.intake, chunks)
+            return mesh.ground.drain()
+
+        self.net.act(self.host, act)
+
+
+def hold(mesh: Mesh, now: float) -> list[Effect]:
+    mesh.ground.wake(now)
+    mesh.parcels.holdings.hold(KEY, Holding(GRID, 1e9, vector=torch.zeros(GRID.numel)))
+    return mesh.ground.drain()
+
+
+def test_time_in_which_nothing_was_wanted_is_no_pause_of_the_holder() -> None:
+    """Wanted anew after a long rest: rate and patience are those of the time in which something was in the air."""
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    for part in range(3):
+        taker.want(range(4 * part, 4 * part + 4))
+        assert net.until(lambda n=4 * part + 4: len(taker.taken) == n) < 1.0
+        net.run(30.0)
+    assert taker.intake.active_s < 3.0 and taker.intake.gap_s < 1.0
+
+    def lose(source: str, target: str, m: Any) -> Any:
+        return None if isinstance(m, Parcel) else m
+
+    net.tamper = lose
+    taker.want(range(12, 16))
+    asked_s = (ASKS_MAX + 1) * SILENCE_S_MIN
+    assert asked_s <= net.until(lambda: taker.failed) < asked_s + 2.0
+    assert taker.failed == [LATE]
