@@ -103,6 +103,8 @@ class Net:
         self.network = Network(self.clock, random.Random(f"network {seed}"), weather)
         self.processes: dict[str, Process] = {}
         self.hook: Callable[[Process, str, object], None] = lambda source, target, message: None
+        self.lost: Callable[[Process, str, object], bool] = lambda source, target, message: False
+        """Which messages do not arrive."""
         self._boots: dict[str, int] = {}
 
     @property
@@ -150,7 +152,7 @@ class Net:
         if not process.running:
             return
         self.hook(process, to, message)
-        if process.running and not process.frozen:  # the hook may have struck
+        if process.running and not process.frozen and not self.lost(process, to, message):  # the hook may have struck
             wired = unpack(pack(message), type(message)) if not bulk else message
             self.network.carry(process.name, to, self._deliver, to, process.voter, process.name, wired, bulk=bulk)
 

@@ -11,6 +11,8 @@ import torch
 
 from dlc.comm import servermessages as sm
 from dlc.comm.effects import Send
+from dlc.comm.ids import Voter
+from dlc.comm.spanstate import COUNTED_MAX
 from dlc.errors import ProtocolError
 from tests.comm.servernet import SPANS, Net, Process, counted
 
@@ -162,6 +164,42 @@ def test_owner_and_standby_die_together_and_a_lost_push_is_told() -> None:
     assert torch.equal(net.processes["t0"].service.theta[a:b], torch.full((b - a,), 2.0))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("n_helpers", [1, 2])
+def test_a_push_whose_answer_died_with_all_helpers_is_part_of_what_another_pulled_and_counts_once(
+    n_helpers: int, asynchronous: bool
+) -> None:
+    net = swarm(n_helpers, 2, asynchronous=asynchronous)
+    a, b = net.trainers()
+    net.lost = lambda source, target, message: isinstance(message, sm.PushDone) and target == a.name
+    a.begin(ones())
+    net.exchange({b.name: None if asynchronous else ones()})
+    net.until(lambda: [net.owner(s).service.seats[s].owner.state.version for s in range(SPANS.n)] == [1] * SPANS.n)
+    net.exchange({b.name: None})
+    for helper in net.helpers():
+        net.kill(helper)
+    net.lost = lambda source, target, message: False
+    net.start("h7")
+    net.until(lambda: len(a.exchanges) == 2, 300.0, "going on")
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+    assert torch.equal(a.service.theta, torch.ones(NUMEL))
+    assert (counted(a) == 1).all() and not any(o.set_aside for o in a.outcomes())
+    net.exchange({a.name: ones(), b.name: ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0 if asynchronous else 2.0)), "what comes next counts"
+
+
+@pytest.mark.parametrize("pushes", range(5))
+def test_an_offer_with_pushes_that_cannot_be_counted_is_not_taken(pushes: int) -> None:
+    net = swarm(1, 1)
+    client, owner = net.processes["t0"].service, net.owner(0)
+    view = client.witness.established[0]
+    client.begin(None, 1.0, net.now)
+    offer = sm.PullOffer(0, view.term, client.number, 5, 5, "theta/its", 0, impossible()[pushes])
+    with pytest.raises(ProtocolError, match="push"):
+        client.receive(owner.voter, offer, net.now)
+    assert not client.pulled[0].fetching
+
+
 def test_training_pauses_when_the_last_helper_leaves_and_goes_on_with_the_next() -> None:
     net = swarm(2, 2)
     net.exchange({"t0": ones(), "t1": ones()})
@@ -251,6 +289,14 @@ def test_a_ten_times_slower_trainer_does_not_slow_the_others() -> None:
     assert pushes(slow=True) >= 0.98 * pushes(slow=False)
 
 
+def impossible() -> list[tuple[sm.Counted, ...]]:
+    """What can't be counted in version 5."""
+    t0 = Voter("t0", 1)
+    too_many = tuple(sm.Counted(Voter(f"t{i}", 1), 1, 1) for i in range(COUNTED_MAX + 1))
+    single = [sm.Counted(t0, 0, 1), sm.Counted(t0, 1, 0), sm.Counted(t0, 1, 6)]
+    return [*((push,) for push in single), (sm.Counted(t0, 1, 1), sm.Counted(t0, 2, 2)), too_many]
+
+
 def test_nonsense_is_dropped_and_changes_nothing() -> None:
     net = swarm(2, 1)
     net.exchange({"t0": ones()})
@@ -264,8 +310,9 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.AskViews(sm.Layout(61, 8, "fp32", 4)),
         sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2"),
         sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2"),
-        sm.Stake(0, b"", -1, 0, ""),
-        sm.PullOffer(0, view.term, 1, 1, 1, "", 0),
+        sm.Stake(0, b"", -1, 0, "", ()),
+        *(sm.Stake(0, b"", 5, 0, "", pushes) for pushes in impossible()),
+        sm.PullOffer(0, view.term, 1, 1, 1, "", 0, ()),
     ]
     for message in nonsense:
         with pytest.raises(ProtocolError):
@@ -385,7 +432,7 @@ def test_the_same_term_and_version_of_another_owner_is_another_theta() -> None:
     here, pulled, other = client.witness.established[span], client.pulled[span], net.processes["h1"].voter
     client.begin(None, 1.0, net.now)
     client.receive(other, sm.Established(dataclasses.replace(here, owner=other, standby=None)), net.now)
-    offer = sm.PullOffer(span, here.term, client.number, pulled.version, pulled.step, "theta/its", 1)
+    offer = sm.PullOffer(span, here.term, client.number, pulled.version, pulled.step, "theta/its", 1, ())
     effects = client.receive(other, offer, net.now)
     asked = [e.message for e in effects if isinstance(e, Send) and e.to == other.peer]
     assert any(isinstance(message, sm.PartReq) and message.key == "theta/its" for message in asked)

@@ -1,7 +1,8 @@
 """Where a span's parameters come from when no helper holds them: from the trainer that pulled the newest.
 
 At the beginning that is any trainer's own; the first span decides whose, and all others take theirs from a trainer that
-began alike (its *origin*). Moments begin at zero.
+began alike (its *origin*). Moments begin at zero. Which pushes those parameters hold comes with them: a trainer whose
+answer died with the owner offers its push again, and it must not count twice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.seats import Host, Seat, Seeding
 from dlc.comm.servermessages import AskStake, SpanView, Stake
 from dlc.comm.serverpeer import TRAINER, Notice
-from dlc.comm.spanstate import SpanState
+from dlc.comm.spanstate import SpanState, table_of
 from dlc.errors import ProtocolError
 
 STAKES_S = 3.0
@@ -62,6 +63,7 @@ class Seeder:
         seat = self.host.seats.get(m.span)
         if m.version < 0 or m.step < 0:
             raise ProtocolError(f"a stake at version {m.version}, round {m.step}")
+        table_of(m.pushes, m.version)
         if seat is not None and seat.seeding is not None:
             seat.seeding.stakes[sender] = m
 
@@ -85,6 +87,7 @@ class Seeder:
         theta = torch.cat([coder.decode(part, len(part) // 4) for part in parts])
         state = SpanState(self.host.spans, span, self.host.optimizer, theta, stake.origin)
         state.version, state.step, state.rounds = stake.version, stake.step, float(stake.step)
+        state.counted = table_of(stake.pushes, stake.version)
         seeding.state = state
         what = "the first parameters" if not stake.version else f"version {stake.version}, its moments at zero,"
         self.host.tell(Notice(f"span {span}: {what} taken from {giver}", serious=stake.version > 0))

@@ -6,8 +6,8 @@ What an exchange brings is in `theta`, span by span as it comes; it is over when
 until they are answered, to whoever owns the span by then: a push is counted once, whoever counts it (`SpanState.has`).
 Words of an owner whose view is not the greatest that I know are not heeded.
 
-A trainer is a witness of claims, too, and holds what it pulled last as its *stake*: where a span's owner and standby
-are both gone, the next helper takes the newest stake.
+A trainer is a witness of claims, too, and holds what it pulled last as its *stake*, with the pushes that are part of
+it: where a span's owner and standby are both gone, the next helper takes the newest stake.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from dlc.comm.servermessages import (
 )
 from dlc.comm.serverpeer import HELPER, TRAINER, ServerMembers, ServerPeer, layout_of
 from dlc.comm.spans import Spans
+from dlc.comm.spanstate import table_of
 from dlc.errors import DlcError, ProtocolError, UsageError
 
 REPEAT_S = 1.0
@@ -224,6 +225,7 @@ class SpanClient(ServerPeer):
         leg = self._leg(sender, m.span, m.term)
         if leg is None or leg.phase != PULL or self.exchange is None or m.number != self.exchange.number:
             return
+        table_of(m.pushes, m.version)
         pulled = self.pulled[m.span]
         if (pulled.term, pulled.owner, pulled.version) == (m.term, sender, m.version) and m.version:
             self._set_aside(leg, m)
@@ -246,7 +248,7 @@ class SpanClient(ServerPeer):
             a, b = self.spans.grid.span(chunk)
             self.theta[a:b] = self._fp32.decode(part, b - a)
         pulled.term, pulled.owner, pulled.version = m.term, sender, m.version
-        pulled.step, pulled.origin = m.step, view.origin
+        pulled.step, pulled.origin, pulled.pushes = m.step, view.origin, m.pushes
         self._set_aside(leg, m)
         self._leg_over(leg)
 
@@ -295,7 +297,7 @@ class SpanClient(ServerPeer):
         pulled = self.pulled[m.span]
         key = f"stake/{m.span}/{pulled.term}/{pulled.version}"
         self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span, key))
-        self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key))
+        self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key, pulled.pushes))
 
     def _stake_piece(self, span: int, key: str, part: int) -> Payload | None:
         pulled = self.pulled[span]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import SpanView, Update
+from dlc.comm.servermessages import Counted, SpanView, Update
 from dlc.comm.service import ServiceNews
 
 PUSH, PULL, OVER = "push", "pull", "over"
@@ -114,5 +114,7 @@ class Pulled:
     version: int = 0
     step: int = 0
     origin: bytes = b""
+    pushes: tuple[Counted, ...] = ()
+    """Each trainer's newest push that is part of it."""
     fetching: str = ""
     """Key of the theta that is on its way."""

@@ -214,6 +214,8 @@ class PullOffer:
     key: str
     counted: int
     """Number of the asker's newest push that is part of it; 0: none is. -1: not known any more."""
+    pushes: tuple[Counted, ...]
+    """Each trainer's newest push that is part of it, those counted last at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ class Stake:
     version: int
     step: int
     key: str
+    pushes: tuple[Counted, ...]
+    """As the PullOffer that it came with told them."""
 
 
 # ------------------------------------------------------------------ payloads

@@ -286,7 +286,8 @@ class SpanOwner:
             del self._pulls[voter]
             state, snapshot = self.state, self._snapshot()
             known = self.view.span, self.view.term, m.number, state.version, state.step
-            self.host.send(voter, PullOffer(*known, snapshot.key, state.newest(voter)))
+            pushes = tuple(state.counted.values())
+            self.host.send(voter, PullOffer(*known, snapshot.key, state.newest(voter), pushes))
 
     def _snapshot(self) -> _Snapshot:
         """Theta as it is now, frozen."""

@@ -225,7 +225,7 @@ class SpanState:
         state.seed = head.seed
         state.version, state.step, state.moved = head.version, head.step, head.moved
         state.rounds, state._buffered, state.last = head.rounds, head.buffered, head.last
-        state.counted = {push.voter.peer: push for push in head.counted}
+        state.counted = table_of(head.counted, head.version)
         return state
 
     def _head(self) -> bytes:
@@ -244,6 +244,17 @@ class SpanState:
                 self.last,
             )
         )
+
+
+def table_of(pushes: Sequence[Counted], version: int) -> dict[PeerId, Counted]:
+    """What somebody says is counted in a theta of this version (`SpanState.counted`). ProtocolError: it cannot be."""
+    table = {push.voter.peer: push for push in pushes}
+    if not len(pushes) == len(table) <= COUNTED_MAX:
+        raise ProtocolError(f"{len(pushes)} newest pushes of {len(table)} trainers")
+    for push in pushes:
+        if push.seq < 1 or not 0 < push.version <= version:
+            raise ProtocolError(f"push {push.seq} of {push.voter}, counted in {push.version}, in version {version}")
+    return table
 
 
 def contributors(update: Update | None) -> Iterable[Voter]:
