@@ -119,6 +119,16 @@ def test_a_replica_made_in_the_middle_ends_in_the_same_bits(asynchronous: bool) 
     assert replica.has(Voter("p1", 0), 99) == 0, "an older process of a peer has nothing left to count"
 
 
+def test_a_late_push_of_a_peers_older_process_is_not_remembered_in_place_of_its_newer_ones() -> None:
+    span = state(nesterov(asynchronous=True))
+    old, new = Voter("a", 1), Voter("a", 2)
+    payloads = [bytes(size) for size in SPANS.wire_sizes(1)]
+    for version, voter, seq in ((1, old, 8), (2, new, 1), (3, old, 9)):
+        span.apply(Update(version, 0, 1, (Push(voter, seq, 1.0),), ()), payloads)
+    assert [span.has(old, 9), span.has(new, 1), span.has(new, 2)] == [0, 2, None]
+    assert span.newest(new) == 1, "it would be told that its own are set aside"
+
+
 def test_what_cannot_be_applied_changes_nothing() -> None:
     span = state(nesterov())
     before = span.digest()

@@ -157,11 +157,15 @@ class SpanState:
                 if flush and self.optimizer.momentum:
                     self._flush(a, b, lr)
         for push in update.pushes:
-            self.counted.pop(push.voter.peer, None)
-            self.counted[push.voter.peer] = Counted(push.voter, push.seq, update.version)
+            self._count(Counted(push.voter, push.seq, update.version))
         while len(self.counted) > COUNTED_MAX:
             del self.counted[next(iter(self.counted))]
         self.last = update
+
+    def _count(self, push: Counted) -> None:
+        known = self.counted.pop(push.voter.peer, push)
+        older = (push.voter.inc, push.seq) < (known.voter.inc, known.seq)  # a late one of the peer's process before
+        self.counted[push.voter.peer] = known if older else push
 
     def _move(self, a: int, b: int, lr: float, g: Tensor, n: int, delayed: bool) -> None:
         theta, x = self.theta[a:b], self._scratch[: b - a]
