@@ -14,7 +14,7 @@ from dlc.comm.gossip import Gossip, absorb, after_giving, decoded, encoded
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Taken
+from dlc.comm.meshmessages import Taken, Withdraw
 from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
@@ -142,6 +142,42 @@ def test_a_share_taken_back_from_one_who_had_it_after_all_is_given_up_and_told()
     a.take()
     b.take()
     assert a.overdrawn == 0.5 and a.weight + b.weight == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("had", [True, False])
+@pytest.mark.parametrize("lost", [1, 5])
+def test_one_whose_share_was_taken_back_is_asked_until_it_answers_and_given_nothing_before(
+    lost: int, had: bool
+) -> None:
+    net = MeshNet(4)
+    a, b = walkers(net, 2)
+    voters = [a.host.voter, b.host.voter]
+    for _ in range(2):
+        net.tamper = untold if had else lambda source, target, message: None
+        a.step("ring", voters)
+        net.run(1.0)
+        net.freeze(b.host)
+        net.until(lambda: not a.machine.unsettled, 90.0)
+        net.run(1.0)  # what was on its way to b is lost with the rest
+        a.take()
+        asked: list[Withdraw] = []
+
+        def forgetful(source: str, target: str, message: Any, asked: list[Withdraw] = asked) -> Any:
+            asked += [message] if isinstance(message, Withdraw) else []
+            return None if isinstance(message, Withdraw) and len(asked) <= lost else message
+
+        b.host.inbox.clear()
+        net.tamper = forgetful
+        net.thaw(b.host)
+        net.until(lambda asked=asked: asked, 5.0)  # type: ignore[misc]
+        assert not a.machine.free(b.host.voter)
+        net.until(lambda: a.machine.free(b.host.voter), 20.0)
+        assert len(asked) == lost + 1 and len({m.serial for m in asked}) == 1
+        net.run(10.0)
+        assert len(asked) == lost + 1, "it has answered"
+    a.take()
+    b.take()
+    assert (a.overdrawn > 0.0) == had and a.weight + b.weight == pytest.approx(3.0)
 
 
 def test_gifts_of_another_shape_or_to_nobody_come_back() -> None:

@@ -19,9 +19,10 @@ A gift goes through these states, and leaves them at both ends in one way only:
   one gift at a time on its way to each taker, so that is enough. Older gifts are settled.
 - A taker that is down is asked for RECLAIM_S: it may be frozen, or behind a cut. Its *process* proved to be gone: the
   share comes back, for what it had taken went with it.
-- After RECLAIM_S without an answer the share comes back, too. Should the taker return, and have it: the giver gives up
-  as much of its weight (`overdrawn`), so that weights are right again, and the error of the mean is that weight times
-  how far the two estimates were apart. Told, not silent.
+- After RECLAIM_S without an answer the share comes back, too. Should the taker return, it is asked until it answers
+  whether it has it, and is given nothing before. If it has, the giver gives up as much of its weight (`overdrawn`), so
+  that weights are right again, and the error of the mean is that weight times how far the two estimates were apart.
+  Told, not silent.
 - What a quantised payload does not say stays with the giver: who gives the weight v of z as z' keeps
   z + v (z - z') / (w - v). So a lossy codec moves no mass either (`after_giving`).
 """
@@ -97,6 +98,15 @@ class Given:
 
 
 @dataclass
+class Reclaimed:
+    """A share that came back without an answer: its taker is asked, once it is up, whether it has it."""
+
+    serial: int
+    weight: float
+    again: float = 0.0
+
+
+@dataclass
 class Coming:
     """A gift that is being pulled."""
 
@@ -116,8 +126,8 @@ class Gossip:
         self._coming: dict[Voter, Coming] = {}
         self._settled: dict[Voter, tuple[int, bool, str]] = {}
         """Per giver: its newest gift that is settled here, whether it was taken, and if not, why."""
-        self._reclaimed: dict[Voter, tuple[int, float]] = {}
-        """Shares that came back without an answer: serial and weight."""
+        self._reclaimed: dict[Voter, Reclaimed] = {}
+        """By taker: one each, for it is given nothing more until that one is settled."""
         self._arrivals = Arrivals()
         self.bytes_sent = self.bytes_received = 0
         self.closed = False
@@ -126,7 +136,7 @@ class Gossip:
 
     def free(self, to: Voter) -> bool:
         """A gift to this peer may be given now."""
-        return to not in self._given
+        return to not in self._given and to not in self._reclaimed
 
     def give(
         self, gifts: Sequence[tuple[Voter, float]], step: int, payloads: Sequence[bytes | memoryview], budget_s: float
@@ -199,18 +209,21 @@ class Gossip:
             self._drop(given)
             self._tell()
             return
-        serial, weight = self._reclaimed.get(sender, (-1, 0.0))
-        if serial == m.serial:
+        reclaimed = self._reclaimed.get(sender)
+        if reclaimed is not None and reclaimed.serial == m.serial:
             del self._reclaimed[sender]
-            self._arrivals.overdrawn += weight
+            self._arrivals.overdrawn += reclaimed.weight
             self._tell()
 
     def receive_refused(self, sender: Voter, m: Refused) -> None:
         given = self._given.get(sender)
         if given is not None and given.serial == m.serial:
             self._take_back(given, m.why)
-        elif self._reclaimed.get(sender, (-1, 0.0))[0] == m.serial:
+            return
+        reclaimed = self._reclaimed.get(sender)
+        if reclaimed is not None and reclaimed.serial == m.serial:
             del self._reclaimed[sender]
+            self._tell()
 
     def _take_back(self, given: Given, why: str) -> None:
         share = given.share
@@ -340,20 +353,24 @@ class Gossip:
             elif given.down_since is None:
                 given.down_since, given.withdrawn = self.ground.running_s, True
             elif self.ground.running_s - given.down_since > RECLAIM_S:
-                self._reclaimed[to] = (given.serial, given.share.weight)
+                self._reclaimed[to] = Reclaimed(given.serial, given.share.weight)
                 self._take_back(given, "dead")
                 continue
             if self.ground.running_s >= given.until_run:
                 given.withdrawn = True
             if now >= given.again:
                 self._push(given)
+        for to, reclaimed in self._reclaimed.items():
+            if members.up(to) and now >= reclaimed.again:
+                reclaimed.again = now + AGAIN_S
+                self.ground.send(to, Withdraw(self.name, reclaimed.serial, to))
 
     def member_up(self, voter: Voter) -> None:
         given = self._given.get(voter)
         if given is not None:
             given.again = 0.0
         if voter in self._reclaimed:
-            self.ground.send(voter, Withdraw(self.name, self._reclaimed[voter][0], voter))
+            self._reclaimed[voter].again = 0.0
 
     def member_gone(self, voter: Voter) -> None:
         """Down, or gone for good; intakes from it have failed already."""
@@ -363,7 +380,9 @@ class Gossip:
         self.tick()
 
     def next_deadline(self) -> float:
-        return min((given.again for given in self._given.values()), default=math.inf)
+        due = [given.again for given in self._given.values()]
+        due += [reclaimed.again for to, reclaimed in self._reclaimed.items() if self.ground.members.up(to)]
+        return min(due, default=math.inf)
 
     def _tell(self) -> None:
         self.ground.notify(GossipNews(self.name))
