@@ -110,18 +110,18 @@ class Gossip:
         self.t = max([self.t + 1, *(place.t for place in members.values())])
         took: dict[str, float] = {}
         returned: dict[str, str] = {}
-        overdrawn = self._absorb(machine, grid, z, took, returned)
+        before = self._absorb(machine, grid, z, took, returned)
         gave = self._give(machine, grid, z, sorted([*members, self.peer.voter]), keep_s)
         waited = clock()
         self._wait(machine, members, took, wait_s)
         waited = clock() - waited
-        overdrawn += self._absorb(machine, grid, z, took, returned)
+        after = self._absorb(machine, grid, z, took, returned)
         unflatten_into(z, many)
         mine = sketch(z, self.seed)
         if self.t % (1 + len(members) // DIRECT_MAX) == 0:  # the more peers, the less often each tells all others
             self._post(to_bytes(mine))
         others = [found for place in members.values() if (found := from_bytes(place.sketch)) is not None]
-        before, self._bytes = self._bytes, (machine.bytes_sent, machine.bytes_received)
+        bytes_before, self._bytes = self._bytes, (machine.bytes_sent, machine.bytes_received)
         return GossipReport(
             name=self.name,
             t=self.t,
@@ -131,10 +131,11 @@ class Gossip:
             returned=returned,
             unsettled=self._ask(lambda: sum(share.weight for share in machine.unsettled)),
             weight=self.weight,
-            overdrawn=overdrawn,
+            overdrawn=before.overdrawn + after.overdrawn,
+            unsure=before.unsure + after.unsure,
             distance=distance([mine, *others]),
-            bytes_sent=self._bytes[0] - before[0],
-            bytes_received=self._bytes[1] - before[1],
+            bytes_sent=self._bytes[0] - bytes_before[0],
+            bytes_received=self._bytes[1] - bytes_before[1],
             seconds=clock() - began,
             waiting_s=waited,
         )
@@ -152,8 +153,8 @@ class Gossip:
 
     def _absorb(
         self, machine: Machine, grid: Grid, z: Tensor, took: dict[str, float], returned: dict[str, str]
-    ) -> float:
-        """Take in what came and what came back; returns the weight that had to be given up."""
+    ) -> Arrivals:
+        """Take in what came and what came back, and give up what has to be; returns all that."""
         arrivals: Arrivals = self._ask(machine.arrivals)
         room = torch.empty(z.numel()) if arrivals.taken or arrivals.returned else z
         for share in arrivals.taken:
@@ -163,7 +164,7 @@ class Gossip:
             self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
             returned[share.peer.peer] = share.why
         self.weight = max(WEIGHT_MIN, self.weight - arrivals.overdrawn)
-        return arrivals.overdrawn
+        return arrivals
 
     def _give(
         self, machine: Machine, grid: Grid, z: Tensor, members: list[Voter], keep_s: float

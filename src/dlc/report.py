@@ -206,6 +206,9 @@ class GossipReport:
     """That this peer holds after the step; 1 on average, where nobody was lost."""
     overdrawn: float
     """Weight given up because a share was taken back that the other had; 0 but after cuts longer than a minute."""
+    unsure: float
+    """Weight that came back from peers who are gone, or dead, and had been sent all of it: if one of them had taken it
+    in, and its answer was lost, what it gave on of it counts twice. No more weight than this counts twice."""
     distance: float
     """Consensus distance: root mean square over the peers of the distance to their mean, from sketches (about 10%
     exact) of each one's newest step."""

@@ -14,7 +14,7 @@ from dlc.comm.gossip import Gossip, absorb, after_giving, decoded, encoded
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Taken, Withdraw
+from dlc.comm.meshmessages import Pull, Taken, Withdraw
 from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
@@ -30,7 +30,7 @@ class Walker:
         self.grid = Grid(NUMEL, CHUNK, codec)
         self.z = torch.randn(NUMEL, generator=torch.Generator().manual_seed(i)) + i
         self.machine: Gossip = host.mesh.gossip("g", self.grid)
-        self.overdrawn = 0.0
+        self.overdrawn = self.unsure = 0.0
 
     def take(self) -> None:
         room = torch.empty(NUMEL)
@@ -38,6 +38,7 @@ class Walker:
         for share in [*arrivals.taken, *arrivals.returned]:
             self.weight = absorb(self.z, self.weight, share.weight, decoded(self.grid, share.payloads, room))
         self.overdrawn += arrivals.overdrawn
+        self.unsure += arrivals.unsure
         self.weight -= arrivals.overdrawn
 
     def step(self, graph: str, voters: list[Voter], keep_s: float = 10.0) -> None:
@@ -100,7 +101,7 @@ def test_mass_is_conserved_and_everybody_comes_to_the_true_mean(seed: int) -> No
     after, left = mass(many)
     assert left == pytest.approx(weight, rel=1e-9)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-3)
-    assert all(w.overdrawn == 0.0 and w.weight > 0 for w in many)
+    assert all(w.overdrawn == w.unsure == 0.0 and w.weight > 0 for w in many)
     held = sum(len(w.host.mesh.parcels.holdings._held) for w in many)
     assert held == 0
     worst = max(float((w.z.double() - before / weight).abs().max()) for w in many)
@@ -124,6 +125,31 @@ def test_a_share_of_a_process_that_is_gone_comes_back_of_a_dead_one_after_a_time
     net.until(lambda: not a.machine.unsettled, limit_s)
     a.take()
     assert a.weight == 1.0
+
+
+@pytest.mark.parametrize("fault", ["leave", "kill"])
+@pytest.mark.parametrize("sent", [True, False])
+def test_what_one_who_is_gone_may_have_given_on_of_a_share_that_comes_back_is_told(fault: str, sent: bool) -> None:
+    """Its answer was lost: the giver can't know that a part of the share is elsewhere by now."""
+    net = MeshNet(3)
+    a, b, c = walkers(net, 3)
+    a.weight, a.z[:], b.z[:], c.z[:] = 1.0, 1.0, 0.0, 0.0
+    unheard = Taken if sent else Pull
+    net.tamper = lambda source, target, message: (
+        None if target == a.host.name and isinstance(message, unheard) else message
+    )
+    a.step("ring", [a.host.voter, b.host.voter])
+    net.run(2.0)
+    b.step("ring", [b.host.voter, c.host.voter])
+    net.run(2.0)
+    assert not b.machine.unsettled
+    c.take()
+    getattr(net, fault)(b.host)
+    net.until(lambda: not a.machine.unsettled, 90.0)
+    a.take()
+    assert a.weight == 1.0 and a.overdrawn == 0.0
+    twice = a.weight * float(a.z[0]) + c.weight * float(c.z[0]) - 1.0
+    assert twice == pytest.approx(0.25 if sent else 0.0) and a.unsure == (0.5 if sent else 0.0) >= twice
 
 
 def test_a_share_taken_back_from_one_who_had_it_after_all_is_given_up_and_told() -> None:

@@ -19,6 +19,10 @@ A gift goes through these states, and leaves them at both ends in one way only:
   one gift at a time on its way to each taker, so that is enough. Older gifts are settled.
 - A taker that is down is asked for RECLAIM_S: it may be frozen, or behind a cut. Its *process* proved to be gone: the
   share comes back, for what it had taken went with it.
+- But for what it had given on by then, where its Taken was lost: so much of the share counts twice, with the giver and
+  with whoever has it now. The giver can't tell whether that is so. It tells the weight of shares that were sent whole,
+  and came back without an answer (`unsure`): the error is no more than that. It is 0 unless a process ends, or is down
+  for RECLAIM_S, within moments of what it was sent.
 - After RECLAIM_S without an answer the share comes back, too. Should the taker return, it is asked until it answers
   whether it has it, and is given nothing before. If it has, the giver gives up as much of its weight (`overdrawn`), so
   that weights are right again, and the error of the mean is that weight times how far the two estimates were apart.
@@ -77,6 +81,8 @@ class Arrivals:
     returned: list[Share] = field(default_factory=list)
     overdrawn: float = 0.0
     """Weight to be given up: it was taken back from somebody who had it."""
+    unsure: float = 0.0
+    """Weight, in `returned`, of which a part may count twice: who is gone, or dead, may have had it and given it on."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,13 @@ class Gossip:
         self._arrivals.returned.append(Share(share.peer, share.weight, share.step, share.payloads, why))
         self._tell()
 
+    def _take_back_untold(self, given: Given, why: str) -> None:
+        """Its taker can't say whether it had it."""
+        holding = self.parcels.holdings.held(self._key(given.vector))
+        if holding is not None and holding.sent_bytes >= sum(len(payload) for payload in given.share.payloads):
+            self._arrivals.unsure += given.share.weight
+        self._take_back(given, why)
+
     def _drop(self, given: Given) -> None:
         """It is settled: its payload goes with the last gift of the vector."""
         del self._given[given.share.peer]
@@ -346,7 +359,7 @@ class Gossip:
         for given in list(self._given.values()):
             to = given.share.peer
             if members.gone(to):
-                self._take_back(given, "left")
+                self._take_back_untold(given, "left")
                 continue
             if members.up(to):
                 given.down_since = None
@@ -354,7 +367,7 @@ class Gossip:
                 given.down_since, given.withdrawn = self.ground.running_s, True
             elif self.ground.running_s - given.down_since > RECLAIM_S:
                 self._reclaimed[to] = Reclaimed(given.serial, given.share.weight)
-                self._take_back(given, "dead")
+                self._take_back_untold(given, "dead")
                 continue
             if self.ground.running_s >= given.until_run:
                 given.withdrawn = True
