@@ -36,11 +36,26 @@ CHAPTERS = {
     "Handles": ["dlc.handles.Reduction", "dlc.handles.Pending", "dlc.handles.Position", "dlc.handles.Checkpoint"],
     "In other libraries": [
         "dlc.integrations.transformers.DiLoCoCallback",
+        "dlc.integrations.transformers.saved_state",
         "dlc.integrations.lightning.DLCStrategy",
+        "dlc.integrations.lightning.saved_state",
         "dlc.compat.opendiloco.dht.DHT",
         "dlc.compat.opendiloco.optimizer.DiLoCoOptimizer",
         "dlc.compat.opendiloco.strategy.AllReduceStrategy",
         "dlc.compat.opendiloco.grad_averager.DiLoCoGradAverager",
+    ],
+    "In place of Hivemind": [
+        "dlc.compat.install",
+        "dlc.compat.uninstall",
+        "dlc.compat.hivemind.dht.DHT",
+        "dlc.compat.hivemind.dht.set_run_key",
+        "dlc.compat.hivemind.averaging.averager.DecentralizedAverager",
+        "dlc.compat.hivemind.averaging.control.StepControl",
+        "dlc.compat.hivemind.optim.optimizer.Optimizer",
+        "dlc.compat.hivemind.optim.grad_averager.GradientAverager",
+        "dlc.compat.hivemind.optim.training_averager.TrainingAverager",
+        "dlc.compat.hivemind.utils.logging.use_hivemind_log_handler",
+        "dlc.compat.hivemind.refused.NotOffered",
     ],
     "Errors": ["dlc.errors"],
 }
@@ -81,7 +96,7 @@ def described(found: griffe.Object, name: str) -> Iterator[str]:
     home, _, last = name.rpartition(".")
     if last in exports_of(found.package):
         home = "dlc"
-    elif home.startswith("dlc.compat"):  # a part of the package by which it is imported
+    elif home.startswith("dlc.compat."):  # a part of the package by which it is imported
         home = home.rpartition(".")[0]
     yield f"### {home}.{last}\n"
     if isinstance(found, griffe.Function):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from dlc.comm.messages import Welcome
 from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
+from dlc.mesh import Group
 from dlc.peer import Member, Peer, Pending, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
@@ -270,6 +273,34 @@ def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
         assert peer.spec == RunSpec(run="here", chunk_elems=LOOPBACK_CHUNK_ELEMS), "founded on loopback without one"
         with pytest.raises(SpecMismatch, match=f"chunk_elems: 0 here, {LOOPBACK_CHUNK_ELEMS} there"):
             Peer.join([peer.address], spec=RunSpec(run="here"), join_timeout_s=JOIN_S)
+
+
+def test_a_role_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="role is 'worker': it must be one of trainer, helper, observer"):
+        Peer.join(role="worker")
+
+
+def test_an_observer_joins_without_a_seat_looks_on_and_is_in_no_round() -> None:
+    with Peer.join() as trainer, Peer.join([trainer.address], role="observer", join_timeout_s=JOIN_S) as observer:
+        assert {member.id: member.role for member in observer.members()}[observer.id] == "observer"
+        values = torch.ones(2)
+        report = trainer.all_reduce(values, timeout_s=JOIN_S)
+        assert [share.peer for share in report.contributors] == [trainer.id] and not report.missing
+        with pytest.raises(UsageError, match="an observer takes part in no rounds"):
+            observer.all_reduce(values)
+
+
+def test_what_holds_a_peer_can_be_neither_pickled_nor_copied_and_says_so() -> None:
+    with Peer.join() as peer:
+        group = Group(peer, "any", min_size=1)
+        held = (peer, group, peer.all_reduce(torch.ones(2), name="a", async_op=True))
+        held = (*held, group.all_reduce(torch.ones(2), async_op=True))
+        for thing, name in zip(held, ("Peer", "Peer", "Reduction", "GroupCall"), strict=True):
+            for act in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(TypeError, match=f"a {name} can be neither pickled nor copied.*join with a peer"):
+                    act(thing)
+        report = held[2].wait(JOIN_S)
+        assert pickle.loads(pickle.dumps(report)) == report
 
 
 def test_taken_port_and_open_listening_without_key() -> None:

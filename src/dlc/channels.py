@@ -30,6 +30,15 @@ from dlc.runspec import RunSpec
 T = TypeVar("T")
 
 
+OBSERVER = "observer"
+"""The role of who only looks on."""
+
+
+def has_seat(node: Node) -> bool:
+    """Whether it votes; an observer never does, and needs no seat."""
+    return node.members.own.role == OBSERVER or node.me in node.log.state.electorate
+
+
 class Channels(ABC):
     """The part of `dlc.Peer` that offers vectors to rounds."""
 
@@ -78,8 +87,8 @@ class Channels(ABC):
     ) -> Position:
         """Attach a replicated state: opens the channel, or replaces `state` by the swarm's.
 
-        Returns when the state is in step and this peer is a voter. Raises RoundTimeout after `timeout_s`, UsageError
-        if a state is attached and in step already; after a RoundTimeout one may try again.
+        Returns when the state is in step and this peer, unless it is an observer, is a voter. Raises RoundTimeout after
+        `timeout_s`, UsageError if a state is attached and in step already; after a RoundTimeout one may try again.
         """
         grid = Grid(state.numel, chunk_elems, codec)
 
@@ -95,9 +104,7 @@ class Channels(ABC):
 
         def ready() -> bool:
             return self._ask(
-                lambda node, now: (
-                    self.voter in node.log.state.electorate and node.log.is_open(channel) and node.log.synced
-                )
+                lambda node, now: has_seat(node) and node.log.is_open(channel) and node.log.synced,
             )
 
         self._wait(ready, timeout_s, f"channel {channel!r} is not in step yet")
@@ -206,6 +213,8 @@ class Channels(ABC):
         weight, norm = float(weight), float(norm)  # an int has other bytes, and so an entry of another hash
 
         def act(node: Node, now: float) -> list[Effect]:
+            if node.members.own.role == OBSERVER:
+                raise UsageError("an observer takes part in no rounds: join as a trainer to be in the mean")
             if after is not None and node.log.state.round_of(channel) != after:
                 pending.overtaken = True
                 pending.finish(None, False)

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -16,6 +16,17 @@ from dlc.flat import unflatten_into
 from dlc.report import RoundReport
 
 FORKED = "a forked process cannot use its parent's peer: join in the child, or call this in the parent"
+
+
+class Unpicklable:
+    """Base of what is of use in its own process only."""
+
+    def __reduce__(self) -> NoReturn:
+        """For `pickle` and `copy.deepcopy`, and so for workers that are spawned."""
+        raise TypeError(
+            f"a {type(self).__name__} can be neither pickled nor copied, as it holds a peer of this process: "
+            "keep it out of what goes to another process, and let that one join with a peer of its own"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ def outer_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return part
 
 
-class Pending:
+class Pending(Unpicklable):
     """A contribution on its way: done when a round of its channel was committed, with or without it."""
 
     def __init__(self, channel: str) -> None:
@@ -104,7 +115,7 @@ class Pending:
         self._event.set()
 
 
-class Reduction:
+class Reduction(Unpicklable):
     """An all-reduce on its way: what `Peer.all_reduce(..., async_op=True)` returns. For one thread."""
 
     def __init__(

@@ -26,7 +26,7 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
-from dlc.handles import FORKED
+from dlc.handles import FORKED, Unpicklable
 from dlc.peer import Peer
 from dlc.report import Absent, GroupReport, Share
 from dlc.served import Stopped
@@ -37,7 +37,7 @@ EXCHANGE_S_MIN = 2.0
 """An exchange has at least this long, however little a time limit leaves of it."""
 
 
-class GroupCall:
+class GroupCall(Unpicklable):
     """An all-reduce on its way; for one thread. The tensors belong to it until `wait` has returned."""
 
     def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor]) -> None:

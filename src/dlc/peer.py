@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addresses import addresses_of, advertised
+from dlc.channels import OBSERVER, has_seat
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
 from dlc.comm.driver import Driver, clock
@@ -56,7 +57,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
-from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume
+from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
 from dlc.report import waiting_text
 from dlc.runspec import RunSpec
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=Service)
 
+ROLES = ("trainer", "helper", OBSERVER)
 KNOWN_MAX = 32
 """Former peers that are asked beside the listed addresses: one that lives is enough."""
 REPLACED = (
@@ -80,7 +82,7 @@ REPLACED = (
 )
 
 
-class Peer(Collectives):
+class Peer(Unpicklable, Collectives):
     """See `Peer.join`. Use as a context manager, or call `leave`."""
 
     def __init__(self, driver: Driver, intro: Introduction, on_event: Callable[[object], None] | None) -> None:
@@ -129,16 +131,20 @@ class Peer(Collectives):
 
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. With `spec`, those in the book are asked beside
-        `peers`, which may be gone by now. hold: return as soon as the RunSpec is known and take a seat with `open`;
-        otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be the same on every peer.
-        log: False takes part without the replicated log, for what needs no rounds of all
-        (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the
-        same on all peers of a run; implied by strategies that need none. probe_links: before the first round send some
-        junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links
-        that are paid by the byte): what it carries is learned in rounds, the first of which knows nothing.
+        `peers`, which may be gone by now. role: "trainer"; "helper", which reduces for the others; or "observer", which
+        looks on: it has no vote, takes part in no round, and is not waited for. hold: return as soon as the RunSpec is
+        known and take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec;
+        others must be the same on every peer. log: False takes part without the replicated log, for what needs no
+        rounds of all (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone
+        may begin; the same on all peers of a run; implied by strategies that need none. probe_links: before the first
+        round send some junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs;
+        False (for links that are paid by the byte): what it carries is learned in rounds, the first of which knows
+        nothing.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
+        if role not in ROLES:
+            raise UsageError(f"role is {role!r}: it must be one of {', '.join(ROLES)}")
         listed = addresses_of(peers)
         if advertise is not None:
             advertised(advertise, 0)  # before there is anything to let go
@@ -213,13 +219,14 @@ class Peer(Collectives):
         self._driver.ask(start)
 
     def take_seat(self, timeout_s: float | None = None) -> None:
-        """Wait until this peer is a voter and knows all rounds so far: at once, unless it was joined with `hold`.
+        """Wait until this peer is a voter and knows all rounds so far: at once, unless it was joined with `hold`. An
+        observer, which has no vote, waits for the rounds only.
 
         RoundTimeout: it is not after `timeout_s`.
         """
 
         def seated() -> bool:
-            return self._ask(lambda node, now: self.voter in node.log.state.electorate and node.log.synced)
+            return self._ask(lambda node, now: has_seat(node) and node.log.synced)
 
         self._wait(seated, timeout_s, "this peer has no seat in the swarm yet")
 
