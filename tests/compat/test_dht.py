@@ -26,7 +26,22 @@ def test_a_value_is_seen_by_all_with_its_end() -> None:
     assert found == ([1, "x", (2, 3)], end)
     value, until = found
     assert value == found.value == [1, "x", (2, 3)] and until == found.expiration_time == found[1]
+    assert found["value"] == value and found["expiration_time"] == until
     assert b.get("another key") is None
+
+
+def test_arguments_of_hivemind_are_taken_where_they_change_nothing_and_else_refused() -> None:
+    dht = DHT(start=True, p2p=Town().peer(), parallel_rpc=4, cache_locally=False, no_listen=False)
+    dht.wait_until_ready()
+    for name in ("no_listen", "node_id", "authorizer"):
+        with pytest.raises(hivemind.NotOffered, match=name):
+            DHT(start=False, **{name: 1})
+    with pytest.raises(TypeError, match="initial_pears"):
+        DHT(start=False, initial_pears=[])
+    with pytest.raises(UsageError, match=r"the value for 'big' takes 7\d{4} bytes"):
+        dht.store("big", b"x" * 70_000, get_dht_time() + 10)
+    with pytest.raises(UsageError, match="not started"):
+        DHT(start=False).wait_until_ready()
 
 
 def test_of_two_values_the_one_that_ends_later_counts() -> None:

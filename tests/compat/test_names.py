@@ -25,6 +25,10 @@ dlc.compat.install()
 import hivemind, hivemind.optim.optimizer, hivemind.averaging.control
 from hivemind import DHT, DecentralizedAverager, Optimizer, TrainingAverager
 from hivemind.averaging.averager import DecentralizedAverager as same
+from hivemind.dht.dht import DHT as same_dht
+from hivemind.compression.base import CompressionBase
+from hivemind.compression.quantization import Uniform8BitQuantization
+assert same_dht is DHT and issubclass(Uniform8BitQuantization, CompressionBase)
 from hivemind.averaging.partition import AllreduceException
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.progress_tracker import ProgressTracker
@@ -63,6 +67,21 @@ def test_experts_are_refused_by_name(name: str) -> None:
         getattr(hivemind.moe, name)
     with pytest.raises(AttributeError):
         hivemind.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (hivemind.utils, "MPFuture"),
+        (hivemind.utils, "TensorDescriptor"),
+        (hivemind.dht, "DHTNode"),
+        (hivemind.p2p, "P2P"),
+    ],
+)
+def test_what_is_inside_hivemind_is_refused_by_name(module: Any, name: str) -> None:
+    with pytest.raises(hivemind.NotOffered, match=f"hivemind.*{name}: it is a part of Hivemind's own network"):
+        getattr(module, name)
+    assert hivemind.utils.MSGPackSerializer is MSGPackSerializer
 
 
 @pytest.mark.parametrize(

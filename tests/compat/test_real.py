@@ -78,7 +78,7 @@ def test_values_groups_clients_and_state_over_real_peers() -> None:
                 assert big[0].item() == pytest.approx((0 + 2 * 1 + 3 * 2) / 6 if i < 3 else 3.0, abs=1e-3)
                 assert small[0].item() == pytest.approx((0 + 20 + 60) / 6 if i < 3 else 30.0, abs=1e-5)
         metadata, tensors = averagers[3].load_state_from_peers(timeout=WAIT_S)
-        assert metadata == {"group_bits": ""} and tensors[1][0].item() == pytest.approx(80 / 6, abs=1e-5)
+        assert metadata == {"group_key": ""} and tensors[1][0].item() == pytest.approx(80 / 6, abs=1e-5)
         for averager in averagers:
             averager.shutdown()
     with pytest.raises(SwarmClosed):

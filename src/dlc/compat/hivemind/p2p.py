@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from dlc.comm.addresses import is_numeric, join_address, parse_address
+from dlc.compat.hivemind.refused import INSIDE, attribute_hook
 from dlc.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -106,5 +107,10 @@ def _elsewhere(text: str) -> bool:
     """A multiaddress of another way than plain TCP."""
     return text.startswith("/") and not OTHER_WAYS.isdisjoint(text.split("/"))
 
+
+__getattr__ = attribute_hook(
+    __name__,
+    dict.fromkeys(("P2P", "P2PContext", "P2PDaemonError", "P2PHandlerError", "PeerInfo", "ServicerBase"), INSIDE),
+)
 
 __all__ = ["AddressError", "Multiaddr", "PeerID", "initial_of", "parse_multiaddr", "tcp_of"]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dlc.errors import UsageError
 
 MOE = "the mixture-of-experts layer is no part of dlc; it averages, and does not serve experts"
+INSIDE = "it is a part of Hivemind's own network; DHT and the averagers are what dlc offers of that"
+"""Of daemons, nodes and wire formats."""
 
 
 class NotOffered(UsageError, NotImplementedError):

@@ -57,6 +57,9 @@ class Announced:
 
     start = run_in_background
 
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """It is ready since it was started."""
+
     def is_alive(self) -> bool:
         """Announced, and not shut down."""
         return self._directory is not None and self._directory.open
@@ -151,7 +154,7 @@ class Announced:
         Called on another thread, when a peer asks.
         """
         with self.get_tensors() as tensors:
-            return {"group_bits": self.get_group_bits()}, [t.detach().clone() for t in tensors], self.tensor_infos
+            return {"group_key": self.get_group_bits()}, [t.detach().clone() for t in tensors], self.tensor_infos
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """What `get_current_state` of the best donor gives, as (metadata, tensors); None: nobody gave it in time.

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlc.comm.board import TTL_S_MAX
+from dlc.comm.board import TTL_S_MAX, VALUE_BYTES_MAX
 from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
 from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, tcp_of
-from dlc.compat.hivemind.refused import refuse
+from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
 from dlc.compat.hivemind.swarm import Swarm
 from dlc.compat.hivemind.utils.timed_storage import DHTExpiration, ValueWithExpiration, get_dht_time
 from dlc.errors import UsageError
@@ -22,6 +22,19 @@ from dlc.errors import UsageError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+NEEDLESS = frozenset(
+    "auto_nat backoff_rate blacklist_time bootstrap_timeout bucket_size cache_locally cache_nearest cache_on_store "
+    "cache_refresh_before_expiry cache_size check_if_identity_free chunk_size conn_manager depth_modulo dht_mode "
+    "ensure_bootstrap_success force_reachability idle_timeout nat_port_map num_replicas parallel_rpc "
+    "persistent_conn_max_msg_size quic refresh_timeout relay_hop_limit reuse_get_requests strict tls trusted_relays "
+    "use_relay_discovery use_relay_hop wait_timeout".split()
+)
+"""Of Hivemind's DHTNode and P2P, taken and not used: every peer holds all values, and dials those that it knows."""
+REFUSED = {
+    "authorizer": "give a run_key, without which nobody joins",
+    "no_listen": "a peer must be reachable; client_mode=True keeps the work of averages from it",
+    "node_id": "a peer is named by its key pair: give identity_path, to keep it",
+}
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 _keys: dict[str, str | bytes | Path | None] = {"default": None}
 
@@ -42,8 +55,9 @@ class DHT:
     record_validators: asked of every value that this peer stores or reads (`RSASignatureValidator`, `SchemaValidator`,
     or one of your own); peers that exchange values have the same.
 
-    Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay.
-    `use_ipfs` is refused.
+    Not needed, and of no effect: daemon, num_workers, shutdown_timeout, await_ready, use_relay, use_auto_relay, and of
+    Hivemind's DHTNode and P2P the names in `NEEDLESS`. NotOffered: `use_ipfs`, `authorizer`, `no_listen`, `node_id`.
+    TypeError: any other name.
     ValueError (a UsageError): there are initial_peers, and none is of TCP; where some are, those of QUIC and UDP are
     logged and ignored. JoinError, UsageError: as of `dlc.Peer.join`.
     """
@@ -69,9 +83,15 @@ class DHT:
         startup_timeout: float = 60.0,
         run_key: str | bytes | Path | None = None,
         log: bool = False,
+        **of_hivemind: Any,
     ) -> None:
         if isinstance(initial_peers, str) or not all(isinstance(peer, str) for peer in initial_peers or ()):
             raise TypeError("initial_peers is a list of addresses")
+        for name in of_hivemind:
+            if name in REFUSED and of_hivemind[name]:
+                raise refuse(f"DHT({name}=...)", REFUSED[name])
+            if name not in REFUSED and name not in NEEDLESS:
+                raise TypeError(f"DHT has no argument {name!r}")
         if use_ipfs:
             raise refuse("use_ipfs", "give the address of a peer as initial_peers")
         self._validator = CompositeValidator(record_validators)
@@ -103,6 +123,10 @@ class DHT:
             )
 
     start = run_in_background
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """It is ready since it was started. UsageError before that."""
+        self.swarm  # noqa: B018
 
     @property
     def swarm(self) -> Swarm:
@@ -159,7 +183,7 @@ class DHT:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
         True: told; False: it has expired already, another with a later end is known, or a validator does not take it.
-        With return_future, a future.
+        With return_future, a future. UsageError: it is more than 64 KB.
         """
         now = get_dht_time()
         known = newest([r for r in self._records(key) if r.subkey == subkey])
@@ -169,6 +193,11 @@ class DHT:
         if raw is None:
             log.warning("the value for %r is refused by a validator of this peer; it is not stored", key)
             return _maybe_future(False, return_future)
+        if len(raw) > VALUE_BYTES_MAX:
+            raise UsageError(
+                f"the value for {key!r} takes {len(raw)} bytes with its key, at most {VALUE_BYTES_MAX} are told to all "
+                "peers: store less, or hand out state by load_state_from_peers of an averager"
+            )
         ttl_s = expiration_time - now
         if ttl_s > TTL_S_MAX:
             log.warning("a value is kept for %g days; store it again before that", TTL_S_MAX / 86400)
@@ -218,6 +247,8 @@ def _maybe_future(value: T, wanted: bool) -> T | Future[T]:
     future.set_result(value)
     return future
 
+
+__getattr__ = attribute_hook(__name__, dict.fromkeys(("DHTID", "DHTNode", "DHTValue"), INSIDE))
 
 __all__ = [
     "DHT",

@@ -19,7 +19,8 @@ def get_dht_time() -> float:
 
 @dataclass(frozen=True)
 class ValueWithExpiration(Generic[T]):
-    """A value, and until when it holds; unpacks, and compares equal, as (value, expiration_time) does."""
+    """A value, and until when it holds; unpacks, and compares equal, as (value, expiration_time) does, and can be asked
+    by these names, too."""
 
     value: T
     expiration_time: DHTExpiration
@@ -27,8 +28,8 @@ class ValueWithExpiration(Generic[T]):
     def __iter__(self) -> Iterator[Any]:
         return iter((self.value, self.expiration_time))
 
-    def __getitem__(self, index: int) -> Any:
-        return (self.value, self.expiration_time)[index]
+    def __getitem__(self, item: int | str) -> Any:
+        return getattr(self, item) if isinstance(item, str) else (self.value, self.expiration_time)[item]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ValueWithExpiration):

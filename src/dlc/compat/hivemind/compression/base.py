@@ -1,0 +1,7 @@
+"""Hivemind's place for what all compression classes share."""
+
+from __future__ import annotations
+
+from dlc.compat.hivemind.compression import CompressionBase, CompressionInfo, NoCompression, TensorRole
+
+__all__ = ["CompressionBase", "CompressionInfo", "NoCompression", "TensorRole"]
