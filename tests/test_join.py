@@ -94,6 +94,25 @@ def test_join_by_the_printed_line_leave_by_ctrl_c_and_resume(host: Host) -> None
     assert older.exit_code() == 0
 
 
+def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host: Host) -> None:
+    key = ["--key-file", str(host.key)]
+    founder = host.start("founder", "--config", host.config(rounds=0), *key, "--listen", "127.0.0.1:0")
+    address = founder.event("started")["address"]
+    observer = host.start("observer", "--role", "observer", "--peers", address, *key)
+    seen = observer.event("looked_on")
+    assert [share["peer"] for share in seen["contributors"]] == [founder.event("started")["peer"]]
+    late = host.start("late", "--peers", observer.event("started")["address"], *key)
+    late.event("round", counted=True)
+    ids = {process.event("started")["peer"] for process in (founder, late)}
+    observer.event("looked_on", t=seen["t"] + 1)
+    observer.signal(signal.SIGINT)
+    assert observer.exit_code() == 0 and observer.event("end")["rounds"] >= 2
+    after = founder.event("round", t=observer.all("looked_on")[-1]["t"] + 2)
+    assert {share["peer"] for share in after["contributors"]} <= ids
+    alone = host.start("alone", "--role", "observer", *key)
+    assert alone.exit_code() == 2 and "an observer founds no run" in alone.log()
+
+
 def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:
     founder = host.start("founder", "--config", host.config(rounds=0), "--key-file", str(host.key))
     address = "127.0.0.1:" + founder.event("started")["address"].rpartition(":")[2]

@@ -279,6 +279,11 @@ def test_a_role_that_there_is_not_is_refused() -> None:
         Peer.join(role="worker")
 
 
+def test_an_observer_founds_nothing() -> None:
+    with pytest.raises(UsageError, match="no vote and founds no run"):
+        Peer.join(role="observer")
+
+
 def test_an_observer_joins_without_a_seat_looks_on_and_is_in_no_round() -> None:
     with Peer.join() as trainer, Peer.join([trainer.address], role="observer", join_timeout_s=JOIN_S) as observer:
         assert {member.id: member.role for member in observer.members()}[observer.id] == "observer"

@@ -166,6 +166,8 @@ class Peer(Unpicklable, Collectives):
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
             founder, resume = found or not awaited, resume if with_log else None
+            if founder and with_log and role == OBSERVER:
+                raise UsageError("an observer has no vote and founds no run: give the address of a peer of one")
             peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)

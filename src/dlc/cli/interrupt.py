@@ -25,7 +25,7 @@ class Interrupts:
         self.holds = False
         """Set by the owner once others, or child processes, are to be told of an end."""
         self.can_save = False
-        """Set by the owner once a stop leads to a saved checkpoint."""
+        """Set by the owner once a stop leads to a saved checkpoint, or to an end at which there is none to save."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -51,4 +51,4 @@ class Interrupts:
             os._exit(130)
         if not self.can_save:
             raise KeyboardInterrupt
-        os.write(sys.stderr.fileno(), b"\nleaving the run and saving; once more to stop at once\n")
+        os.write(sys.stderr.fileno(), b"\nleaving the run; once more to stop at once\n")

@@ -26,6 +26,7 @@ from dlc.cli import site, trackers
 from dlc.cli.document import documented
 from dlc.cli.helping import HELPER, check_helped, help_out
 from dlc.cli.interrupt import Interrupts
+from dlc.cli.observing import OBSERVER, check_observed, look_on
 from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
 from dlc.errors import CheckpointError, DlcError, SpecMismatch, UsageError
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 
 AUTO, NEVER = "auto", "never"
 """Values of --resume; any other is a path."""
+TRAINER = "trainer"
+WORK = {TRAINER: "dlc.train.trainer", HELPER: "dlc.server", OBSERVER: "dlc.train.telling"}
+"""By role, the module that does it."""
 LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
 
 
@@ -82,6 +86,8 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
         raise UsageError(f"--parallel {args.parallel} is for several processes: start them with torchrun")
     if args.role == HELPER and spec is not None:
         check_helped(spec)
+    if args.role == OBSERVER:
+        check_observed(addresses_of(args.peers or ()))
     if args.resume not in (AUTO, NEVER) and not (path := Path(args.resume).expanduser()).exists():
         raise CheckpointError(f"the checkpoint {path} cannot be read: there is no such file; or write auto, or never")
     args.peers, args.key = addresses_of(args.peers or ()), run_key(args.key_file)
@@ -118,7 +124,7 @@ def _take_part(
     if args.resume == NEVER and (aside := saver.set_aside(state.path)) is not None:
         log.info("the checkpoints that were here are set aside in %s", aside)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    importlib.import_module("dlc.server" if args.role == HELPER else "dlc.train.trainer")  # seconds: not as a member
+    importlib.import_module(WORK[args.role])  # seconds: not as a member
     interrupts.holds = True
     try:
         peer, saved = _join_swarm(args, spec, state, named or saver.newest(state.path, spec), events)
@@ -127,8 +133,12 @@ def _take_part(
             raise
         raise SpecMismatch(f"the checkpoint {named.path} is of another run than the peers': {error}") from None
     with peer:
+        interrupts.can_save = args.role != TRAINER  # who trains has nothing to save before it is in step
         if args.role == HELPER:
             help_out(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
+            return
+        if args.role == OBSERVER:
+            look_on(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
         if named is not None and (aside := saver.set_later_aside(state.path, named)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)

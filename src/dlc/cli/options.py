@@ -143,10 +143,10 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     )
     here.add_argument(
         "--role",
-        choices=("trainer", "helper"),
+        choices=("trainer", "helper", "observer"),
         default="trainer",
-        help="trainer (default), or helper: owns a share of the parameters of a run with a parameter server; it needs "
-        "no GPU and no data",
+        help="trainer (default); helper: owns a share of the parameters of a run with a parameter server; it needs "
+        "no GPU and no data; observer: looks on at the run of --peers, without a vote, and is an address to join by",
     )
     here.add_argument(
         "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...; under torchrun each takes its own"

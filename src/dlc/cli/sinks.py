@@ -196,6 +196,8 @@ def sentence(event: Event) -> str:
         case "round":
             own = f"loss {event['loss']:.4f}" if event["loss"] is not None else "not counted here"
             return f"{read_report(event).summary()}; {own}; {_speed(event)}; digest {event['digest'][:12]}"
+        case "looked_on":
+            return read_report(event).summary()
         case "averaging":
             return f"{averaging(event)}; loss {event['loss']:.4f}; {_speed(event)}"
         case "validation":

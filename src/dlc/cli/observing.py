@@ -1,0 +1,56 @@
+"""`dlc join --role observer`: look on at a run, and be an address that others join by, until Ctrl-C."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dlc.errors import UsageError
+
+if TYPE_CHECKING:
+    from dlc.cli.sinks import Event
+    from dlc.peer import Peer
+
+OBSERVER = "observer"
+LOOK_S = 0.5
+
+
+def check_observed(peers: tuple[str, ...]) -> None:
+    """UsageError: there is nothing to look on at."""
+    if not peers:
+        raise UsageError(
+            "an observer founds no run, as it has no vote: give the address of a peer with --peers HOST:PORT"
+        )
+
+
+def look_on(
+    peer: Peer,
+    events: queue.SimpleQueue[object],
+    stop: threading.Event,
+    as_json: bool,
+    tell_start: Callable[[Callable[[Event], None]], None],
+) -> None:
+    """Tell of members and rounds until `stop`, the end of the run included: more may come.
+
+    SwarmClosed: another process has this peer's identity.
+    """
+    from dlc.cli.sinks import JsonLines, LogLines
+    from dlc.train.telling import Teller
+
+    lines, log_lines = JsonLines(muted=not as_json), LogLines()
+    rounds = 0
+
+    def take(event: Event) -> None:
+        lines.take(event)
+        log_lines.take(event)
+
+    tell_start(lines.take)
+    teller = Teller(peer, take, events)
+    while not stop.wait(LOOK_S):
+        for done in teller.peer_events():
+            rounds += 1
+            take({"event": "looked_on", **done.report.to_dict()})
+        peer.members()  # SwarmClosed where nothing more will come
+    lines.take({"event": "end", "rounds": rounds})
