@@ -16,7 +16,7 @@ from dlc.cli.evaluate import Evaluation, _json
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
 from dlc.runspec import BYTES, DataSpec, InnerSpec, ModelSpec, RunSpec
-from dlc.train import saver
+from dlc.train import saver, shelf
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.model import build_model
 from dlc.train.restored import restore
@@ -136,6 +136,25 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.Capt
     said = printed(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
     assert (said["source"], said["tokenizer"], said["seq_len"], said["blocks"]) == ("stdlib", "bytes", 16, 4)
     assert said["loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+def test_an_export_without_room_fails_at_once_and_into_an_empty_folder_fills_it(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    before = out.stat().st_ino  # it may be a disk of its own, which cannot be renamed
+    numel = trained.peer.theta().numel()
+    assert shelf.model_bytes(saver.chosen(trained.state, None).path) == 4 * numel
+    assert shelf.model_bytes(Path(__file__)) == shelf.model_bytes(tmp_path) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(shelf, "free_bytes", lambda folder: 4 * numel - 1)
+        patched.setattr("dlc.train.restored.of_checkpoint", pytest.fail)
+        assert "MB free" in fails(capsys, "export", str(trained.state), "--out", str(out))
+    assert out.is_dir() and not list(out.iterdir())
+    printed(capsys, "export", str(trained.state), "--out", str(out))
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors"} <= names and "model.new" not in names and out.stat().st_ino == before
 
 
 def test_what_cannot_be_used_is_told_in_one_line(

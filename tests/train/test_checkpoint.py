@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dlc.errors import CheckpointError, UsageError
+from dlc.train import shelf
 from dlc.train.checkpoint import keep_last, list_checkpoints, load_checkpoint, save_checkpoint
 
 
@@ -91,6 +92,18 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 7
     assert load_checkpoint(path)[1] == {"round": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_disk_is_not_filled_to_find_out_that_it_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "a.safetensors"
+    monkeypatch.setattr(shelf, "free_bytes", lambda folder: 3_000_000)
+    monkeypatch.setattr("dlc.train.checkpoint.save_file", pytest.fail)
+    with pytest.raises(CheckpointError, match=r"takes 4\.0 MB, and its disk has 3\.0 MB free"):
+        save_checkpoint(path, {"a": torch.zeros(1_000_000)}, {})
+    assert not list(tmp_path.iterdir())
+    assert shelf.free_bytes(tmp_path)
+    monkeypatch.setattr(shelf, "free_bytes", lambda folder: None)
+    shelf.demand_room(path, 1 << 60)  # of a file system that does not tell, nothing is known
 
 
 def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

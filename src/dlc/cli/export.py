@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from dlc.errors import CheckpointError, UsageError
+from dlc.errors import UsageError
+from dlc.train.shelf import demand_room, file_of, model_bytes
 
 
 def export(args: argparse.Namespace) -> int:
@@ -14,9 +15,8 @@ def export(args: argparse.Namespace) -> int:
     out = args.out.expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
-    named = Path(args.checkpoint).expanduser()
-    if not named.exists():
-        raise CheckpointError(f"the checkpoint {named} cannot be read: there is no such file or folder")
+    file = file_of(Path(args.checkpoint).expanduser())
+    demand_room(out, model_bytes(file))  # here, and all above: before torch is loaded, which takes seconds
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -26,11 +26,14 @@ def export(args: argparse.Namespace) -> int:
     from dlc.train.tokens import load_tokenizer
 
     disable_progress_bar()
-    restored = of_checkpoint(chosen(named, None))
+    restored = of_checkpoint(chosen(file, None))
     tokenizer = load_tokenizer(restored.tokenizer)
-    if out.exists():
-        out.rmdir()
-    save_model(restored.model, out, tokenizer)
+    folder = out / "model.new" if out.exists() else out  # which may be no folder that one can rename: a disk of its own
+    save_model(restored.model, folder, tokenizer)
+    if folder != out:
+        for written in folder.iterdir():
+            written.rename(out / written.name)
+        folder.rmdir()
     parameters = sum(p.numel() for p in restored.model.parameters())
     said = {"model": str(out), "checkpoint": restored.origin, "t": restored.t, "parameters": parameters}
     if args.json:

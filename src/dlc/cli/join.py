@@ -29,9 +29,10 @@ from dlc.cli.interrupt import Interrupts
 from dlc.cli.observing import OBSERVER, check_observed, look_on
 from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
-from dlc.errors import CheckpointError, DlcError, SpecMismatch, UsageError
+from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
+from dlc.train.shelf import file_of
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -88,8 +89,8 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
         check_helped(spec)
     if args.role == OBSERVER:
         check_observed(addresses_of(args.peers or ()))
-    if args.resume not in (AUTO, NEVER) and not (path := Path(args.resume).expanduser()).exists():
-        raise CheckpointError(f"the checkpoint {path} cannot be read: there is no such file; or write auto, or never")
+    if args.resume not in (AUTO, NEVER):
+        file_of(Path(args.resume).expanduser())
     args.peers, args.key = addresses_of(args.peers or ()), run_key(args.key_file)
     args.key_file = key_file(args.key_file)
     args.listen = args.listen or default_listen(args.peers, args.key is not None, args.insecure)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dlc.errors import CheckpointError, UsageError
+from dlc.train.shelf import META, demand_room, list_checkpoints
 
 FORMAT = 1
-_META_KEY, _FORMAT_KEY, _HASH_KEY = "dlc_meta", "dlc_format", "dlc_blake3"
+_FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 
 def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -38,8 +39,9 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
         text = json.dumps(meta, sort_keys=True)
     except (TypeError, ValueError) as e:
         raise UsageError(f"the meta data of {target} is not JSON: {e}") from e
+    _demand_room(target, tensors.values())
     plain = _plain(tensors)
-    header = {_META_KEY: text, _FORMAT_KEY: str(FORMAT), _HASH_KEY: _content_hash(plain, text)}
+    header = {META: text, _FORMAT_KEY: str(FORMAT), _HASH_KEY: _content_hash(plain, text)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file(plain, temporary, header)
@@ -63,16 +65,11 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         raise CheckpointError(f"the checkpoint {target} cannot be read ({e}); use an older one") from e
     if header.get(_FORMAT_KEY) != str(FORMAT):
         raise CheckpointError(f"{target} is no dlc checkpoint of format {FORMAT}")
-    text = header.get(_META_KEY, "")
+    text = header.get(META, "")
     if _content_hash(tensors, text) != header.get(_HASH_KEY):
         raise CheckpointError(f"the checkpoint {target} is damaged: its content does not match its hash")
     meta: dict[str, Any] = json.loads(text)
     return tensors, meta
-
-
-def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
-    """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
-    return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
 
 
 def keep_last(folder: str | Path, k: int, pattern: str = "*.safetensors") -> list[Path]:
@@ -101,6 +98,7 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with save_checkpoint")
+    _demand_room(target, model.parameters())
     temporary, old = _beside(target), target.with_name(f".{target.name}.old-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +112,10 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _demand_room(target: Path, tensors: Iterable[Tensor]) -> None:
+    demand_room(target, sum(tensor.nbytes for tensor in tensors))
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:

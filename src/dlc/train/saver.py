@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,14 +31,14 @@ from torch import Tensor
 from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import bytes_tensor, keep_last, list_checkpoints, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import bytes_tensor, keep_last, load_checkpoint, save_checkpoint
+from dlc.train.shelf import FOLDER, file_of, list_checkpoints, newest_first
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
 
 KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
-FOLDER, NAMES = "checkpoints", "t-*.safetensors"
 NAMED_MAX = 5
 """Parameters named in an error."""
 _INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
@@ -95,7 +95,7 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     """The newest checkpoint that can be read, of `spec` or else of any run; damaged ones are logged and passed over."""
     folders = [folder_of(state_dir, spec)] if spec is not None else list((state_dir / FOLDER).glob("*"))
-    for path in _newest_first(path for folder in folders for path in list_checkpoints(folder)):
+    for path in newest_first(path for folder in folders for path in list_checkpoints(folder)):
         try:
             saved = read(path)
         except (CheckpointError, ConfigError) as error:
@@ -111,27 +111,12 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 
     CheckpointError: there is none, it cannot be read, or it is of another run (tells what differs).
     """
-    if path.is_dir():
-        places = (NAMES, f"*/{NAMES}", f"{FOLDER}/*/{NAMES}")
-        found = [file for place in places for file in list_checkpoints(path, place)]
-        if not found:
-            raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
-        path = _newest_first(found)[0]
+    path = file_of(path)
     saved = read(path)
     if spec is not None and saved.spec != spec:
         fields = "\n  ".join(spec.differences(saved.spec))
         raise CheckpointError(f"{path} is of another run; leave out --config and --rounds, or mend:\n  {fields}")
     return saved
-
-
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """The run that was written to last comes first. Within one run the name counts, not the clock, which may jump; and
-    a copy of the folder may have been written in any order."""
-    runs: dict[Path, list[Path]] = {}
-    for path in paths:
-        runs.setdefault(path.parent, []).append(path)
-    by_time = sorted(runs.values(), key=lambda files: max(file.stat().st_mtime_ns for file in files), reverse=True)
-    return [path for files in by_time for path in sorted(files, reverse=True)]
 
 
 def set_later_aside(state_dir: Path, saved: Saved) -> Path | None:

@@ -1,0 +1,85 @@
+"""Where checkpoint files lie, what they would hold as a model, and whether a disk has room: all without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from dlc.errors import CheckpointError
+
+FOLDER, NAMES = "checkpoints", "t-*.safetensors"
+META = "dlc_meta"
+"""The caller's meta data, as JSON, in the header of a file."""
+HEADER_BYTES_MAX = 100 << 20
+"""As the format has it."""
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
+    """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
+    return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
+
+
+def file_of(path: Path) -> Path:
+    """The file `path`, or the newest in it or in its checkpoint folders if it is a folder. CheckpointError: none."""
+    if path.is_dir():
+        places = (NAMES, f"*/{NAMES}", f"{FOLDER}/*/{NAMES}")
+        found = [file for place in places for file in list_checkpoints(path, place)]
+        if not found:
+            raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
+        return newest_first(found)[0]
+    if not path.exists():
+        raise CheckpointError(f"the checkpoint {path} cannot be read: there is no such file or folder")
+    return path
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """The run that was written to last comes first. Within one run the name counts, not the clock, which may jump; and
+    a copy of the folder may have been written in any order."""
+    runs: dict[Path, list[Path]] = {}
+    for path in paths:
+        runs.setdefault(path.parent, []).append(path)
+    by_time = sorted(runs.values(), key=lambda files: max(file.stat().st_mtime_ns for file in files), reverse=True)
+    return [path for files in by_time for path in sorted(files, reverse=True)]
+
+
+def model_bytes(file: Path) -> int:
+    """Of the parameters in a checkpoint, from its header alone; 0 where that does not say, for the reader to tell."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(min(length, HEADER_BYTES_MAX)))
+        layout = dict(json.loads(header["__metadata__"][META])["layout"])
+        return sum(_tensor_bytes(text) for text in layout.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return 0
+
+
+def _tensor_bytes(text: str) -> int:
+    """Of a layout such as "float32 256x128"."""
+    dtype, _, shape = text.partition(" ")
+    return WIDTHS.get(dtype, 0) * (1 if shape == "scalar" else math.prod(map(int, shape.split("x"))))
+
+
+def demand_room(target: Path, needed: int) -> None:
+    """CheckpointError: the disk of `target` cannot take so many bytes, so that it need not be filled to find out."""
+    free = free_bytes(next(folder for folder in (target, *target.absolute().parents) if os.path.isdir(folder)))
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"{target} could not be written: it takes {needed / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB "
+            "free; what was there is kept"
+        )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """On its disk, with what only root may use; None where the file system does not tell."""
+    if sys.platform == "win32":
+        return shutil.disk_usage(folder).free
+    disk = os.statvfs(folder)
+    return disk.f_bfree * disk.f_frsize if disk.f_blocks else None
