@@ -59,7 +59,7 @@ class StateDir:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock: IO[bytes] | None = (self._path / "lock").open("ab")
         except OSError as error:
-            raise UsageError(f"the state directory {path} cannot be used: {error.strerror}; choose another") from None
+            raise _unusable(path, error) from None
         if not _try_lock(self._lock):
             self._lock.close()
             raise StateDirBusy(
@@ -69,7 +69,7 @@ class StateDir:
             self._identity = self._load_identity()
         except OSError as error:
             self.close()
-            raise UsageError(f"the state directory {path} cannot be used: {error}; choose another") from None
+            raise _unusable(path, error) from None
         except UsageError:
             self.close()
             raise
@@ -198,6 +198,11 @@ def _file_name(run: str) -> str:
 def _check_random(random32: int) -> None:
     if not 0 <= random32 < 1 << 32:
         raise ValueError("random32 must be 32 bits")
+
+
+def _unusable(path: Path | str, error: OSError) -> UsageError:
+    why = f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror or error)
+    return UsageError(f"the state directory {path} cannot be used: {why}; choose another (--state-dir DIR)")
 
 
 def _damaged(path: Path, what: str) -> UsageError:

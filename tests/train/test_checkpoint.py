@@ -106,6 +106,17 @@ def test_a_disk_is_not_filled_to_find_out_that_it_has_no_room(tmp_path: Path, mo
     shelf.demand_room(path, 1 << 60)  # of a file system that does not tell, nothing is known
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("dlc.train.shelf.os.listdir", refused)  # a mode would stop anybody but root
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        shelf.file_of(tmp_path)
+
+
 def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save_checkpoint(path, {"a": torch.zeros(10)}, {"round": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from torch import nn
@@ -36,8 +37,9 @@ class Restored:
 def restore(target: str) -> Restored:
     """Load it. UsageError: there is nothing of the kind. CheckpointError: it is of another model than its run names."""
     path = Path(target).expanduser()
-    if (path / "config.json").is_file() or not path.exists():
-        has_tokenizer = not path.exists() or any((path / name).is_file() for name in TOKENIZER_FILES)
+    exists = os.path.exists(path)  # False, too, where this user may not look
+    if os.path.isfile(path / "config.json") or not exists:
+        has_tokenizer = not exists or any((path / name).is_file() for name in TOKENIZER_FILES)
         return Restored(load_model(target), target, target if has_tokenizer else BYTES, None, None)
     return of_checkpoint(saver.chosen(path, None))
 

@@ -28,14 +28,20 @@ def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list
 
 def file_of(path: Path) -> Path:
     """The file `path`, or the newest in it or in its checkpoint folders if it is a folder. CheckpointError: none."""
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+        if is_folder:
+            os.listdir(path)  # a glob passes over what may not be read
+        else:
+            path.stat()
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
+    if is_folder:
         places = (NAMES, f"*/{NAMES}", f"{FOLDER}/*/{NAMES}")
         found = [file for place in places for file in list_checkpoints(path, place)]
         if not found:
             raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
         return newest_first(found)[0]
-    if not path.exists():
-        raise CheckpointError(f"the checkpoint {path} cannot be read: there is no such file or folder")
     return path
 
 
