@@ -12,6 +12,7 @@ from dlc import __version__
 from dlc.addresses import advertised
 from dlc.cli import main
 from dlc.cli.join import default_listen, join_line
+from dlc.cli.options import parser
 from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table
 from dlc.comm.security import generate_run_key, load_run_key
@@ -342,3 +343,12 @@ def test_a_terminal_that_draws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TERM", "dumb")
     assert not draws()
     assert not Show(Board(), Console(force_terminal=True), "")._live
+
+
+def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    args = parser(demo_wanted=True).parse_args(["join", "--state-dir=~/peer", "--profile=~/traces:3"])
+    assert (args.state_dir, args.profile) == (tmp_path / "peer", (tmp_path / "traces", 3))
+    assert parser(demo_wanted=True).parse_args(["demo", "--out=~/out"]).out == tmp_path / "out"
+    assert parser(demo_wanted=False).parse_args(["join", "--state-dir=~nobody-of-this-name/x"]).state_dir

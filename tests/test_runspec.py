@@ -124,6 +124,8 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[inner]\nlearning_rate = 3", "unknown option 'inner.learning_rate'"),
         ("[inner]\nweight_decy = 3", "unknown option 'inner.weight_decy'; did you mean 'inner.weight_decay'?"),
         ("[iner]\nlr = 3", "unknown option 'iner'; did you mean 'inner'?"),
+        ("[training]\nlr = 3", "unknown option 'training'; the tables are model, data, inner, outer"),
+        ("[inner.adam]\nlr = 3", "unknown option 'inner.adam'; did you mean 'inner'?"),
         ("lr = 3", "unknown option 'lr'; did you mean 'inner.lr' or 'outer.lr'?"),
         ("[outer]\nbatch_size = 3", "unknown option 'outer.batch_size'; did you mean 'inner.batch_size'?"),
         ("inner = 3", "inner must be a table, got 3"),
@@ -257,7 +259,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
         RunSpec.from_toml(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b'run = "\xe4"')
-    with pytest.raises(ConfigError, match=r"latin\.toml: .*utf-8"):
+    with pytest.raises(ConfigError, match=r"latin\.toml is no text in UTF-8"):
         RunSpec.from_toml(tmp_path / "latin.toml")
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dlc.cli.options import path
 from dlc.errors import DlcError, UsageError
 from dlc.monitor.children import WAIT_S, Children
 from dlc.monitor.feed import Feed, Item
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default 0)")
     parser.add_argument(
-        "--out", type=Path, default=Path("dlc-demo"), metavar="DIR", help="for picture, result and logs"
+        "--out", type=path, default=Path("dlc-demo"), metavar="DIR", help="for picture, result and logs"
     )
     parser.add_argument("--keep", action="store_true", help="keep the peers' state directories")
     parser.add_argument("--json", action="store_true", help="print the result as JSON; all else goes to stderr")

@@ -79,7 +79,8 @@ def from_plain(kind: type[T], plain: Any, path: str = "", names: tuple[str, ...]
     values = {}
     for name, value in plain.items():
         if name not in kinds:
-            raise ConfigError(unknown(f"{path}{name}", names))
+            where = f"{path}{name}"
+            raise ConfigError(unknown_table(where, names) if isinstance(value, Mapping) else unknown(where, names))
         inner = kinds[name]
         is_table = dataclasses.is_dataclass(inner)
         values[attribute(name)] = from_plain(inner, value, f"{path}{name}.", names) if is_table else value
@@ -95,6 +96,14 @@ def unknown(name: str, names: tuple[str, ...]) -> str:
     ]
     hint = moved or similar[:1]
     return f"unknown option {name!r}" + (f"; did you mean {' or '.join(map(repr, hint))}?" if hint else "")
+
+
+def unknown_table(name: str, names: tuple[str, ...]) -> str:
+    """The sentence for a table that does not exist, with the nearest that does, or all of them."""
+    tables = tuple(dict.fromkeys(known.rpartition(".")[0] for known in names if "." in known))
+    near = difflib.get_close_matches(name, tables, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the tables are {', '.join(tables)}"
+    return f"unknown option {name!r}; {hint}"
 
 
 def dotted_names(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -498,6 +498,10 @@ class RunSpec:
             return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is no text in UTF-8: give a RUN.toml") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is no TOML: {error}") from None
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ example:
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """The tools of `dlc bench`, with their options."""
-    from dlc.cli.options import count, given, pause, seconds
+    from dlc.cli.options import count, given, path, pause, seconds
 
     tools = bench.add_subparsers(dest="tool", metavar="TOOL", required=True)
     serve = _tool(tools, "serve", "let others measure the links of this host, until Ctrl-C", SERVE_EXAMPLE)
@@ -93,7 +92,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     _add_key(matrix, listens=True)
     matrix.add_argument("--seconds", type=seconds, default=5.0, metavar="S", help="for each direction (default 5)")
     matrix.add_argument("--max-mb", type=float, default=500.0, metavar="MB", help="for each direction (default 500)")
-    matrix.add_argument("--png", type=Path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
+    matrix.add_argument("--png", type=path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
 
     reduce = _tool(tools, "allreduce", "time the all-reduce, here or together with other hosts", ALLREDUCE_EXAMPLE)
     where = reduce.add_mutually_exclusive_group(required=True)
@@ -111,7 +110,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
     reduce.add_argument("--rounds", type=count, default=5, metavar="R", help="timed rounds (default 5)")
     reduce.add_argument("--pause", type=pause, default=0.0, metavar="S", help="between rounds (default 0)")
-    reduce.add_argument("--links", type=Path, metavar="FILE", help="what `matrix --json` printed: gives the limit")
+    reduce.add_argument("--links", type=path, metavar="FILE", help="what `matrix --json` printed: gives the limit")
     reduce.add_argument(
         "--threads",
         type=count,

@@ -12,7 +12,7 @@ from dlc.train.shelf import demand_room, file_of, model_bytes
 
 def export(args: argparse.Namespace) -> int:
     """The whole command; returns its exit status."""
-    out = args.out.expanduser()
+    out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
     file = file_of(Path(args.checkpoint).expanduser())

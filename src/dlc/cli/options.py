@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,11 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     swarm.add_argument("--found", action="store_true", help="found the run even if not all of --peers answer")
     swarm.add_argument("--join-timeout", type=seconds, metavar="S", help="give up after S seconds; default: never")
     run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")
-    run.add_argument("--config", type=_path, metavar="RUN.toml", help="options of the run; see --print-config")
+    run.add_argument("--config", type=path, metavar="RUN.toml", help="options of the run; see --print-config")
     run.add_argument("--rounds", type=count, metavar="R", help="end with this many rounds; overrides --config")
     run.add_argument("--print-config", action="store_true", help="print all options of the run, and exit")
     here = join.add_argument_group("this peer")
-    here.add_argument(
-        "--state-dir", type=_path, metavar="DIR", help="identity, checkpoints, model; default: a free one"
-    )
+    here.add_argument("--state-dir", type=path, metavar="DIR", help="identity, checkpoints, model; default: a free one")
     here.add_argument(
         "--resume",
         type=given,
@@ -173,7 +172,7 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     )
     follow = join.add_argument_group("following the run (metrics.jsonl in the state directory is always written)")
     follow.add_argument("--json", action="store_true", help="events as JSON lines on stdout, and no live table")
-    follow.add_argument("--tensorboard", type=_path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
+    follow.add_argument("--tensorboard", type=path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
     follow.add_argument("--wandb", type=given, metavar="PROJECT", help="curves in Weights & Biases; dlc[wandb]")
     follow.add_argument(
         "--profile",
@@ -196,7 +195,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "checkpoint", type=given, metavar="CHECKPOINT", help="a checkpoint file, or the state directory of a peer"
     )
-    export.add_argument("--out", type=_path, metavar="DIR", required=True, help="folder to write; must be new or empty")
+    export.add_argument("--out", type=path, metavar="DIR", required=True, help="folder to write; must be new or empty")
     export.add_argument("--json", action="store_true", help="what was written, as JSON on stdout")
 
 
@@ -228,8 +227,9 @@ def given(text: str) -> str:
     return text
 
 
-def _path(text: str) -> Path:
-    return Path(given(text))
+def path(text: str) -> Path:
+    """Where a shell leaves the ~ of `--option=~/folder` alone, a folder of that name would be made."""
+    return Path(os.path.expanduser(given(text)))
 
 
 def _number(text: str) -> float:
@@ -273,8 +273,8 @@ def _positive(text: str) -> int:
 def _profile(text: str) -> tuple[Path, int]:
     folder, colon, steps = text.rpartition(":")
     if not (colon and folder and steps.isdecimal()):
-        return _path(text), PROFILE_STEPS
-    return Path(folder), _positive(steps)
+        return path(text), PROFILE_STEPS
+    return path(folder), _positive(steps)
 
 
 def _fault(text: str) -> int:
