@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; returns the exit status. UsageError: with these options it cannot be run."""
     console = Console(stderr=args.json)
     if not console.is_terminal:
         console = Console(stderr=args.json, width=PLAIN_WIDTH)
@@ -91,9 +91,6 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(result, indent=2))
         return 0 if result["held"] else 1
-    except UsageError as error:
-        console.print(f"dlc demo: {error}", markup=False, style="red")
-        return 2
     except KeyboardInterrupt:
         console.print("dlc demo: stopped", markup=False)
         return 130
