@@ -12,6 +12,7 @@ import torch
 from dlc.comm import servermessages as sm
 from dlc.comm.effects import Send
 from dlc.comm.ids import Voter
+from dlc.comm.serverexchange import PULL
 from dlc.comm.spanstate import COUNTED_MAX
 from dlc.errors import ProtocolError
 from tests.comm.servernet import SPANS, Net, Process, counted
@@ -186,6 +187,51 @@ def test_a_push_whose_answer_died_with_all_helpers_is_part_of_what_another_pulle
     assert (counted(a) == 1).all() and not any(o.set_aside for o in a.outcomes())
     net.exchange({a.name: ones(), b.name: ones()})
     assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0 if asynchronous else 2.0)), "what comes next counts"
+
+
+def seeded_without_the_newest() -> tuple[Net, Process, Process]:
+    """The first trainer pulled version 2, the second version 1: that is what the next helper began with."""
+    net = swarm(1, 2, asynchronous=True)
+    a, b = net.trainers()
+    net.exchange({b.name: ones()})
+    net.exchange({a.name: ones()})
+    net.lost = lambda source, target, message: isinstance(message, sm.Stake) and source is a
+    replace_helper(net, "h7")
+    net.lost = lambda source, target, message: False
+    return net, a, b
+
+
+def replace_helper(net: Net, name: str) -> None:
+    for helper in net.helpers():
+        net.kill(helper)
+    net.start(name)
+    net.until(net.at_rest, 300.0, "served again")
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_push_that_a_seeding_left_out_is_told_whether_or_not_another_comes_first(pushes: bool) -> None:
+    net, a, _ = seeded_without_the_newest()
+    net.exchange({a.name: ones() if pushes else None})
+    assert [o.set_aside for o in a.outcomes()] == [1] * SPANS.n
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0 if pushes else 1.0))
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_a_push_is_told_as_gone_where_the_history_before_it_goes_on_at_its_version(pulled: bool) -> None:
+    net, _, b = seeded_without_the_newest()
+    net.lost = lambda source, target, message: isinstance(message, sm.PullOffer) and not pulled
+    b.begin(ones())
+    owners = [net.owner(span).service.seats[span].owner for span in range(SPANS.n)]
+    net.until(lambda: len(b.exchanges) == 3 if pulled else all(leg.phase == PULL for leg in b.service.exchange.legs))
+    assert [owner.state.version for owner in owners] == [2] * SPANS.n
+    replace_helper(net, "h8")
+    net.lost = lambda source, target, message: False
+    if pulled:
+        net.exchange({b.name: None})
+    net.until(lambda: len(b.exchanges) == (4 if pulled else 3))
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0)), "what the first trainer had pulled"
+    told = [(o.outcome, o.set_aside, o.set_aside_weight) for o in b.outcomes()]
+    assert told == [("", 1, 1.0) if pulled else (sm.LOST, 0, 0.0)] * SPANS.n
 
 
 @pytest.mark.parametrize("pushes", range(5))

@@ -67,9 +67,11 @@ class CountedPush:
     weight: float
 
     def holds(self, view: SpanView, newest: int) -> bool:
-        """It is part of theta under this view, where `newest` is my newest push that its owner knows."""
-        if self.term < view.seed_term:  # that owner's state began with what a trainer had pulled
-            return self.version <= view.seed_version
+        """It is part of theta under this view, where `newest` is my newest push that its owner knows. Both rules are
+        needed: versions before and after a seeding may be of two histories, and after a push that counted since then
+        `newest` tells nothing of those before it."""
+        if self.term < view.seed_term and self.version > view.seed_version:
+            return False  # its owner's state began with what a trainer had pulled before
         return newest < 0 or self.seq <= newest
 
 
