@@ -482,3 +482,35 @@ def test_the_same_term_and_version_of_another_owner_is_another_theta() -> None:
     effects = client.receive(other, offer, net.now)
     asked = [e.message for e in effects if isinstance(e, Send) and e.to == other.peer]
     assert any(isinstance(message, sm.PartReq) and message.key == "theta/its" for message in asked)
+
+
+def test_a_stake_that_is_half_fetched_when_another_owner_theta_comes_is_not_mixed() -> None:
+    """The other's is of the same term and version."""
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    client, span = net.processes["t0"].service, next(s for s in range(SPANS.n) if net.owner(s).name == "h0")
+    here, pulled, other = client.witness.established[span], client.pulled[span], net.processes["h1"].voter
+    term_version = pulled.term, pulled.version
+
+    def stake() -> sm.Stake:
+        effects = client.receive(here.owner, sm.AskStake(span), net.now)
+        (told,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, sm.Stake)]
+        return told
+
+    def part(key: str, number: int) -> sm.Part | None:
+        client.receive(here.owner, sm.PartReq(key, (number,)), net.now)
+        return client.next_bulk(here.owner.peer)
+
+    before, n_parts = stake(), len(SPANS.chunks(span))
+    first = part(before.key, 0)
+    assert n_parts > 1 and first is not None and set(bytes(first.payload)) != {0}
+    client.begin(None, 1.0, net.now)
+    client.receive(other, sm.Established(dataclasses.replace(here, owner=other, standby=None)), net.now)
+    offer = sm.PullOffer(span, here.term, client.number, pulled.version, pulled.step, "theta/its", 0, ())
+    client.receive(other, offer, net.now)
+    for i, chunk in enumerate(SPANS.chunks(span)):
+        client.receive(other, sm.Part("theta/its", i, bytes(4 * SPANS.grid.elems(chunk))), net.now)
+    assert (pulled.owner, pulled.term, pulled.version) == (other, *term_version)
+    assert part(before.key, 1) is None, "it is no longer held"
+    whole = [part(stake().key, i) for i in range(n_parts)]
+    assert all(got is not None and not any(bytes(got.payload)) for got in whole)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dlc.comm.claims import ASK_S
 from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.effects import Effect
-from dlc.comm.ids import Voter
+from dlc.comm.ids import NOBODY, Voter
 from dlc.comm.messages import Message
 from dlc.comm.serverexchange import (
     KEPT_MAX,
@@ -295,13 +295,13 @@ class SpanClient(ServerPeer):
     def _tell_stake(self, sender: Voter, m: AskStake) -> None:
         self.check_span(m.span)
         pulled = self.pulled[m.span]
-        key = f"stake/{m.span}/{pulled.term}/{pulled.version}"
+        key = _stake_key(m.span, pulled)
         self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span, key))
         self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key, pulled.pushes))
 
     def _stake_piece(self, span: int, key: str, part: int) -> Payload | None:
         pulled = self.pulled[span]
-        if key != f"stake/{span}/{pulled.term}/{pulled.version}":
+        if key != _stake_key(span, pulled):
             return None
         a, b = self.spans.grid.span(self.spans.chunks(span)[part])
         return self._fp32.encode(self.theta[a:b])
@@ -309,3 +309,9 @@ class SpanClient(ServerPeer):
 
 def _push_key(span: int, seq: int) -> str:
     return f"push/{span}/{seq}"
+
+
+def _stake_key(span: int, pulled: Pulled) -> str:
+    """Names one theta: two owners of one term may have counted up to the same version."""
+    owner = pulled.owner or NOBODY
+    return f"stake/{span}/{pulled.term}/{pulled.version}/{owner.peer}/{owner.inc}"
