@@ -133,6 +133,7 @@ def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypa
     def call(process: Process, value: float) -> None:
         vector, sink = torch.full((400,), value), sinks.get(process.voter)
         how = {"weight": 1.0, "upto": 0, "patience_s": 25.0, "sink": sink}
+        stage.world.checker.offered(process, "calls", Part(process.voter, 1.0, process.node.offers + 1))
         stage.world.act(process, lambda now: process.node.contribute("calls", vector, grid, **how, now=now))
 
     def first(source: str, target: str, m: msg.Message) -> bool:
@@ -157,6 +158,7 @@ def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypa
     assert a.node.log.state.base("calls") == base and kept()
     stage.hold = nothing
     assert a.node.withdraw("calls")
+    stage.world.checker.withdrawn(a, "calls")
     sinks[a.voter] = Means()
     call(a, 1.0)
     stage.until(lambda: all(sink.t for sink in sinks.values()), 120.0)
