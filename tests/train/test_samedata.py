@@ -36,6 +36,7 @@ def test_trainers_tell_of_their_data_and_look(spec: RunSpec, tmp_path: Path) -> 
 def test_who_resumes_with_data_that_changed_meanwhile_is_told(
     spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING")  # an earlier test may have left the log more talkative
     first = Run(FakePeer(spec), tmp_path)
     first.go()
     saved = saver.newest(tmp_path, spec)
