@@ -21,6 +21,7 @@ from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.node import Node
+from dlc.comm.roles import OBSERVER
 from dlc.comm.state import State
 from dlc.comm.wire import pack
 from dlc.errors import SwarmClosed, UsageError
@@ -28,10 +29,6 @@ from dlc.handles import Checkpoint, Means, Pending, Position
 from dlc.runspec import RunSpec
 
 T = TypeVar("T")
-
-
-OBSERVER = "observer"
-"""The role of who only looks on."""
 
 
 def has_seat(node: Node) -> bool:

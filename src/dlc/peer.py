@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addresses import addresses_of, advertised
-from dlc.channels import OBSERVER, has_seat
+from dlc.channels import has_seat
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
 from dlc.comm.driver import Driver, clock
@@ -51,6 +51,7 @@ from dlc.comm.lobby import Lobby
 from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.records import STATUS_BYTES_MAX
+from dlc.comm.roles import OBSERVER, ROLES
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
@@ -73,7 +74,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=Service)
 
-ROLES = ("trainer", "helper", OBSERVER)
 KNOWN_MAX = 32
 """Former peers that are asked beside the listed addresses: one that lives is enough."""
 REPLACED = (

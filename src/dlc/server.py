@@ -25,11 +25,12 @@ from torch import Tensor
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
+from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import ExchangeOver, Outcome, Paused
 from dlc.comm.servermessages import COUNTED
-from dlc.comm.serverpeer import HELPER, Notice
+from dlc.comm.serverpeer import Notice
 from dlc.comm.service import ServiceNews
 from dlc.comm.spanowner import Rules
 from dlc.comm.spans import Spans

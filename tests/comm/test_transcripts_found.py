@@ -540,6 +540,9 @@ def test_owners_that_bear_with_a_silence_are_asked_anew_not_for_ever(
     for report in reports.values():
         assert {m.peer for m in report.missing if m.reason == "late"} <= mute and report.missing
     assert [m for _, _, _, m in stage.sent if isinstance(m, msg.Prepare)], "the coordinator asked anew"
+    patient = ranked(stage)[0].node.coordinator
+    patient._stalls = 10_000
+    assert 2.0 <= patient._stall_s() <= 13.0, "after hours without progress, too"
 
 
 def test_a_round_with_an_earlier_offer_does_not_count_the_present_one() -> None:

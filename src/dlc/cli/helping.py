@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dlc.comm.roles import HELPER
 from dlc.errors import SwarmClosed, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HELPER = "helper"
 Serving = tuple[tuple[int, ...], tuple[int, ...], int]
 """Spans that are owned, those backed as a standby, and the newest round."""
 LOOK_S = 0.5

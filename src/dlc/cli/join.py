@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 from dlc.addresses import addresses_of, advertised, check_listen
 from dlc.cli import site, trackers
 from dlc.cli.document import documented
-from dlc.cli.helping import HELPER, check_helped, help_out
+from dlc.cli.helping import check_helped, help_out
 from dlc.cli.interrupt import Interrupts
-from dlc.cli.observing import OBSERVER, check_observed, look_on
+from dlc.cli.observing import check_observed, look_on
 from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
+from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
@@ -44,7 +45,6 @@ log = logging.getLogger(__name__)
 
 AUTO, NEVER = "auto", "never"
 """Values of --resume; any other is a path."""
-TRAINER = "trainer"
 WORK = {TRAINER: "dlc.train.trainer", HELPER: "dlc.server", OBSERVER: "dlc.train.telling"}
 """By role, the module that does it."""
 LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
@@ -135,11 +135,9 @@ def _take_part(
         raise SpecMismatch(f"the checkpoint {named.path} is of another run than the peers': {error}") from None
     with peer:
         interrupts.can_save = args.role != TRAINER  # who trains has nothing to save before it is in step
-        if args.role == HELPER:
-            help_out(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
-            return
-        if args.role == OBSERVER:
-            look_on(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
+        if args.role != TRAINER:
+            take_part = help_out if args.role == HELPER else look_on
+            take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
         if named is not None and (aside := saver.set_later_aside(state.path, named)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dlc.cli.sinks import Event
     from dlc.peer import Peer
 
-OBSERVER = "observer"
 LOOK_S = 0.5
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlc import __version__
+from dlc.comm.roles import ROLES, TRAINER
 
 LEVELS = ("debug", "info", "warning", "error")
 PROFILE_STEPS = 5
@@ -142,8 +143,8 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     )
     here.add_argument(
         "--role",
-        choices=("trainer", "helper", "observer"),
-        default="trainer",
+        choices=ROLES,
+        default=TRAINER,
         help="trainer (default); helper: owns a share of the parameters of a run with a parameter server; it needs "
         "no GPU and no data; observer: looks on at the run of --peers, without a vote, and is an address to join by",
     )

@@ -66,11 +66,6 @@ def chunks_with(own: Part, results: Sequence[Result]) -> tuple[bool, ...]:
     return tuple(own in result.header.included for result in results)
 
 
-def holds_another(own: Part, results: Sequence[Result]) -> bool:
-    """Another contribution of the same voter is in the mean of some chunk."""
-    return any(part.voter == own.voter and part != own for result in results for part in result.header.included)
-
-
 def deaf_owners(entry: Entry, results: Sequence[Result]) -> set[Voter]:
     """Owners that nobody else's part reached in time, in any of their chunks: their bulk port is probably closed.
 

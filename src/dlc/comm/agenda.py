@@ -25,6 +25,7 @@ from dlc.comm.owners import plan_round
 from dlc.comm.permit import can_vote
 from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.comm.straggler import Idle, Late, worth_waiting
 from dlc.errors import ConfigError
 
@@ -175,7 +176,7 @@ class Agenda:
     def _abstaining(self, wishes: Collection[Voter]) -> list[Voter]:
         """Helpers that wish no such channel: they vote, and need no state of it."""
         told = ((v, self.ctx.members.record(v.peer)) for v in self.log.state.electorate if v not in wishes)
-        return [v for v, record in told if record is not None and record.voter == v and record.role == "helper"]
+        return [v for v, record in told if record is not None and record.voter == v and record.role == HELPER]
 
     def _round(self, channel: str) -> Draft | None:
         state = self.log.state
@@ -380,12 +381,12 @@ def next_electorate(
         newcomers = {
             r.voter
             for r in records.values()
-            if r.role != "observer" and r.synced and r.head in recent and members.alive(r.voter)
+            if r.role != OBSERVER and r.synced and r.head in recent and members.alive(r.voter)
         }
         electorate |= {v for v in newcomers if not members.gone(v)}
     newest: dict[str, Voter] = {}
     for voter in sorted(electorate):
         newest[voter.peer] = voter
     voters = tuple(sorted(newest.values()))
-    trainers = tuple(v for v in voters if v not in records or records[v].role == "trainer")
+    trainers = tuple(v for v in voters if v not in records or records[v].role == TRAINER)
     return voters, trainers

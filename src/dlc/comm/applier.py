@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlc.comm import messages as msg
-from dlc.comm.account import account, chunks_with, deaf_owners, holds_another
+from dlc.comm.account import account, chunks_with, deaf_owners
 from dlc.comm.context import Context
 from dlc.comm.coordinator import Coordinator
 from dlc.comm.entries import OPEN, ROUND, Entry, LogState, Part, manifest_hash
@@ -90,7 +90,8 @@ class Applier:
         fits = mine is None or mine.ready.grid == msg.GridSpec(entry.numel, entry.chunk_elems, entry.codec)
         # Owners keep the parts of an offer that was taken back, and a plan may name it still: that is not this one.
         own = Part(self.ctx.me, mine.ready.weight, mine.ready.upto) if mine else None
-        older = own is not None and holds_another(own, results)
+        named = next((p for p in entry.roster if p.voter == self.ctx.me), None)
+        older = own is not None and named not in (None, own) and any(chunks_with(named, results))
         self.log.commit(entry, hashes, results, mine.sink if mine and fits and not older else None)
         if entry.kind == ROUND:
             counted = own in counted_of(entry, results)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dlc.comm.claims import ASK_S, CLAIM_S, Claiming
 from dlc.comm.ids import Voter
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.seats import Host, Seat
 from dlc.comm.servermessages import Claim, Established, Granted, Refused, SpanView
-from dlc.comm.serverpeer import HELPER, TRAINER
 from dlc.comm.spanstate import SpanState
 
 

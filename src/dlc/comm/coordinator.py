@@ -28,6 +28,8 @@ from dlc.comm.slot import Slot
 
 IDLE, WAIT, PREP, RUN = "idle", "wait", "prepare", "run"
 STALLS_MAX = 2
+DOUBLINGS_MAX = 8
+"""Of how long nothing may move: from 2 s, the least T_chunk, to 480 s, the greatest where an owner is in bad health."""
 BACK_OFF_S = 0.25
 """Between two own ballots of one slot, times the number of ballots so far."""
 
@@ -364,7 +366,10 @@ class Coordinator:
         wait for long the round would never end. So I bear with them for twice as long each time."""
         members = self.ctx.members
         told_s = (bears_s for voter, bears_s in self._bears_s.items() if members.alive(voter))
-        return max(self.exchange.stall_s, min(self.exchange.stall_s * 2.0**self._stalls, max(told_s, default=0.0)))
+        return max(
+            self.exchange.stall_s,
+            min(self.exchange.stall_s * 2.0 ** min(self._stalls, DOUBLINGS_MAX), max(told_s, default=0.0)),
+        )
 
     def _stalled(self, plan: Plan) -> None:
         """Everybody answers, but nothing moves: go on without those who owe what is missing.

@@ -373,6 +373,7 @@ class Gossip:
                 given.withdrawn = True
             if now >= given.again:
                 self._push(given)
+        self._reclaimed = {to: reclaimed for to, reclaimed in self._reclaimed.items() if not members.gone(to)}
         for to, reclaimed in self._reclaimed.items():
             if members.up(to) and now >= reclaimed.again:
                 reclaimed.again = now + AGAIN_S

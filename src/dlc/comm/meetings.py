@@ -31,6 +31,7 @@ from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Invite, Seat, 
 from dlc.comm.messages import GridSpec, Record
 from dlc.comm.partition import Member, counts
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.roles import OBSERVER
 from dlc.comm.service import ServiceNews
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -401,4 +402,4 @@ def _wish_of(value: bytes) -> Wish | None:
 
 
 def _takes_part(record: Record | None) -> bool:
-    return record is not None and record.role != "observer"
+    return record is not None and record.role != OBSERVER

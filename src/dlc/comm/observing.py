@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dlc.comm.context import Context
 from dlc.comm.log import Attached, Log
 from dlc.comm.records import told_digest
+from dlc.comm.roles import OBSERVER
 
 
 class Observing:
@@ -19,7 +20,7 @@ class Observing:
         """Called with a channel and the digest that most voters tell where mine was another."""
 
     def tick(self) -> None:
-        if self.ctx.members.own.role != "observer":
+        if self.ctx.members.own.role != OBSERVER:
             return
         for channel, attached in self.log.attached.items():
             digest = self._outvoted_by(channel, attached) if self.log.holds(channel) else b""

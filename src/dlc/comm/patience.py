@@ -98,7 +98,8 @@ class Patience:
         gap_s = max(0.0, now - max(self._heard[voter], self._last_close, self.fills_until))
         if self.fills_until > self._since:
             gap_s = 0.0  # it may have had nothing to send
-        self._gap[voter] = max(min(gap_s, self._pace_s(voter)), GAP_DECAY * self._gap.get(voter, 0.0))
+        known_s = GAP_DECAY * self._gap.get(voter, 0.0)
+        self._gap[voter] = known_s if gap_s <= known_s else max(known_s, min(gap_s, self._pace_s(voter)))
         self._heard[voter] = now
         self._received[voter] += size
         if not self._overdue(voter):

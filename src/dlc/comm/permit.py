@@ -14,10 +14,11 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import Record
 from dlc.comm.records import key_of
+from dlc.comm.roles import OBSERVER
 
 
 def can_vote(record: Record) -> bool:
-    return record.role != "observer"
+    return record.role != OBSERVER
 
 
 def alive_records(ctx: Context) -> list[Record]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from dlc.comm.claims import Claiming
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.servermessages import Stake, Update
-from dlc.comm.serverpeer import HELPER, TRAINER, ServerMembers, ServerPeer
+from dlc.comm.serverpeer import ServerMembers, ServerPeer
 from dlc.comm.spanowner import SpanOwner
 from dlc.comm.spanstate import Optimizer, SpanState
 

@@ -16,9 +16,10 @@ from dlc.comm.claimant import Claimant
 from dlc.comm.claims import ASK_S
 from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.ids import Voter
+from dlc.comm.roles import TRAINER
 from dlc.comm.seats import Host, Seat, Seeding
 from dlc.comm.servermessages import AskStake, SpanView, Stake
-from dlc.comm.serverpeer import TRAINER, Notice
+from dlc.comm.serverpeer import Notice
 from dlc.comm.spanstate import SpanState, table_of
 from dlc.errors import ProtocolError
 

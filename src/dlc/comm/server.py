@@ -28,6 +28,7 @@ from dlc.comm.claims import ASK_S
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Message
 from dlc.comm.replicas import Replicas
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.seats import Host, Replica, Seat
 from dlc.comm.seeding import Seeder
 from dlc.comm.servermessages import (
@@ -46,7 +47,7 @@ from dlc.comm.servermessages import (
     UpdateOffer,
     UpdateTaken,
 )
-from dlc.comm.serverpeer import HELPER, TRAINER, Notice, ServerMembers, layout_of, spans_of
+from dlc.comm.serverpeer import Notice, ServerMembers, layout_of, spans_of
 from dlc.comm.spanowner import Rules, SpanOwner
 from dlc.comm.spans import Assignment, assign
 from dlc.comm.spanstate import Optimizer

@@ -23,6 +23,7 @@ from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.effects import Effect
 from dlc.comm.ids import NOBODY, Voter
 from dlc.comm.messages import Message
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.serverexchange import (
     KEPT_MAX,
     OVER,
@@ -55,7 +56,7 @@ from dlc.comm.servermessages import (
     UpdateOffer,
     UpdateTaken,
 )
-from dlc.comm.serverpeer import HELPER, TRAINER, ServerMembers, ServerPeer, layout_of
+from dlc.comm.serverpeer import ServerMembers, ServerPeer, layout_of
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import table_of
 from dlc.errors import DlcError, ProtocolError, UsageError

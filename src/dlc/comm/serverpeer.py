@@ -11,6 +11,7 @@ from dlc.comm.events import MemberDown, MemberLeft, MemberUp
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Bulk, Message
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.servermessages import (
     SERVER_MESSAGES,
     Claim,
@@ -27,7 +28,6 @@ from dlc.comm.service import MemberEvent, Members, ServiceNews
 from dlc.comm.spans import SPANS_MAX, Spans
 from dlc.errors import ConfigError, ProtocolError
 
-HELPER, TRAINER = "helper", "trainer"
 TICK_S = 0.25
 """A server's machines look around at least this often."""
 

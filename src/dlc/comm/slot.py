@@ -38,6 +38,7 @@ from dlc.comm.messages import (
 from dlc.comm.owners import shape_of
 from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
+from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
 
 ROSTER_PARTS_MAX = 1 << 13
@@ -251,7 +252,7 @@ class Slot:
             return True
         attached = self.log.attached.get(plan.entry.channel)
         if attached is None:
-            return self.ctx.members.own.role == "helper"
+            return self.ctx.members.own.role == HELPER
         return attached.digest == plan.entry.digest
 
     def outlived(self, plan: Plan) -> bool:

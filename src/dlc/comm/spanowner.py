@@ -24,6 +24,7 @@ from dlc.comm.followers import LOG_MAX, Followers
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
 from dlc.comm.reducer import WEIGHT_MAX, ChunkReducer
+from dlc.comm.roles import TRAINER
 from dlc.comm.servermessages import (
     COUNTED,
     LATE,
@@ -38,7 +39,7 @@ from dlc.comm.servermessages import (
     Update,
     UpdateTaken,
 )
-from dlc.comm.serverpeer import TRAINER, ServerPeer
+from dlc.comm.serverpeer import ServerPeer
 from dlc.comm.spanstate import SpanState, contributors
 from dlc.errors import ProtocolError
 

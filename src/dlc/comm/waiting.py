@@ -25,6 +25,7 @@ from dlc.comm.events import Waiting
 from dlc.comm.log import Log
 from dlc.comm.permit import alive_records, greater_alive
 from dlc.comm.records import STATES_MAX, key_of
+from dlc.comm.roles import OBSERVER
 from dlc.comm.slot import Slot
 
 COUNTDOWN_S = 5.0
@@ -87,7 +88,7 @@ class Waits:
             reason = "no member of the run is in reach: those who answered have left, or are silent"
             advice = "these are tried for ever; give the address of another member (--peers). No run is founded instead"
             return Waiting(reason, lost, advice=advice), CONTACT_S
-        if log.head == EMPTY and members.own.role != "observer":
+        if log.head == EMPTY and members.own.role != OBSERVER:
             peers = tuple(sorted(record.voter.peer for record in alive))
             return Waiting("nobody here can found the run", peers, advice="each says for whom it waits"), CONTACT_S
         return None

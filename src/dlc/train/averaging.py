@@ -25,6 +25,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, ConfigError, DlcError
 from dlc.flat import finite
 from dlc.handles import Checkpoint, Position
@@ -44,7 +45,6 @@ from dlc.train.swarm import Frozen
 log = logging.getLogger(__name__)
 
 NAME = "train"
-TRAINER = "trainer"
 LOOK_S = 5.0
 """How long a newcomer waits to hear from all living trainers where they stand: each tells it once it has a model."""
 LOOK_EVERY_S = 0.05

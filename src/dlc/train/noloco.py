@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dlc.comm.driver import clock
 from dlc.comm.graphs import pairs
+from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, RoundTimeout
 from dlc.mesh import Group
 from dlc.peer import Peer
@@ -78,7 +79,7 @@ class Pairs:
 
     def _partner(self, t: int) -> str:
         """Of this step; empty where this peer is left over."""
-        ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == "trainer")
+        ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == TRAINER)
         me = ids.index(self._peer.id)
         partner = pairs(len(ids), t, self._spec.seed)[me]
         return "" if partner == me else ids[partner]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dlc.comm.roles import TRAINER
 from dlc.compat.opendiloco.strategy import SwarmPeer
 
 TELL_S = 1.0
@@ -96,7 +97,7 @@ class DiloCoProgressTracker:
     @property
     def global_progress(self) -> GlobalProgress:
         """Asks the peer; nothing is sent for it."""
-        trainers = [m for m in self._peer.members() if m.role == "trainer" and (m.me or (m.alive and not m.left))]
+        trainers = [m for m in self._peer.members() if m.role == TRAINER and (m.me or (m.alive and not m.left))]
         mine = self.local_progress
         told = [(mine.epoch, mine.samples_accumulated, mine.samples_per_second)]
         for member in trainers:
