@@ -58,7 +58,7 @@ api: $(STAMP) ## write docs/api.md anew, from the docstrings of src
 bench: $(STAMP) ## time our all-reduce beside torch.distributed's Gloo
 	$(BIN)/python benchmarks/allreduce.py $(ARGS)
 
-hivemind: ## make .venv-hivemind with Hivemind 1.1.12, for benchmarks/side_by_side.py
+hivemind: ## make .venv-hivemind with Hivemind 1.1.12, for benchmarks/side_by_side.py and wan.py
 	test -x .venv-hivemind/bin/python || $(PYTHON) -m venv .venv-hivemind
 	.venv-hivemind/bin/python -m pip install -q setuptools wheel
 	.venv-hivemind/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \

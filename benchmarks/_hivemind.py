@@ -1,4 +1,4 @@
-"""One Hivemind process of `side_by_side.py`, run by the Python of `make hivemind`; it imports nothing of ours.
+"""One Hivemind process of a benchmark, run by the Python of `make hivemind`; it imports nothing of ours.
 
     .venv-hivemind/bin/python benchmarks/_hivemind.py --worker --numel 1000000 --rank 0 --n 4
 
@@ -50,7 +50,7 @@ class Site:
         self.dht = DHT(
             initial_peers=[p for p in options.peers.split(",") if p],
             start=True,
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            host_maddrs=[f"/ip4/{options.host}/tcp/0"],
             use_ipfs=False,
         )
         self.averager = DecentralizedAverager(
@@ -96,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peers", default="", help="addresses that another printed")
+    parser.add_argument("--host", default="127.0.0.1", help="IPv4 address to listen on")
     for name in ("--numel", "--rank", "--n"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()

@@ -1,7 +1,9 @@
-"""Hivemind processes on loopback, told what to do from here (`_hivemind.py` is what they run)."""
+"""Hivemind processes, told what to do from here (`_hivemind.py` is what they run)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,18 +15,30 @@ MISSING = "no virtual environment .venv-hivemind; make it with `make hivemind`"
 SCRIPT = Path(__file__).resolve().parent / "_hivemind.py"
 
 
-class HivemindSites:
-    """n processes that average `numel` numbers; leaving it ends them and all that they started."""
+@dataclass(frozen=True)
+class Place:
+    """Where one of them runs."""
 
-    def __init__(self, n: int, numel: int) -> None:
-        self._names = [f"hivemind-{rank}" for rank in range(n)]
+    host: str = "127.0.0.1"
+    """What it listens on."""
+    within: Sequence[str] = ()
+    """Words before its command, such as those that put it into a network namespace."""
+
+
+class HivemindSites:
+    """Processes that average `numel` numbers; leaving it ends them and all that they started."""
+
+    def __init__(self, places: Sequence[Place], numel: int) -> None:
+        self._names = [f"hivemind-{rank}" for rank in range(len(places))]
         self._workers = Workers(str(SCRIPT), str(PYTHON))
-        words = ["--numel", str(numel), "--n", str(n)]
+        addresses: list[str] = []
         try:
-            self._workers.start(self._names[0], *words, "--rank", "0")
-            addresses = ",".join(self._workers.wait(self._names[0], "ready")["addresses"])
-            for rank, name in enumerate(self._names[1:], 1):
-                self._workers.start(name, *words, "--rank", str(rank), "--peers", addresses)
+            for rank, (name, place) in enumerate(zip(self._names, places, strict=True)):
+                words = ["--numel", str(numel), "--n", str(len(places)), "--rank", str(rank), "--host", place.host]
+                words += ["--peers", ",".join(addresses)] if addresses else []
+                self._workers.start(name, *words, within=place.within)
+                if rank == 0:
+                    addresses = self._workers.wait(name, "ready")["addresses"]
             for name in self._names[1:]:
                 self._workers.wait(name, "ready")
         except BaseException:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import _gloo
 from _beside import Row, ratio, table
-from _hivemind_sites import MISSING, PYTHON, HivemindSites
+from _hivemind_sites import MISSING, PYTHON, HivemindSites, Place
 from _workers import WorkerLost
 from allreduce import Swarm
 
@@ -37,7 +37,7 @@ def one_turn(engine: str, n: int, mb: float, warm: int, rounds: int) -> list[flo
     if engine.startswith("gloo-"):
         return _gloo.run(n, mb, rounds, warm, wire=engine.removeprefix("gloo-"))[0]
     if engine == "hivemind":
-        with HivemindSites(n, numel) as sites:
+        with HivemindSites([Place()] * n, numel) as sites:
             return [sites.round() for _ in range(warm + rounds)][warm:]
     swarm = Swarm(n, numel, "fp16")
     try:

@@ -1,16 +1,19 @@
-"""Time the all-reduce between emulated far sites beside Gloo, and compare both with what the links allow.
+"""Time the all-reduce between emulated far sites beside Gloo and Hivemind, and compare all with what the links allow.
 
     python benchmarks/wan.py --case four-site
+    python benchmarks/wan.py --engines fp16,gloo-bf16,hivemind        after `make hivemind`
     python benchmarks/wan.py --case all --rounds 5 --json
 
-One process a site. Each turn is one round of every engine, in an order that rotates, --space seconds apart, as real
-rounds are minutes apart (BBR probes its round trip anew after 10 s, which would fall into rounds that follow at once).
-A round's time is that of the slowest process, from a common beginning to the mean in its own tensors; every mean is
-compared with the true one. Ours is told no rate: its peers measure their links in the --settle seconds before the first
-round, which stand for the first inner steps. Its first rounds are told apart.
+One process a site, and one more for Hivemind, which waits while others work. Each turn is one round of every engine, in
+an order that rotates, --space seconds apart, as real rounds are minutes apart (BBR probes its round trip anew after
+10 s, which would fall into rounds that follow at once). A round's time is that of the slowest process, from a common
+beginning to the mean in its own tensors; every mean is compared with the true one. Ours is told no rate: its peers
+measure their links in the --settle seconds before the first round, which stand for the first inner steps. Its first
+rounds are told apart.
 
 The limit is the least time in which the links carry the bytes: each contributor's vector out, each result in, with the
 best division of the work (`dlc.comm.partition`), without headers and latency. Gloo bf16 is timed with the conversion.
+Hivemind has its defaults and fp16 on the wire; its matchmaking before each round is not timed.
 
 The relay is a process of this machine and carries about a gigabit in all, so --scale divides rates *and* bytes: seconds
 stay what they would be, but for the work per byte. Needs root (network namespaces).
@@ -19,6 +22,7 @@ stay what they would be, but for the work per byte. Needs root (network namespac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -30,6 +34,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from _hivemind_sites import MISSING, PYTHON, HivemindSites, Place
 from _wan import Site, Wan, available
 from _workers import LIMIT_S, WORKER, Workers, say
 
@@ -48,7 +53,10 @@ SAMPLE = 4096
 """Elements of each end of the vector that are compared with the true mean."""
 TOLERANCE = {"fp32": 1e-6, "fp16": 4e-3, "bf16": 3e-2, "int8": 8e-2, "int4": 1.2}
 """Of an element of a mean of unit normals, by wire format: both hops round."""
-GLOO = ("gloo-fp32", "gloo-bf16")
+GLOO = {"gloo-fp32": "fp32", "gloo-bf16": "bf16"}
+HIVEMIND = "hivemind"
+ENGINES = (*TOLERANCE, *GLOO, HIVEMIND)
+"""Codecs of ours, and others."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +132,8 @@ class Engines:
         more = self._gloo(engine) if engine in GLOO else self._ours(engine)
         seconds = time.perf_counter() - start
         ends = torch.cat((self.work[:SAMPLE], self.work[-SAMPLE:]))
-        wire = engine.removeprefix("gloo-")
         error = float((ends - self.true).abs().max())
-        return {"seconds": seconds, "error": error, "right": error <= TOLERANCE[wire], **more}
+        return {"seconds": seconds, "error": error, "right": error <= TOLERANCE[wire_format(engine)], **more}
 
     def _ours(self, codec: str) -> dict[str, Any]:
         report = self.peer.all_reduce(self.work, name=f"wan-{codec}", codec=codec, timeout_s=LIMIT_S)
@@ -182,6 +189,11 @@ def worker_main(arguments: list[str]) -> None:
 # ---------------------------------------------------------------- outside
 
 
+def wire_format(engine: str) -> str:
+    """The name of the codec whose bytes an engine sends."""
+    return {HIVEMIND: "fp16", **GLOO}.get(engine, engine)
+
+
 def limit_s(case: Case, wire_bytes: float) -> float:
     """The least time for one vector of so many bytes, at the rates of the table."""
     members = [Member(case.up[site] * 1e6 / 8, case.down[site] * 1e6 / 8) for site in case.up]
@@ -207,8 +219,10 @@ class Bench:
         self.key = generate_run_key()
         self.probed: dict[str, float] = {}
         """Mbit/s, before --scale, that each site told before the first round; 0: unknown."""
+        self._hivemind: HivemindSites | None = None
 
-    def start(self) -> None:
+    def start(self, until: contextlib.ExitStack) -> None:
+        """Start all engines; those whose processes are not `workers` end with `until`."""
         first = self.wan.address(self.sites[0])
         for rank, site in enumerate(self.sites):
             words = [
@@ -226,6 +240,9 @@ class Bench:
         self.all("members", "members", lambda told: told["alive"] == len(self.sites))
         if set(GLOO) & set(self.options.engines):
             self.all("gloo", "met")
+        if HIVEMIND in self.options.engines:
+            places = [Place(self.wan.address(site), self.wan.enter(site)) for site in self.sites]
+            self._hivemind = until.enter_context(HivemindSites(places, self.numel))
 
     def all(self, line: str, event: str, good: Any = lambda told: True) -> list[dict[str, Any]]:
         """Tell all at once, and hear all; again until each answer is good."""
@@ -239,6 +256,9 @@ class Bench:
         raise RuntimeError(f"no good answer to {line!r} within {LIMIT_S:g} s: {told}")
 
     def round(self, engine: str) -> float:
+        if engine == HIVEMIND:
+            assert self._hivemind is not None
+            return self._hivemind.round()
         told = self.all(f"round {engine}", "done")
         for site, one in zip(self.sites, told, strict=True):
             if not one["right"] or one["contributors"] != len(self.sites):
@@ -264,16 +284,18 @@ class Bench:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     case = CASES[name]
-    with Workers(__file__) as workers, network(case, options.scale, options.loss) as wan:
+    with contextlib.ExitStack() as until:
+        workers = until.enter_context(Workers(__file__))
+        wan = until.enter_context(network(case, options.scale, options.loss))
         bench = Bench(case, options, wan, workers)
-        bench.start()
+        bench.start(until)
         before = wan.stats()
         seconds = bench.run()
         after = wan.stats()
     dropped = sum(after[s]["full"] - before[s]["full"] for s in after)
     rows = {}
     for engine, times in seconds.items():
-        codec = get_codec(engine.removeprefix("gloo-"))
+        codec = get_codec(wire_format(engine))
         least = limit_s(case, codec.wire_bytes(round(options.mb * 1e6 / 4)))
         warm = times[options.warm :]
         rows[engine] = {"first_s": times[0], "median_s": statistics.median(warm), "limit_s": least, "all_s": times}
@@ -284,11 +306,13 @@ def show(result: dict[str, Any]) -> str:
     probed = ", ".join(f"{site} {mbit:.0f}" for site, mbit in result["probed_mbit"].items())
     lines = [f"{result['case']}, loss {result['loss']:g}; segments dropped by buffers: {result['dropped']}"]
     lines.append(f"  Mbit/s up, told before the first round: {probed}")
+    name, ours = next(iter(result["rows"].items()))
     for engine, row in result["rows"].items():
         share, first = row["limit_s"] / row["median_s"], row["limit_s"] / row["first_s"]
         times = " ".join(f"{s:.2f}" for s in row["all_s"])
+        ratio = f"{row['median_s'] / ours['median_s']:.2f} x the time of {name}; " if ours is not row else ""
         lines.append(
-            f"  {engine:<10} {row['median_s']:6.2f} s, {share:5.1%} of the limit ({row['limit_s']:.2f} s); "
+            f"  {engine:<10} {row['median_s']:6.2f} s, {share:5.1%} of the limit ({row['limit_s']:.2f} s); {ratio}"
             f"first round {first:5.1%}; all: {times}"
         )
     return "\n".join(lines)
@@ -300,7 +324,7 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=(*CASES, "all"), default="four-site")
-    parser.add_argument("--engines", default="fp16,gloo-bf16", help="codecs of ours, gloo-fp32, gloo-bf16")
+    parser.add_argument("--engines", default="fp16,gloo-bf16", help=f"of {', '.join(ENGINES)}; ratios are to the first")
     parser.add_argument("--mb", type=float, default=100.0, help="MB of fp32 per peer, before --scale")
     parser.add_argument("--scale", type=float, default=0.25, help="of rates and bytes (default 0.25)")
     parser.add_argument("--loss", type=float, default=0.0, help="probability that a segment is lost")
@@ -311,6 +335,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.engines = options.engines.split(",")
+    unknown = sorted(set(options.engines) - set(ENGINES))
+    if unknown:
+        parser.error(f"there is no engine {unknown[0]!r}; there are {', '.join(ENGINES)}")
+    if HIVEMIND in options.engines and not PYTHON.exists():
+        parser.error(MISSING)
     reason = available()
     if reason:
         print(f"not available here: {reason}")

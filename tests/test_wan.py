@@ -35,12 +35,12 @@ import socket, sys, time
 with socket.create_connection((sys.argv[1], 9000), 180) as link:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     times = []
-    for _ in range(7):
+    for _ in range(15):
         begin = time.monotonic()
         link.sendall(b"x")
         link.recv(1)
         times.append(time.monotonic() - begin)
-    print(sorted(times)[3])
+    print(min(times))  # whoever answers may be kept from running: that only adds
 """
 SINK = """
 import hashlib, socket, sys, time
