@@ -13,12 +13,14 @@
 | who slept votes for what it promised before | who slept decides no older ballot |
 | what is told of an offer is told of the next one | a round with an earlier offer does not count the present one |
 | a coordinator's patience ends before its owners' | owners that bear with a silence are asked anew, not for ever |
+| a voter that may not vote yet is waited for | who slept and looks around holds nobody up |
 | two lone peers, cut in one direction | not mended: a partition, and one history is given up |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -375,6 +377,31 @@ def test_a_part_that_was_lost_once_is_sent_again() -> None:
 
 
 # ------------------------------------------------------------------ sleep
+
+
+def test_who_slept_and_looks_around_holds_nobody_up() -> None:
+    """It has to hear of a peer that is dead, so it stays stale for some seconds, and is first in rank in some of the
+    slots meanwhile. It is alive: others would find out by its silence, and wait in vain for its promises and votes."""
+    stage = Stage(5, seed=15)
+    *_, sleeper, dead = ranked(stage)
+    stage.world.crash(dead)
+    stage.world.freeze(sleeper, 8.0)
+    stage.until(lambda: sleeper.awake)
+    observer = stage.peers(sleeper)[0]
+    slots: list[tuple[bytes, float, Voter | None]] = []
+
+    def back() -> bool:
+        state = observer.node.log.state
+        if not slots or slots[-1][0] != state.head:
+            slots.append((state.head, stage.world.now, state.rank0))
+        return not sleeper.node.ctx.stale
+
+    assert not back()
+    stage.until(back, 2 * EVICT_S)
+    took = [(rank0 == sleeper.voter, after - at) for (_, at, rank0), (_, after, _) in itertools.pairwise(slots)]
+    t_coord_s = observer.node.members.t_coord_s
+    assert max(seconds for first, seconds in took if first) < 2 * t_coord_s
+    assert max(seconds for first, seconds in took if not first) < t_coord_s
 
 
 def test_what_a_sleeper_had_trained_is_averaged_when_it_is_back() -> None:

@@ -212,23 +212,23 @@ class Coordinator:
             return
         t_coord = ctx.members.t_coord_s
         silent_s = ctx.running_s - slot.coordinator_heard
-        dead = not ctx.members.alive(current)
-        if not dead and silent_s < t_coord:
+        absent = not ctx.members.awake(current)
+        if not absent and silent_s < t_coord:
             return
         place = self._place_after(current)
-        wait = place * t_coord if dead else (place + 1) * t_coord
+        wait = place * t_coord if absent else (place + 1) * t_coord
         if silent_s >= min(wait, (place + 1) * t_coord):
             self._next_ballot()
 
     def _place_after(self, coordinator: Voter) -> int:
-        """How many alive voters come before me in rank order, counted from the coordinator on."""
+        """How many voters that are awake come before me in rank order, counted from the coordinator on."""
         ranked = list(self.log.state.ranked)
         start = ranked.index(coordinator) + 1 if coordinator in ranked else 0
         place = 0
         for voter in ranked[start:] + ranked[:start]:
             if voter == self.ctx.me:
                 return place
-            if voter != coordinator and self.ctx.members.alive(voter):
+            if voter != coordinator and self.ctx.members.awake(voter):
                 place += 1
         return place
 
@@ -255,7 +255,7 @@ class Coordinator:
             elif waited > members.t_coord_s and ctx.now >= self._not_before:
                 self._next_ballot()
             return
-        everyone = all(v in self.promises for v in state.electorate if members.alive(v))
+        everyone = all(v in self.promises for v in state.electorate if members.awake(v))
         if everyone or waited >= members.t_prep_s:
             self._propose_chosen()
 
@@ -425,7 +425,7 @@ class Coordinator:
                 return
             if self._quorum_since is None:
                 self._quorum_since = now
-            everyone = all(v in self.votes for v in state.electorate if members.alive(v))
+            everyone = all(v in self.votes for v in state.electorate if members.awake(v))
             patience_s = members.timeouts.t_commit_s(self._quorum_since - self._phase_since)
             if not everyone and now - self._quorum_since < patience_s:
                 return

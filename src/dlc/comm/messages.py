@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -58,6 +58,8 @@ class Record:
     up_Bps: float = 0.0
     """What its link carries towards all others together, in bytes per second, as it estimates; 0 = unknown."""
     down_Bps: float = 0.0
+    stale: bool = False
+    """It slept for long, and neither promises nor votes nor coordinates before it knows where others are."""
     status: bytes = b""
     """Small msgpack map for people: round, inner step, loss. Never read by the protocol."""
     signature: bytes = b""

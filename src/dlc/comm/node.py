@@ -374,6 +374,7 @@ class Node:
         self.coordinator.drop()
         if self._woken:
             self.slot.wake()
+            self.members.update_own(stale=True)
         self.ctx.out.extend(self.members.begin_refresh(now))
         self._stale_since = self.members.running_s  # after the step that the gap itself adds
 
@@ -394,6 +395,7 @@ class Node:
                 return
         self.ctx.stale = False
         self._stale_since = None
+        members.update_own(stale=False)
         self.slot.announce()
 
     def _to_be_heard(self, everybody: bool) -> set[Voter]:

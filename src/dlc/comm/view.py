@@ -52,6 +52,11 @@ class View:
         member = self._table.members.get(voter.peer)
         return member is not None and member.voter == voter and self._detector.alive(member)
 
+    def awake(self, voter: Voter) -> bool:
+        """It is alive, and does not say that it is stale: what it owes as a voter will come."""
+        record = self.record(voter.peer)
+        return record is not None and not record.stale and self.alive(voter)
+
     def up(self, voter: Voter) -> bool:
         """It answered me once, and nothing says since that it is dead. Weaker than `alive`, which holds in swarms of up
         to HEARTBEATS_MAX only: larger ones ping in turn."""
