@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlc.comm import servermessages as sm
-from dlc.comm.effects import Send
+from dlc.comm.effects import Effect, Send
 from dlc.comm.ids import Voter
 from dlc.comm.serverexchange import PULL
 from dlc.comm.spanstate import COUNTED_MAX
@@ -219,7 +219,7 @@ def test_a_push_that_a_seeding_left_out_is_told_whether_or_not_another_comes_fir
 @pytest.mark.parametrize("pulled", [False, True])
 def test_a_push_is_told_as_gone_where_the_history_before_it_goes_on_at_its_version(pulled: bool) -> None:
     net, _, b = seeded_without_the_newest()
-    net.lost = lambda source, target, message: isinstance(message, sm.PullOffer) and not pulled
+    net.lost = lambda source, target, message: isinstance(message, sm.PullOffer) and message.number and not pulled
     b.begin(ones())
     owners = [net.owner(span).service.seats[span].owner for span in range(SPANS.n)]
     net.until(lambda: len(b.exchanges) == 3 if pulled else all(leg.phase == PULL for leg in b.service.exchange.legs))
@@ -434,10 +434,12 @@ def test_an_owner_that_is_cut_off_serves_nothing_and_the_others_go_on_without_it
     net.check_replicas()
 
 
+@pytest.mark.parametrize("pushes", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("more", [0, 1])
-def test_halves_that_were_apart_for_long_become_one_again(more: int, asynchronous: bool) -> None:
-    """Of each span one side's updates hold; the trainer of the other side is told how many of its own are set aside."""
+def test_halves_that_were_apart_for_long_become_one_again(more: int, asynchronous: bool, pushes: bool) -> None:
+    """Of each span one side's updates hold; the trainer of the other side is told how many of its own are set aside,
+    also by an exchange that pushes first."""
     net = swarm(2, 2, asynchronous=asynchronous)
     net.exchange({"t0": ones(), "t1": ones()})
     common = net.theta()
@@ -452,9 +454,10 @@ def test_halves_that_were_apart_for_long_become_one_again(more: int, asynchronou
     cut(net, {"h0", "t0"}, mend=True)
     net.until(net.at_rest, 200.0, "one owner per span")
     held = net.theta()
-    net.exchange({"t0": None, "t1": None})
-    thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
-    assert torch.equal(*thetas) and torch.equal(thetas[0], held), "what is held by now, and not what was pulled before"
+    net.exchange({name: ones() if pushes else None for name in ("t0", "t1")})
+    if not pushes:
+        thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
+        assert torch.equal(*thetas) and torch.equal(thetas[0], held), "what is held by now, not what was pulled before"
     told = {name: [o.set_aside for o in net.processes[name].outcomes()] for name in ("t0", "t1")}
     for span in range(SPANS.n):
         a, b = SPANS.elements(span)
@@ -468,6 +471,42 @@ def test_halves_that_were_apart_for_long_become_one_again(more: int, asynchronou
     thetas = [net.processes[name].service.theta for name in ("t0", "t1")]
     assert torch.equal(*thetas) and torch.equal(thetas[0], net.theta())
     net.check_replicas()
+
+
+def test_pushes_that_are_set_aside_are_told_once_though_the_exchange_that_heard_of_them_is_given_up() -> None:
+    net, a, _ = seeded_without_the_newest()
+    net.lost = lambda source, target, message: isinstance(message, sm.PushDone)
+    a.begin(ones())
+    net.run(5.0)
+    a.service.cancel()
+    net.lost = lambda source, target, message: False
+    for told in (1, 0):
+        net.exchange({a.name: ones()})
+        assert [o.set_aside for o in a.outcomes()] == [told] * SPANS.n
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_theta_of_the_exchange_before_is_not_taken_for_that_of_this_one(given_up: bool) -> None:
+    """It does not hold this one's push. It is still on its way when an exchange is given up; or was offered twice."""
+    net = swarm(1, 1, asynchronous=True)
+    trainer, client, owner = net.processes["t0"], net.processes["t0"].service, net.owner(0)
+    net.lost = lambda source, target, message: isinstance(message, sm.Part) and target == trainer.name and held_back
+    held_back = True
+    trainer.begin(ones())
+    net.until(lambda: client.pulled[0].fetching is not None)
+    first = client.pulled[0].fetching
+    if given_up:
+        client.cancel()
+    else:
+        view, pulled = client.witness.established[0], client.pulled[0]
+        offer = sm.PullOffer(0, view.term, client.number, 0, 0, "theta/its", 1, ())
+        net.act(trainer, lambda now: client.receive(owner.voter, offer, now))
+        assert pulled.fetching == first, "one at a time"
+    held_back = False
+    if not given_up:
+        net.until(lambda: len(trainer.exchanges) == 2)
+    net.exchange({trainer.name: ones()})
+    assert (counted(trainer) == 1).all() and torch.equal(client.theta, torch.full((NUMEL,), 2.0))
 
 
 def test_the_same_term_and_version_of_another_owner_is_another_theta() -> None:
@@ -514,3 +553,29 @@ def test_a_stake_that_is_half_fetched_when_another_owner_theta_comes_is_not_mixe
     assert part(before.key, 1) is None, "it is no longer held"
     whole = [part(stake().key, i) for i in range(n_parts)]
     assert all(got is not None and not any(bytes(got.payload)) for got in whole)
+
+
+def test_a_helper_half_way_through_an_outdated_stake_goes_on_with_the_new_one() -> None:
+    net = swarm(2, 1, asynchronous=True)
+    trainer, asker = net.processes["t0"], net.processes["h1"]
+    client, span = trainer.service, 0
+
+    def asked() -> sm.Stake:
+        effects = client.receive(asker.voter, sm.AskStake(span), net.now)
+        (stake,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, sm.Stake)]
+        return stake
+
+    ends: list[object] = []
+    stake = asked()
+    sizes = [4 * SPANS.grid.elems(chunk) for chunk in SPANS.chunks(span)]
+    net.lost = lambda source, target, message: isinstance(message, sm.Part) and message.key == stake.key
+
+    def fetch(now: float) -> list[Effect]:
+        asker.service.fetches.fetch(trainer.voter, stake.key, sizes, ends.append, now)
+        return asker.service.tick(now)
+
+    net.act(asker, lambda now: asker.node.serve(lambda: fetch(now), now))
+    net.run(0.5)
+    net.exchange({"t0": ones()})
+    net.until(lambda: ends, 10.0, "word that it is not to be had")
+    assert ends == [None] and stake.key not in client.shelf and asked().key in client.shelf

@@ -6,13 +6,16 @@ What an exchange brings is in `theta`, span by span as it comes; it is over when
 until they are answered, to whoever owns the span by then: a push is counted once, whoever counts it (`SpanState.has`).
 Words of an owner whose view is not the greatest that I know are not heeded.
 
+An owner tells with theta which push of mine is the newest in it: what counted later is set aside, by a partition or a
+seeding. The next push that counts would hide that. So under another view than before nothing is pushed until the owner
+was asked (a pull of number ASKING, which brings no theta); it owns the span without a break as long as the view holds.
+
 A trainer is a witness of claims, too, and holds what it pulled last as its *stake*, with the pushes that are part of
 it: where a span's owner and standby are both gone, the next helper takes the newest stake.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 
 import torch
@@ -25,7 +28,7 @@ from dlc.comm.ids import NOBODY, Voter
 from dlc.comm.messages import Message
 from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.serverexchange import (
-    KEPT_MAX,
+    ASKING,
     OVER,
     PULL,
     PUSH,
@@ -36,6 +39,7 @@ from dlc.comm.serverexchange import (
     Outcome,
     Paused,
     Pulled,
+    Pushes,
 )
 from dlc.comm.servermessages import (
     COUNTED,
@@ -87,9 +91,7 @@ class SpanClient(ServerPeer):
         self.theta, self.asynchronous = theta, asynchronous
         self.pulled = [Pulled(version=step, step=step, origin=origin) for _ in range(spans.n)]
         self.exchange: Exchange | None = None
-        self._seqs = [0] * spans.n
-        self._counted = [deque[CountedPush](maxlen=KEPT_MAX) for _ in range(spans.n)]
-        """My pushes that counted, as far as I know, per span."""
+        self._pushes = [Pushes() for _ in range(spans.n)]
         self.number = 0
         """Of the newest exchange."""
         self._asked_at = float("-inf")
@@ -112,8 +114,8 @@ class SpanClient(ServerPeer):
         self.exchange = Exchange(self.number, vector, weight, step, now, legs, *before)
         if vector is not None:
             for span, leg in enumerate(legs):
-                self._seqs[span] += 1
-                leg.seq = self._seqs[span]
+                self._pushes[span].seq += 1
+                leg.seq = self._pushes[span].seq
                 self.shelf.hold(
                     _push_key(span, leg.seq), len(self.spans.chunks(span)), partial(self._piece, vector, span)
                 )
@@ -130,6 +132,10 @@ class SpanClient(ServerPeer):
         exchange = self.exchange
         if exchange is not None and not exchange.over:
             self._end(exchange)
+            for pulled in self.pulled:
+                if pulled.fetching is not None:
+                    self.fetches.cancel(*pulled.fetching)
+                    pulled.fetching = None
 
     def _piece(self, vector: Tensor, span: int, part: int) -> Payload:
         a, b = self.spans.grid.span(self.spans.chunks(span)[part])
@@ -169,11 +175,18 @@ class SpanClient(ServerPeer):
             return
         leg.said_at = self.now
         if leg.phase == PULL:
-            if not self.pulled[span].fetching:
+            if self.pulled[span].fetching is None:
                 self.send(owner, PullReq(span, view.term, exchange.number, leg.step))
+            return
+        if self._must_ask(view):
+            self.send(owner, PullReq(span, view.term, ASKING, 0))
             return
         base, key = self.pulled[span].version, _push_key(span, leg.seq)
         self.send(owner, PushOffer(span, view.term, leg.seq, base, exchange.step, exchange.weight, key))
+
+    def _must_ask(self, view: SpanView) -> bool:
+        pushes = self._pushes[view.span]
+        return bool(pushes.counted) and pushes.known_to != view
 
     # ---------------------------------------------------------------- messages
 
@@ -216,7 +229,7 @@ class SpanClient(ServerPeer):
         leg.term, leg.version = m.term, m.version
         leg.step = self.exchange.step if m.outcome in (COUNTED, LATE) else 0
         if m.outcome == COUNTED:
-            self._counted[m.span].append(CountedPush(m.seq, m.term, m.version, self.exchange.weight))
+            self._pushes[m.span].counted.append(CountedPush(m.seq, m.term, m.version, self.exchange.weight))
         leg.said_at = float("-inf")
         self._press(self.exchange, m.span, leg)
 
@@ -224,27 +237,34 @@ class SpanClient(ServerPeer):
 
     def _offered(self, sender: Voter, m: PullOffer) -> None:
         leg = self._leg(sender, m.span, m.term)
-        if leg is None or leg.phase != PULL or self.exchange is None or m.number != self.exchange.number:
+        if leg is None or self.exchange is None:
             return
         table_of(m.pushes, m.version)
+        if m.number == ASKING and leg.phase == PUSH and self._must_ask(self.witness.established[m.span]):
+            self._set_aside(leg, m)
+            leg.said_at = float("-inf")
+            self._press(self.exchange, m.span, leg)
         pulled = self.pulled[m.span]
+        if leg.phase != PULL or m.number != self.exchange.number or pulled.fetching is not None:
+            return
         if (pulled.term, pulled.owner, pulled.version) == (m.term, sender, m.version) and m.version:
             self._set_aside(leg, m)
             self._leg_over(leg)
             return
-        pulled.fetching = m.key
+        pulled.fetching = sender, m.key
         sizes = [4 * self.spans.grid.elems(chunk) for chunk in self.spans.chunks(m.span)]
         self.fetches.fetch(sender, m.key, sizes, partial(self._fetched, sender, m), self.now)
 
     def _fetched(self, sender: Voter, m: PullOffer, parts: list[Payload] | None) -> None:
         pulled = self.pulled[m.span]
-        pulled.fetching = ""
+        pulled.fetching = None
         leg, view = self._leg(sender, m.span, m.term), self.witness.established.get(m.span)
         if leg is None or leg.phase != PULL or view is None:
             return
         if parts is None:
             leg.said_at = float("-inf")
             return
+        self.shelf.drop(_stake_key(m.span, pulled))
         for chunk, part in zip(self.spans.chunks(m.span), parts, strict=True):
             a, b = self.spans.grid.span(chunk)
             self.theta[a:b] = self._fp32.decode(part, b - a)
@@ -254,15 +274,15 @@ class SpanClient(ServerPeer):
         self._leg_over(leg)
 
     def _set_aside(self, leg: Leg, m: PullOffer) -> None:
-        """What had counted, and is no part of what was pulled: this exchange's push, or earlier ones."""
-        view, counted = self.witness.established[m.span], self._counted[m.span]
-        gone = [push for push in counted if not push.holds(view, m.counted)]
-        for push in gone:
-            counted.remove(push)
+        """What had counted, and is no part of what the owner has: this exchange's push, or earlier ones."""
+        view, pushes = self.witness.established[m.span], self._pushes[m.span]
+        pushes.known_to = view
+        for push in [push for push in pushes.counted if not push.holds(view, m.counted)]:
+            pushes.counted.remove(push)
             if push.seq == leg.seq:
                 leg.outcome = LOST
             else:
-                leg.set_aside, leg.set_aside_weight = leg.set_aside + 1, leg.set_aside_weight + push.weight
+                pushes.set_aside, pushes.set_aside_weight = pushes.set_aside + 1, pushes.set_aside_weight + push.weight
 
     def _leg_over(self, leg: Leg) -> None:
         leg.phase = OVER
@@ -279,10 +299,11 @@ class SpanClient(ServerPeer):
     def _news(self, exchange: Exchange) -> ExchangeOver:
         outcomes = []
         for span, leg in enumerate(exchange.legs):
-            view = self.witness.established[span]
+            view, pushes = self.witness.established[span], self._pushes[span]
             share, version = self.spans.share(span), self.pulled[span].version
             found = leg.outcome, leg.update, leg.staleness
-            aside = leg.set_aside, leg.set_aside_weight
+            aside = pushes.set_aside, pushes.set_aside_weight
+            pushes.set_aside, pushes.set_aside_weight = 0, 0.0
             outcomes.append(Outcome(span, share, view.owner.peer, *found, version, *aside))
         return ExchangeOver(
             exchange.number,
@@ -297,13 +318,10 @@ class SpanClient(ServerPeer):
         self.check_span(m.span)
         pulled = self.pulled[m.span]
         key = _stake_key(m.span, pulled)
-        self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span, key))
+        self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span))
         self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key, pulled.pushes))
 
-    def _stake_piece(self, span: int, key: str, part: int) -> Payload | None:
-        pulled = self.pulled[span]
-        if key != _stake_key(span, pulled):
-            return None
+    def _stake_piece(self, span: int, part: int) -> Payload:
         a, b = self.spans.grid.span(self.spans.chunks(span)[part])
         return self._fp32.encode(self.theta[a:b])
 

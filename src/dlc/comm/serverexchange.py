@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from dlc.comm.servermessages import Counted, SpanView, Update
 from dlc.comm.service import ServiceNews
 
 PUSH, PULL, OVER = "push", "pull", "over"
+ASKING = 0
+"""Number of a pull that asks only which push of the asker is the newest; exchanges count from 1."""
 KEPT_MAX = 256
 """Counted pushes that are remembered per span."""
 
@@ -30,9 +33,6 @@ class Leg:
     """Of the update that counted it."""
     step: int = 0
     """The pull waits for this round."""
-    set_aside: int = 0
-    set_aside_weight: float = 0.0
-    """See `Outcome`."""
     said_at: float = float("-inf")
 
 
@@ -73,6 +73,21 @@ class CountedPush:
         if self.term < view.seed_term and self.version > view.seed_version:
             return False  # its owner's state began with what a trainer had pulled before
         return newest < 0 or self.seq <= newest
+
+
+@dataclass
+class Pushes:
+    """My pushes to one span."""
+
+    seq: int = 0
+    """Number of the newest."""
+    counted: deque[CountedPush] = field(default_factory=lambda: deque(maxlen=KEPT_MAX))
+    """Those that counted, as far as I know."""
+    known_to: SpanView | None = None
+    """The view under which its owner told last which of them it has; none is pushed to another before that is told."""
+    set_aside: int = 0
+    set_aside_weight: float = 0.0
+    """See `Outcome`; not told yet."""
 
 
 @dataclass(frozen=True)
@@ -118,5 +133,5 @@ class Pulled:
     origin: bytes = b""
     pushes: tuple[Counted, ...] = ()
     """Each trainer's newest push that is part of it."""
-    fetching: str = ""
-    """Key of the theta that is on its way."""
+    fetching: tuple[Voter, str] | None = None
+    """Whose theta is on its way, and its key: one at a time, and none once the exchange is over."""

@@ -33,8 +33,8 @@ KEY_CHARS_MAX = 128
 
 Done = Callable[[list[Payload] | None], None]
 """Takes the parts in order, or None: they cannot be had from there."""
-Piece = Callable[[int], Payload | None]
-"""The payload of a part; None where it is gone."""
+Piece = Callable[[int], Payload]
+"""The payload of a part."""
 
 
 class Shelf:
@@ -76,8 +76,8 @@ class Shelf:
         while queue:
             key, part = next(iter(queue))
             del queue[key, part]
-            payload = self._held[key][1](part) if key in self._held else None
-            if payload is not None:
+            if key in self._held:
+                payload = self._held[key][1](part)
                 self.sent_bytes += len(payload)
                 return Part(key, part, cast(bytes, payload))
         return None

@@ -25,11 +25,13 @@ from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
 from dlc.comm.reducer import WEIGHT_MAX, ChunkReducer
 from dlc.comm.roles import TRAINER
+from dlc.comm.serverexchange import ASKING
 from dlc.comm.servermessages import (
     COUNTED,
     LATE,
     NOT_FINITE,
     STALE,
+    Counted,
     PullOffer,
     PullReq,
     Push,
@@ -278,6 +280,9 @@ class SpanOwner:
 
     def receive_pull(self, sender: Voter, m: PullReq) -> None:
         self._attend(sender)
+        if m.number == ASKING:
+            self._offer_theta(sender, m, "", ())
+            return
         self._pulls[sender] = m
         self._answer_pulls()
 
@@ -285,10 +290,12 @@ class SpanOwner:
         due = [(v, m) for v, m in self._pulls.items() if not self.state.step < m.step <= self._step]
         for voter, m in due:  # one that waits for a round after the newest waits for one that was lost
             del self._pulls[voter]
-            state, snapshot = self.state, self._snapshot()
-            known = self.view.span, self.view.term, m.number, state.version, state.step
-            pushes = tuple(state.counted.values())
-            self.host.send(voter, PullOffer(*known, snapshot.key, state.newest(voter), pushes))
+            self._offer_theta(voter, m, self._snapshot().key, tuple(self.state.counted.values()))
+
+    def _offer_theta(self, to: Voter, m: PullReq, key: str, pushes: tuple[Counted, ...]) -> None:
+        view, state = self.view, self.state
+        known = view.span, view.term, m.number, state.version, state.step
+        self.host.send(to, PullOffer(*known, key, state.newest(to), pushes))
 
     def _snapshot(self) -> _Snapshot:
         """Theta as it is now, frozen."""
