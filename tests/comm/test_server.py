@@ -296,6 +296,30 @@ def test_a_round_goes_on_without_a_late_trainer_which_is_named_and_told() -> Non
     assert torch.equal(net.processes["t2"].service.theta, torch.ones(NUMEL))
 
 
+def test_a_push_that_arrives_after_its_round_was_closed_is_no_part_of_another() -> None:
+    """Its last part was on a slow link for longer than the round waited."""
+    net = swarm(1, 2)
+    owner, late = net.owner(0), net.processes["t1"]
+    parts: list[sm.Part] = []
+
+    def held_back(source: Process, target: str, message: object) -> bool:
+        if source is late and isinstance(message, sm.Part):
+            parts.append(message)
+        return source is late and isinstance(message, sm.Part)
+
+    net.lost = held_back
+    late.begin(100 * ones())
+    net.exchange({"t0": ones()})
+    offers = {part.key: part for part in parts if part.part == 0}
+    assert len(offers) == SPANS.n > 0
+    for part in parts:
+        net._deliver(owner.name, late.voter, late.name, part)
+    net.until(lambda: len(late.exchanges) == 2)
+    net.run(20.0)
+    assert all(o.outcome == sm.LATE for o in late.outcomes())
+    assert torch.equal(net.theta(), torch.ones(NUMEL)), "what was told as late does not count"
+
+
 def test_a_trainer_that_dies_in_the_middle_of_a_push_is_named_and_the_mean_is_of_the_others() -> None:
     net = swarm(2, 3)
     victim = net.processes["t2"]

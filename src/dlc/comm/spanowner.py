@@ -177,6 +177,9 @@ class SpanOwner:
         if not all(coder.finite(part, spans.grid.elems(c)) for c, part in zip(chunks, parts, strict=True)):
             self._answer(sender, m.seq, NOT_FINITE, None, 0)
             return
+        if not self.rules.asynchronous and m.step <= self._step:  # its round was closed meanwhile
+            self._answer(sender, m.seq, LATE, self.state.last, 0)
+            return
         self._waiting[sender] = Waiting(m, parts)
         self._first_at = self.host.now if self._first_at is None else self._first_at
         self.make()
