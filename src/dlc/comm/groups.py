@@ -108,7 +108,7 @@ class Reduction:
         self.outcome = Outcome(begin.key, begin.nonce, leader.peer, begin.seats)
         self.done = self.failed = False
         """Mine: the outcome is told, or the failure."""
-        self._since, self._since_run = ground.now, ground.running_s
+        self._since = ground.now
         self._until_run = ground.running_s + budget_s
         self._roster = tuple(Part(seat.voter, seat.weight, 0) for seat in self.seats)
         self._contributors = [i for i, seat in enumerate(self.seats) if seat.contributes and seat.weight > 0]
@@ -121,6 +121,8 @@ class Reduction:
         """Seats that need nothing more."""
         self._results_left = set(range(grid.n_chunks)) if out is not None else set()
         self._to_reduce: collections.deque[int] = collections.deque()
+        self._opened_at = -math.inf
+        """The moment at which chunks were begun with last."""
         self._reducers: dict[int, ChunkReducer] = {}
         self._ever: set[int] = set()
         """Chunks that I have begun to reduce."""
@@ -184,18 +186,25 @@ class Reduction:
 
     def _open(self) -> None:
         """Begin with further chunks, as far as memory is meant for it. Those that wait for nobody close at once and
-        make room for more: in a loop, for all of thousands may be such."""
-        while opened := self._opened():
-            for i in self._contributors:
-                if i != self.me and i not in self._absent:
-                    self.parcels.want(self._contribution(i), opened)
-            for chunk in opened:
-                self._close_if_complete(chunk)
+        make room for more: one batch per event, for all of thousands may be such, and this peer must be heard of."""
+        if not self._may_open or self.ground.now <= self._opened_at:
+            return
+        self._opened_at = self.ground.now
+        opened = self._opened()
+        for i in self._contributors:
+            if i != self.me and i not in self._absent:
+                self.parcels.want(self._contribution(i), opened)
+        for chunk in opened:
+            self._close_if_complete(chunk)
+
+    @property
+    def _may_open(self) -> bool:
+        return bool(self._to_reduce) and len(self._reducers) < self._open_max and not self.failed
 
     def _opened(self) -> list[int]:
         """Chunks that are begun with now."""
         opened = []
-        while self._to_reduce and len(self._reducers) < self._open_max and not self.failed:
+        while self._may_open:
             chunk = self._to_reduce.popleft()
             opened.append(chunk)
             reducer = self._reducers[chunk] = ChunkReducer(self.grid, chunk, self._roster)
@@ -419,9 +428,10 @@ class Reduction:
         if self.ground.running_s >= self._until_run:
             self._fail("the time for the exchange is over")
             self._finished.update(range(len(self.seats)))
+        self._open()
 
     def next_deadline(self) -> float:
-        return self.ground.at(self._until_run)
+        return self.ground.now if self._may_open else self.ground.at(self._until_run)
 
     # ---------------------------------------------------------------- how fast
 

@@ -66,7 +66,7 @@ class Intake:
         self.todo: collections.deque[int] = collections.deque()
         self.in_flight: dict[int, None] = {}
         self.received_bytes = 0
-        self.since_run = self.heard_run = self.parcel_run = 0.0
+        self.heard_run = self.parcel_run = 0.0
         self.gap_s = 0.0
         self.asks = 0
         """Silences in a row."""
@@ -88,7 +88,7 @@ class Parcels:
     def want(self, intake: Intake, chunks: Iterable[int]) -> None:
         """Pull these chunks, too."""
         if (intake.key, intake.holder) not in self._intakes:
-            intake.since_run = intake.heard_run = intake.parcel_run = self.ground.running_s
+            intake.heard_run = intake.parcel_run = self.ground.running_s
             self._intakes[intake.key, intake.holder] = intake
         if not intake.in_flight:  # what passed while nothing was wanted is neither silence nor a pause between parcels
             intake.heard_run = intake.parcel_run = self.ground.running_s
