@@ -9,9 +9,10 @@ import torch
 
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid
-from dlc.comm.holdings import Holding
+from dlc.comm.holdings import ASKED_MAX, Holding
 from dlc.comm.mesh import Mesh
-from dlc.comm.meshmessages import Key, Parcel
+from dlc.comm.meshmessages import Key, Parcel, Pull
+from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import ASKS_MAX, LATE, SILENCE_S_MIN, Intake
 from dlc.sim.meshnet import Host, MeshNet
 
@@ -64,3 +65,19 @@ def test_time_in_which_nothing_was_wanted_is_no_pause_of_the_holder() -> None:
     asked_s = (ASKS_MAX + 1) * SILENCE_S_MIN
     assert asked_s <= net.until(lambda: taker.failed) < asked_s + 2.0
     assert taker.failed == [LATE]
+
+
+def test_of_too_much_that_is_asked_for_as_much_as_there_is_room_for_is_sent() -> None:
+    """Several vectors may be pulled by one peer at once."""
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    grid = Grid(ASKED_MAX, 1, "fp32")
+    spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
+    keys = [Key("k", step, 0) for step in range(2)]
+    holdings = holder.mesh.parcels.holdings
+    for key in keys:
+        holdings.hold(key, Holding(grid, 1e9, vector=torch.zeros(grid.numel)))
+        holdings.asked(host.voter, Pull(key, spec, tuple(range(ASKED_MAX - 100))))
+    sent = [parcel.key for parcel in iter(lambda: holdings.next_bulk(host.name), None)]
+    assert sent == [keys[0]] * (ASKED_MAX - 100) + [keys[1]] * 100
+    assert holder.mesh.ground.dropped == {(host.name, "asks for too much"): 1}

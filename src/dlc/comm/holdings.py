@@ -131,9 +131,10 @@ class Holdings:
             self.ground.send(sender, NoParcel(key, why))
             return
         chunks = [c for c in pull.chunks if 0 <= c < holding.grid.n_chunks]
-        if len(self._ready.get(sender.peer, ())) + len(chunks) > ASKED_MAX:
+        room = max(0, ASKED_MAX - len(self._ready.get(sender.peer, ())))
+        if len(chunks) > room:  # it asks for the rest again
             self.ground.dropped[sender.peer, "asks for too much"] += 1
-            return
+            chunks = chunks[:room]
         missing = [c for c in chunks if not holding.has(c)]
         for chunk in chunks:
             if holding.has(chunk):
