@@ -302,3 +302,21 @@ def test_a_gift_to_one_that_never_begins_comes_back() -> None:
     net.until(lambda: not first.machine.unsettled, 10.0)
     first.take()
     assert first.weight == 1.0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_gossip_that_is_closed_has_taken_is_not_told_as_refused(again: bool) -> None:
+    """It would come back to the giver though it counted, and was given on. Its giver had not heard of it before."""
+    net = MeshNet(0)
+    one, two = (Walker(net, host, i) for i, host in enumerate(net.add(2)))
+    net.tamper = lambda source, target, m: None if isinstance(m, Taken) else m
+    one.step("ring", [one.host.voter, two.host.voter])
+    net.until(lambda: two.machine._arrivals.taken)
+    two.take()
+    net.act(two.host, lambda mesh, now: mesh.with_gossip(two.machine, two.machine.close, now))
+    if again:
+        two.machine = two.host.mesh.gossip("g", two.grid)
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: not one.machine.unsettled, 10.0)
+    one.take()
+    assert (one.weight, two.weight) == (0.5, 1.5) and not two.machine.arrivals().taken

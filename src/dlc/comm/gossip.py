@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -112,6 +113,21 @@ class Reclaimed:
     again: float = 0.0
 
 
+class Settled(NamedTuple):
+    """A giver's newest gift that is settled here."""
+
+    serial: int
+    taken: bool
+    why: str
+    """Where it was not taken."""
+
+    def answer(self, name: str) -> Taken | Refused:
+        return Taken(name, self.serial) if self.taken else Refused(name, self.serial, self.why)
+
+
+NONE_YET = Settled(-1, False, "")
+
+
 @dataclass
 class Coming:
     """A gift that is being pulled."""
@@ -123,15 +139,16 @@ class Coming:
 
 
 class Gossip:
-    def __init__(self, ground: Ground, parcels: Parcels, name: str, grid: Grid) -> None:
+    def __init__(self, ground: Ground, parcels: Parcels, name: str, grid: Grid, settled: dict[Voter, Settled]) -> None:
+        """settled: by giver, of the gossips of this name in this process; the caller's, who lets go of givers that are
+        gone. A giver may not have heard yet what one that is closed by now has taken."""
         self.ground, self.parcels, self.name, self.grid = ground, parcels, name, grid
         self.spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         self._serial = self._vector = int(ground.now * 1000) << 16
         """Greater than those of an earlier gossip of this name in this process, which takers may remember."""
         self._given: dict[Voter, Given] = {}
         self._coming: dict[Voter, Coming] = {}
-        self._settled: dict[Voter, tuple[int, bool, str]] = {}
-        """Per giver: its newest gift that is settled here, whether it was taken, and if not, why."""
+        self._settled = settled
         self._reclaimed: dict[Voter, Reclaimed] = {}
         """By taker: one each, for it is given nothing more until that one is settled."""
         self._arrivals = Arrivals()
@@ -256,7 +273,7 @@ class Gossip:
 
     def receive_gift(self, sender: Voter, m: Gift) -> None:
         why = self._reason_against(sender, m)
-        serial = self._settled.get(sender, (-1, False, ""))[0]
+        serial = self._settled.get(sender, NONE_YET).serial
         coming = self._coming.get(sender)
         if m.to == self.ground.me and m.serial <= serial:
             if m.serial == serial:
@@ -316,7 +333,7 @@ class Gossip:
         self.bytes_received += coming.intake.received_bytes
         gift = coming.gift
         whole = [payload for payload in coming.payloads if payload is not None]
-        self._settled[sender] = (gift.serial, True, "")
+        self._settled[sender] = Settled(gift.serial, True, "")
         self._arrivals.taken.append(Share(sender, gift.weight, gift.step, whole))
         self._answer(sender)
         self._tell()
@@ -334,7 +351,7 @@ class Gossip:
         if m.to != self.ground.me:
             self.ground.send(sender, Refused(m.name, m.serial, "it was meant for another process"))
             return
-        serial = self._settled.get(sender, (-1, False, ""))[0]
+        serial = self._settled.get(sender, NONE_YET).serial
         coming = self._coming.get(sender)
         if m.serial == serial:
             self._answer(sender)
@@ -345,12 +362,11 @@ class Gossip:
 
     def _settle(self, sender: Voter, serial: int, why: str) -> None:
         """This gift is not taken, now or ever."""
-        self._settled[sender] = (serial, False, why)
+        self._settled[sender] = Settled(serial, False, why)
         self._answer(sender)
 
     def _answer(self, sender: Voter) -> None:
-        serial, taken, why = self._settled[sender]
-        self.ground.send(sender, Taken(self.name, serial) if taken else Refused(self.name, serial, why))
+        self.ground.send(sender, self._settled[sender].answer(self.name))
 
     # ---------------------------------------------------------------- time and members
 
@@ -389,7 +405,6 @@ class Gossip:
     def member_gone(self, voter: Voter) -> None:
         """Down, or gone for good; intakes from it have failed already."""
         if self.ground.members.gone(voter):
-            self._settled.pop(voter, None)
             self._reclaimed.pop(voter, None)
         self.tick()
 

@@ -17,7 +17,7 @@ from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
-from dlc.comm.gossip import Gossip
+from dlc.comm.gossip import Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groups import DEAD, LEFT, Reduction
@@ -44,6 +44,8 @@ class Mesh:
         self._groups: dict[tuple[str, int], Reduction] = {}
         self._gossips: dict[str, Gossip] = {}
         self._will_gossip: set[str] = set()
+        self._settled: dict[str, dict[Voter, Settled]] = {}
+        """What the gossips of a name have answered, those that are closed, too."""
 
     # ---------------------------------------------------------------- commands
 
@@ -93,7 +95,8 @@ class Mesh:
         if name in self._gossips:
             raise UsageError(f"this peer gossips under the name {name!r} already")
         self.will_gossip(name, False)
-        self._gossips[name] = Gossip(self.ground, self.parcels, name, grid)
+        settled = self._settled.setdefault(name, {})
+        self._gossips[name] = Gossip(self.ground, self.parcels, name, grid, settled)
         return self._gossips[name]
 
     def with_gossip(self, gossip: Gossip, act: Callable[[], None], now: float) -> list[Effect]:
@@ -181,6 +184,9 @@ class Mesh:
                 group.member_gone(event.voter, why)
             for gossip in self._gossips.values():
                 gossip.member_gone(event.voter)
+            if why == LEFT:
+                for settled in self._settled.values():
+                    settled.pop(event.voter, None)
 
         return self._event(now, act)
 
@@ -245,8 +251,11 @@ class Mesh:
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)
         if gossip is None:
+            settled = self._settled.get(m.name, {}).get(sender)
             expected = isinstance(m, mm.Gift) and m.name in self._will_gossip
-            if isinstance(m, mm.Gift | mm.Withdraw) and not expected:
+            if isinstance(m, mm.Gift | mm.Withdraw) and settled is not None and settled.serial == m.serial:
+                self.ground.send(sender, settled.answer(m.name))
+            elif isinstance(m, mm.Gift | mm.Withdraw) and not expected:
                 self.ground.send(sender, mm.Refused(m.name, m.serial, "nobody gossips under this name here"))
         elif isinstance(m, mm.Gift):
             gossip.receive_gift(sender, m)
