@@ -145,6 +145,8 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
         values = [torch.full((4,), float(i)) for i in range(2)]
         with pytest.raises(UsageError, match="NaN or Inf"):
             gossips[0].step(torch.tensor([1.0, float("nan"), 0.0, 0.0]))
+        with pytest.raises(UsageError, match="fp16 ends at 65504"):
+            dlc.Gossip(peers[0], "far").step(torch.tensor([-7e4]))
         for report in pool.map(lambda i: gossips[i].step(values[i], wait_s=LONG_S), range(2)):
             assert report.weight == 1.0 and len(report.took) == 1
         assert all(torch.equal(v, torch.full((4,), 0.5)) for v in values)

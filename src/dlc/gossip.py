@@ -12,6 +12,7 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -34,7 +35,7 @@ from dlc.comm.service import ServiceNews
 from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
-from dlc.flat import finite, flatten_tensors, unflatten_into, writable_tensors
+from dlc.flat import flatten_tensors, largest_of, unflatten_into, writable_tensors
 from dlc.peer import Peer
 from dlc.report import GossipReport
 from dlc.served import Stopped
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 PLACE_S = 3600.0
 """A peer that makes no step for so long is no neighbour any more; one that is dead or has left is none at once."""
+FP16_MAX = torch.finfo(torch.float16).max
 WEIGHT_MIN = 2.0**-20
 """Who holds less gives nothing more away before something comes: its neighbours have what it had."""
 
@@ -98,13 +100,20 @@ class Gossip:
         wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift that is not taken within this time is withdrawn, and comes back.
-        Raises SwarmClosed, UsageError (other shapes than before, NaN or Inf); nothing was given or taken then.
+        Raises SwarmClosed, UsageError (other shapes than before; NaN or Inf, or with fp16 beyond 65504); nothing was
+        given or taken then.
         """
         began = clock()
         many = writable_tensors(tensors)
         z = flatten_tensors(many)
-        if not finite(z):
+        largest = largest_of(z)
+        if not math.isfinite(largest):
             raise UsageError("the tensors hold NaN or Inf, which no neighbour would take: nothing was given or taken")
+        if self.codec == "fp16" and largest > FP16_MAX:
+            raise UsageError(
+                f"the tensors hold {largest:g}, and fp16 ends at {FP16_MAX:g}: what it can't say would stay here, and "
+                'grow with each gift. Take codec "bf16" or "fp32"; nothing was given or taken'
+            )
         machine, grid = self._begun(z.numel())
         members = self._members()
         self.t = max([self.t + 1, *(place.t for place in members.values())])
