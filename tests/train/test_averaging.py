@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import statistics
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm.graphs import pairs
 from dlc.errors import ConfigError, DlcError
-from dlc.handover import Handover
+from dlc.handover import Handover, Standing
+from dlc.peer import Peer
+from dlc.report import GossipReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
-from dlc.train import averaging, saver
+from dlc.train import averaging, gifts, saver
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import noloco_step
 from dlc.train.trainer import Trainer
@@ -157,6 +160,70 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     gate.set()
     assert new.all("synced")[0]["t"] == 20 and torch.equal(seen[0], model)
     assert new.all("step")[0]["step"] == 20 * 3, "the schedule is that of the others"
+    assert {s.reason for s in school.summaries()} == {"rounds"}
+
+
+def test_shares_that_may_count_twice_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Steps:
+        """In place of a gossip."""
+
+        t = 0
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def step(self, vector: Tensor, wait_s: float) -> GossipReport:
+            unsure = 0.25 * self.t
+            return GossipReport("g", self.t + 1, 1, {}, {}, {}, 0.0, 1.0, 0.0, unsure, 0.0, 0, 0, 0.0, 0.0)
+
+    monkeypatch.setattr(gifts, "Gossip", Steps)
+    exchange = gifts.Gifts(cast(Peer, None), spec_in(tmp_path))
+    exchange.step(1, torch.zeros(2))
+    assert not caplog.records
+    exchange.step(2, torch.zeros(2))
+    assert "0.25 at most" in caplog.text
+
+
+@pytest.mark.parametrize("heard", ["late", "too late"])
+def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its_own_model(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, heard: str
+) -> None:
+    """It waits for who is listed, though no answer of it came yet; or begins alone, and takes theirs over before it
+    averages."""
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S if heard == "late" else 0.0)
+    spec = spec_in(tmp_path, rounds=40)
+    gate, old = threading.Event(), school.add(Pupil(spec, tmp_path / "0"))
+
+    def hold(event: Event) -> None:
+        if event["event"] == "averaging" and event["t"] == 20:
+            gate.wait(DEADLINE_S)
+
+    old.on_event = hold
+    school.start(old)
+    wait_until(lambda: any(e["t"] == 20 for e in old.all("averaging")), DEADLINE_S, "the old one is ahead")
+    model = old.model()
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    school.acquainted()
+    standings, members, looks = Handover.standings, new.peer.members, [0]
+
+    def told(self: Handover) -> list[Standing]:
+        looks[0] += self._me == new.peer.voter
+        deaf = looks[0] <= 5 if heard == "late" else not new.all("step")
+        return [] if deaf and self._me == new.peer.voter else standings(self)
+
+    monkeypatch.setattr(Handover, "standings", told)
+    if heard == "late":
+        monkeypatch.setattr(new.peer, "members", lambda: [dataclasses.replace(m, alive=False) for m in members()])
+    seen: list[Tensor] = []
+    new.on_event = lambda e: seen.append(new.model()) if e["event"] == "step" and not seen and e["t"] == 20 else None
+    school.start(new)
+    wait_until(lambda: seen, DEADLINE_S, "the newcomer trains on from there")
+    gate.set()
+    alone = [e["step"] for e in new.all("step") if e["t"] < 20]
+    assert alone == ([] if heard == "late" else [0, 1, 2]) and new.all("step")[len(alone)]["step"] == 20 * 3
+    assert [e["tokens"] for e in new.all("work_dropped")] == [spec.tokens_per_round] * (len(alone) // 3)
+    assert (seen[0] - model).norm() < 0.1 * model.norm(), "one step from theirs"
     assert {s.reason for s in school.summaries()} == {"rounds"}
 
 

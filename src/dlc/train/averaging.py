@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 NAME = "train"
 LOOK_S = 5.0
-"""How long a newcomer waits to hear from all living trainers where they stand: each tells it once it has a model."""
+"""How long a newcomer waits to hear from all known trainers where they stand: each tells it once it has a model. One
+that heard of nobody looks again before its first exchange."""
 LOOK_EVERY_S = 0.05
 EXCHANGE_S = 600.0
 """An exchange that has begun ends within this; who dies in it is noticed far sooner."""
@@ -108,6 +109,8 @@ class Averaging:
         self._handover: Handover | None = None
         self._exchange: Exchange | None = None
         self._first_block = first_block(parts.spec.seed, self._peer.id)
+        self._unheard = False
+        """There are others, and none had told where it stands when this peer began."""
         self._t = self._blocks = self._tokens = 0
         self._inner_step = self._diverged = 0
         self._loss_sum = 0.0
@@ -154,20 +157,24 @@ class Averaging:
         pause, end = threading.Event(), self._parts.clock() + LOOK_S
         while True:
             standings = handover.standings()
-            others = {m.id for m in self._peer.members() if m.alive and not (m.left or m.me) and m.role == TRAINER}
+            # one that is not known to live may only not have answered this newcomer yet
+            others = {m.id for m in self._peer.members() if not (m.left or m.me) and m.role == TRAINER}
             if others <= {standing.voter.peer for standing in standings} or self._parts.clock() >= end:
+                self._unheard = bool(others) and not standings
                 return max((standing.t for standing in standings), default=0)
             pause.wait(LOOK_EVERY_S)
 
-    def _take_over(self, handover: Handover) -> None:
+    def _take_over(self, handover: Handover) -> bool:
+        """Whether somebody gave its model; `scratch` is spoilt."""
         t = handover.fetch(self._scratch)
         if t is None:
             log.warning("nobody could give its model: this peer goes on from its own, of step %d", self._t)
-            return
+            return False
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
         self._t = t
         handover.stand(t, self._vector)
+        return True
 
     # ---------------------------------------------------------------- steps
 
@@ -238,6 +245,9 @@ class Averaging:
         assert self._exchange is not None and self._handover is not None
         parts.tell.phase("waiting")
         furthest = max((standing.t for standing in self._handover.standings()), default=0)
+        if self._unheard and furthest > self._t and self._begun_again():
+            return
+        self._unheard = False
         averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
@@ -260,6 +270,20 @@ class Averaging:
             mfu=parts.tell.mfu,
         )
         parts.calls.counted(self._t, stop)
+
+    def _begun_again(self) -> bool:
+        """From the model of the others, whom this peer did not hear of when it began: one that it has trained alone
+        would spoil theirs. False: nobody gives it."""
+        assert self._exchange is not None and self._handover is not None
+        self._unheard = False
+        parts, t, steps = self._parts, self._t, self._inner_step
+        if not self._take_over(self._handover):
+            self._view.gather(self._scratch)
+            return False
+        self._exchange.begin(self._vector)
+        self._inner, self._inner_step, self._loss_sum = parts.engine.inner_loop(), 0, 0.0
+        parts.tell.work_dropped(t, steps, parts.spec.tokens_per_round)
+        return True
 
     # ---------------------------------------------------------------- the end
 

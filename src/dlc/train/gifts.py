@@ -5,6 +5,7 @@ See `dlc.Gossip`. What the inner steps changed since the last exchange enters wi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from dlc.gossip import Gossip
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
 from dlc.train.averaging import NAME, Averaged
+
+log = logging.getLogger(__name__)
 
 
 class Gifts:
@@ -25,6 +28,13 @@ class Gifts:
     def step(self, t: int, vector: Tensor) -> Averaged:
         self._gossip.t = t - 1
         report = self._gossip.step(vector, wait_s=self._wait_s)
+        if report.unsure or report.overdrawn:
+            log.warning(
+                "shares of this model may count twice, of a weight of %.3g at most; %.3g that did is given up: who had "
+                "taken them was gone, or silent for long",
+                report.unsure,
+                report.overdrawn,
+            )
         return Averaged(
             t=report.t,
             partners=tuple(report.took),
