@@ -88,7 +88,7 @@ class Work:
     def __init__(self, peers: str, numel: int, index: int, n: int, patience: float = 1.0) -> None:
         import torch
 
-        from dlc.comm.driver import clock
+        from dlc.comm.clock import clock
         from dlc.comm.timeouts import Timeouts
         from dlc.peer import Peer
 

@@ -54,7 +54,7 @@ class Faulty:
     """Stands between a peer's node and its driver. Everything here runs on the driver thread."""
 
     def __init__(self, node: Any, kind: str) -> None:
-        from dlc.comm.driver import clock
+        from dlc.comm.clock import clock
         from dlc.comm.messages import Contrib
 
         self.node, self.kind, self.clock, self.part = node, kind, clock, Contrib

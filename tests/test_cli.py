@@ -67,6 +67,21 @@ def test_keys_are_valid_and_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(keys) == 2
 
 
+def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
+    """Torch takes seconds to load, on a busy host half a minute."""
+    words = ["key", "join --print-config", "status --peers 127.0.0.1:1 --timeout 0.1"]
+    program = (
+        "import sys, json, dlc.bench.link, dlc.bench.matrix, dlc.bench.serve, dlc.bench.show\n"
+        "from dlc.cli import main\n"
+        f"codes = [main(words.split()) for words in {words}]\n"
+        "print(json.dumps([codes, 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=DEADLINE_S, cwd=tmp_path
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 3], False], done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -132,6 +147,7 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "status --peers 127.0.0.1:1 --key-file nowhere.key",
         "export nowhere --out model",
         "eval model --blocks 0",
+        "eval ./nowhere",
         "bench serve --listen 0.0.0.0:0",
         "bench link --to somewhere",
         "bench link --to 127.0.0.1:1 --streams many",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Bulk, Contrib, Message

@@ -17,7 +17,8 @@ import torch
 
 from dlc import collectives
 from dlc.comm import entries, waiting
-from dlc.comm.driver import SWITCH_NEAR_S, Driver, clock
+from dlc.comm.clock import clock
+from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS

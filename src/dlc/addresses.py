@@ -1,8 +1,9 @@
-"""Addresses as people give them: whom to ask, where to listen, what others dial. Needs neither torch nor a socket."""
+"""Addresses as people give them: whom to ask, where to listen, what others dial. Needs no torch."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Sequence
 
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
@@ -57,3 +58,15 @@ def check_listen(listen: str, guarded: bool) -> None:
             f"listening on {listen} needs a run key, or any stranger could join; give --key-file "
             "(`dlc key > run.key` makes one), or say --insecure on a network that you trust"
         )
+
+
+def outbound_host(host: str) -> str:
+    """The address of the interface that the default route uses; nothing is sent."""
+    v6 = ":" in host
+    target = ("2001:db8::1", 9) if v6 else ("192.0.2.1", 9)
+    with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "::1" if v6 else "127.0.0.1"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dlc.collectives import refuse_sparse
 from dlc.comm.board import DIRECT_MAX
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Arrivals, GossipNews, absorb, after_giving, decoded, encoded
 from dlc.comm.gossip import Gossip as Machine

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.holdings import Holding

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
-import socket
 import threading
 from dataclasses import dataclass
 
-from dlc.addresses import advertised
+from dlc.addresses import advertised, outbound_host
 from dlc.comm.addresses import join_address, on_this_host
-from dlc.comm.driver import Driver, clock
+from dlc.comm.clock import clock
+from dlc.comm.driver import Driver
 from dlc.comm.entries import EMPTY
 from dlc.comm.framing import run_tag
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
@@ -182,15 +182,3 @@ def _unreachable(unheard: tuple[str, ...], failures: dict[str, LinkEvent], timeo
 
 def _tried(unheard: tuple[str, ...], failures: dict[str, LinkEvent]) -> str:
     return ", ".join(f"{a} ({failures[a].detail or failures[a].kind})" if a in failures else a for a in unheard)
-
-
-def outbound_host(host: str) -> str:
-    """The address of the interface that the default route uses; nothing is sent."""
-    v6 = ":" in host
-    target = ("2001:db8::1", 9) if v6 else ("192.0.2.1", 9)
-    with socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "::1" if v6 else "127.0.0.1"

@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.groups import GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import GATHER_BYTES_MAX, GROUP_MAX, Call, GroupFormed, MeetingFailed

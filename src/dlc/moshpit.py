@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import Voter
 from dlc.comm.meetings import BOARD_PREFIX, Call

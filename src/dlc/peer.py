@@ -30,7 +30,8 @@ from dlc.addresses import addresses_of, advertised
 from dlc.channels import has_seat
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
-from dlc.comm.driver import Driver, clock
+from dlc.comm.clock import clock
+from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
 from dlc.comm.entries import LogState
 from dlc.comm.events import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming, LinkEvent

@@ -14,7 +14,7 @@ import dlc.bench.link as link_module
 import dlc.bench.stream as stream_module
 import dlc.bench.transfer as transfer_module
 from dlc.bench.serve import Site
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.security import LinkSecurity
 
 KEYED = LinkSecurity.derive(bytes(32), "")

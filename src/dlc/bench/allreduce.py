@@ -28,8 +28,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.bench.plain import rounded
+from dlc.comm.clock import clock
 from dlc.comm.codecs import get_codec
-from dlc.comm.driver import clock
 from dlc.errors import DlcError, UsageError
 from dlc.peer import Peer
 from dlc.report import RoundReport

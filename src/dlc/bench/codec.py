@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dlc.bench.plain import rounded
 from dlc.comm.allocator import keep_freed_chunks
+from dlc.comm.clock import clock
 from dlc.comm.codecs import CODECS, Codec
-from dlc.comm.driver import clock
 from dlc.errors import UsageError
 from dlc.train.setup import pick_device
 

@@ -22,7 +22,7 @@ from dlc.bench.plain import rounded
 from dlc.bench.stream import Stream, new_block
 from dlc.bench.transfer import Transfer, median, percentile
 from dlc.comm.allocator import keep_freed_chunks
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.security import LinkSecurity
 from dlc.errors import UsageError
 

@@ -21,7 +21,7 @@ from dlc.bench.link import Budget
 from dlc.bench.plain import rounded
 from dlc.bench.schedule import turns
 from dlc.bench.stream import AUTH_FAILURES, BUSY_S, OPEN_S, Stopped, wrong_key
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent

@@ -16,7 +16,7 @@ from dlc.bench.link import Budget, measure
 from dlc.bench.stream import new_block
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.allocator import keep_freed_chunks
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming, Route

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dlc.bench.limits import TAG
 from dlc.bench.transfer import STALL_S, Pinger, Transfer
 from dlc.comm.addresses import join_address, parse_address
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dlc.addresses import addresses_of, advertised, check_listen
+from dlc.addresses import addresses_of, advertised, check_listen, outbound_host
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.places import key_file, run_key
 from dlc.comm.addresses import join_address, parse_address
@@ -170,7 +170,7 @@ def _security(args: argparse.Namespace) -> LinkSecurity | None:
 
 
 def _check_place(args: argparse.Namespace, has_key: bool) -> None:
-    """Where this host listens, and what others dial, before torch is loaded."""
+    """Where this host listens, and what others dial."""
     check_listen(args.listen, has_key or args.insecure)
     if args.advertise:
         advertised(args.advertise, parse_address(args.listen)[1])
@@ -238,7 +238,7 @@ def _interruptible() -> Iterator[threading.Event]:
 def _serve(args: argparse.Namespace) -> int:
     security = _security(args)
     check_listen(args.listen, security is not None or args.insecure)
-    from dlc.bench.serve import Site  # torch, here and below only now that the options are known to be right
+    from dlc.bench.serve import Site
 
     site = Site(args.listen, security, args.insecure)
     try:
@@ -330,8 +330,6 @@ def _own_site(args: argparse.Namespace, security: LinkSecurity | None) -> Iterat
 def _advertised(site: Site, given: str | None) -> str:
     import ipaddress
 
-    from dlc.joining import outbound_host
-
     if given:
         return join_address(*advertised(given, site.port))
     host = outbound_host(site.host) if ipaddress.ip_address(site.host).is_unspecified else site.host
@@ -343,7 +341,7 @@ def _allreduce(args: argparse.Namespace) -> int:
         raise UsageError("--links, --n-peers, --listen and --advertise go with --peers, not with --local")
     peers, key = addresses_of(args.peers or ()), run_key(args.key_file)
     _check_place(args, key is not None)
-    import torch
+    import torch  # takes seconds, so only now that the options are known to be right
     from rich.console import Console
 
     from dlc.bench import allreduce, show

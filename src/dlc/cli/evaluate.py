@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import STDLIB, DataSpec
+from dlc.train.shelf import model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +49,8 @@ def evaluate_model(args: argparse.Namespace) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
+    if not os.path.exists(os.path.expanduser(args.model)):
+        model_folder(args.model)
 
     from transformers.utils.logging import disable_progress_bar
 

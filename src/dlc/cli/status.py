@@ -24,7 +24,7 @@ WIDTHS = {"peer": 0, "address": 64, "state": 0, "round": 30, "step": 38, "tokens
 def show_status(args: argparse.Namespace) -> int:
     """Print the members as a table, or as a JSON list."""
     peers, key = addresses_of(args.peers), run_key(args.key_file)
-    from dlc.survey import status  # torch, only now that the options are known to be right
+    from dlc.survey import status
 
     members = status(peers, key=key, run=args.run, timeout_s=args.timeout)
     if args.json:

@@ -4,8 +4,8 @@
     transport.poll ── frames ──> decode ─┼─> machine.receive / tick / commands ──> effects ──> transport
     clock ───────────────────────────────┘                └─> next_bulk, pulled while a link has room
 
-Nothing else in `comm/` knows threads or time. Malformed frames are counted and dropped; an error inside the machine
-stops the driver and is given to everybody who waits on it, because a peer whose state is in doubt must not vote.
+Nothing else in `comm/` knows threads, or reads the clock. Malformed frames are counted and dropped. An error inside the
+machine stops the driver and is given to all who wait on it, because a peer whose state is in doubt must not vote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -25,6 +24,7 @@ import torch
 
 from dlc.comm.addresses import on_this_host
 from dlc.comm.allocator import keep_freed_chunks
+from dlc.comm.clock import clock
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
@@ -61,12 +61,6 @@ HELD_BACK_MAX = 4096
 """Messages that came meanwhile and are not for then; more wait in their sockets, and nobody's ping is answered."""
 RECENT_BULK_MAX = 8
 """Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
-
-
-def clock() -> float:
-    """Monotonic seconds that go on while the host sleeps, where the system has such a clock."""
-    boottime = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.clock_gettime(boottime) if boottime is not None else time.monotonic()
 
 
 class Driven(Protocol):

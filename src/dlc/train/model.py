@@ -10,7 +10,6 @@ repository is run, and no pickled weights are read. The caller's random state is
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from torch import nn
 
 from dlc.errors import ConfigError, UsageError
 from dlc.train.checkpoint import save_model_folder
+from dlc.train.shelf import model_folder
 from dlc.train.tokens import Tokenizer
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""What can be a name on the hub; everything else is a path."""
 ModelSpec = Mapping[str, Any] | str | Path
 """Fields of a `transformers` config with `model_type` among them; or the path of a local model folder."""
 
@@ -81,17 +79,12 @@ def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True,
 
     UsageError: there is no such model, it is damaged, or the hub cannot be reached.
     """
-    folder = Path(name).expanduser()
-    local = isinstance(name, Path) or folder.exists() or not HUB_NAME.fullmatch(str(name))
-    if local and not folder.is_dir():
-        raise UsageError(f"no model folder at {folder}; give a folder written by save_pretrained")
-    if local and not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} holds no config.json; give a folder written by save_pretrained")
-    where = {"local_files_only": True} if local else {"revision": revision or None}
+    folder = model_folder(name)
+    where = {"revision": revision or None} if folder is None else {"local_files_only": True}
     try:
-        return _trainable(_load(str(folder) if local else str(name), where, pretrained, seed))
+        return _trainable(_load(str(folder or name), where, pretrained, seed))
     except Exception as e:  # a cut weight file, missing keys, no network, an unknown architecture: each another class
-        if local:
+        if folder is not None:
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
         raise UsageError(
             f"the model {name!r} of the Hugging Face hub cannot be loaded: {_first_line(e)}; where there is no "

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlc.comm.driver import clock
+from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, RoundTimeout

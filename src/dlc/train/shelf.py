@@ -1,23 +1,27 @@
-"""Where checkpoint files lie, what they would hold as a model, and whether a disk has room: all without torch."""
+"""Where checkpoint files and models lie, what a file would hold as a model, and whether a disk has room: all without
+torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from dlc.errors import CheckpointError
+from dlc.errors import CheckpointError, UsageError
 
 FOLDER, NAMES = "checkpoints", "t-*.safetensors"
 META = "dlc_meta"
 """The caller's meta data, as JSON, in the header of a file."""
 HEADER_BYTES_MAX = 100 << 20
 """As the format has it."""
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""What can be a name on the hub; everything else is a path."""
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -43,6 +47,21 @@ def file_of(path: Path) -> Path:
             raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
         return newest_first(found)[0]
     return path
+
+
+def model_folder(name: str | Path) -> Path | None:
+    """The folder of the model `name`; None: it is a string that can be a name on the hub, and nothing lies there.
+
+    UsageError: there is no such folder, or no model in it.
+    """
+    folder = Path(name).expanduser()
+    if not (isinstance(name, Path) or os.path.exists(folder)) and HUB_NAME.fullmatch(name):
+        return None
+    if not folder.is_dir():
+        raise UsageError(f"no model folder at {folder}; give a folder written by save_pretrained")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} holds no config.json; give a folder written by save_pretrained")
+    return folder
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
