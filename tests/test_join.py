@@ -113,6 +113,36 @@ def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host
     assert alone.exit_code() == 2 and "an observer founds no run" in alone.log()
 
 
+def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
+    """By its RUN.toml; who has none is told by who has."""
+    at, key = free_addresses(2), ["--key-file", str(host.key)]
+    three = ["--config", host.config(rounds=3), *key]
+    both = [host.start(name, *three, "--listen", at[i], "--peers", at[1 - i]) for i, name in enumerate("ab")]
+    assert [process.event("end")["t"] for process in both] == [3, 3]
+    assert [process.exit_code() for process in both] == [0, 0]
+
+    over = host.start("a", *three, "--found")
+    assert over.exit_code() == 0 and not over.all("step")
+    assert "the run has had its rounds: to train on, raise rounds in RUN.toml" in over.log()
+
+    a = host.start("a", "--config", host.config(rounds=0), *key, "--listen", at[0], "--found")
+    b = host.start("b", *key, "--peers", at[0])
+    b.event("round", counted=True)
+    for process in (a, b):
+        process.signal(signal.SIGINT)
+    assert [process.exit_code() for process in (a, b)] == [0, 0]
+    for process in (a, b):
+        assert process.event("synced")["t"] >= 3 and process.event("step")["t"] >= 3
+    said = (host.folder / "b.log").read_text()
+    assert "going on from round 3" in said and "rounds: 0 now, 3 then" in said
+
+    last = b.event("end")["t"]
+    shorter = host.start("b", "--resume", str(host.folder / "b"), "--rounds", str(last - 1), *key)
+    assert shorter.exit_code() == 2 and "is past the end of this run" in shorter.log()
+    longer = host.start("b", "--resume", str(host.folder / "b"), "--rounds", str(last + 1), *key, "--found")
+    assert longer.exit_code() == 0 and longer.event("end")["t"] == last + 1 and longer.event("step")["t"] == last
+
+
 def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:
     founder = host.start("founder", "--config", host.config(rounds=0), "--key-file", str(host.key))
     address = "127.0.0.1:" + founder.event("started")["address"].rpartition(":")[2]
@@ -123,6 +153,7 @@ def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:
     differs = host.start("differs", "--peers", address, "--key-file", str(host.key), "--config", host.config(rounds=7))
     assert stranger.exit_code() == 3 and "refused our run key" in stranger.log()
     assert differs.exit_code() == 3 and "rounds: 7 here, 0 there" in differs.log()
+    assert "to give the run another length, stop all of its peers" in differs.log()
     assert not stranger.events and not differs.events
 
 

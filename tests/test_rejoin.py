@@ -560,10 +560,11 @@ def test_a_stopped_swarm_goes_on_from_the_newest_state_with_other_peers(tmp_path
     assert all(saved.image.tobytes() == same[saved.t] for saved in ends)
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["stopped", "killed", "moved"])
 def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_path: Path, how: str) -> None:
     """Nobody is given an address. Killed: each waits for the two others. Stopped one by one: the last one, which saw
-    the others leave, goes on, and they find it. One run either way, from the newest of their states."""
+    the others leave, goes on, and they find it. Moved: killed, and two come back at other addresses, to the one that
+    looks for them where they were. One run each time, from the newest of their states."""
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 50)
     config = tmp_path / "RUN.toml"
@@ -575,7 +576,7 @@ def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_pat
     for training in first.values():
         training.reach(2)
     folders = {w: tmp_path / w for w in at}
-    if how == "killed":
+    if how != "stopped":
         for w in at:
             folders[w] = tmp_path / "disk" / w
             wait_until(lambda w=w: copy_of_running(tmp_path / w, folders[w]) or newest(folders[w], spec) is not None)
@@ -584,7 +585,9 @@ def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_pat
     saved = [found.t for w in at if (found := newest(folders[w], spec)) is not None]
     assert len(saved) == 3
 
-    again = {w: Training(folders[w], spec, at[w], ()) for w in at}
+    again = {"a": Training(folders["a"], spec, at["a"], ())}
+    now = dict(zip("bc", free_addresses(2), strict=True)) if how == "moved" else at
+    again |= {w: Training(folders[w], spec, now[w], [at["a"]] if how == "moved" else ()) for w in "bc"}
     for training in again.values():
         training.reach(max(saved) + 2)
     ends = [training.end() for training in again.values()]

@@ -20,10 +20,11 @@ from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError
 from dlc.peer import Peer, Resume
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
 from dlc.statedir import StateDir
 from dlc.train import phases, saver
 from dlc.train.saver import Saved
+from dlc.train.setup import schedule_of
 from dlc.train.trainer import Summary, Trainer
 
 ROUNDS, AT, H = 5, 2, 3
@@ -128,6 +129,71 @@ def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_r
     assert ranges[0][0][0].lo == ROUNDS * spec.blocks_per_round  # every block before it was trained once
 
 
+def test_a_run_that_is_over_is_given_more_rounds_bit_for_bit(tmp_path: Path) -> None:
+    """With the end of the schedule named, it is as if it had been of that length from the beginning."""
+    spec = spec_in(tmp_path)
+    inner = dataclasses.replace(spec.inner, total_steps=ROUNDS * H)
+    outer = OuterSpec(schedule="cosine", total_rounds=ROUNDS)
+    spec = dataclasses.replace(spec, inner=inner, outer=outer)
+    StateDir(tmp_path / "a").close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # the dropout is the peer's own
+    whole, end = train(tmp_path / "a", spec)
+    short = dataclasses.replace(spec, rounds=AT)
+    train(tmp_path / "b", short)
+    saved = saver.newest(tmp_path / "b", spec)
+    assert saved is not None and saved.spec == short and saved.t == AT
+    rest, same_end = train(tmp_path / "b", spec, saved)
+    assert losses(rest) == losses(whole, since=AT) and len(rest) == (ROUNDS - AT) * H
+    assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
+    newest = saver.newest(tmp_path / "b", spec)
+    assert newest is not None and newest.spec == spec and newest.t == ROUNDS
+
+
+def test_a_schedule_that_ends_with_the_run_is_stretched(tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec_in(tmp_path), outer=OuterSpec(schedule="cosine"))
+    train(tmp_path, dataclasses.replace(spec, rounds=AT))
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None
+    rest, end = train(tmp_path, spec, saved)
+    rates = [schedule_of(spec)(step) for step in range(AT * H, ROUNDS * H)]
+    assert [step["lr"] for step in rest] == rates and end.t == ROUNDS
+
+
+def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    saver.Saver(tmp_path, spec, {}).save(Frozen(5, tokens=500.0), saver.Local({}))
+    path = named(tmp_path, spec, 5)
+
+    def found(**changes: Any) -> Path | None:
+        saved = saver.newest(tmp_path, dataclasses.replace(spec, **changes))
+        return saved.path if saved is not None else None
+
+    inner = dataclasses.replace(spec.inner, total_steps=99)
+    assert [found(rounds=rounds) for rounds in (6, 0, 5)] == [path] * 3
+    assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == path
+    assert found(rounds=6, outer=OuterSpec(total_rounds=99)) == path
+    assert not caplog.text
+    for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
+        assert found(**changes) is None and f"{path} is past the end of this run" in caplog.text
+        with pytest.raises(CheckpointError, match="saved after round 5 and 500 tokens"):
+            saver.chosen(path, dataclasses.replace(spec, **changes))
+        caplog.clear()
+    for changes in ({"rounds": 6, "seed": 1}, {"rounds": 6, "sync_every": 2 * H}):
+        assert found(**changes) is None and not caplog.text
+        with pytest.raises(CheckpointError, match="rounds: 6 here, 5 there"):
+            saver.chosen(path, dataclasses.replace(spec, **changes))
+
+    saver.Saver(tmp_path, dataclasses.replace(spec, rounds=9), {}).save(Frozen(7), saver.Local({}))
+    longest = dataclasses.replace(spec, rounds=20)
+    for number, (newer, t) in enumerate([(spec, 5), (dataclasses.replace(spec, rounds=9), 7)], 1):
+        os.utime(named(tmp_path, newer, t), (10**10 + number, 10**10 + number))
+        assert found(rounds=20) == named(tmp_path, newer, t), "the one that was written to last"
+    aside = saver.set_later_aside(tmp_path, saver.chosen(path, longest), longest)
+    assert aside is None and found(rounds=20) is not None
+
+
 def test_what_stays_on_the_disk_and_what_is_chosen(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     train(tmp_path / "a", spec)
@@ -142,11 +208,16 @@ def test_what_stays_on_the_disk_and_what_is_chosen(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"seed: 7 here, 0 there"):
         saver.chosen(kept[0], dataclasses.replace(spec, seed=7))
 
-    aside = saver.set_later_aside(folder, saver.chosen(kept[1], spec))
-    assert aside is not None and sorted(path.name for path in aside.iterdir()) == [p.name for p in kept[2:]]
-    assert saver.set_later_aside(folder, saver.chosen(kept[1], spec)) is None
+    aside = saver.set_later_aside(folder, saver.chosen(kept[1], spec), spec)
+    assert aside is not None and sorted(path.name for path in aside.glob("*/*")) == [p.name for p in kept[2:]]
+    assert saver.set_later_aside(folder, saver.chosen(kept[1], spec), spec) is None
     newest = saver.newest(folder, spec)
     assert newest is not None and newest.path == kept[1]
+    longer = dataclasses.replace(spec, rounds=ROUNDS + 1)
+    saver.Saver(folder, longer, {}).save(Frozen(ROUNDS + 1), saver.Local({}))
+    assert saver.set_later_aside(folder, saver.chosen(kept[1], longer), longer) is not None
+    newest = saver.newest(folder, longer)
+    assert newest is not None and newest.path == kept[1], "not the later one of the longer run"
 
 
 def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:

@@ -32,6 +32,22 @@ SAY_EVERY_S = 5.0
 """How often a joiner says whom it still waits for."""
 
 
+class OtherSpec(SpecMismatch):
+    """The run that was found has another RunSpec than the one that was given."""
+
+    def __init__(self, mine: RunSpec, theirs: RunSpec) -> None:
+        super().__init__(mine, theirs)
+        self.mine, self.theirs = mine, theirs
+
+    def __str__(self) -> str:
+        fields = "\n  ".join(self.mine.differences(self.theirs))
+        said = "the swarm runs another RunSpec; leave out --config to take the swarm's, or mend these fields:\n  "
+        if not self.mine.same_but_length(self.theirs):
+            return said + fields
+        how = "to give the run another length, stop all of its peers, and start one with the new RUN.toml first"
+        return f"{said}{fields}\n{how}"
+
+
 @dataclass(frozen=True)
 class Introduction:
     """Who this process is, and where it listens."""
@@ -141,10 +157,7 @@ def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:
     if theirs is not None and run is not None and theirs.run != run:
         raise SpecMismatch(f"the peers belong to the run {theirs.run!r}, not to {run!r}")
     if theirs is not None and spec is not None and theirs.hash != spec.hash:
-        fields = "\n  ".join(spec.differences(theirs))
-        raise SpecMismatch(
-            f"the swarm runs another RunSpec; leave out --config to take the swarm's, or mend these fields:\n  {fields}"
-        )
+        raise OtherSpec(spec, theirs)
     if theirs is not None:
         return theirs
     if spec is not None:

@@ -95,6 +95,8 @@ class Peer(Unpicklable, Collectives):
         self._listeners: list[Callable[[ServiceNews], None]] = []
         """Told on the driver thread what services say."""
         self._watch: MemberWatch | None = None
+        self._former: dict[str, str] = {}
+        """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -154,14 +156,19 @@ class Peer(Unpicklable, Collectives):
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
         ident = f"{voter.peer}.{voter.inc}".encode()
         # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
-        awaited = _known_addresses(state) if resume is not None and not listed and not found else listed
+        former = known_addresses(state) if resume is not None and not listed and not found else {}
+        awaited = tuple(former.values()) if former else listed
         transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=_bulk_port(listen))
         intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
         driver = Driver(transport, voter, lambda event: None)
         peer = cls(driver, intro, on_event)
+        peer._former = former
         own = spec.to_bytes() if spec is not None else b""
         founds = RunSpec().run if not listed else ""
-        run_name, known = run or (spec.run if spec else founds), () if found else _known_addresses(state)[:KNOWN_MAX]
+        run_name, known = (
+            run or (spec.run if spec else founds),
+            () if found else tuple(known_addresses(state).values())[:KNOWN_MAX],
+        )
         lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
@@ -448,6 +455,8 @@ class Peer(Unpicklable, Collectives):
         if isinstance(event, RoundDone | ContributionDropped):
             self._over(event)
         elif isinstance(event, MemberUp | MemberDown | MemberLeft):
+            if isinstance(event, MemberUp):
+                self._came(event.voter.peer)
             if self._watch is not None:
                 self._watch.tell(event)
         elif isinstance(event, SelfReplaced):
@@ -468,6 +477,12 @@ class Peer(Unpicklable, Collectives):
         with self._changed:
             self._changed.notify_all()
 
+    def _came(self, peer: str) -> None:
+        """Who was to answer at an address is here, and may have another one now."""
+        address = self._former.pop(peer, None)
+        if address is not None and self._node is not None:
+            self._node.slot.answers.setdefault(address, peer)
+
 
 def _why(waiting: Waiting) -> str:
     return waiting_text(waiting.reason, waiting.peers, waiting.left_s, waiting.waited_s, waiting.advice)
@@ -479,18 +494,18 @@ def _leave(peer: weakref.ref[Peer]) -> None:
         left.leave()
 
 
-def _known_addresses(state: PeerState) -> tuple[str, ...]:
-    """Where those were that this peer knew and that had not left: whom it looks for when it starts again."""
-    found: list[str] = []
-    for known in state.load_address_book().values():
+def known_addresses(state: PeerState) -> dict[str, str]:
+    """By peer id, where those were that this peer knew, but for those that left: whom it looks for when it starts."""
+    found: dict[str, str] = {}
+    for peer, known in state.load_address_book().items():
         try:
             address = known["addresses"][0]
             parse_address(address)
         except (TypeError, KeyError, IndexError, AttributeError, UsageError):
             continue  # not of our making
         if not known.get("left"):
-            found.append(address)
-    return tuple(found)
+            found[peer] = address
+    return found
 
 
 def _bulk_port(listen: str) -> int:

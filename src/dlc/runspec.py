@@ -48,6 +48,8 @@ OUTER_CLIPS = ("none", "median")
 OUTER_SCHEDULES = ("constant", "cosine", "linear")
 ROUNDS_MAX = (1 << 32) - 1
 """Rounds of a schedule: four bytes in a state image."""
+LENGTH = ("rounds", "tokens", "inner.total_steps", "outer.total_rounds")
+"""Options that say how long a run is: runs that differ in nothing else can go on from each other's checkpoints."""
 MODEL_KINDS = ("config", "path", "hub")
 BYTES = "bytes"
 """Name of the byte-level tokenizer."""
@@ -354,7 +356,7 @@ class RunSpec:
     2e9 parameters). The library's own all-reduces take smaller ones for short vectors."""
     rounds: int = 0
     """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
-    the first reached ends it."""
+    the first reached ends it. Once all peers have stopped, both may be changed, and the run goes on."""
     tokens: int = 0
     """The run ends with the round that reaches this many tokens, all peers together. 0: no such limit. With neither
     limit the run is endless."""
@@ -425,6 +427,13 @@ class RunSpec:
     def exchanges(self) -> int:
         """Rounds after which the run ends, each fragment's counted; 0: no such limit."""
         return self.rounds * self.fragments
+
+    def over(self, t: int, tokens: float) -> str | None:
+        """Which limit a run has reached that is past round `t` (each fragment's counted), and has trained so many
+        tokens: "rounds", "tokens" or None."""
+        if self.exchanges and t >= self.exchanges:
+            return "rounds"
+        return "tokens" if self.tokens and tokens >= self.tokens else None
 
     @property
     def blocks_per_step(self) -> int:
@@ -511,15 +520,20 @@ class RunSpec:
 
         return tomli_w.dumps(self.to_dict())
 
-    def differences(self, other: RunSpec) -> list[str]:
+    def differences(self, other: RunSpec, mine: str = "here", theirs: str = "there") -> list[str]:
         """One line per differing option, such as "inner.lr: 0.001 here, 0.002 there"; empty if equal."""
+        differ = self._differing(other).items()
+        return [f"{name}: {here} {mine}, {there} {theirs}" for name, (here, there) in differ]
+
+    def same_but_length(self, other: RunSpec) -> bool:
+        """Whether they differ in nothing but `LENGTH`."""
+        return set(self._differing(other)) <= set(LENGTH)
+
+    def _differing(self, other: RunSpec) -> dict[str, tuple[str, str]]:
+        """By option: what it is here, and there."""
         here, there = options.flatten(self.to_dict()), options.flatten(other.to_dict())
-        names = [*here, *(name for name in there if name not in here)]
-        return [
-            f"{name}: {_shown(here, name)} here, {_shown(there, name)} there"
-            for name in names
-            if _shown(here, name) != _shown(there, name)
-        ]
+        both = {name: (_shown(here, name), _shown(there, name)) for name in {**here, **there}}
+        return {name: (mine, theirs) for name, (mine, theirs) in both.items() if mine != theirs}
 
 
 def _sorted(plain: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -22,7 +23,7 @@ from dlc.train.gradients import Gradients
 from dlc.train.inner import InnerLoop
 from dlc.train.joint import GRADIENT_SCALE, NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
 from dlc.train.phases import DIVERGED_MAX
-from dlc.train.setup import inner_loop_of, model_of
+from dlc.train.setup import inner_loop_of, model_of, schedule_of
 from tests.helpers import wait_until
 from tests.train.fake_peer import FakePeer
 from tests.train.school import DEADLINE_S, Pupil, School
@@ -268,6 +269,25 @@ def test_a_checkpoint_brings_the_moments_back(tmp_path: Path) -> None:
     peer.open = opened  # type: ignore[method-assign]
     rest.go()
     assert torch.equal(rest.params(), whole.params())
+
+
+def test_more_steps_than_a_run_had_go_on_from_its_state(tmp_path: Path) -> None:
+    """Its schedule is part of the state's image, and follows the run's new length."""
+    spec = spec_in(tmp_path)
+    for before in (0, 3):
+        short = dataclasses.replace(spec, rounds=before)
+        folder = tmp_path / f"after-{before}"
+        first = Run(FakePeer(short), folder)
+        first.on_step = {3: first.stop.set} if not before else {}
+        first.go()
+        saved = saver.newest(folder, spec)
+        assert saved is not None and saved.spec == short and saved.t == 3
+        rest = Run(FakePeer(spec), folder, resume=saved)
+        assert rest.go().t == spec.rounds and len(rest.peer.counted) == spec.rounds - 3
+        schedule = schedule_of(spec)
+        assert [event["lr"] for event in rest.all("step")] == pytest.approx(
+            [schedule(step) for step in range(3, spec.rounds)]
+        )
 
 
 def test_who_is_to_stop_takes_back_what_waits_for_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
     options ──> RunSpec, key, state directory ──> Peer.join(hold) ──> Trainer.run ──> events ──> sinks
 
-A peer that starts again in its state directory goes on from its newest checkpoint (`--resume auto`); those of other
-runs are left alone. `--resume never` sets all of them aside, `--resume PATH` goes on from that one and no other.
+A peer that starts again in its state directory goes on from its newest checkpoint (`--resume auto`), even where the run
+has another length now; those of other runs are left alone. `--resume never` sets all of them aside, `--resume PATH`
+goes on from that one and no other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
+from dlc.strategyspec import WITHOUT_LOG
 from dlc.train.shelf import file_of
 
 if TYPE_CHECKING:
@@ -61,11 +63,11 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)
-    named = None if args.resume in (AUTO, NEVER) else _named_checkpoint(args.resume, spec)
-    if named is not None:
-        spec = named.spec
+    named = None
+    if args.resume not in (AUTO, NEVER):
+        named, spec = _named_checkpoint(args, spec)
     if spec is None and not args.peers:
-        spec = RunSpec()
+        spec = RunSpec() if named is None else named.spec
     state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
     try:
         with site.leading(args, rank) as group:
@@ -106,10 +108,16 @@ def _make(folder: Path, option: str) -> None:
         raise UsageError(f"{option} {folder} cannot be written: {error.strerror or error}") from None
 
 
-def _named_checkpoint(path: str, spec: RunSpec | None) -> Saved:
+def _named_checkpoint(args: argparse.Namespace, spec: RunSpec | None) -> tuple[Saved, RunSpec | None]:
+    """The one of --resume, and what the options say of the run that goes on from it: --rounds alone, its length."""
     from dlc.train import saver
 
-    return saver.chosen(Path(path).expanduser(), spec)
+    saved = saver.chosen(Path(args.resume).expanduser(), None)
+    if args.config is None and spec is not None:
+        spec = _with_rounds(saved.spec, args.rounds)
+    if spec is not None:
+        saver.demand_way(saved, spec)
+    return saved, spec
 
 
 def _take_part(
@@ -139,9 +147,22 @@ def _take_part(
             take_part = help_out if args.role == HELPER else look_on
             take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
-        if named is not None and (aside := saver.set_later_aside(state.path, named)) is not None:
+        if named is not None and (aside := saver.set_later_aside(state.path, named, peer.spec)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)
+        if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
+            _tell_awaited(state)
         _train(args, peer, state.path, saved, events, interrupts, group)
+
+
+def _tell_awaited(state: StateDir) -> None:
+    from dlc.peer import known_addresses
+
+    if known := known_addresses(state):
+        log.info(
+            "no --peers are given: looking for those that this peer knew when it stopped, at %s, or for them to come "
+            "here; --found goes on without them",
+            ", ".join(known.values()),
+        )
 
 
 def _join_swarm(
@@ -151,7 +172,8 @@ def _join_swarm(
     saved: Saved | None,
     events: queue.SimpleQueue[object],
 ) -> tuple[Peer, Saved | None]:
-    """The peer, and the checkpoint it goes on from, if it belongs to the swarm's run."""
+    """The peer, and the checkpoint it goes on from, if it leads to the swarm's run."""
+    from dlc.joining import OtherSpec
     from dlc.peer import Peer, Resume
 
     def attempt(spec: RunSpec | None, saved: Saved | None) -> Peer:
@@ -176,9 +198,13 @@ def _join_swarm(
         return attempt(spec, saved), saved
     try:
         return attempt(saved.spec, saved), saved
-    except SpecMismatch:
-        log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
-        return attempt(None, None), None
+    except SpecMismatch as error:
+        if isinstance(error, OtherSpec) and saved.leads_to(error.theirs):
+            return attempt(error.theirs, saved), saved
+        if args.resume != AUTO:
+            raise
+    log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
+    return attempt(None, None), None
 
 
 def _train(
@@ -277,15 +303,30 @@ def _tell_start(
     log.info("peer %s at %s, run %r, on %s; state in %s", peer.id[:8], peer.address, peer.run, args.device, folder)
     log.info("others join with:  %s", line)
     if saved is not None:
-        log.info("going on from round %d, checkpoint %s", saved.t, saved.path)
+        _tell_resumed(peer.spec, saved)
+
+
+def _tell_resumed(spec: RunSpec, saved: Saved) -> None:
+    from dlc.train.schedules import changed
+
+    log.info("going on from round %d, checkpoint %s", saved.t, saved.path)
+    if saved.spec != spec:
+        log.info("the run has another length than then: %s", "; ".join(spec.differences(saved.spec, "now", "then")))
+        for sentence in changed(saved.spec, spec, saved.t):
+            log.warning("%s", sentence)
+    elif limit := spec.over(saved.t, saved.tokens):
+        log.info("the run has had its %s: to train on, raise %s in RUN.toml, on every peer", limit, limit)
 
 
 def _given_spec(args: argparse.Namespace) -> RunSpec | None:
     """The RunSpec that the options name; None if they name none."""
     if args.config is None and args.rounds is None:
         return None
-    spec = RunSpec() if args.config is None else RunSpec.from_toml(args.config)
-    return spec if args.rounds is None else dataclasses.replace(spec, rounds=args.rounds)
+    return _with_rounds(RunSpec() if args.config is None else RunSpec.from_toml(args.config), args.rounds)
+
+
+def _with_rounds(spec: RunSpec, rounds: int | None) -> RunSpec:
+    return spec if rounds is None else dataclasses.replace(spec, rounds=rounds)
 
 
 def default_listen(peers: tuple[str, ...], has_key: bool, insecure: bool) -> str:

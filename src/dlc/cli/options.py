@@ -125,11 +125,21 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     swarm.add_argument(
         "--advertise", type=given, metavar="HOST[:PORT]", help="address that others dial; default: found out"
     )
-    swarm.add_argument("--found", action="store_true", help="found the run even if not all of --peers answer")
+    swarm.add_argument(
+        "--found",
+        action="store_true",
+        help="found the run, or go on from a checkpoint, even if not all of --peers (or of those that it knew when it "
+        "stopped) answer",
+    )
     swarm.add_argument("--join-timeout", type=seconds, metavar="S", help="give up after S seconds; default: never")
     run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")
     run.add_argument("--config", type=path, metavar="RUN.toml", help="options of the run; see --print-config")
-    run.add_argument("--rounds", type=count, metavar="R", help="end with this many rounds; overrides --config")
+    run.add_argument(
+        "--rounds",
+        type=count,
+        metavar="R",
+        help="end with this many rounds; overrides --config, and the checkpoint of --resume",
+    )
     run.add_argument("--print-config", action="store_true", help="print all options of the run, and exit")
     here = join.add_argument_group("this peer")
     here.add_argument("--state-dir", type=path, metavar="DIR", help="identity, checkpoints, model; default: a free one")
@@ -138,8 +148,9 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         type=given,
         default="auto",
         metavar="auto|never|PATH",
-        help="auto (default): go on from the run's newest checkpoint in the state directory; never: set all that are "
-        "there aside; PATH: go on from this checkpoint, or the newest in this folder",
+        help="auto (default): go on from the newest checkpoint in the state directory that is of this run, or of one "
+        "that differs in its length only (rounds, tokens, inner.total_steps, outer.total_rounds); never: set all that "
+        "are there aside; PATH: go on from this checkpoint, or the newest in this folder",
     )
     here.add_argument(
         "--role",

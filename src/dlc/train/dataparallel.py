@@ -86,7 +86,7 @@ class DataParallel:
     def open(self, saved: Saved | None) -> Position:
         parts, spec = self._parts, self._parts.spec
         if saved is not None:
-            self.state.restore(saved.image)
+            self.state.restore(saved.image, any_end=saved.spec != spec)
             load_random_state(saved.rng, parts.engine.device)
         parts.peer.open(
             CHANNEL,

@@ -45,6 +45,9 @@ IMAGE_HEADER = struct.Struct("<8sIIQQ4I6d8s24x")
 """magic, version, reserved, t, numel, what `_hyperparameters` names, and how the model is cut into fragments; 128
 bytes, so that theta is aligned."""
 HYPERPARAMETERS = "optimizer schedule warmup_rounds total_rounds lr min_lr_ratio momentum beta1 beta2 eps".split()
+SCHEDULE_END = ("schedule", "total_rounds")
+"""Those that follow from the length of a run: the inner schedule of data-parallel training is constant in an endless
+one."""
 
 
 def pseudo_gradient(theta: Tensor, local: Tensor, out: Tensor) -> Tensor:
@@ -231,9 +234,10 @@ class OuterState:
                     out[a - start : b - start] = part[a - at : b - at]
                 at += part.nbytes
 
-    def restore(self, image: memoryview | bytes) -> None:
+    def restore(self, image: memoryview | bytes, any_end: bool = False) -> None:
         """Become the state of `image`; CheckpointError, with nothing changed, where it belongs to another run.
 
+        any_end: the schedule there may have another end, or none; from now on it is that of this state.
         A writable image is not copied where its byte order is ours: its memory is the state's from now on.
         """
         view = memoryview(image).cast("B")
@@ -246,7 +250,10 @@ class OuterState:
             raise CheckpointError(f"the state image holds {numel} parameters, this model {self.size}")
         mine = _hyperparameters(self.spec)
         pairs = zip(HYPERPARAMETERS, _named(theirs), _named(mine), strict=True)
-        differ = [f"{name} {there!r}, here {here!r}" for name, there, here in pairs if there != here]
+        free = SCHEDULE_END if any_end else ()
+        differ = [
+            f"{name} {there!r}, here {here!r}" for name, there, here in pairs if there != here and name not in free
+        ]
         if differ:
             raise CheckpointError(f"the state image is of another outer step: {'; '.join(differ)}")
         if cut != self.fragments.fingerprint:

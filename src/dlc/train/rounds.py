@@ -59,7 +59,7 @@ class Rounds:
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
         if saved is not None:
-            self.outer.state.restore(saved.image)
+            self.outer.state.restore(saved.image, any_end=saved.spec != spec)
             self.phases.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
         return self.outer.open(

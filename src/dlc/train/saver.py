@@ -13,8 +13,9 @@ The log holds the position in the data (the leases, and how far each is committe
 the round. So one peer that goes on from a round's end trains on as if it had never stopped, bit for bit on the CPU.
 
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
-have folders of their own, so a peer only ever resumes what it would have trained. Writing may fail (a full disk): that
-is logged, the older checkpoints stay, and training goes on.
+have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its
+length (`runspec.LENGTH`): that is how a run gets more rounds. Writing may fail (a full disk): that is logged, the older
+checkpoints stay, and training goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, keep_last, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, file_of, list_checkpoints, newest_first
+from dlc.train.shelf import FOLDER, file_of, list_checkpoints, meta_of, newest_first
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,13 @@ class Saved:
     own: dict[str, Tensor] = field(default_factory=dict)
     data: str = ""
     """What its positions are of (`SameData.mine`); empty: it does not say."""
+    tokens: float = 0.0
+    """That were trained until then."""
+
+    def leads_to(self, spec: RunSpec) -> bool:
+        """Whether a run of `spec` goes on from here: it is of that run, or of one of another length, and not past the
+        end of this one."""
+        return self.spec == spec or (spec.same_but_length(self.spec) and not spec.over(self.t, self.tokens))
 
 
 @dataclass(frozen=True)
@@ -93,42 +102,71 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
-    """The newest checkpoint that can be read, of `spec` or else of any run; damaged ones are logged and passed over."""
-    folders = [folder_of(state_dir, spec)] if spec is not None else list((state_dir / FOLDER).glob("*"))
-    for path in newest_first(path for folder in folders for path in list_checkpoints(folder)):
+    """The newest checkpoint that can be read and that leads to `spec`, or else of any run; damaged ones are logged and
+    passed over."""
+    folders = (state_dir / FOLDER).glob("*")
+    files = [path for folder in folders for path in list_checkpoints(folder)]
+    if spec is not None:
+        own = folder_of(state_dir, spec)
+        files = [path for path in files if path.parent == own or _same_but_length(path, spec)]
+    for path in newest_first(files):
         try:
             saved = read(path)
         except (CheckpointError, ConfigError) as error:
             log.warning("%s", error)
             continue
-        if spec is None or saved.spec == spec:
+        if spec is None or saved.leads_to(spec):
             return saved
+        log.warning("%s is past the end of this run, and is left alone", path)
     return None
 
 
-def chosen(path: Path, spec: RunSpec | None) -> Saved:
-    """The checkpoint `path`, or the newest in it or in its checkpoint folders if it is a folder; of `spec`, if given.
+def _same_but_length(path: Path, spec: RunSpec) -> bool:
+    """By its header alone: a checkpoint may be large, and of a run that is of no concern."""
+    try:
+        return spec.same_but_length(_spec_in(meta_of(path)))
+    except (KeyError, TypeError, ValueError, ConfigError):
+        return False
 
-    CheckpointError: there is none, it cannot be read, or it is of another run (tells what differs).
+
+def chosen(path: Path, spec: RunSpec | None) -> Saved:
+    """The checkpoint `path`, or the newest in it or in its checkpoint folders if it is a folder; one that leads to
+    `spec`, if given.
+
+    CheckpointError: there is none, it cannot be read, or it leads nowhere (tells what differs).
     """
     path = file_of(path)
     saved = read(path)
-    if spec is not None and saved.spec != spec:
-        fields = "\n  ".join(spec.differences(saved.spec))
-        raise CheckpointError(f"{path} is of another run; leave out --config and --rounds, or mend:\n  {fields}")
+    if spec is not None:
+        demand_way(saved, spec)
     return saved
 
 
-def set_later_aside(state_dir: Path, saved: Saved) -> Path | None:
-    """Before a run goes on from an older checkpoint: move those of later rounds away. Returns where to, if any."""
-    folder = folder_of(state_dir, saved.spec)
-    later = [path for path in list_checkpoints(folder) if path.name > name_of(saved.t)]
+def demand_way(saved: Saved, spec: RunSpec) -> None:
+    """CheckpointError, with the reason, where the checkpoint does not lead to `spec`."""
+    if saved.leads_to(spec):
+        return
+    if spec.same_but_length(saved.spec):
+        raise CheckpointError(
+            f"{saved.path} is past the end of this run: it was saved after round {saved.t} and {saved.tokens:.0f} "
+            f"tokens, and the run has rounds = {spec.rounds}, tokens = {spec.tokens} (0: no limit); raise them"
+        )
+    fields = "\n  ".join(spec.differences(saved.spec))
+    raise CheckpointError(f"{saved.path} is of another run; leave out --config and --rounds, or mend:\n  {fields}")
+
+
+def set_later_aside(state_dir: Path, saved: Saved, spec: RunSpec) -> Path | None:
+    """Before a run of `spec` goes on from an older checkpoint: move those of later rounds away, also those of the run
+    that `saved` is of. Returns where to, if any."""
+    folders = dict.fromkeys((folder_of(state_dir, spec), folder_of(state_dir, saved.spec)))
+    later = [path for folder in folders for path in list_checkpoints(folder) if path.name > name_of(saved.t)]
     if not later:
         return None
-    aside = _aside(state_dir) / folder.name
-    aside.mkdir(parents=True)
+    aside = _aside(state_dir)
     for path in later:
-        path.rename(aside / path.name)
+        place = aside / path.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        path.rename(place / path.name)
     return aside
 
 
@@ -156,13 +194,18 @@ def read(path: Path) -> Saved:
     """One checkpoint. CheckpointError: damaged, or none of a trainer; ConfigError: of another version of dlc."""
     tensors, meta = load_checkpoint(path)
     try:
-        spec = RunSpec.from_dict(tomllib.loads(meta["spec"]))
+        spec = _spec_in(meta)
         log_bytes, image = tensors["log"].numpy().tobytes(), tensors["image"].numpy().data.cast("B")
         inner, rng, layout = _below(tensors, _INNER), _below(tensors, _RNG), dict(meta["layout"])
         own, data, t = _below(tensors, _OWN), str(meta.get("data", "")), int(meta["t"])
-        return Saved(path, spec, t, log_bytes, image, inner, tensors.get(_RESIDUAL), rng, layout, own, data)
+        residual, tokens = tensors.get(_RESIDUAL), float(meta["tokens"])
+        return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, data, tokens)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
+
+
+def _spec_in(meta: Mapping[str, Any]) -> RunSpec:
+    return RunSpec.from_dict(tomllib.loads(meta["spec"]))
 
 
 def check_same_model(saved: Saved, view: FlatView) -> None:

@@ -101,14 +101,19 @@ def inner_loop_of(
         momentum=inner.momentum,
         fused=device.type == "cuda",
     )
-    schedule = partial(
+    return make(model, optimizer, schedule_of(spec), inner.clip_norm, device, spec.precision, inner.compile)
+
+
+def schedule_of(spec: RunSpec) -> Callable[[int], float]:
+    """The inner learning rate of the run by global step, the first being 0."""
+    inner = spec.inner
+    return partial(
         learning_rate,
         peak=inner.lr,
         warmup_steps=inner.warmup_steps,
         total_steps=spec.horizon_steps,
         min_ratio=inner.min_lr_ratio,
     )
-    return make(model, optimizer, schedule, inner.clip_norm, device, spec.precision, inner.compile)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dlc.errors import CheckpointError, UsageError
 
@@ -77,13 +78,21 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 def model_bytes(file: Path) -> int:
     """Of the parameters in a checkpoint, from its header alone; 0 where that does not say, for the reader to tell."""
     try:
+        layout = dict(meta_of(file)["layout"])
+        return sum(_tensor_bytes(text) for text in layout.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def meta_of(file: Path) -> dict[str, Any]:
+    """The caller's meta data in the header of a file, not checked against its hash; empty where there is none."""
+    try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(min(length, HEADER_BYTES_MAX)))
-        layout = dict(json.loads(header["__metadata__"][META])["layout"])
-        return sum(_tensor_bytes(text) for text in layout.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return 0
+        return dict(json.loads(header["__metadata__"][META]))
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return {}
 
 
 def _tensor_bytes(text: str) -> int:

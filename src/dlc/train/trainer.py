@@ -85,7 +85,7 @@ class Trainer:
     on_event:     gets a dict for everything that happens, on the caller's thread (see `telling`).
     peer_events:  the queue whose `put` the peer got as its `on_event`.
     site:         the processes that train together, of which this is rank 0; None: this process alone, on `device`.
-    resume:       a checkpoint of this same RunSpec, whose log the peer was given too.
+    resume:       a checkpoint of this RunSpec, or of one that differs in length only, whose log the peer was given too.
     cache:        folder of tokenised text, which peers of one host may share; else one in `folder`.
     eval_every, checkpoint_every: in rounds; 0 for only at the end.
     keep:         how many checkpoints stay on the disk, at least 1.
@@ -172,11 +172,7 @@ class Trainer:
     def _over(self, stop: threading.Event) -> str | None:
         """Why the training is over, or None."""
         position = self.strategy.position
-        if self.spec.exchanges and position.t >= self.spec.exchanges:
-            return "rounds"
-        if self.spec.tokens and position.tokens >= self.spec.tokens:
-            return "tokens"
-        return "interrupted" if stop.is_set() else None
+        return self.spec.over(position.t, position.tokens) or ("interrupted" if stop.is_set() else None)
 
     def _now_and_then(self, t: int, stop: threading.Event) -> None:
         for other in self._same_data.look(self._peer.members()):

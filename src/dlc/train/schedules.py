@@ -1,0 +1,40 @@
+"""The learning rates of a run as people are told of them: what is odd about them, and what another length changes."""
+
+from __future__ import annotations
+
+from dlc.runspec import RunSpec
+from dlc.train.outer_step import outer_lr
+from dlc.train.setup import schedule_of
+
+NOTICED = 0.01
+"""Relative: a smaller change of a learning rate is not told."""
+
+
+def changed(before: RunSpec, now: RunSpec, t: int) -> list[str]:
+    """What another length does to the learning rates of a run that goes on after round `t`, a sentence for each."""
+    said = []
+    inner = schedule_of(before)(t * before.steps_per_round), schedule_of(now)(t * now.steps_per_round)
+    if _differ(*inner):
+        keep = (
+            f"inner.total_steps = {before.horizon_steps}" if before.horizon_steps and not now.inner.total_steps else ""
+        )
+        said.append(_sentence("inner", *inner, keep))
+    outer = _outer(before, t), _outer(now, t)
+    if _differ(*outer):
+        keep = f"outer.total_rounds = {before.rounds}" if not now.outer.total_rounds else ""
+        said.append(_sentence("outer", *outer, keep))
+    return said
+
+
+def _outer(spec: RunSpec, t: int) -> float:
+    """Of the round after round `t`, each fragment's counted."""
+    return outer_lr(spec.outer.ending(spec.rounds), t // spec.fragments + 1)
+
+
+def _differ(before: float, now: float) -> bool:
+    return abs(now - before) > NOTICED * max(now, before)
+
+
+def _sentence(which: str, before: float, now: float, keep: str) -> str:
+    remedy = f"; {keep} in RUN.toml, on every peer, leaves it as it was" if keep else ""
+    return f"with its new length the {which} learning rate goes on at {now:.3g}, not {before:.3g}{remedy}"
