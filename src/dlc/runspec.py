@@ -285,6 +285,11 @@ class OuterSpec:
             f"outer.schedule is {self.schedule!r}, but nothing says where it ends: set outer.total_rounds, or rounds",
         )
         return dataclasses.replace(self, total_rounds=rounds)
+        _check(
+            self.warmup_rounds <= rounds,
+            f"outer.warmup_rounds ({self.warmup_rounds}) must not exceed the {rounds} rounds of the run, with which "
+            f"outer.schedule {self.schedule!r} ends",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

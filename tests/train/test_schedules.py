@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from dlc.runspec import InnerSpec, OuterSpec, RunSpec
-from dlc.train.schedules import changed
+from dlc.train.schedules import changed, doubts
 
 RUN = RunSpec(rounds=100, sync_every=10, inner=InnerSpec(lr=1e-3, warmup_steps=100, min_lr_ratio=0.1))
 
@@ -30,3 +30,17 @@ def test_the_outer_rate_too(fragments: int) -> None:
     (said,) = changed(spec, dataclasses.replace(spec, rounds=200), 100 * fragments)
     assert "the outer learning rate goes on at 0.5, not 0.2" in said and "outer.total_rounds = 100" in said
     assert longer(spec, outer=dataclasses.replace(outer, total_rounds=100)) == []
+
+
+def test_a_warm_up_that_the_run_does_not_outlast_is_told() -> None:
+    assert doubts(RunSpec()) == doubts(RUN) == doubts(dataclasses.replace(RUN, rounds=10)) == []
+    (said,) = doubts(dataclasses.replace(RUN, rounds=9))
+    assert "ends after 90 inner steps at most, in the middle of a warm-up of 100" in said
+    steps = dataclasses.replace(RUN, strategy="data-parallel", rounds=99)
+    assert len(doubts(steps)) == 1 and not doubts(dataclasses.replace(steps, rounds=100))
+    per_step = RUN.blocks_per_step * RUN.data.seq_len
+    for rounds in (0, 100):
+        assert len(doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step))) == 1
+        assert not doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step + 1))
+    (said,) = doubts(dataclasses.replace(RUN, outer=OuterSpec(warmup_rounds=101)))
+    assert "ends after 100 outer rounds at most, in the middle of a warm-up of 101" in said

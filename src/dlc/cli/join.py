@@ -304,6 +304,15 @@ def _tell_start(
     log.info("others join with:  %s", line)
     if saved is not None:
         _tell_resumed(peer.spec, saved)
+    if args.role == TRAINER:
+        _tell_doubts(peer.spec)
+
+
+def _tell_doubts(spec: RunSpec) -> None:
+    from dlc.train.schedules import doubts
+
+    for sentence in doubts(spec):
+        log.warning("%s", sentence)
 
 
 def _tell_resumed(spec: RunSpec, saved: Saved) -> None:

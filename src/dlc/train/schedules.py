@@ -10,6 +10,26 @@ NOTICED = 0.01
 """Relative: a smaller change of a learning rate is not told."""
 
 
+def doubts(spec: RunSpec) -> list[str]:
+    """What of the learning rates can hardly be meant: a sentence for each."""
+    said = []
+    steps = spec.exchanges * spec.steps_per_round
+    if spec.tokens:  # of one peer alone; several need fewer
+        alone = -(-spec.tokens // (spec.blocks_per_step * spec.data.seq_len))
+        steps = min(steps or alone, alone)
+    told = (
+        ("inner", spec.inner.warmup_steps, steps, "steps"),
+        ("outer", spec.outer.warmup_rounds, spec.rounds, "rounds"),
+    )
+    for which, warm_up, whole, unit in told:
+        if whole and warm_up > whole:
+            said.append(
+                f"the run ends after {whole} {which} {unit} at most, in the middle of a warm-up of {warm_up}: the "
+                f"learning rate never comes to {which}.lr; lower {which}.warmup_{unit}, or make the run longer"
+            )
+    return said
+
+
 def changed(before: RunSpec, now: RunSpec, t: int) -> list[str]:
     """What another length does to the learning rates of a run that goes on after round `t`, a sentence for each."""
     said = []
