@@ -148,8 +148,9 @@ def run(arm: str, condition: str, args: argparse.Namespace, folder: Path) -> Res
         feed = Feed()
 
         def start(name: str, step_s: float, known: list[str], *more: str) -> None:
-            words = ["--json", "--key-file", str(key), "--state-dir", str(folder / name), "--device", "cpu"]
-            words += ["--checkpoint-every", "0", "--eval-every", str(every), "--listen", addresses[name]]
+            words = ["--json", "--key-file", str(key), "--state-dir", str(folder / name), "--listen", addresses[name]]
+            if name not in HELPERS:
+                words += ["--device", "cpu", "--checkpoint-every", "0", "--eval-every", str(every)]
             words += [
                 "--peers",
                 ",".join(addresses[other] for other in known),

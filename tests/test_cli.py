@@ -102,6 +102,13 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--key-file", ""], "it is empty"),
         (["join", "--state-dir", ""], "it is empty"),
         (["status", "--peers", ""], "it is empty"),
+        (["join", "--role", "helper", "--keep", "3"], "--role helper has no use for --keep: leave out"),
+        (
+            ["join", "--role", "helper", "--tensorboard", "t", "--resume", "never"],
+            "has no use for --resume, --tensorboard",
+        ),
+        (["join", "--role", "observer", "--eval-every", "2", "--found"], "has no use for --eval-every, --found"),
+        (["join", "--role", "observer", "--device", "cuda"], "has no use for --device"),
         (["join", "--device", "meta"], "'meta' cannot be used"),
         (["join", "--peers", "somewhere"], "no address"),
         (["join", "--peers", "127.0.0.1:0"], "port 0"),

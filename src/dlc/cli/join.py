@@ -28,6 +28,7 @@ from dlc.cli.document import documented
 from dlc.cli.helping import check_helped, help_out
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.observing import check_observed, look_on
+from dlc.cli.options import OF_TRAINERS
 from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
@@ -79,6 +80,7 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
 
 def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | None) -> None:
     """What is wrong with the options, before torch is loaded, which takes seconds. Sets peers, key and listen."""
+    _check_role(args, rank)
     for option, extra in (("--tensorboard", args.tensorboard), ("--wandb", args.wandb)):
         if extra is not None:
             trackers.demand(option.removeprefix("--"), option)
@@ -99,6 +101,17 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
     check_listen(args.listen, args.key is not None or args.insecure)
     if args.advertise is not None:
         advertised(args.advertise, parse_address(args.listen)[1])
+
+
+def _check_role(args: argparse.Namespace, rank: site.Rank | None) -> None:
+    if args.role == TRAINER:
+        return
+    idle = [f"--{name.replace('_', '-')}" for name, plain in OF_TRAINERS.items() if getattr(args, name) != plain]
+    idle += ["--found"] if args.role == OBSERVER and args.found else []
+    if idle:
+        raise UsageError(f"--role {args.role} has no use for {', '.join(idle)}: leave out what is for trainers")
+    if rank is not None:
+        raise UsageError(f"--role {args.role} is one process: start it without torchrun")
 
 
 def _make(folder: Path, option: str) -> None:
@@ -136,7 +149,8 @@ def _take_part(
     importlib.import_module(WORK[args.role])  # seconds: not as a member
     interrupts.holds = True
     try:
-        peer, saved = _join_swarm(args, spec, state, named or saver.newest(state.path, spec), events)
+        found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
+        peer, saved = _join_swarm(args, spec, state, found, events)
     except SpecMismatch as error:
         if named is None:
             raise

@@ -66,6 +66,21 @@ example:
 """
 
 
+OF_TRAINERS = {
+    "resume": "auto",
+    "device": "auto",
+    "parallel": None,
+    "eval_every": 0,
+    "checkpoint_every": 10,
+    "keep": 2,
+    "tensorboard": None,
+    "wandb": None,
+    "profile": None,
+    "fault": None,
+}
+"""Options of `dlc join` that mean something to a trainer only, with their defaults."""
+
+
 class Parser(argparse.ArgumentParser):
     """No abbreviations: a misspelt option must not become another one."""
 
@@ -113,6 +128,7 @@ def _command(commands: Any, name: str, what: str, examples: str) -> argparse.Arg
 
 
 def _add_join(join: argparse.ArgumentParser) -> None:
+    join.set_defaults(**OF_TRAINERS)
     swarm = join.add_argument_group("the swarm")
     swarm.add_argument(
         "--peers", type=given, metavar="HOST:PORT,...", help="any of its peers; left out: a run is founded"
@@ -146,7 +162,6 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     here.add_argument(
         "--resume",
         type=given,
-        default="auto",
         metavar="auto|never|PATH",
         help="auto (default): go on from the newest checkpoint in the state directory that is of this run, or of one "
         "that differs in its length only (rounds, tokens, inner.total_steps, outer.total_rounds); never: set all that "
@@ -157,11 +172,10 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         choices=ROLES,
         default=TRAINER,
         help="trainer (default); helper: owns a share of the parameters of a run with a parameter server; it needs "
-        "no GPU and no data; observer: looks on at the run of --peers, without a vote, and is an address to join by",
+        "no GPU and no data; observer: looks on at the run of --peers, without a vote, and is an address to join by; "
+        "neither takes the options of training",
     )
-    here.add_argument(
-        "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...; under torchrun each takes its own"
-    )
+    here.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...; under torchrun each takes its own")
     here.add_argument(
         "--parallel",
         choices=("ddp", "fsdp"),
@@ -174,14 +188,10 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "let others measure theirs with it: for links that are paid by the byte",
     )
     here.add_argument(
-        "--eval-every", type=count, default=0, metavar="K", help="validate every K rounds; default: at start and end"
+        "--eval-every", type=count, metavar="K", help="validate every K rounds; default: at start and end"
     )
-    here.add_argument(
-        "--checkpoint-every", type=count, default=10, metavar="K", help="in rounds (default 10; 0: at the end only)"
-    )
-    here.add_argument(
-        "--keep", type=_positive, default=2, metavar="K", help="checkpoints that stay on the disk (default 2)"
-    )
+    here.add_argument("--checkpoint-every", type=count, metavar="K", help="in rounds (default 10; 0: at the end only)")
+    here.add_argument("--keep", type=_positive, metavar="K", help="checkpoints that stay on the disk (default 2)")
     follow = join.add_argument_group("following the run (metrics.jsonl in the state directory is always written)")
     follow.add_argument("--json", action="store_true", help="events as JSON lines on stdout, and no live table")
     follow.add_argument("--tensorboard", type=path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")
