@@ -173,7 +173,6 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
     inner = dataclasses.replace(spec.inner, total_steps=99)
     assert [found(rounds=rounds) for rounds in (6, 0, 5)] == [path] * 3
     assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == path
-    assert found(rounds=6, outer=OuterSpec(total_rounds=99)) == path
     assert not caplog.text
     for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
         assert found(**changes) is None and f"{path} is past the end of this run" in caplog.text

@@ -140,7 +140,8 @@ class DataSpec:
     """Length of a block in tokens; at most the model's `max_position_embeddings`."""
     lease_blocks: int = 0
     """Length of one lease in blocks; at least what a peer uses in one round. 0: two rounds of blocks, or three with
-    overlap, four times as many with deadlines (`RunSpec.blocks_per_lease`)."""
+    overlap, four times as many with deadlines (`RunSpec.blocks_per_lease`). Not for the strategies "gossip", "moshpit"
+    and "parameter-server"."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "data.")
@@ -246,9 +247,9 @@ class OuterSpec:
     warmup_rounds: int = 0
     """Rounds of linear warm-up."""
     total_rounds: int = 0
-    """Round after which "cosine" and "linear" have reached `min_lr_ratio`. 0: the `rounds` of the run."""
+    """Round after which "cosine" and "linear" are at `min_lr_ratio`; 0: the `rounds` of the run. Only for them."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end of "cosine" and "linear", as a fraction of `lr`, in [0, 1]."""
+    """Learning rate at the end of "cosine" and "linear", as a fraction of `lr`, in [0, 1]. Only for them."""
     clip: str = "none"
     """"median": in each round, no contribution's norm may exceed the median of all; what exceeds it is scaled down, and
     not made up for. Who makes more inner steps than others is clipped for it. "none": no clipping."""
@@ -284,12 +285,12 @@ class OuterSpec:
             rounds > 0,
             f"outer.schedule is {self.schedule!r}, but nothing says where it ends: set outer.total_rounds, or rounds",
         )
-        return dataclasses.replace(self, total_rounds=rounds)
         _check(
             self.warmup_rounds <= rounds,
             f"outer.warmup_rounds ({self.warmup_rounds}) must not exceed the {rounds} rounds of the run, with which "
             f"outer.schedule {self.schedule!r} ends",
         )
+        return dataclasses.replace(self, total_rounds=rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +359,8 @@ class RunSpec:
     chunk_elems: int = 0
     """Elements per chunk of the all-reduce, at most 2,097,152, and such that a model has no more than 8,192 chunks: the
     grid is the same for all owners. 0: some hundreds of chunks, of 16,384 to 262,144 elements (more for models of over
-    2e9 parameters). The library's own all-reduces take smaller ones for short vectors."""
+    2e9 parameters). The library's own all-reduces take smaller ones for short vectors. Not for the strategies "gossip"
+    and "moshpit"."""
     rounds: int = 0
     """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
     the first reached ends it. Once all peers have stopped, both may be changed, and the run goes on."""
@@ -419,6 +421,8 @@ class RunSpec:
             f"inner.batch_size * inner.accumulate = {self.blocks_per_round} blocks; 0 derives it",
         )
         self.outer.ending(self.rounds)
+        falls, why = self.outer.schedule != "constant", 'outer.schedule is "constant", which does not fall'
+        options.check_used(self.outer, "outer.", ("total_rounds", "min_lr_ratio"), falls, why)
         check_strategy(self, OuterSpec())
         size = len(self.to_bytes())
         _check(size <= SPEC_BYTES_MAX, f"the RunSpec takes {size} bytes, over the limit of {SPEC_BYTES_MAX}")

@@ -144,6 +144,11 @@ def check_strategy(spec: RunSpec, plain_outer: Any) -> None:
             not given or name == strategy,
             f'[{table}] is given, but strategy is "{name}": remove it, or set strategy = "{strategy}"',
         )
+    which = f'strategy is "{name}", which '
+    leased = name not in WITHOUT_LOG
+    options.check_used(spec.data, "data.", ("lease_blocks",), leased, which + "leases no data")
+    chunked = name not in ("gossip", "moshpit")
+    options.check_used(spec, "", ("chunk_elems",), chunked, which + "cuts vectors by their length")
     if name == "diloco":
         return
     if name == "parameter-server":
