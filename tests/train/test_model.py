@@ -202,7 +202,7 @@ def test_models_of_the_hub(hub: nn.Module) -> None:
 
 @pytest.mark.parametrize(("name", "revision"), [("someone/other", ""), ("nothing", ""), ("someone/tiny", "v2")])
 def test_without_network_it_says_how_to_use_a_folder(hub: nn.Module, name: str, revision: str) -> None:
-    with pytest.raises(UsageError, match=r"couldn't connect.*model\.path"):
+    with pytest.raises(UsageError, match=r"no folder .*couldn't connect.*model\.path"):
         load_model(name, revision=revision)
 
 

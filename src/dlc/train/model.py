@@ -87,8 +87,8 @@ def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True,
         if folder is not None:
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
         raise UsageError(
-            f"the model {name!r} of the Hugging Face hub cannot be loaded: {_first_line(e)}; where there is no "
-            'network, copy its folder to every host and set model.kind = "path" and model.path'
+            f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {_first_line(e)}; "
+            'where there is no network, copy its folder to every host and set model.kind = "path" and model.path'
         ) from e
 
 
