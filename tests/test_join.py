@@ -13,7 +13,7 @@ import pytest
 from dlc.cli.interrupt import Interrupts
 from dlc.comm.security import generate_run_key
 from tests.helpers import wait_until
-from tests.swarm import Event, Host, Process, free_addresses
+from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host
     assert observer.exit_code() == 0 and observer.event("end")["rounds"] >= 2
     after = founder.event("round", t=observer.all("looked_on")[-1]["t"] + 2)
     assert {share["peer"] for share in after["contributors"]} <= ids
-    alone = host.start("alone", "--role", "observer", *key)
+    alone = host.start("alone", "--role", "observer", "--found", *key)
     assert alone.exit_code() == 2 and "an observer founds no run" in alone.log()
 
 
@@ -141,6 +141,18 @@ def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
     assert shorter.exit_code() == 2 and "is past the end of this run" in shorter.log()
     longer = host.start("b", "--resume", str(host.folder / "b"), "--rounds", str(last + 1), *key, "--found")
     assert longer.exit_code() == 0 and longer.event("end")["t"] == last + 1 and longer.event("step")["t"] == last
+
+
+def test_an_observer_may_come_first_and_whoever_joins_by_it_begins_the_run(host: Host) -> None:
+    key, (address,) = ["--key-file", str(host.key)], free_addresses(1)
+    observer = host.start("observer", "--role", "observer", "--listen", address, *key)
+    wait_until(lambda: f"whoever joins by {address} first begins it" in observer.log(), DEADLINE_S)
+    trainers = [host.start(f"t{i}", "--config", host.config(rounds=0), "--peers", address, *key) for i in range(2)]
+    ids = {trainer.event("started")["peer"] for trainer in trainers}
+    assert observer.event("started")["address"] == address
+    trainers[0].event("round", counted=True)
+    trainers[1].event("round", counted=True)
+    assert {share["peer"] for share in observer.event("looked_on")["contributors"]} <= ids
 
 
 def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:

@@ -280,9 +280,24 @@ def test_a_role_that_there_is_not_is_refused() -> None:
         Peer.join(role="worker")
 
 
-def test_an_observer_founds_nothing() -> None:
+def test_an_observer_founds_nothing_and_waits_for_those_who_join_by_its_address() -> None:
     with pytest.raises(UsageError, match="no vote and founds no run"):
-        Peer.join(role="observer")
+        Peer.join(role="observer", found=True)
+    with pytest.raises(UnreachableError, match="nobody has begun a run by this observer's address"):
+        Peer.join(role="observer", join_timeout_s=0.1)
+    (address,) = free_addresses(1)
+    with ThreadPoolExecutor(3) as pool:
+        options = {"join_timeout_s": JOIN_S, "timeouts": PATIENT}
+        joins = [pool.submit(Peer.join, role="observer", listen=address, **options)]  # type: ignore[arg-type]
+        joins += [pool.submit(Peer.join, address, **options) for _ in range(2)]  # type: ignore[arg-type]
+        observer, *trainers = peers = [join.result(2 * JOIN_S) for join in joins]
+        try:
+            assert {m.role for m in observer.members() if not m.me} == {"trainer"}
+            reports = together(trainers, lambda peer, i: peer.all_reduce(torch.ones(2), timeout_s=JOIN_S))
+            assert all(len(report.contributors) == 2 for report in reports)
+        finally:
+            for peer in peers:
+                peer.leave()
 
 
 def test_an_observer_joins_without_a_seat_looks_on_and_is_in_no_round() -> None:

@@ -18,7 +18,7 @@ from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.identity import peer_id, verify
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import LinkEvent
-from dlc.comm.lobby import Lobby
+from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.messages import Record, Welcome
 from dlc.comm.wire import pack
 from dlc.errors import SpecMismatch, UnreachableError, WrongKeyError
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 5.0
 """How often a joiner says whom it still waits for."""
+DESK_SAYS_EVERY_S = 300.0
+"""The same of an observer that waits for a run to begin."""
 
 
 class OtherSpec(SpecMismatch):
@@ -130,7 +132,8 @@ def introduce(
     driver.install(lobby, run_tag("", b""), None)
     driver.start()
     deadline = None if timeout_s is None else clock() + timeout_s
-    began, say_at = clock(), clock() + SAY_EVERY_S
+    waits = isinstance(lobby, Desk)
+    began, say_at = clock(), clock() + (0.0 if waits else SAY_EVERY_S)
     while not lobby.done:
         unheard = lobby.unheard()
         barred = [a for a in unheard if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
@@ -140,7 +143,11 @@ def introduce(
             raise UnreachableError(f"the network thread stopped: {driver.error}")
         if deadline is not None and clock() >= deadline:
             raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
-        if clock() >= say_at:
+        if waits and clock() >= say_at:
+            say_at = clock() + DESK_SAYS_EVERY_S
+            log.warning("there is no run yet: whoever joins by %s first begins it, and is looked on at from then on; "
+                        "waiting for %.0f s", lobby.record.control[0], clock() - began)  # fmt: skip
+        elif clock() >= say_at:
             say_at = clock() + SAY_EVERY_S
             advice = "if they are gone for good, give the address of another member (--peers)"
             log.warning("no answer for %.0f s: still trying %s; %s", clock() - began, _tried(unheard, failures), advice)
@@ -187,6 +194,8 @@ def _observed(answers: dict[str, Welcome]) -> str:
 
 
 def _unreachable(unheard: tuple[str, ...], failures: dict[str, LinkEvent], timeout_s: float) -> str:
+    if not unheard:
+        return f"nobody has begun a run by this observer's address within {timeout_s:g} s"
     return (
         f"no answer within {timeout_s:g} s from {_tried(unheard, failures)}; "
         "check the address, that the peer runs, and that its port is open"

@@ -48,7 +48,7 @@ from dlc.comm.events import (
 from dlc.comm.framing import run_tag
 from dlc.comm.ground import Ground
 from dlc.comm.ids import Voter
-from dlc.comm.lobby import Lobby
+from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.records import STATUS_BYTES_MAX
@@ -135,7 +135,8 @@ class Peer(Unpicklable, Collectives):
         key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
         identity and address book; None keeps them in memory only. With `spec`, those in the book are asked beside
         `peers`, which may be gone by now. role: "trainer"; "helper", which reduces for the others; or "observer", which
-        looks on: it has no vote, takes part in no round, and is not waited for. hold: return as soon as the RunSpec is
+        looks on: it has no vote, takes part in no round, and is not waited for; without `peers` it waits until somebody
+        has joined by its address, and begun the run. hold: return as soon as the RunSpec is
         known and take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec;
         others must be the same on every peer. log: False takes part without the replicated log, for what needs no
         rounds of all (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone
@@ -148,6 +149,8 @@ class Peer(Unpicklable, Collectives):
         """
         if role not in ROLES:
             raise UsageError(f"role is {role!r}: it must be one of {', '.join(ROLES)}")
+        if role == OBSERVER and found and log:
+            raise UsageError("an observer has no vote and founds no run: leave found away, and it waits for one")
         listed = addresses_of(peers)
         if advertise is not None:
             advertised(advertise, 0)  # before there is anything to let go
@@ -169,13 +172,17 @@ class Peer(Unpicklable, Collectives):
             run or (spec.run if spec else founds),
             () if found else tuple(known_addresses(state).values())[:KNOWN_MAX],
         )
-        lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
+        waits = role == OBSERVER and log and not listed and (spec is None or spec.strategy not in WITHOUT_LOG)
+        if waits:
+            lobby: Lobby = Desk(intro.record(), run or "", known)
+        else:
+            lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
         try:
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
+            if waits and lobby.found is not None:
+                awaited = (lobby.found.address,)
             founder, resume = found or not awaited, resume if with_log else None
-            if founder and with_log and role == OBSERVER:
-                raise UsageError("an observer has no vote and founds no run: give the address of a peer of one")
             peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)

@@ -9,7 +9,7 @@ import pytest
 from dlc.comm.effects import Answer, Dial
 from dlc.comm.framing import decode, encode, run_tag
 from dlc.comm.ids import Voter
-from dlc.comm.lobby import Lobby
+from dlc.comm.lobby import FORGET_S, RECALL_S, Desk, Lobby
 from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
 from dlc.errors import ProtocolError
 
@@ -138,3 +138,66 @@ def test_payload_travels_as_a_frame_of_its_own_and_only_with_bulk() -> None:
     assert decode(frames, tag) == (OTHER, contrib)
     with pytest.raises(ProtocolError, match="frames"):
         decode(frames[:2], tag)
+
+
+# ------------------------------------------------------------------ an observer that lists nobody
+
+
+def record(name: str, inc: int = 1, role: str = "trainer", active: bool = False) -> Record:
+    return dataclasses.replace(RECORD, voter=Voter(name, inc), control=(f"{name}:1",), role=role, active=active)
+
+
+def asked(desk: Desk, asker: Record | None, now: float = 1.0) -> Welcome | None:
+    """What it answers to a hello of that peer; None: nothing."""
+    who = asker.voter if asker is not None else OTHER
+    effects = desk.receive(who, Hello(PROTOCOL_VERSION, "", b"", asker, "desk:1"), now)
+    return effects[0].message if effects else None  # type: ignore[union-attr, return-value]
+
+
+def test_who_asks_a_desk_first_and_may_vote_is_told_that_it_lives_there_itself_and_all_others_as_well() -> None:
+    desk = Desk(record("desk", role="observer"), "")
+    for nobody in (None, record("eye", role="observer")):
+        answer = asked(desk, nobody)
+        assert answer is not None and answer.waiting and answer.record == desk.record
+    for name in ("first", "second"):
+        answer = asked(desk, record(name))
+        assert answer is not None and answer.record is not None and answer.record.voter.peer == "first"
+        assert answer.waiting == (name == "second") and not answer.spec
+        lobby = Lobby(record(name), "", b"", b"", ("desk:1",))
+        lobby.receive(OTHER, answer, 1.0)
+        assert lobby.done == (name == "first") and lobby.found is None
+    desk.tick(1.0)
+    desk.receive(OTHER, welcome("first:1", b"spec", record("first")), 2.0)
+    answer = asked(desk, record("second"))
+    assert not desk.done and answer is not None and answer.spec == b"spec"  # it has not begun yet
+    desk.receive(OTHER, welcome("first:1", b"spec", record("first", active=True)), 3.0)
+    assert desk.done and desk.found is not None and desk.found.address == "first:1"
+
+
+def test_who_was_to_begin_may_start_again_and_another_may_only_when_it_is_long_silent() -> None:
+    desk = Desk(record("desk", role="observer"), "")
+
+    def told(asker: Record, now: float) -> Voter:
+        answer = asked(desk, asker, now)
+        assert answer is not None and answer.record is not None
+        return answer.record.voter
+
+    assert told(record("a"), 0.0) == Voter("a", 1) and told(record("b"), 1.0) == Voter("a", 1)
+    assert told(record("a", 2), 2.0) == Voter("a", 2)
+    desk.receive(OTHER, welcome("a:1", b"", record("a", 2)), 50.0)
+    assert told(record("b"), 2.0 + FORGET_S) == Voter("a", 2)
+    assert told(record("b"), 50.0 + FORGET_S) == Voter("b", 1) == told(record("a", 3), 51.0 + FORGET_S)
+
+
+def test_a_desk_looks_for_a_run_that_lives_before_it_lets_anybody_begin() -> None:
+    desk = Desk(record("desk", role="observer"), "", ("known:1",))
+    assert asked(desk, record("new"), 0.0) is None
+    assert [e.address for e in desk.tick(0.0) if isinstance(e, Dial)] == ["known:1"]
+    assert asked(desk, record("new"), RECALL_S - 0.1) is None
+    asked(desk, record("old", active=True), RECALL_S - 0.1)  # of the run that lists this address
+    assert "old:1" in [e.address for e in desk.tick(RECALL_S - 0.1) if isinstance(e, Dial)]
+    desk.receive(OTHER, welcome("old:1", b"spec", record("old", active=True)), RECALL_S)
+    assert desk.done and desk.first is None
+    alone = Desk(record("desk", role="observer"), "", ("known:1",))
+    alone.tick(0.0)
+    assert asked(alone, record("new"), RECALL_S) is not None

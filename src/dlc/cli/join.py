@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
     if args.role == HELPER and spec is not None:
         check_helped(spec)
     if args.role == OBSERVER:
-        check_observed(addresses_of(args.peers or ()))
+        check_observed(args.found)
     if args.resume not in (AUTO, NEVER):
         file_of(Path(args.resume).expanduser())
     args.peers, args.key = addresses_of(args.peers or ()), run_key(args.key_file)
@@ -107,7 +107,6 @@ def _check_role(args: argparse.Namespace, rank: site.Rank | None) -> None:
     if args.role == TRAINER:
         return
     idle = [f"--{name.replace('_', '-')}" for name, plain in OF_TRAINERS.items() if getattr(args, name) != plain]
-    idle += ["--found"] if args.role == OBSERVER and args.found else []
     if idle:
         raise UsageError(f"--role {args.role} has no use for {', '.join(idle)}: leave out what is for trainers")
     if rank is not None:

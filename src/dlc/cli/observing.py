@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 
 
-def check_observed(peers: tuple[str, ...]) -> None:
-    """UsageError: there is nothing to look on at."""
-    if not peers:
-        raise UsageError(
-            "an observer founds no run, as it has no vote: give the address of a peer with --peers HOST:PORT"
-        )
+def check_observed(found: bool) -> None:
+    """UsageError: it is to found a run."""
+    if found:
+        raise UsageError("an observer founds no run, as it has no vote: leave --found away, and it waits for one")
 
 
 def look_on(

@@ -9,6 +9,10 @@
 A waiting peer answers the hellos of others meanwhile, so that four that start together find each other. It tells what
 it found, and whether it still waits: who took the silence of a peer that is itself about to join for "there is no
 RunSpec" would begin with another one than the run has, and never be heard.
+
+An observer that lists nobody may begin no run, so it waits for one at its `Desk`: who asks there first, and may vote,
+is told that the address it dialled is its own, and founds the run alone; all others are told the same, and found none
+without it.
 """
 
 from __future__ import annotations
@@ -18,9 +22,15 @@ from dataclasses import dataclass
 from dlc.comm.effects import Answer, Dial, Effect
 from dlc.comm.ids import Voter
 from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message, Record, Welcome
+from dlc.comm.roles import OBSERVER
 
 BACK_OFF_FIRST_S = 0.25
 BACK_OFF_MAX_S = 4.0
+RECALL_S = 15.0
+"""A desk that knows addresses of before looks for their run so long, and peers of it for the desk, before another one
+may begin."""
+FORGET_S = 60.0
+"""Who was told to begin, and is silent for so long without having begun, is no longer waited for."""
 
 
 @dataclass
@@ -97,3 +107,54 @@ class Lobby:
     def next_deadline(self) -> float | None:
         waiting = [t.next_at for t in (*self.tries.values(), *self.known.values()) if not t.final]
         return min(waiting) if waiting else None
+
+
+class Desk(Lobby):
+    """The lobby of an observer that lists nobody. Done when a run is heard of that has begun."""
+
+    def __init__(self, record: Record, run: str, known: tuple[str, ...] = ()) -> None:
+        super().__init__(record, run, b"", b"", ())
+        self.known = {address: Try(0.0) for address in known}
+        """Addresses of before, of whoever is to begin, and of whoever says that it is active."""
+        self.first: Record | None = None
+        """Who is to begin the run."""
+        self._spec, self._heard_at = b"", 0.0
+        self._opens_at: float | None = None if known else 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.found is not None
+
+    def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
+        if isinstance(message, Hello):
+            return self._hello(message, now)
+        if isinstance(message, Welcome) and message.address in self.known and message.record is not None:
+            if self.first is not None and message.record.voter.peer == self.first.voter.peer:
+                self._spec, self._heard_at = message.spec, now
+            if message.spec and message.record.active:
+                self.known[message.address].answer = self.found = message
+        return []
+
+    def _hello(self, m: Hello, now: float) -> list[Effect]:
+        asker = m.record
+        if asker is not None and asker.role != OBSERVER:
+            if not asker.active and not self._begins(asker, now):
+                return []  # it asks again
+            self.known.setdefault(asker.control[0], Try(now))
+        told = self.first or self.record
+        waiting = not self._spec and (asker is None or told.voter != asker.voter)
+        return [Answer(Welcome(PROTOCOL_VERSION, self.run, self._spec, told, (), m.address, "", waiting))]
+
+    def _begins(self, asker: Record, now: float) -> bool:
+        """Whether it is known who is to begin; it may be the asker from now on."""
+        if self._opens_at is None or now < self._opens_at:
+            return False
+        same = self.first is not None and self.first.voter.peer == asker.voter.peer
+        if self.first is None or same or now >= self._heard_at + FORGET_S:
+            self.first, self._heard_at = asker, now
+        return True
+
+    def tick(self, now: float) -> list[Effect]:
+        if self._opens_at is None:
+            self._opens_at = now + RECALL_S
+        return super().tick(now)
