@@ -72,7 +72,10 @@ def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leave
         call.cancel()
         with pytest.raises(RoundTimeout, match="cancelled"):
             call.wait()
-        call = group.all_reduce(x, async_op=True)
+        earlier, call = call, group.all_reduce(x, async_op=True)
+        assert isinstance(call, GroupCall)
+        earlier.cancel()  # it is over, so this changes nothing
+        assert call.stage == "waiting"
         peers[0].leave()
         with pytest.raises(SwarmClosed):
             call.wait(LONG_S)

@@ -91,7 +91,8 @@ class GroupCall(Unpicklable):
 
     def cancel(self) -> None:
         """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""
-        self._mesh.act(lambda mesh, now: mesh.give_up(self._call.key, now))
+        # A call that is over must not end one of the same name that has begun since.
+        self._mesh.act(lambda mesh, now: [] if self._over.is_set() else mesh.give_up(self._call.key, now))
         if not self._over.is_set():
             self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
 

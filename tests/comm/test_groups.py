@@ -141,6 +141,27 @@ def test_too_few_are_told_so_and_others_with_another_vector_are_named() -> None:
     assert hosts[1].name[:8] in alone.end.why
 
 
+def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
+    net = MeshNet(14)
+    alone = Caller(net, net.add(3)[0], 0, least=2, patience_s=4.0)
+    assert 4.0 < net.until(lambda: alone.end is not None) < 4.8
+    assert isinstance(alone.end, MeetingFailed)
+
+
+@pytest.mark.parametrize("key", "abcdef")
+def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_first_one(key: str) -> None:
+    net = MeshNet(15, latency_s=(0.1, 0.1001))
+    hosts = net.add(3)
+    first = Caller(net, hosts[0], 0, key=key, least=2)
+    net.run(1.0)
+    others = [Caller(net, host, i, key=key, least=2) for i, host in enumerate(hosts[1:], 1)]
+    net.run(0.05)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(key, now))
+    again = Caller(net, hosts[0], 0, key=key, least=2)
+    net.until(lambda: ended([again, *others]))
+    assert first.out.isnan().all() and all(len(c.outcome.included) == 3 for c in (again, *others))
+
+
 def test_who_comes_late_is_waited_for_but_not_beyond_the_patience_of_the_first() -> None:
     net = MeshNet(6)
     hosts = net.add(3)

@@ -30,6 +30,7 @@ class Seat:
     terms: Terms
     until: float
     group: Group | None = None
+    given_up: bool = False
 
 
 @dataclass
@@ -134,6 +135,7 @@ class FakeSwarm:
         with town.lock:
             self._check()
             town.waiting.setdefault(key, []).append(seat)
+            terms.when_given_up(lambda: self._give_up(seat))
             town.changed()
             town.wait_for(lambda: seat.group or self._form(key, seat) or self._over(seat), None)
             group = seat.group
@@ -157,12 +159,17 @@ class FakeSwarm:
         return group.outcome
 
     def _over(self, seat: Seat) -> bool:
-        return seat.terms.given_up() or time.monotonic() >= seat.until
+        return seat.given_up or time.monotonic() >= seat.until
+
+    def _give_up(self, seat: Seat) -> None:
+        with self.town.lock:
+            seat.given_up = True
+        self.town.changed()
 
     def _form(self, key: str, seat: Seat) -> bool:
         """Under the lock: a group of those who wait, if it is complete, or its time has come."""
         terms, waiting = seat.terms, self.town.waiting[key]
-        here = [other for other in waiting if not other.terms.given_up()]
+        here = [other for other in waiting if not other.given_up]
         full = terms.target is not None and len(here) >= terms.target
         complete = terms.expected() <= {other.peer for other in here}
         if len(here) < terms.minimum or not any(other.terms.owns for other in here):

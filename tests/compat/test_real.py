@@ -104,6 +104,18 @@ def test_a_member_that_dies_leaves_the_others_a_mean_of_their_own() -> None:
                 assert tensor.tolist() == [0.5] * 10
 
 
+def test_who_cancels_a_step_and_makes_another_at_once_is_in_the_group_of_the_others() -> None:
+    with dhts(3) as made:
+        options = {"prefix": "p", "start": True, "min_matchmaking_time": MATCHMAKING_S}
+        averagers = [DecentralizedAverager([torch.ones(3)], dht, **options) for dht in made]  # type: ignore[arg-type]
+        wait_until(lambda: all(len(a.directory.others()) == 2 for a in averagers), WAIT_S)
+        cancelled = averagers[0].step(wait=False)
+        wait_until(lambda: all(dht.swarm.notices("meet/") for dht in made), WAIT_S, "all see that it waits")
+        assert cancelled.cancel()
+        steps = [a.step(wait=False) for a in (*averagers[1:], averagers[0])]
+        assert all(len(step.result(WAIT_S)) == 3 for step in steps)
+
+
 @pytest.mark.parametrize("mode", ["at once", "delayed", "local"])
 def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state(mode: str) -> None:
     torch.manual_seed(0)

@@ -17,13 +17,13 @@ take each peer once, because whoever has accepted declines. Where fewer than `le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.comm.board import Board
+from dlc.comm.board import REPEAT_FIRST_S, Board
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
@@ -200,8 +200,20 @@ class Meeting:
             if self.ground.me in chosen:
                 self._invite({v: wishes[v] for v in chosen})
                 return
-        if running_s >= self._until_run + (place + 1) * RANK_GRACE_S + ANSWER_S:
+        if running_s >= self._end({**others, self.ground.me: self.wish}, place):
             self._give_up(wishes)
+
+    def _end(self, wishes: dict[Voter, Wish], place: int) -> float:
+        """Running time at which I give up: no group is to be hoped for among those who wait (`wishes`, of which I am
+        the `place`-th), or none has come about."""
+        if self._enough(wishes):
+            return self._until_run + (place + 1) * RANK_GRACE_S + ANSWER_S
+        return self._lonely_end
+
+    @property
+    def _lonely_end(self) -> float:
+        """The same where too few wait: a wish that was shown in time may still be on its way to me."""
+        return self._until_run + REPEAT_FIRST_S + self._rtt_s(self.ground.up())
 
     def _enough(self, ranked: dict[Voter, Wish]) -> tuple[Voter, ...]:
         contributes = any(w.contributes and w.weight > 0 for w in ranked.values())
@@ -225,6 +237,9 @@ class Meeting:
         up = {v.peer for v in self.ground.up() if _takes_part(members.record(v.peer))}
         return up if expected is None else up & set(expected() if callable(expected) else expected)
 
+    def _rtt_s(self, others: Iterable[Voter]) -> float:
+        return max((self.ground.members.rtt_s(v.peer) for v in others), default=0.0)
+
     def _give_up(self, wishes: dict[Voter, Wish]) -> None:
         self.close()
         why = f"{len(wishes)} of at least {self.call.least} came"
@@ -245,15 +260,20 @@ class Meeting:
             self.ground.send(state.leader, Decline(self.call.key, state.nonce))
 
     def next_deadline(self) -> float:
-        """Waiting has no exact deadline of its own: the node's usual ticks are often enough, formations are not."""
-        return self.ground.now + (AGAIN_S / 2 if self._state is not None else AGAIN_S)
+        """Waiting has but one exact deadline, that of the lonely: for the rest the node's usual ticks are often enough,
+        for formations not."""
+        now = self.ground.now
+        if self._state is not None:
+            return now + AGAIN_S / 2
+        end = self.ground.at(self._lonely_end)
+        return min(end, now + AGAIN_S) if end > now else now + AGAIN_S
 
     # ---------------------------------------------------------------- the one who invites
 
     def _invite(self, wishes: dict[Voter, Wish]) -> None:
         now, me = self.ground.now, self.ground.me
-        rtt_s = max((self.ground.members.rtt_s(v.peer) for v in wishes if v != me), default=0.0)
-        state = Forming(self.ground.rng.getrandbits(48), wishes, now + ANSWER_S + 4 * rtt_s, now)
+        until = now + ANSWER_S + 4 * self._rtt_s(v for v in wishes if v != me)
+        state = Forming(self.ground.rng.getrandbits(48), wishes, until, now)
         state.accepted[me] = self.call.gather
         self._state = state
         self._form(state)
@@ -351,6 +371,11 @@ class Meeting:
     def receive_decline(self, sender: Voter, m: Decline) -> None:
         state = self._state
         if isinstance(state, Forming) and state.nonce == m.nonce and sender in state.wishes:
+            wish = self._others().get(sender)
+            if wish is not None and wish.nonce != state.wishes[sender].nonce:
+                state.wishes[sender] = wish  # it waits anew: what it declines is for a call that it has given up
+                self.ground.send(sender, Invite(self.call.key, state.nonce, wish.nonce))
+                return
             state.declined.add(sender)
             state.accepted.pop(sender, None)
             self._form(state)

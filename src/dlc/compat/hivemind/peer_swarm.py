@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
-from dlc.errors import JoinError, RoundTimeout, UsageError
+from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport
@@ -26,7 +27,7 @@ RUN = "hivemind"
 HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
 """Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
 LOOK_S = 0.05
-"""How often a step looks whether it was cancelled."""
+"""How often it is looked whether a group has begun, or a peer has told what it knows."""
 LISTEN_S = 0.2
 """How often it is looked for changes of notices and members: they are read where they lie."""
 FETCH_S = 600.0
@@ -170,6 +171,7 @@ class PeerSwarm:
                 timeout_s=group.matchmaking_s + terms.budget_s,
                 async_op=True,
             )
+            terms.when_given_up(partial(_cancel, call))
             report = self._waited(call, terms)
             if report is None:
                 return None
@@ -183,9 +185,6 @@ class PeerSwarm:
     def _waited(call: GroupCall, terms: Terms) -> GroupReport | None:
         told = False
         while not call.done:
-            if terms.given_up():
-                call.cancel()
-                return None
             if not told and call.stage == "running":
                 told = True
                 terms.formed()
@@ -230,6 +229,12 @@ class PeerSwarm:
         self._peer.leave()
         for listener in tuple(self._listeners):
             listener()  # so that whoever waits for news learns that there will be none
+
+
+def _cancel(call: GroupCall) -> None:
+    """Before who has cancelled goes on: a step that follows must not meet those who saw this one."""
+    with suppress(SwarmClosed):
+        call.cancel()
 
 
 __all__ = ["PeerSwarm"]

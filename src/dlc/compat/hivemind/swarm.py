@@ -53,8 +53,9 @@ class Terms:
     """How long the exchange may take, once there is a group."""
     expected: Callable[[], frozenset[str]]
     """Who will come, as far as is known: the group is complete when all of these are here. Called on any thread."""
-    given_up: Callable[[], bool]
-    """Whether the caller wants no group any more."""
+    when_given_up: Callable[[Callable[[], None]], None]
+    """Have something called when the caller wants no group any more: at once, or from another thread later. It may be
+    called after the end, too."""
     formed: Callable[[], None]
     """Called when there is a group, and the exchange begins."""
 

@@ -254,7 +254,7 @@ class DecentralizedAverager(Announced):
             patience_s=max(min(wait_s, control.get_timeout()), PATIENCE_S_MIN),
             budget_s=EXCHANGE_S if self._allreduce_timeout is None else self._allreduce_timeout,
             expected=lambda: directory.expected(entry.bits, control.number),
-            given_up=control.cancelled,
+            when_given_up=lambda end: control.add_done_callback(lambda _: end()),
             formed=formed,
         )
 
