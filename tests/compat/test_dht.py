@@ -38,6 +38,11 @@ def test_arguments_of_hivemind_are_taken_where_they_change_nothing_and_else_refu
             DHT(start=False, **{name: 1})
     with pytest.raises(TypeError, match="initial_pears"):
         DHT(start=False, initial_pears=[])
+    assert dht.store("k", 1, get_dht_time() + 10, exclude_self=False, await_all_replicas=True)
+    assert dht.get("k", latest=True, num_workers=2, beam_size=4, sufficient_expiration_time=0.0).value == 1
+    for act in (lambda: dht.get("k", num_wrokers=2), lambda: dht.store("k", 1, get_dht_time() + 20, beam_size=4)):
+        with pytest.raises(TypeError, match="has no argument"):
+            act()
     with pytest.raises(UsageError, match=r"the value for 'big' takes 7\d{4} bytes"):
         dht.store("big", b"x" * 70_000, get_dht_time() + 10)
     with pytest.raises(UsageError, match="not started"):

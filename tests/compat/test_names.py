@@ -31,6 +31,7 @@ from hivemind.compression.quantization import Uniform8BitQuantization
 assert same_dht is DHT and issubclass(Uniform8BitQuantization, CompressionBase)
 from hivemind.averaging.partition import AllreduceException
 from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.optimizer import logger
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.utils import get_dht_time, get_logger
@@ -57,6 +58,13 @@ def test_install_puts_every_module_in_place_and_refuses_to_replace_another_one()
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert "hivemind.moe.Server" in first and "imported already" in second
+
+
+def test_the_command_takes_the_options_of_hivemind_dht() -> None:
+    options = ["--no_relay", "--use_auto_relay", "--refresh_period", "30", "--use_ipfs"]
+    line = [sys.executable, "-m", "dlc.compat.hivemind", *options]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2 and "does not offer use_ipfs: give the address of a peer" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["Server", "RemoteExpert", "RemoteMixtureOfExperts", "ModuleBackend"])

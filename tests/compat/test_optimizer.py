@@ -347,6 +347,21 @@ def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
         helper.step(batch_size=4)
 
 
+def test_an_auxiliary_peer_does_not_wait_for_an_epoch_that_the_others_have_made() -> None:
+    town = Town()
+    _, opts = prepared(town, 2)
+    helper = optimizer(town, model(), auxiliary=True, matchmaking_time=2 * WAIT_S)
+    opts[0].tracker.report_local_progress(0, TARGET)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(helper.step)
+        wait_until(lambda: any(town.waiting.values()), WAIT_S, "it looks for the others")
+        for opt in opts:
+            assert opt.grad_averager is not None
+            opt.grad_averager.announce(averaged=0)
+        step.result(WAIT_S)
+    assert helper.local_epoch == 0 and not any(town.waiting.values())
+
+
 def test_states_are_saved_and_restored_with_their_epoch() -> None:
     net, other = model(), model()
     opt, again = (optimizer(Town(), n, batch_size_per_step=TARGET, optimizer=torch.optim.Adam) for n in (net, other))

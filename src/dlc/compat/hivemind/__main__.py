@@ -12,6 +12,9 @@ import threading
 from dlc.compat.hivemind.dht import DHT, LOOPBACK
 from dlc.errors import DlcError
 
+NEEDLESS = "taken, and of no effect"
+"""What is said of options of hivemind-dht that a peer of dlc has no use for."""
+
 
 def main() -> int:
     """Until Ctrl-C."""
@@ -21,9 +24,14 @@ def main() -> int:
     parser.add_argument("--announce_maddrs", nargs="*", help="what others dial")
     parser.add_argument("--identity_path", help="folder of this peer's key pair")
     parser.add_argument("--run_key", help="file made by `dlc key`; needed beyond loopback")
+    parser.add_argument("--use_ipfs", action="store_true", help="not offered")
+    for name in ("--no_relay", "--use_auto_relay"):
+        parser.add_argument(name, action="store_true", help=NEEDLESS)
+    parser.add_argument("--refresh_period", type=int, help=NEEDLESS)
     args = parser.parse_args()
+    given = {name: value for name, value in vars(args).items() if name not in ("no_relay", "refresh_period")}
     try:
-        with DHT(start=True, **vars(args)) as dht:
+        with DHT(start=True, **given) as dht:
             print("others join with initial_peers", *dht.get_visible_maddrs(), flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:

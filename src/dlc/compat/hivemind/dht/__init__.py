@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,9 @@ NEEDLESS = frozenset(
     "use_relay_discovery use_relay_hop wait_timeout".split()
 )
 """Of Hivemind's DHTNode and P2P, taken and not used: every peer holds all values, and dials those that it knows."""
+NEEDLESS_GET = frozenset("beam_size num_workers sufficient_expiration_time".split())
+NEEDLESS_STORE = frozenset("await_all_replicas exclude_self".split())
+"""Of DHTNode's look-ups and stores, taken and not used."""
 REFUSED = {
     "authorizer": "give a run_key, without which nobody joins",
     "no_listen": "a peer must be reachable; client_mode=True keeps the work of averages from it",
@@ -179,12 +182,14 @@ class DHT:
         expiration_time: DHTExpiration,
         subkey: Any = None,
         return_future: bool = False,
+        **of_hivemind: Any,
     ) -> Any:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
         True: told; False: it has expired already, another with a later end is known, or a validator does not take it.
-        With return_future, a future. UsageError: it is more than 64 KB.
+        With return_future, a future. UsageError: it is more than 64 KB. No effect: `NEEDLESS_STORE`.
         """
+        _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
         now = get_dht_time()
         known = newest([r for r in self._records(key) if r.subkey == subkey])
         if expiration_time <= now or (known is not None and _end(known, subkey) >= expiration_time):
@@ -204,11 +209,12 @@ class DHT:
         self.swarm.post(notice_key(key, subkey), raw, min(ttl_s, TTL_S_MAX))
         return _maybe_future(True, return_future)
 
-    def get(self, key: Any, latest: bool = False, return_future: bool = False) -> Any:
+    def get(self, key: Any, latest: bool = False, return_future: bool = False, **of_hivemind: Any) -> Any:
         """(value, expiration time) as a `ValueWithExpiration`, None where there is none; always the latest known.
 
-        Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`.
+        Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`. No effect: `NEEDLESS_GET`.
         """
+        _check_names("DHT.get", of_hivemind, NEEDLESS_GET)
         return _maybe_future(newest(self._records(key)), return_future)
 
     def _records(self, key: Any) -> list[Record]:
@@ -231,6 +237,12 @@ class DHT:
 
 def _end(known: ValueWithExpiration[Any], subkey: Any) -> float:
     return float(known.value[subkey].expiration_time if subkey is not None else known.expiration_time)
+
+
+def _check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} has no argument {name!r}")
 
 
 def _first(maddrs: Iterable[str], what: str) -> str:

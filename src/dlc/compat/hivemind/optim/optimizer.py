@@ -29,7 +29,7 @@ from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
 from dlc.errors import DlcError, SwarmClosed, UsageError
 
-log = logging.getLogger(__name__)
+log = logger = logging.getLogger(__name__)
 
 NO_COMPRESSION = NoCompression()
 LOOK_S = 0.5
@@ -305,7 +305,10 @@ class Optimizer(TorchFace):
         except (SwarmClosed, UsageError):
             raise
         except DlcError as error:
-            log.warning("%s; the gradients are kept, and the next step tries again", error)
+            if self.auxiliary:
+                log.log(self.status_loglevel, "%s; there is nothing to help with until the next epoch ends", error)
+            else:
+                log.warning("%s; the gradients are kept, and the next step tries again", error)
             return False
         return True
 
@@ -322,7 +325,7 @@ class Optimizer(TorchFace):
 
     def _missed(self, epoch: int) -> bool:
         """Others have averaged the gradients of this epoch, and there is no other group to do it with."""
-        if self.grad_averager is None or self.auxiliary:
+        if self.grad_averager is None:
             return False
         others = self.grad_averager.directory.others().values()
         waiting = any(entry.averaged < epoch and epoch - 1 <= entry.round <= epoch for entry in others)
