@@ -172,8 +172,8 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         choices=ROLES,
         default=TRAINER,
         help="trainer (default); helper: owns a share of the parameters of a run with a parameter server; it needs "
-        "no GPU and no data; observer: looks on at the run of --peers, or of whoever joins by it first, without a vote, "
-        "and is an address to join by; neither takes the options of training",
+        "no GPU and no data; observer: looks on at the run of --peers, or of whoever joins by it first, without a "
+        "vote, and is an address to join by; neither takes the options of training",
     )
     here.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...; under torchrun each takes its own")
     here.add_argument(
