@@ -67,7 +67,7 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
     named = None
     if args.resume not in (AUTO, NEVER):
         named, spec = _named_checkpoint(args, spec)
-    if spec is None and not args.peers:
+    if spec is None and not args.peers and args.role != OBSERVER:
         spec = RunSpec() if named is None else named.spec
     state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
     try:
