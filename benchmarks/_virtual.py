@@ -144,6 +144,9 @@ class VirtualPeer:
         lease: Lease | None = None
         return Position(self.rounds, self.tokens, self.rounds.to_bytes(4, "big"), lease, self.state.digest())
 
+    def resumed_at(self, channel: str) -> int:
+        return 0
+
     def pull(self, channel: str, out: Tensor) -> Position:
         self.state.read(out)  # type: ignore[attr-defined]
         return self.position(channel)
