@@ -330,6 +330,22 @@ def test_taken_port_and_open_listening_without_key() -> None:
         Peer.join(listen="0.0.0.0:0")
 
 
+def test_a_join_that_fails_before_its_thread_has_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    (address,) = free_addresses(1)
+    kept: list[Peer] = []
+
+    def fails(*arguments: object) -> Lobby:
+        kept.append(sys._getframe(1).f_locals["peer"])  # else its end would close them
+        raise OSError("no room")
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no room"):
+        broken.setattr("dlc.peer.Lobby", fails)
+        Peer.join(listen=address)
+    assert kept
+    with Peer.join(listen=address) as peer:
+        assert peer.address == address
+
+
 def test_status_sees_everyone_without_joining() -> None:
     with swarm(2) as peers:
         peers[0].describe(status={"t": 3})

@@ -166,18 +166,15 @@ class Peer(Unpicklable, Collectives):
         driver = Driver(transport, voter, lambda event: None)
         peer = cls(driver, intro, on_event)
         peer._former = former
-        own = spec.to_bytes() if spec is not None else b""
-        founds = RunSpec().run if not listed else ""
-        run_name, known = (
-            run or (spec.run if spec else founds),
-            () if found else tuple(known_addresses(state).values())[:KNOWN_MAX],
-        )
         waits = role == OBSERVER and log and not listed and (spec is None or spec.strategy not in WITHOUT_LOG)
-        if waits:
-            lobby: Lobby = Desk(intro.record(), run or "", known)
-        else:
-            lobby = Lobby(intro.record(), run_name, own, spec.hash if spec else b"", listed, known)
         try:
+            known = () if found else tuple(known_addresses(state).values())[:KNOWN_MAX]
+            if waits:
+                lobby: Lobby = Desk(intro.record(), run or "", known)
+            else:
+                run_name = run or (spec.run if spec else "" if listed else RunSpec().run)
+                own, digest = (spec.to_bytes(), spec.hash) if spec is not None else (b"", b"")
+                lobby = Lobby(intro.record(), run_name, own, digest, listed, known)
             reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
             if waits and lobby.found is not None:

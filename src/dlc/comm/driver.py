@@ -145,8 +145,9 @@ class Driver:
         self.error = self.error or reason
         self._stopping = True
         self.transport.wake()
-        if not self._thread.ident:  # never started: nobody else will say so
+        if not self._thread.ident:  # never started: nobody else will say so, nor close the sockets
             self._ended = True
+            self.transport.close(0.0)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
