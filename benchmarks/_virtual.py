@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from dlc.comm.encoded import Encoded
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -28,7 +29,7 @@ T = TypeVar("T")
 Means = list[tuple[int, int, Tensor | None]]
 
 
-def mean_of(vectors: Sequence[Tensor], weights: Sequence[float], grid: Grid) -> Means:
+def mean_of(vectors: Sequence[Tensor | Encoded], weights: Sequence[float], grid: Grid) -> Means:
     """What the owners of the chunks would send back."""
     roster = tuple(Part(Voter(f"{i:02d}", 1), weight, 0) for i, weight in enumerate(weights))
     workspace, means = Workspace(grid), Means()
@@ -94,7 +95,7 @@ class Offered:
     """A contribution; its peer applies the round when it asks for it."""
 
     peer: VirtualPeer
-    vector: Tensor
+    vector: Tensor | Encoded
     weight: float
     means: Means | None = None
     report: RoundReport | None = None
@@ -154,7 +155,7 @@ class VirtualPeer:
     def contribute(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         *,
         weight: float,
         upto: int = 0,
@@ -170,6 +171,9 @@ class VirtualPeer:
         self.sent_bytes += sum(self.grid.coder.wire_bytes(stop - start) for start, stop in chunks)
         self.swarm.offered()
         return self.offer
+
+    def counts(self, channel: str) -> bool:
+        return True  # every round has all workers in it
 
     def withdraw(self, channel: str) -> bool:
         return False

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import dlc
+import dlc.comm.node
 from dlc.errors import UsageError
 from tests.swarm import DEADLINE_S, JOIN_S, PATIENT, ROUND_S, swarm
 
@@ -202,3 +203,54 @@ def test_a_newcomer_joins_while_eager_rounds_of_fragments_are_on_their_way() -> 
         assert len({digests[t] for digests in seen if digests.get(t)}) == 1
     assert joined.is_set()
     assert seen[0].keys() & seen[1].keys() and seen[2].keys() & (seen[0].keys() | seen[1].keys())
+
+
+@pytest.mark.parametrize("bytes_min", [0, 1 << 30])  # the step of a large state is made by a thread of its own
+def test_a_round_that_counts_this_peer_moves_theta_where_it_is(bytes_min: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.comm.node, "AT_LENGTH_BYTES_MIN", bytes_min)
+    net = model()
+    with swarm(1) as peers:
+        opt = dlc.DiLoCo(net, torch.optim.SGD(net.parameters(), lr=0.1), peers[0], sync_every=1)
+        assert not peers[0].counts("train")
+        place = opt.outer_state._theta.data_ptr()
+        for x in batches(1)[0]:
+            loss_of(net, x).backward()
+            assert opt.step() is not None
+            assert opt.outer_state._theta.data_ptr() == place
+        assert not peers[0].counts("train")
+
+
+def rounds_of_two(codec: str, spoil: bool) -> list[torch.Tensor]:
+    """The parameters of both after some rounds. spoil: whatever is in a model once it was offered is overwritten."""
+    data, nets = batches(2), [model(), model()]
+
+    def run(peer: dlc.Peer, net: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
+        contribute = peer.contribute
+
+        def spoiled(*args: Any, **options: Any) -> dlc.Pending:
+            pending = contribute(*args, **options)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.fill_(float("nan"))
+            return pending
+
+        if spoil:
+            peer.contribute = spoiled  # type: ignore[method-assign]
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        opt = dlc.DiLoCo(net, inner, peer, sync_every=1, codec=codec, chunk_elems=30, patience_s=ROUND_S)
+        for x in xs:
+            loss_of(net, x).backward()
+            report = opt.step()
+            assert report is not None and report.complete and len(report.contributors) == 2
+            opt.zero_grad()
+        return flat(net)
+
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, p, n, x) for p, n, x in zip(peers, nets, data, strict=True)]
+        return [f.result(DEADLINE_S) for f in futures]
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_what_becomes_of_a_model_after_its_offer_is_no_part_of_the_mean(codec: str) -> None:
+    spoiled, plain = rounds_of_two(codec, spoil=True), rounds_of_two(codec, spoil=False)
+    assert torch.equal(*spoiled) and torch.equal(*plain) and torch.equal(spoiled[0], plain[0])

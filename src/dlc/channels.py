@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from dlc.comm.effects import Effect
-from dlc.comm.entries import LogState
+from dlc.comm.encoded import Encoded
+from dlc.comm.entries import LogState, Part
 from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
+from dlc.comm.log import counted_of
 from dlc.comm.node import Node
 from dlc.comm.roles import OBSERVER
 from dlc.comm.state import State
@@ -55,6 +57,10 @@ class Channels(ABC):
     @abstractmethod
     def _ask(self, fn: Callable[[Node, float], T]) -> T:
         """Run `fn(node, now)` on the driver thread."""
+
+    @abstractmethod
+    def _look(self, fn: Callable[[Node, float], T]) -> T:
+        """The same, also while the driver thread waits for work that is done aside; `fn` only reads."""
 
     @abstractmethod
     def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
@@ -133,7 +139,7 @@ class Channels(ABC):
     def contribute(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         *,
         weight: float,
         upto: int = 0,
@@ -142,7 +148,8 @@ class Channels(ABC):
         patience_s: float = 0.0,
         filling: Filling | None = None,
     ) -> Pending:
-        """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done.
+        """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done. One that
+        was encoded in the channel's grid (`dlc.comm.encoded.Encoded`) takes the memory of its payloads only.
 
         `upto`: the position in the lease up to which it was trained; 0 without one: each offer is numbered then.
         The same one, with the same weight, is not to be given to other values of the same round.
@@ -157,6 +164,13 @@ class Channels(ABC):
         """
         grid = self._ask(lambda node, now: node.log.attached[channel].grid)
         return self._offer(channel, vector, grid, weight, upto, patience_s, None, norm, after, filling)
+
+    def counts(self, channel: str) -> bool:
+        """For a state, in its `step`: whether the round that moves it is sure to count what this peer offered last.
+
+        False where that is not known, as for rounds that this peer did not vote for, and at any other time.
+        """
+        return self._look(lambda node, now: _counts(node, channel))
 
     def withdraw(self, channel: str) -> bool:
         """Take back what was offered to the channel's next round, so that it may change and be offered again.
@@ -192,7 +206,7 @@ class Channels(ABC):
     def _offer(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         grid: Grid,
         weight: float,
         upto: int,
@@ -202,7 +216,10 @@ class Channels(ABC):
         after: int | None = None,
         filling: Filling | None = None,
     ) -> Pending:
-        if vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
+        if isinstance(vector, Encoded):
+            if vector.grid != grid:
+                raise UsageError(f"the contribution is encoded as {vector.grid}, its channel has {grid}")
+        elif vector.dtype != torch.float32 or vector.device.type != "cpu" or not vector.is_contiguous():
             raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
         if filling is not None and filling.numel != vector.numel():
             raise UsageError(f"a filling of {filling.numel} elements for a vector of {vector.numel()}")
@@ -218,7 +235,7 @@ class Channels(ABC):
                 return []
             effects = node.contribute(
                 channel,
-                vector,
+                cast(Tensor, vector),  # of an encoded one the exchange gets the chunks that it asks for
                 grid,
                 weight=weight,
                 upto=upto,
@@ -253,6 +270,16 @@ class Channels(ABC):
         """No round will come any more."""
         while self._pending:
             self._pending.popitem()[1].finish(None, False, error)
+
+
+def _counts(node: Node, channel: str) -> bool:
+    """The head names the round already, whose results are those that I voted for."""
+    mine, accepted = node.exchange.offered.get(channel), node.slot.accepted
+    if mine is None or accepted is None or accepted[1].entry.hash != node.log.head:
+        return False
+    entry = accepted[1].entry
+    part = Part(node.me, mine.ready.weight, mine.ready.upto)
+    return entry.channel == channel and part in counted_of(entry, node.slot.accepted_results)
 
 
 def _position(node: Node, channel: str) -> Position:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -63,6 +63,12 @@ def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
                 "an expanded tensor cannot be averaged in place: its elements share memory, clone() it first"
             )
     return many
+
+
+def parts_of(vector: Tensor, elems: int) -> Iterator[Tensor]:
+    """Views of `elems` elements each, one after the other; the last may be shorter."""
+    for start in range(0, vector.numel(), elems):
+        yield vector[start : start + elems]
 
 
 def finite(vector: Tensor) -> bool:
@@ -117,15 +123,23 @@ class FlatView:
         """Copy `flat` (fp32, CPU, `numel` elements) into the parameters."""
         unflatten_into(flat, self.tensors)
 
-    def subtract_from(self, flat: Tensor) -> Tensor:
-        """flat <- flat - parameters (fp32, CPU, `numel` elements), without a second vector; returns it."""
-        _check_flat(flat, self.numel)
-        start = 0
-        with torch.no_grad():
-            for t in self.tensors:
-                flat[start : start + t.numel()].view(t.shape).sub_(t.to(flat.device, torch.float32))
-                start += t.numel()
-        return flat
+    def parts(self, elems: int) -> Iterator[Tensor]:
+        """The same vector in parts of `elems` elements, the last perhaps shorter, without memory for the whole: that of
+        one part is used again for the next."""
+        part = torch.empty(min(elems, self.numel), dtype=torch.float32)
+        filled = 0
+        for t in self.tensors:
+            _check_dtype(t)
+            flat, done = t.detach().reshape(-1), 0
+            while done < t.numel():
+                more = min(len(part) - filled, t.numel() - done)
+                part[filled : filled + more].copy_(flat[done : done + more])
+                filled, done = filled + more, done + more
+                if filled == len(part):
+                    yield part
+                    filled = 0
+        if filled:
+            yield part[:filled]
 
     def sizes(self) -> list[tuple[str, int]]:
         """Name and number of elements of each parameter, in order."""

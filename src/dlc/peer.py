@@ -296,7 +296,7 @@ class Peer(Unpicklable, Collectives):
         def read(node: Node, now: float) -> list[Member]:
             return [member_of(r, node.members.alive(r.voter), r.voter == node.me) for r in node.members.records()]
 
-        return self._driver.ask(self._on_node(read), look=True)
+        return self._look(read)
 
     def describe(
         self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
@@ -406,6 +406,9 @@ class Peer(Unpicklable, Collectives):
     def _ask(self, fn: Callable[[Node, float], T]) -> T:
         """Run `fn(node, now)` on the driver thread."""
         return self._driver.ask(self._on_node(fn))
+
+    def _look(self, fn: Callable[[Node, float], T]) -> T:
+        return self._driver.ask(self._on_node(fn), look=True)
 
     def _on_node(self, fn: Callable[[Node, float], T]) -> Callable[[float], T]:
         self._refuse_fork()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.comm.encoded import Encoded
 from dlc.comm.events import RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
@@ -108,6 +109,8 @@ class FakePeer:
         self.lossy = False
         self.left_out: set[int] = set()
         self.withdrawn = 0
+        self.counting = False
+        """In the middle of a step by a round that counts us."""
         self._pending: FakePending | None = None
         self.others: list[FakeMember] = []
         self.said: list[dict[str, Any]] = []
@@ -150,7 +153,7 @@ class FakePeer:
     def contribute(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         *,
         weight: float,
         upto: int = 0,
@@ -165,7 +168,7 @@ class FakePeer:
         if after is not None and after != self.state.t:
             return FakePending(lambda: (None, False), 0, overtaken=True)
         self.fillings.append(filling)
-        self.vectors.append(vector.clone())
+        self.vectors.append(self.elements(vector).clone())
         self.weights.append(weight)
         self.norms.append(norm)
         self.patiences_s.append(patience_s)
@@ -173,20 +176,24 @@ class FakePeer:
         frozen, t = self.vectors[-1], self.state.t
         if filling is not None:
             self._front = filling.numel
-            filling.watch(1, lambda: self._filled(filling, vector, frozen))
+            filling.watch(1, lambda: self._filled(filling, self.elements(vector), frozen))
 
         def commit() -> tuple[RoundReport | None, bool]:
             if self.state.t != t:
                 return self._passed, False
             whole = filling is None or filling.complete
             assert whole or (filling is not None and filling.stopped), "its backward is over"
-            assert not whole or torch.equal(vector, frozen), "the vector changed while it was offered"
+            offered = self.elements(vector)
+            assert not whole or torch.equal(offered, frozen), "the vector changed while it was offered"
             reason = "late" if not whole else self.misses.pop(0) if self.misses else ""
             if reason == "dropped":
                 return None, False
             if reason:
                 return self.pass_round(reason=reason), False
-            self.state.step(self.state.t + 1, self.means(vector) if self.lossy else [(0, self.state.numel, vector)])
+            self.counting = True
+            means = self.means(offered) if self.lossy else [(0, self.state.numel, offered)]
+            self.state.step(self.state.t + 1, means)
+            self.counting = False
             self.ledger = self.ledger.committed([(ME, upto)]).seated([ME])
             self.tokens += weight
             self.counted.append(frozen)
@@ -197,6 +204,15 @@ class FakePeer:
         chunks = tuple(chunk not in self.left_out for chunk in range(self.grid.n_chunks))
         self._pending = FakePending(commit, self.slices.pop(0) if self.slices else 0, chunks)
         return self._pending
+
+    def elements(self, vector: Tensor | Encoded) -> Tensor:
+        """As the exchange reads them."""
+        if isinstance(vector, Tensor):
+            return vector
+        return torch.cat([vector[slice(*self.grid.span(chunk))].clone() for chunk in range(self.grid.n_chunks)])
+
+    def counts(self, channel: str) -> bool:
+        return self.counting
 
     def _filled(self, filling: Filling, vector: Tensor, frozen: Tensor) -> None:
         """What is final now; the rest still holds something else."""

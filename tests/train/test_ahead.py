@@ -16,6 +16,8 @@ from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import others, phases
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.loader import Loader
+from dlc.train.offers import Work
+from dlc.train.outer_loop import OuterLoop
 from tests.train.fake_peer import FakeMember, FakePeer
 from tests.train.test_trainer import LLAMA, H, Run
 
@@ -169,6 +171,30 @@ def test_nothing_is_offered_beyond_the_last_round_of_the_run(spec: RunSpec, tmp_
     assert summary.reason == "rounds" and summary.t == run.peer.state.t == spec.rounds
     assert len(run.peer.vectors) == spec.rounds - 1
     assert summary.setbacks.tokens_dropped == H * STEP_TOKENS
+
+
+def test_a_round_that_is_over_when_a_step_would_begin_drops_nothing(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts the offer, so there is nothing to resume: it is settled first."""
+    over: list[bool] = []
+    resume = OuterLoop.resume
+
+    def just_over(self: OuterLoop, work: Work) -> bool:
+        pending = run.peer._pending
+        assert pending is not None and not pending.done
+        pending.slices = 0
+        pending.wait()
+        over.append(resume(self, work))
+        return over[-1]
+
+    monkeypatch.setattr(OuterLoop, "resume", just_over)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.slices = [5]
+    run.peer.others = [far(0)]
+    summary = run.go()
+    assert over == [False] and summary.setbacks.tokens_dropped == 0
+    assert run.peer.weights == [H * STEP_TOKENS] * 2
 
 
 def test_steps_that_diverge_during_a_round_spoil_neither_it_nor_the_next(

@@ -94,7 +94,8 @@ def test_the_norm_of_what_is_offered_is_told_where_it_is_to_be_clipped(codec: st
 
 def test_a_round_that_passes_without_us_moves_the_base_and_keeps_our_progress() -> None:
     peer, model = FakePeer(), build()
-    opt = DiLoCo(model, sgd(model), peer, sync_every=3, outer=OuterSpec(lr=1.0, momentum=0.0))
+    mean = OuterSpec(lr=1.0, momentum=0.0)
+    opt = DiLoCo(model, sgd(model), peer, sync_every=3, outer=mean, codec="fp32")
     start = params(model)
     backward(model, 0)
     opt.step()

@@ -51,7 +51,7 @@ def test_what_was_delivered_is_the_sum_of_all_but_the_last_residual(codec: str) 
     plain = torch.zeros(1000).double()
     for t in range(50):
         d = noise(t, 1000) * 1e-3 + 1e-4
-        v = feedback.added(d)
+        v = feedback.added((d,))
         assert torch.equal(v, d + feedback.residual)
         delivered = quantised(grid, v)
         step = v.abs().max() / LIMITS[codec]
@@ -67,9 +67,9 @@ def test_what_was_delivered_is_the_sum_of_all_but_the_last_residual(codec: str) 
 def test_a_chunk_that_was_left_out_keeps_its_residual(codec: str) -> None:
     grid = Grid(1000, 300, codec)
     feedback = Feedback(grid)
-    feedback.over(feedback.added(noise(0, 1000)), (True,) * 4)
+    feedback.over(feedback.added((noise(0, 1000),)), (True,) * 4)
     before = feedback.residual.clone()
-    v = feedback.added(noise(1, 1000))
+    v = feedback.added((noise(1, 1000),))
     expected = v - quantised(grid, v)
     feedback.over(v, (True, False, True, False))
     for chunk, is_in in enumerate((True, False, True, False)):
@@ -82,13 +82,13 @@ def test_an_offer_that_was_not_counted_changes_nothing_and_needs_no_new_memory()
     feedback = Feedback(Grid(600, 300, "int4"))
     feedback.over(feedback.added(noise(0, 600)), (True, True))
     before, d = feedback.residual.clone(), noise(1, 600)
-    v = feedback.added(d)
+    v = feedback.added((d,))
     first, place = v.clone(), v.data_ptr()
     feedback.over(v)
     assert torch.equal(feedback.residual, before)
-    again = feedback.added(d)
+    again = feedback.added((d,))
     assert torch.equal(again, first) and again.data_ptr() == place
-    assert feedback.added(d).data_ptr() != place, "that of an offer which is still out is not used"
+    assert feedback.added((d,)).data_ptr() != place, "that of an offer which is still out is not used"
 
 
 @pytest.mark.parametrize(

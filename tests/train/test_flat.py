@@ -113,3 +113,16 @@ def test_the_layout_names_what_stands_in_the_vector() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(torch.bfloat16)
     model[0].bias.requires_grad_(False)
     assert FlatView.of(model).layout() == {"0.weight": "bfloat16 2x3", "1.weight": "bfloat16 2x2"}
+
+
+@pytest.mark.parametrize("elems", [1, 3, 4, 7, 100])
+def test_parts_one_after_the_other_are_the_vector(elems: int) -> None:
+    tensors = [torch.randn(2, 3), torch.randn(4).bfloat16(), torch.randn(5, 2).t(), torch.randn(1).half()]
+    view = FlatView(tensors)
+    whole, at = view.gather(torch.empty(view.numel)), 0
+    for part in view.parts(elems):
+        assert part.numel() == min(elems, view.numel - at)
+        assert torch.equal(part, whole[at : at + part.numel()])
+        part.fill_(9.0)  # it is no view of the parameters
+        at += part.numel()
+    assert at == view.numel and torch.equal(view.gather(torch.empty(at)), whole)

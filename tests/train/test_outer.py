@@ -290,3 +290,62 @@ def test_pseudo_gradient_in_place() -> None:
     theta, local = vector(1), vector(2)
     expected = theta - local
     assert torch.equal(pseudo_gradient(theta, local, out=local), expected) and torch.equal(local, expected)
+
+
+# ------------------------------------------------------------------ theta that is lent
+
+
+def one_step(state: OuterState) -> None:
+    state.step(state.t + 1, [(0, state.numel, torch.full((state.numel,), 0.5))])
+
+
+def test_theta_that_is_lent_takes_no_memory_until_it_moves_and_stays_as_it_was() -> None:
+    state, twin = (OuterState(torch.arange(5.0), OuterSpec()) for _ in range(2))
+    lent = state.lend()
+    assert lent.theta.data_ptr() == state._theta.data_ptr()
+    one_step(state)
+    one_step(twin)
+    assert lent.theta.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] and state.digest() == twin.digest()
+    place = state._theta.data_ptr()
+    one_step(state)
+    assert state._theta.data_ptr() == place and lent.theta[4] == 4.0, "one copy is enough"
+
+
+def test_what_may_be_spent_is_gone_with_the_step_that_spends_it() -> None:
+    state = OuterState(torch.arange(5.0), OuterSpec())
+    lent, place, counts = state.lend(), state._theta.data_ptr(), True
+    lent.spend(lambda: counts)
+    one_step(state)
+    assert state._theta.data_ptr() == place and not lent.reclaim()
+    with pytest.raises(UsageError):
+        _ = lent.theta
+    lent, counts = state.lend(), False
+    before = lent.theta.clone()
+    lent.spend(lambda: counts)
+    one_step(state)
+    assert torch.equal(lent.theta, before), "another round has moved theta"
+    lent, counts = state.lend(), True
+    before = lent.theta.clone()
+    lent.spend(lambda: counts)
+    assert lent.reclaim()
+    one_step(state)
+    assert torch.equal(lent.theta, before)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_theta_that_is_lent_outlives_a_state_that_is_replaced(writable: bool) -> None:
+    other = OuterState(torch.full((5,), 9.0), OuterSpec())
+    state = OuterState(torch.arange(5.0), OuterSpec())
+    lent = state.lend()
+    lent.spend(lambda: True)
+    state.restore(memoryview(bytearray(other.export())) if writable else other.export())
+    one_step(state)
+    one_step(other)
+    assert lent.reclaim() and lent.theta.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert state.digest() == other.digest()
+
+
+def test_there_is_one_loan_at_a_time() -> None:
+    state = OuterState(torch.arange(5.0), OuterSpec())
+    first, second = state.lend(), state.lend()
+    assert not first.reclaim() and second.reclaim()

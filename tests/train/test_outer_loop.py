@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import dlc.train.outer_loop
+from dlc.comm.encoded import Encoded
+from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
 from dlc.train.offers import NotFinite, Work
-from dlc.train.outer_loop import OuterLoop
+from dlc.train.outer_loop import Hook, OuterLoop
 from tests.train.fake_peer import FakePeer
 
 STEP = 2.0**-6
@@ -28,15 +30,15 @@ def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """One block a step; theta after all is the start plus STEP for each step that a round counted."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, codec: str = "fp32", hook: Hook | None = None) -> None:
         self.peer = FakePeer()
         self.model = nn.Linear(3, 2).to(dtype)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(1.0)
         mean = OuterSpec(lr=1.0, momentum=0.0)
-        self.loop = OuterLoop(self.peer, FlatView.of(self.model), channel="train", outer=mean)
-        self.loop.open(codec="fp32", chunk_elems=8, lease_len=LEASE)
+        self.loop = OuterLoop(self.peer, FlatView.of(self.model), channel="train", outer=mean, hook=hook)
+        self.loop.open(codec=codec, chunk_elems=4, lease_len=LEASE)
         self.blocks: list[int] = []
         self.moved_by_others = 0.0
 
@@ -126,16 +128,93 @@ def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
     assert torch.equal(m.local(), torch.full((8,), 1.25 + 4 * STEP))
 
 
-def test_without_steps_during_a_round_one_vector_is_both_base_and_offer() -> None:
-    m = Model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_steps_during_a_round_nothing_is_held_beside_theta_but_the_payloads(dtype: torch.dtype) -> None:
+    m = Model(dtype)
     memory = m.loop._origin.base.data_ptr()
     for _ in range(3):
         m.step()
         assert m.offer() and m.loop._offer is not None
-        assert m.loop._offer.d.data_ptr() == memory
+        assert m.loop._offer.d is None and isinstance(m.loop._offer.sent, Encoded)
         assert m.settle() and m.loop._spare is None
-        assert m.loop._origin.base.data_ptr() == memory
-    assert torch.equal(m.local(), torch.full((8,), 1 + 3 * STEP))
+        assert m.loop._origin.base.data_ptr() == memory == m.loop.state._theta.data_ptr()
+    torch.testing.assert_close(m.peer.theta(), torch.full((8,), 1 + 3 * STEP), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_offered_stays_whatever_becomes_of_the_model(codec: str, hooked: bool) -> None:
+    """The stand-in of a peer looks again at the commit whether what it was given is still the same."""
+    m = Model(codec=codec, hook=(lambda d: d) if hooked else None)
+    for t in range(3):
+        m.step(2)
+        assert m.offer()
+        offered = m.peer.vectors[-1].clone()
+        with torch.no_grad():
+            for parameter in m.model.parameters():
+                parameter.fill_(float("nan"))
+        assert m.settle() and torch.equal(m.peer.counted[-1], offered) and offered.any()
+        assert torch.equal(m.local(), m.peer.theta()) and m.peer.state.t == t + 1
+
+
+def test_a_round_without_us_leaves_base_as_it_was() -> None:
+    m = Model()
+    m.step(2)
+    base, local = m.peer.theta(), m.local()
+    assert m.offer()
+    m.others_round()
+    assert torch.equal(m.loop._origin.base, base) and not torch.equal(m.peer.theta(), base)
+    assert not m.settle() and torch.equal(m.local(), local)
+    assert m.offer() and torch.equal(m.peer.vectors[0], m.peer.vectors[1])
+    assert m.settle() and torch.equal(m.peer.theta(), local + m.moved_by_others)
+    assert m.loop._origin.base.data_ptr() == m.loop.state._theta.data_ptr()
+
+
+def test_no_step_can_follow_once_the_round_that_counts_the_offer_has_moved_theta() -> None:
+    """The round is over between the last look and the step that was to shorten the wait."""
+    m = Model()
+    m.step(2)
+    assert m.offer() and m.loop.waiting
+    m.peer._pending.wait()  # type: ignore[union-attr]
+    assert m.loop.displaced and not m.loop.resume(m.work)
+    assert m.loop.waiting and m.settle() and not m.loop.waiting and not m.blocks
+    m.step()
+    assert m.offer() and m.settle() and torch.equal(m.peer.theta(), torch.full((8,), 1 + 3 * STEP))
+
+
+def test_steps_that_resume_while_a_round_is_under_way_outlive_it() -> None:
+    m = Model()
+    m.step(2)
+    assert m.offer()
+    m.step()
+    base = m.loop._origin.base.clone()
+    m.peer._pending.wait()  # type: ignore[union-attr]
+    assert torch.equal(m.loop._origin.base, base), "the round that counts us leaves it alone now"
+    assert m.settle() and m.blocks == [2] and torch.equal(m.local(), torch.full((8,), 1 + 3 * STEP))
+
+
+def test_steps_that_nobody_was_asked_about_are_refused_and_not_guessed() -> None:
+    m = Model()
+    m.step(2)
+    assert m.offer()
+    m.blocks.append(2)
+    m.loop.wait(0.0)
+    with pytest.raises(UsageError, match="wait for it"):
+        m.loop.settle(m.work)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_model_that_is_not_finite_offers_nothing_and_keeps_nothing(codec: str) -> None:
+    m = Model(codec=codec)
+    m.step()
+    with torch.no_grad():
+        list(m.model.parameters())[-1].view(-1)[-1] = float("inf")
+    with pytest.raises(NotFinite):
+        m.offer()
+    assert not m.peer.vectors and torch.equal(m.local(), torch.ones(8)) and not m.loop.displaced
+    m.blocks = []
+    m.step()
+    assert m.offer() and m.settle() and m.peer.vectors[0].isfinite().all()
 
 
 def test_steps_that_diverge_while_a_round_is_under_way_are_undone() -> None:

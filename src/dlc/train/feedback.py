@@ -18,7 +18,7 @@ residual is most of a contribution, the old one offers again what was sent since
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,11 +39,17 @@ class Feedback:
         self.residual = torch.zeros(parts * grid.numel)
         """e: changed by `over` and `load` only."""
 
-    def added(self, d: Tensor, part: int = 0) -> Tensor:
-        """v = d + c e, in memory that is the caller's until `over`."""
+    def added(self, pieces: Iterable[Tensor], part: int = 0) -> Tensor:
+        """v = d + c e, in memory that is the caller's until `over`. `pieces`: d, one after the other; each is done with
+        when the next is asked for."""
         v = self._spare if self._spare is not None else torch.empty(self._grid.numel)
+        residual, at = self._residual_of(part), 0
+        for d in pieces:
+            span = slice(at, at + d.numel())
+            torch.add(d, residual[span], alpha=self._grid.coder.carry, out=v[span])
+            at = span.stop
         self._spare = None
-        return torch.add(d, self._residual_of(part), alpha=self._grid.coder.carry, out=v)
+        return v
 
     def over(self, v: Tensor, included: Sequence[bool] = (), part: int = 0) -> None:
         """v will not be sent any more. `included`: of each chunk of a round that counted it, whether its mean has v in

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlc.comm.encoded import Encoded
 from dlc.errors import DlcError
 from dlc.report import RoundReport
 from dlc.train.swarm import Pending
@@ -30,10 +31,10 @@ class Offer(NamedTuple):
 
     pending: Pending
     fragment: int
-    d: Tensor
-    """Packed."""
-    sent: Tensor
-    """What was offered: d itself, or with feedback d and the residual."""
+    d: Tensor | None
+    """Packed. None: no step was made since it was measured, so it is base - local still."""
+    sent: Tensor | Encoded
+    """What was offered: d itself, encoded where d is not kept; with feedback d and the residual."""
     work: Work
 
 

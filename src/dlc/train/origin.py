@@ -1,58 +1,61 @@
 """Where the inner steps of a model began, and how far they have come, as flat fp32 vectors.
 
-    base    theta of the swarm, as it was when the inner steps began
+    base    theta of the swarm, as it was when the inner steps began: lent by the outer state (`outer.Lent`)
     start   what the parameters held then: base as their dtype rounds it, less what a rebase kept
     d       start - local: the pseudo-gradient
 
-Who makes no step while d is on its way needs no base meanwhile: it may be spent, d then has its memory.
+base takes no memory of its own before theta moves on without us. Who makes no step while d is on its way has no use
+for it once a round counts d: it may be spent, and theta then moves where it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
-from dlc.errors import UsageError
+from dlc.errors import DlcError
 from dlc.flat import FlatView
-from dlc.train.outer import pseudo_gradient
+from dlc.train.outer import Lent, OuterState, pseudo_gradient
 
 
 class Origin:
-    """Used from one thread. Holds 4 bytes per parameter; twice as many where these have fewer bits than fp32."""
+    """Used from one thread. Holds 4 bytes per parameter where these have fewer bits than fp32."""
 
-    def __init__(self, view: FlatView) -> None:
-        self._view = view
+    def __init__(self, view: FlatView, state: OuterState) -> None:
+        self._view, self._state = view, state
         self._exact = all(t.dtype == torch.float32 for t in view.tensors)
-        base = view.gather(torch.empty(view.numel, dtype=torch.float32))
-        self._base: Tensor | None = base
-        self._rounded = None if self._exact else base.clone()
+        self._lent: Lent | None = None
+        self._rounded = None if self._exact else view.gather(torch.empty(view.numel, dtype=torch.float32))
         """start, where it is not base."""
-        self.spendable = self._exact and type(view) is FlatView
-        """Whether `spend` can be called."""
+
+    @property
+    def _loan(self) -> Lent:
+        if self._lent is None:
+            raise DlcError("the channel is not open yet")
+        return self._lent
 
     @property
     def base(self) -> Tensor:
-        if self._base is None:
-            raise UsageError("inner steps were made while a contribution was on its way without overlap: wait for it")
-        return self._base
+        """To be read only."""
+        return self._loan.theta
 
     @property
-    def spent(self) -> bool:
-        """There is no base, until `renew` or `recover`."""
-        return self._base is None
+    def _start(self) -> Tensor:
+        return self.base if self._rounded is None else self._rounded
 
-    def spend(self) -> Tensor:
-        """d, in the memory of base."""
-        d, self._base = self._view.subtract_from(self.base), None
-        return d
+    def renew(self) -> None:
+        """base := theta."""
+        self._lent = self._state.lend()
 
-    def renew(self, vector: Tensor) -> None:
-        """Memory for a base, to be filled."""
-        self._base = vector
+    def spend(self, by: Callable[[], bool]) -> None:
+        """base is of no more use once theta moves while `by()` holds; see `Lent.spend`."""
+        self._loan.spend(by)
 
-    def recover(self, d: Tensor) -> None:
-        """base as it was when d was measured; no step was made since."""
-        self._base = self._view.gather(torch.empty_like(d)).add_(d)
+    def reclaim(self) -> bool:
+        """base is of use again. False: it is gone."""
+        return self._loan.reclaim()
 
     def load(self) -> None:
         """Set the parameters to base."""
@@ -62,8 +65,14 @@ class Origin:
 
     def measure(self, out: Tensor) -> Tensor:
         """out <- d."""
-        start = self.base if self._rounded is None else self._rounded
-        return pseudo_gradient(start, self._view.gather(out), out=out)
+        return pseudo_gradient(self._start, self._view.gather(out), out=out)
+
+    def parts(self, elems: int) -> Iterator[Tensor]:
+        """d in parts of `elems` elements, without memory for the whole: that of one part is used again for the next."""
+        start, at = self._start, 0
+        for local in self._view.parts(elems):
+            yield pseudo_gradient(start[at : at + local.numel()], local, out=local)
+            at += local.numel()
 
     def place(self, d: Tensor) -> None:
         """Set the parameters to base - d, so that d is what `measure` gives. d is overwritten where they are fp32."""

@@ -10,8 +10,12 @@ own, which the schedule and Adam's bias correction count.
 
 Memory in bytes per parameter: sgd 4 (theta), nesterov 8, adam 12.
 
-Threads: the driver's thread calls `step`, `digest`, `export` and `restore`, the trainer's thread `read`; one lock
-guards them all. A step works in slices with one reused scratch buffer and allocates nothing that grows with the vector.
+Threads: the driver's thread calls `step`, `digest`, `export` and `restore`, the trainer's thread `read` and `lend`; one
+lock guards them all. A step works in slices with one reused scratch buffer, and allocates nothing that grows with the
+vector but where the old theta is lent.
+
+    lend ──> theta of now, without a copy ──(theta is about to move)──> kept: the state goes on in a copy
+                                                                    └──> gone: the borrower said it may be spent
 
 An error in the middle of a step (from the iterable of means) leaves a torn state: every later call but `restore` raises
 `DlcError`, so that a half-applied round is never read, exported or trained on.
@@ -22,7 +26,7 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -66,6 +70,45 @@ def theta_of(image: memoryview | bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(view, "<f4", numel, IMAGE_HEADER.size).astype(np.float32))
 
 
+class Lent:
+    """theta of a state at one moment, in the state's own memory; to be read only. It stays as it is, whatever the state
+    does, until it is `gone`."""
+
+    def __init__(self, theta: Tensor, lock: threading.Lock) -> None:
+        self._theta: Tensor | None = theta
+        self._lock = lock
+        self._spent_by: Callable[[], bool] | None = None
+
+    @property
+    def theta(self) -> Tensor:
+        """fp32, 1-D. UsageError: it is gone."""
+        if self._theta is None:
+            raise UsageError("inner steps were made while a contribution was on its way without overlap: wait for it")
+        return self._theta
+
+    def spend(self, by: Callable[[], bool]) -> None:
+        """It is gone with the next step that begins while `by()` holds. That is asked by the thread that steps, which
+        has the state's lock, and at other steps as well."""
+        with self._lock:
+            self._spent_by = by
+
+    def reclaim(self) -> bool:
+        """Take `spend` back. False: it is gone already."""
+        with self._lock:
+            self._spent_by = None
+            return self._theta is not None
+
+    def end(self) -> None:
+        """It is gone."""
+        self._theta = None
+
+    def outlives_step(self) -> bool:
+        """Whether it still has to be as it is once theta has moved; gone otherwise. For the state, under its lock."""
+        if self._spent_by is not None and self._spent_by():
+            self.end()
+        return self._theta is not None
+
+
 class OuterState:
     """Outer parameters and moments of one channel, with the step that moves them.
 
@@ -106,6 +149,8 @@ class OuterState:
         self._slice = slice_elements
         self._lock = threading.Lock()
         self._torn = False
+        self._lent: Lent | None = None
+        """Has theta's memory."""
 
     @property
     def t(self) -> int:
@@ -123,6 +168,9 @@ class OuterState:
             self._check_whole()
             if t <= self._t:
                 raise UsageError(f"round {t} cannot follow round {self._t}")
+            lent, self._lent = self._lent, None
+            if lent is not None and lent.outlives_step():
+                self._theta = self._theta.clone()
             self._torn = True
             done, fragment, turn = 0, self.fragments.of_round(t), self.fragments.turn(t)
             lr = outer_lr(self.spec, turn)
@@ -187,6 +235,15 @@ class OuterState:
             self._check_whole()
             out.copy_(self._theta)
             return self._t
+
+    def lend(self) -> Lent:
+        """theta as it is now, without a copy. There is one loan at a time: the one before is gone."""
+        with self._lock:
+            self._check_whole()
+            if self._lent is not None:
+                self._lent.end()
+            self._lent = Lent(self._theta, self._lock)
+            return self._lent
 
     def vectors(self) -> tuple[int, list[Tensor]]:
         """The last round that was applied, and copies of theta and the moments after it (fp32, CPU, `numel` each)."""
@@ -262,9 +319,12 @@ class OuterState:
             raise CheckpointError(f"the state image has {view.nbytes} bytes, this model needs {self.image_bytes()}")
         arrays = [np.frombuffer(view, "<f4", numel, self._place(index)) for index in range(1 + len(self._moments))]
         with self._lock:
+            lent, self._lent = self._lent, None
             if not view.readonly and arrays[0].flags.aligned and sys.byteorder == "little" and numel:
                 self._theta, *self._moments = map(torch.from_numpy, arrays)
             else:
+                if lent is not None:
+                    self._theta = torch.empty_like(self._theta)
                 for vector, array in zip(self._vectors(), arrays, strict=True):
                     vector.numpy()[:] = array
             self._t = t

@@ -36,6 +36,11 @@ Parameters of fewer bits than fp32 hold a rounded theta. d is measured from what
 rounding is no part of it and theta serves as the master copy.
 
 A `hook` may change what is offered of d (mask it, clip it, add noise), never d itself: all of d counts as delivered.
+
+Without overlap, and with the whole model in each round, what is offered is all that a round holds of d. It is measured,
+looked at and encoded part by part; after that the parameters may change, the offer does not. base is theta's own
+memory. d itself is base - local for as long as no step is made, so neither is copied before one is (`resume`), and base
+is gone when the round that counts the offer moves theta.
 """
 
 from __future__ import annotations
@@ -43,14 +48,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from dlc.comm.encoded import Encoded
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import CheckpointError, DlcError, RoundTimeout, UsageError
-from dlc.flat import FlatView, finite
+from dlc.flat import FlatView, finite, parts_of
 from dlc.runspec import OuterSpec
 from dlc.train.feedback import Feedback
 from dlc.train.fragments import Fragments
@@ -65,6 +71,11 @@ WAIT_SLICE_S = 0.1
 """How long a stop can go unnoticed while waiting for a round."""
 
 
+PART_ELEMS = 1 << 18
+"""Of d that are measured and encoded at a time: 1 MiB of fp32, which a second-level cache holds."""
+NOT_FINITE = "the inner steps ended in values that are not finite; the swarm's model was loaded again"
+
+
 Hook = Callable[[Tensor], Tensor]
 """From d (fp32, 1-D, on the CPU; a copy, which it may change) to what is offered in its place, of the same form."""
 
@@ -72,8 +83,8 @@ Hook = Callable[[Tensor], Tensor]
 class OuterLoop:
     """Keeps one model in step with channel `channel` of `peer`. Used from one thread.
 
-    overlap:   with "none" inner steps during a round are an exception, before which `displaced` asks for `resume`; it
-               needs 4 bytes per parameter less.
+    overlap:   with "none" inner steps during a round are an exception, before which `displaced` asks for `resume`; a
+               round then takes the memory of its payloads only.
     fragments: into how many the model is cut.
     mixing:    see above, in [0, 1).
     """
@@ -102,11 +113,10 @@ class OuterLoop:
         self._mixing = mixing
         self._whole = fragments == 1 and not mixing
         """A round that counted all inner steps leaves nothing of d."""
-        self._origin = Origin(view)
-        self._frugal = overlap == "none" and self._whole and self._origin.spendable
-        """base is spent for what is offered."""
+        self._lean = overlap == "none" and self._whole
+        """d is not kept while it is offered, nor memory for it."""
         self._spare: Tensor | None = None
-        """Memory for d, or for a base that was spent."""
+        """Memory for d."""
         self._packed: Tensor | None = None
         """Memory for a fragment of d, while none is offered."""
         self._position: Position | None = None
@@ -114,16 +124,19 @@ class OuterLoop:
         self._poll_at = -math.inf
         self._offer: Offer | None = None
         self._feedback: Feedback | None = None
-        self._again: Tensor | None = None
-        """d of an offer that no round counted: it is offered again as it is, bit for bit, if no step comes between."""
+        self._missed = False
+        """No round counted the last offer, and base is older than `position`: if no step comes between, the same d is
+        offered again, bit for bit."""
         self.displaced = False
-        """The parameters belong to an older base than d does, or base is spent: `resume` before the next inner step."""
-        self.state = OuterState(self._origin.base, outer, fragments=self._fragments)
+        """The parameters belong to an older base than `position`, or d is on its way and not kept: `resume` before the
+        next inner step."""
+        self.state = OuterState(view.gather(torch.empty(view.numel)), outer, fragments=self._fragments)
+        self._origin = Origin(view, self.state)
         self._clips = outer.clip == "median"
 
     @property
     def position(self) -> Position:
-        """The position that `base` belongs to."""
+        """The position that `base` belongs to; after an offer that no round counted, the one after it."""
         if self._position is None:
             raise DlcError("the channel is not open yet")
         return self._position
@@ -143,7 +156,7 @@ class OuterLoop:
         """
         chunk_elems = chunk_elems or usual_chunk_elems(self.state.numel)
         self._leased = lease_len > 0
-        grid = Grid(self.state.numel, chunk_elems, codec)
+        self._grid = grid = Grid(self.state.numel, chunk_elems, codec)
         self._feedback = Feedback(grid, len(self._fragments)) if grid.coder.feedback else None
         self.load_residual(residual)
         self._peer.open(
@@ -175,7 +188,7 @@ class OuterLoop:
     def local(self) -> Tensor | None:
         """A copy of the parameters, as far as the inner steps made them, to go on from elsewhere with `take_up`. None
         where theta has moved since: what of d is in that is not known yet."""
-        if self._again is not None or self._differs(self._peer.position(self._channel)):
+        if self._missed or self._differs(self._peer.position(self._channel)):
             return None
         local = self._origin.gather()
         if self._overlay is not None:
@@ -199,8 +212,6 @@ class OuterLoop:
 
     def adopt(self) -> Position:
         """Set the model to the swarm's theta; local progress is dropped."""
-        if self._again is not None:
-            self._spare, self._again = self._again, None
         self.displaced, self._overlay = False, None
         self._position = self._pull()
         self._origin.load()
@@ -241,15 +252,18 @@ class OuterLoop:
 
     def rebase(self, work: Work) -> bool:
         """Go on from the swarm's newest theta. True: local progress is kept; False: it was dropped."""
-        d = self._again if self._again is not None else self._measure()
-        self._again = None
-        return self._replant(d, work)
+        return self._replant(self._measure(), work)
 
     def resume(self, work: Work) -> bool:
-        """Where `displaced`, before further inner steps: put the model where they begin. False: `work` was dropped."""
+        """Where `displaced`, before further inner steps: put the model where they begin, and keep what they need.
+
+        False: there can be none. `work` was dropped, or, with an offer, its round is over, and has to be settled.
+        """
         if self._offer is None:
             return self.rebase(work)
-        self.put_back()
+        if not self._origin.reclaim():
+            return False
+        self._offer, self.displaced = self._offer._replace(d=self._measure()), False
         return True
 
     # ---------------------------------------------------------------- rounds
@@ -262,16 +276,13 @@ class OuterLoop:
         NotFinite: d holds NaN or Inf. UsageError: the hook made nothing of it that can be offered. In either case, and
         where the hook raises, the model is at theta.
         """
-        if self._again is not None:
-            d, self._again = self._again, None
-        elif self._frugal:
-            d, self.displaced = self._origin.spend(), True
-        else:
-            d = self._measure()
+        if self._lean:
+            return self._offer_lean(weight, work)
+        d = self._measure()
         if not finite(d):
             self._spare = d
             self.adopt()
-            raise NotFinite("the inner steps ended in values that are not finite; the swarm's model was loaded again")
+            raise NotFinite(NOT_FINITE)
         if not self._stands(self._peer.position(self._channel), work):
             self._spare = d
             self.adopt()
@@ -282,8 +293,51 @@ class OuterLoop:
             self._spare = d
             self.adopt()
             raise
+        self.displaced = False
         self._contribute(d, hooked, weight, work)
         return True
+
+    def _offer_lean(self, weight: float, work: Work) -> bool:
+        """The same where no step is made meanwhile."""
+        if not self._stands(self._peer.position(self._channel), work):
+            self.adopt()
+            return False
+        norms: list[float] = []
+        try:
+            sent = self._made_of(self._seen(self._parts(), norms))
+        except BaseException:
+            self.adopt()
+            raise
+        norm = math.sqrt(math.fsum(n * n for n in norms)) if isinstance(sent, Encoded) else self._norm(sent)
+        self.displaced = True
+        self._origin.spend(by=lambda: self._peer.counts(self._channel))
+        self._send(None, sent, 0, norm, weight, work)
+        return True
+
+    def _parts(self) -> Iterable[Tensor]:
+        """What is to be offered of d, one after the other."""
+        if self._hook is None:
+            return self._origin.parts(PART_ELEMS)
+        d = self._measure()
+        if not finite(d):
+            raise NotFinite(NOT_FINITE)
+        return parts_of(self._hooked(d), PART_ELEMS)
+
+    def _seen(self, parts: Iterable[Tensor], norms: list[float]) -> Iterator[Tensor]:
+        """The same, each found to be finite; with their norms, where these are told."""
+        for part in parts:
+            if not finite(part):
+                raise NotFinite(NOT_FINITE)
+            if self._clips:
+                norms.append(norm_of(part))
+            yield part
+
+    def _made_of(self, parts: Iterable[Tensor]) -> Tensor | Encoded:
+        """What is sent of that, in memory of its own."""
+        return Encoded(self._grid, parts) if self._feedback is None else self._feedback.added(parts)
+
+    def _norm(self, sent: Tensor) -> float:
+        return norm_of(sent) if self._clips else 0.0
 
     def _hooked(self, d: Tensor) -> Tensor:
         """What is offered of d, before the residual is added; d itself without a hook."""
@@ -299,26 +353,30 @@ class OuterLoop:
 
     def _contribute(self, d: Tensor, hooked: Tensor, weight: float, work: Work) -> None:
         """Offer what the hook made of d, or its fragment of the next round; the caller's d is taken."""
-        after = self.position.t
-        fragment = self._fragments.of_round(after + 1)
+        fragment = self._fragments.of_round(self.position.t + 1)
         if len(self._fragments) > 1:
             packed = self._packed if self._packed is not None else torch.empty(self._fragments.packed_numel)
             self._fragments.take(d, fragment, packed)
             hooked = packed if hooked is d else self._fragments.take(hooked, fragment)
             self._packed, self._spare, d = None, d, packed
-        sent = self._feedback.added(hooked, fragment) if self._feedback is not None else hooked
+        sent = self._feedback.added((hooked,), fragment) if self._feedback is not None else hooked
+        self._send(d, sent, fragment, self._norm(sent), weight, work)
+        if self._eager:
+            self._foresee(fragment, hooked)
+
+    def _send(
+        self, d: Tensor | None, sent: Tensor | Encoded, fragment: int, norm: float, weight: float, work: Work
+    ) -> None:
         pending = self._peer.contribute(
             self._channel,
             sent,
             weight=weight,
             upto=work.upto,
-            norm=norm_of(sent) if self._clips else 0.0,
-            after=after,
+            norm=norm,
+            after=self.position.t,
             patience_s=self._patience_s,
         )
         self._offer = Offer(pending, fragment, d, sent, work)
-        if self._eager:
-            self._foresee(fragment, hooked)
 
     def _foresee(self, fragment: int, offered: Tensor) -> None:
         """Put the offered fragment of the model where our part of the mean will take theta."""
@@ -335,7 +393,7 @@ class OuterLoop:
         """The memory of an offer that nobody reads any more."""
         if len(self._fragments) > 1:
             self._packed = offer.d
-        elif self._origin.spent or not self._frugal:
+        elif not self._lean:
             self._spare = offer.d
 
     def wait(self, timeout_s: float) -> bool:
@@ -364,8 +422,7 @@ class OuterLoop:
             self._spare = d
             return True
         before, self._offer = self._offer, None
-        if self._feedback is not None:
-            self._feedback.over(before.sent)
+        self._deliver(before.sent)
         self._done_with(before)
         if stands:
             self._contribute(d, hooked, weight, work)
@@ -375,12 +432,8 @@ class OuterLoop:
 
     def put_back(self) -> None:
         """Set the model to what is offered: inner steps made since then are undone, and in other fragments also those
-        before. With a base that was spent none were made, and now they can be."""
-        assert self._offer is not None
-        if self._origin.spent:
-            self._origin.recover(self._offer.d)
-            self.displaced = False
-            return
+        before."""
+        assert self._offer is not None and self._offer.d is not None, "steps are made after `resume`"
         d = self._vector()
         if len(self._fragments) > 1:
             d.zero_()
@@ -389,6 +442,11 @@ class OuterLoop:
             self._shift(d, *self._overlay, -1.0)
         self._place(d)
         self._spare = d
+
+    @property
+    def waiting(self) -> bool:
+        """An offer is on its way, or its round over and not settled."""
+        return self._offer is not None
 
     @property
     def offered(self) -> Work:
@@ -404,8 +462,7 @@ class OuterLoop:
         offer, self._offer = self._offer, None
         pending, offered = offer.pending, offer.work
         report, counted = pending.report, pending.counted
-        if self._feedback is not None:
-            self._feedback.over(offer.sent, pending.included if counted else (), offer.fragment)
+        self._deliver(offer.sent, pending.included if counted else (), offer.fragment)
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
@@ -427,15 +484,24 @@ class OuterLoop:
             self._done_with(offer)
         else:
             # Not the model yet, nor base: d may be offered again as it is.
-            self._position, self._again = self._peer.position(self._channel), offer.d
-            self.displaced = True
+            self._done_with(offer)
+            self._origin.reclaim()
+            self._position = self._peer.position(self._channel)
+            self._missed = self.displaced = True
             kept = self._stands(self._position, work)
             if not kept:
                 self.adopt()
         return Settled(report, counted, kept)
 
+    def _deliver(self, sent: Tensor | Encoded, included: Sequence[bool] = (), fragment: int = 0) -> None:
+        """It is over, and these chunks of a round have it in them."""
+        if self._feedback is not None and isinstance(sent, Tensor):
+            self._feedback.over(sent, included, fragment)
+
     def _go_on(self, offer: Offer, rest: Work) -> bool:
         """From the theta that has the offer in it; as `_replant`."""
+        if offer.d is None:
+            raise UsageError("inner steps were made while a contribution was on its way without overlap: wait for it")
         left = self._measure()
         self._shift(left, offer.fragment, offer.d, -1.0)
         return self._replant(left, rest, offer.fragment)
@@ -483,14 +549,18 @@ class OuterLoop:
         else:
             self._origin.load()
             self.displaced = False
-        self._spare = None if self._frugal else d
+        self._spare = None if self._lean else d
         return kept
 
     def _pull(self) -> Position:
-        """base := the swarm's theta."""
-        if self._origin.spent:
-            self._origin.renew(self._vector())
-        return self._peer.pull(self._channel, self._origin.base)
+        """base := the swarm's theta. Where it stands is asked before and after, so that the two belong together."""
+        while True:
+            position = self._peer.position(self._channel)
+            self._origin.renew()
+            after = self._peer.position(self._channel)
+            if (after.head, after.digest) == (position.head, position.digest):
+                self._missed = False
+                return after
 
     def _place(self, d: Tensor) -> None:
         """local := base - d; d is overwritten."""

@@ -163,10 +163,11 @@ class Phases:
     def _step(self, ahead: int | None = None) -> bool:
         """One inner step on the next blocks of the lease, of the present phase, or step `ahead` of the next one.
 
-        False: there are no more blocks.
+        False: there are no more blocks, or the round that is waited for is over.
         """
         if self._outer.displaced and not self._outer.resume(self._done.work):
-            self.drop()
+            if not self._outer.waiting:
+                self.drop()
             return False
         left = max(1, self._pace.target(self._inner_step) - self._inner_step)
         group = self._supply.next(self._done.work.blocks, left)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dlc.flat import FlatView
+from dlc.flat import FlatView, parts_of
 from dlc.runspec import RunSpec
 from dlc.train.engine import Engine
 from dlc.train.flops import Utilisation
@@ -85,6 +85,9 @@ class SiteView(FlatView):
                 group.tell(Order.GATHER)
             self._replica.gather(out)
         return out
+
+    def parts(self, elems: int) -> Iterator[Tensor]:
+        return parts_of(self.gather(torch.empty(self.numel)), elems)
 
     def scatter(self, flat: Tensor) -> None:
         with self._replica.group.together():

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dlc.comm.encoded import Encoded
 from dlc.comm.filling import Filling
 from dlc.comm.ledger import Lease
 from dlc.comm.state import State
@@ -151,7 +152,7 @@ class TrainPeer(Protocol):
     def contribute(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         *,
         weight: float,
         upto: int = 0,
@@ -160,13 +161,18 @@ class TrainPeer(Protocol):
         patience_s: float = 0.0,
         filling: Filling | None = None,
     ) -> Pending:
-        """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done.
+        """Offer a flat fp32 CPU vector to the next round; it must not change until the round is done. Or one that is
+        encoded, in the channel's grid.
 
         `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
         `after`: the round that the caller has seen last; if another one is past by now, nothing is offered.
         `patience_s`: how long the round may wait for others that are alive; 0: as long as it pays.
         `filling`: the vector becomes final meanwhile, from its end to its front.
         """
+
+    def counts(self, channel: str) -> bool:
+        """Whether the round that moves the channel's state just now is sure to count what this peer offered: to be
+        asked by the state, in its `step`."""
 
     def withdraw(self, channel: str) -> bool:
         """Take back what was offered, so that it may change. False: its round is running or over."""

@@ -1,0 +1,58 @@
+"""A contribution that is encoded once, when it is offered, and takes no more memory than its payloads.
+
+    d, part by part ──encode──> payloads, frozen ──decode──> the exchange asks for a chunk ──encode──> the same bytes
+
+What it was made of may change at once. To the exchange it is the vector of a contribution, of which it asks the length
+and one chunk after the other; a chunk is decoded, and what the exchange encodes of that is the payload again, bit for
+bit. That holds for codecs which cast each element by itself, and not for those with feedback, whose scale may come out
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlc.comm.grid import Grid
+
+
+class Encoded:
+    """`parts`: the vector in parts of any length (fp32, CPU, contiguous); each is done with when the next is asked for.
+    ValueError: they are not as long as the grid, or the codec is one with feedback."""
+
+    def __init__(self, grid: Grid, parts: Iterable[Tensor]) -> None:
+        if grid.coder.feedback:
+            raise ValueError(f"what {grid.codec} decodes to may encode to other bytes")
+        self.grid = grid
+        self._payloads = np.empty(grid.total_wire_bytes, np.uint8)
+        end = 0
+        for part in parts:
+            start, end = end, end + part.numel()
+            if end > grid.numel:
+                break
+            self._payloads[self._place(start, end)] = np.frombuffer(grid.coder.encode(part), np.uint8)
+        if end != grid.numel:
+            raise ValueError(f"the parts have {end} elements or more, not {grid.numel}")
+        self._payloads.flags.writeable = False
+        self._decoded = torch.empty(min(grid.chunk_elems, grid.numel))
+        """Kept: memory that came and went with each chunk would leave holes between what lasts."""
+
+    def _place(self, start: int, stop: int) -> slice:
+        each = self.grid.coder.wire_bytes(1)
+        return slice(each * start, each * stop)
+
+    def numel(self) -> int:
+        """Elements of the vector."""
+        return self.grid.numel
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """The elements [start, stop) of a chunk, decoded (fp32), until the next are asked for: by one thread."""
+        payload, numel = self._payloads[self._place(span.start, span.stop)], span.stop - span.start
+        return self.grid.coder.decode(payload.data, numel, self._decoded[:numel])
+
+    def clone(self) -> Encoded:
+        """Itself: it never changes."""
+        return self
