@@ -345,6 +345,24 @@ def test_theta_that_is_lent_outlives_a_state_that_is_replaced(writable: bool) ->
     assert state.digest() == other.digest()
 
 
+def test_a_step_that_fails_before_theta_moves_does_not_forget_what_is_lent() -> None:
+    """Nobody could be asked, or there was no memory for the copy."""
+    state, other = OuterState(torch.arange(5.0), OuterSpec()), OuterState(torch.full((5,), 9.0), OuterSpec())
+    lent = state.lend()
+
+    def fails() -> bool:
+        raise MemoryError
+
+    lent.spend(fails)
+    with pytest.raises(MemoryError):
+        one_step(state)
+    with pytest.raises(DlcError, match="torn"):
+        one_step(state)
+    state.restore(other.export())
+    one_step(state)
+    assert lent.reclaim() and lent.theta.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_there_is_one_loan_at_a_time() -> None:
     state = OuterState(torch.arange(5.0), OuterSpec())
     first, second = state.lend(), state.lend()

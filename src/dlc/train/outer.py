@@ -17,8 +17,8 @@ vector but where the old theta is lent.
     lend ──> theta of now, without a copy ──(theta is about to move)──> kept: the state goes on in a copy
                                                                     └──> gone: the borrower said it may be spent
 
-An error in the middle of a step (from the iterable of means) leaves a torn state: every later call but `restore` raises
-`DlcError`, so that a half-applied round is never read, exported or trained on.
+An error in the middle of a step (from the iterable of means, or no memory for the copy) leaves a torn state: every
+later call but `restore` raises `DlcError`, so that a half-applied round is never read, exported or trained on.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class OuterState:
             self._check_whole()
             if t <= self._t:
                 raise UsageError(f"round {t} cannot follow round {self._t}")
-            lent, self._lent = self._lent, None
-            if lent is not None and lent.outlives_step():
+            self._torn = True  # also if there is no memory for the copy: what is lent is not to be moved later
+            if self._lent is not None and self._lent.outlives_step():
                 self._theta = self._theta.clone()
-            self._torn = True
+            self._lent = None
             done, fragment, turn = 0, self.fragments.of_round(t), self.fragments.turn(t)
             lr = outer_lr(self.spec, turn)
             for start, stop, mean in means:
