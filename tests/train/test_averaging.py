@@ -136,20 +136,26 @@ def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(tmp_path: Path, 
     assert all("needs at least 4 peers" in event["missing"][pupil.peer.id] for event in told)
 
 
-def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
-    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)
-    spec = spec_in(tmp_path, rounds=40)
-    gate, old = threading.Event(), school.add(Pupil(spec, tmp_path / "0"))
+def ahead(school: School, old: Pupil) -> tuple[Pupil, threading.Event]:
+    """It has made 20 exchanges alone, and waits there until the event is set."""
+    gate = threading.Event()
 
     def hold(event: Event) -> None:
         if event["event"] == "averaging" and event["t"] == 20:
             gate.wait(DEADLINE_S)
 
     old.on_event = hold
-    school.start(old)
+    school.start(school.add(old))
     wait_until(lambda: any(e["t"] == 20 for e in old.all("averaging")), DEADLINE_S, "the old one is ahead")
+    return old, gate
+
+
+def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)
+    spec = spec_in(tmp_path, rounds=40)
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
     model = old.model()
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     seen: list[Tensor] = []
@@ -193,15 +199,7 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     averages."""
     monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S if heard == "late" else 0.0)
     spec = spec_in(tmp_path, rounds=40)
-    gate, old = threading.Event(), school.add(Pupil(spec, tmp_path / "0"))
-
-    def hold(event: Event) -> None:
-        if event["event"] == "averaging" and event["t"] == 20:
-            gate.wait(DEADLINE_S)
-
-    old.on_event = hold
-    school.start(old)
-    wait_until(lambda: any(e["t"] == 20 for e in old.all("averaging")), DEADLINE_S, "the old one is ahead")
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
     model = old.model()
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     school.acquainted()
