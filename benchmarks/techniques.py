@@ -219,22 +219,24 @@ def table(results: list[Result]) -> str:
 
 
 def picture(results: list[Result], path: str) -> None:
-    """Loss against seconds, and against megabytes, of the plain condition; of each peer a thin line."""
+    """Loss against seconds, and against megabytes, a row for each condition; of each peer a thin line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    conditions = [c for c in CONDITIONS if any(r["condition"] == c for r in results)]
+    figure = Figure(figsize=(11, 4.5 * len(conditions)), layout="constrained")
     FigureCanvasAgg(figure)
-    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
-    for i, arm in enumerate(ARMS):
-        for result in (r for r in results if r["arm"] == arm and r["condition"] == "plain"):
-            for n, curve in enumerate(result["losses"]):
-                options: dict[str, Any] = {"color": f"C{i}", "alpha": 0.7, "label": arm if n == 0 else None}
-                by_time.plot([max(0.0, at) for at, _, _ in curve], [loss for _, _, loss in curve], **options)
-                by_bytes.plot([sent / 1e6 for _, sent, _ in curve], [loss for _, _, loss in curve], **options)
-    by_time.set(xlabel="seconds", ylabel="validation loss, nats per token")
-    by_bytes.set(xlabel="MB sent per peer", xscale="symlog")
-    by_time.legend()
+    rows = figure.subplots(len(conditions), 2, sharey="row", squeeze=False)
+    for condition, (by_time, by_bytes) in zip(conditions, rows, strict=True):
+        for i, arm in enumerate(ARMS):
+            for result in (r for r in results if r["arm"] == arm and r["condition"] == condition):
+                for n, curve in enumerate(result["losses"]):
+                    options: dict[str, Any] = {"color": f"C{i}", "alpha": 0.7, "label": arm if n == 0 else None}
+                    by_time.plot([max(0.0, at) for at, _, _ in curve], [loss for _, _, loss in curve], **options)
+                    by_bytes.plot([sent / 1e6 for _, sent, _ in curve], [loss for _, _, loss in curve], **options)
+        by_time.set(xlabel="seconds", ylabel="validation loss, nats per token", title=condition)
+        by_bytes.set(xlabel="MB sent per peer", xscale="symlog")
+        by_time.legend()
     figure.savefig(path, dpi=120)
 
 
@@ -278,7 +280,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--state", default="", help="file of the results so far, for the next call")
     parser.add_argument("--png", default="", help="write the picture; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="the results as JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for option, given, known in (("--arms", args.arms, ARMS), ("--conditions", args.conditions, CONDITIONS)):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"{option}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return args
 
 
 if __name__ == "__main__":

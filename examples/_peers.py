@@ -1,8 +1,10 @@
 """What the examples share: two peers on this machine, or one peer of a run on several.
 
 python examples/NAME.py                              two peers here, one in a process of its own
-python examples/NAME.py --peers HOST:PORT --key-file run.key --listen 0.0.0.0:4600    one peer of a run elsewhere
-python examples/NAME.py --found --key-file run.key --listen 0.0.0.0:4600              the first of such a run
+python examples/NAME.py --found --key-file run.key --listen 0.0.0.0:4600              the first of a run on several
+python examples/NAME.py --peers HOST:PORT --key-file run.key --listen 0.0.0.0:4600 --shard 1    the second
+
+Training begins when both are there, or as many as --size says to each of them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import hashlib
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +26,7 @@ import dlc
 Train = Callable[[dlc.Peer, int], Iterable[Tensor]]
 """Takes a peer and the number of its share of the data; returns what the peers then have in common."""
 JOIN_S = 60.0
+LOOK_S = 0.1
 
 
 def run(train: Train) -> None:
@@ -33,13 +37,28 @@ def run(train: Train) -> None:
     parser.add_argument("--key-file", type=Path, help="made by `dlc key`")
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--shard", type=int, default=0, help="which share of the data is trained")
+    parser.add_argument("--size", type=int, default=2, help="peers that training waits for, this one among them")
     args = parser.parse_args()
     if args.found or args.peers:
-        with dlc.Peer.join(args.peers, key=args.key_file, listen=args.listen) as peer:
+        limit_s = JOIN_S if args.peers else None
+        with dlc.Peer.join(args.peers, key=args.key_file, listen=args.listen, join_timeout_s=limit_s) as peer:
             print(f"others join with --peers {peer.address}", flush=True)
+            _wait_for(peer, args.size)
             _tell(peer, train(peer, args.shard))
+            peer.barrier("end")
     else:
         _two(train)
+
+
+def _wait_for(peer: dlc.Peer, size: int) -> None:
+    """These programs train for a second: who began alone would be gone before another had joined."""
+    peer.describe(status={"joined": True})
+    said = 0
+    while (here := sum(m.me or (m.alive and "joined" in m.status) for m in peer.members())) < size:
+        if here != said:
+            print(f"{here} of {size} peers are here; training begins when all are", flush=True)
+            said = here
+        time.sleep(LOOK_S)
 
 
 def _two(train: Train) -> None:

@@ -3,7 +3,9 @@
 python examples/hivemind_quickstart.py                                   two peers here, one in a process of its own
 python examples/hivemind_quickstart.py --run_key run.key --host /ip4/0.0.0.0/tcp/4600             the first of a run
 python examples/hivemind_quickstart.py --run_key run.key --host /ip4/0.0.0.0/tcp/4600 \
-    --initial_peers /ip4/FIRST/tcp/4600                                                           every other one
+    --initial_peers /ip4/FIRST/tcp/4600 --shard 1                                                 the second
+
+Training begins when both are there, or as many as --size says to each of them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import hashlib
 import multiprocessing
 import sys
+import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -22,10 +25,21 @@ import dlc.compat.hivemind as hivemind
 
 EPOCHS = 5
 JOIN_S = 60.0
+LOOK_S = 0.1
 
 
-def train(dht: hivemind.DHT, shard: int) -> hivemind.Optimizer:
-    """Until five times 256 samples were trained, by all peers together."""
+def told(dht: hivemind.DHT, what: str) -> set[str]:
+    """Who has stored that it has come so far."""
+    found = dht.get(what)
+    return set(found.value) if found is not None else set()
+
+
+def tell(dht: hivemind.DHT, what: str) -> None:
+    dht.store(what, True, hivemind.get_dht_time() + 3600, subkey=str(dht.peer_id))
+
+
+def train(dht: hivemind.DHT, shard: int, size: int) -> None:
+    """Until five times 256 samples were trained, by all together: so little that they wait for each other first."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     opt = hivemind.Optimizer(
@@ -42,6 +56,10 @@ def train(dht: hivemind.DHT, shard: int) -> hivemind.Optimizer:
         verbose=True,
     )
     opt.load_state_from_peers()
+    tell(dht, "ready")
+    print(f"training begins when {size} peers are ready", flush=True)
+    while len(told(dht, "ready")) < size:
+        time.sleep(LOOK_S)
     generator = torch.Generator().manual_seed(shard)
     while opt.local_epoch < EPOCHS:
         x = torch.randn(32, 8, generator=generator)
@@ -51,15 +69,16 @@ def train(dht: hivemind.DHT, shard: int) -> hivemind.Optimizer:
     digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes())
     sys.stdout.write(f"peer {str(dht.peer_id)[:8]} ends with {digest.hexdigest()[:16]}\n")
     sys.stdout.flush()
-    return opt
+    tell(dht, "trained")
+    while not dht.swarm.present() <= told(dht, "trained"):  # another may still want this one's state
+        time.sleep(LOOK_S)
+    opt.shutdown()
 
 
 def second(pipe: Connection) -> None:
     with hivemind.DHT(initial_peers=pipe.recv(), start=True) as dht:
         pipe.send("joined")
-        train(dht, 1)
-        pipe.send("trained")
-        pipe.recv()  # the first may still want this one's state
+        train(dht, 1, 2)
 
 
 def two() -> None:
@@ -73,12 +92,8 @@ def two() -> None:
         here.send(dht.get_visible_maddrs())
         if not here.poll(JOIN_S):
             sys.exit("the second peer did not join")
-        here.recv()
-        opt = train(dht, 0)
-        here.recv()
-        here.send("end")
-        child.join()
-        opt.shutdown()
+        train(dht, 0, 2)
+    child.join()
     if child.exitcode:
         sys.exit(f"the second peer ended with exit status {child.exitcode}")
 
@@ -89,13 +104,14 @@ def main() -> None:
     parser.add_argument("--host", help="where to listen, for a run on several machines")
     parser.add_argument("--run_key", help="file made by `dlc key`")
     parser.add_argument("--shard", type=int, default=0, help="which share of the data is trained")
+    parser.add_argument("--size", type=int, default=2, help="peers that training waits for, this one among them")
     args = parser.parse_args()
     if args.host is None:
         two()
         return
     with hivemind.DHT(args.initial_peers, start=True, host_maddrs=[args.host], run_key=args.run_key) as dht:
         print("others join with --initial_peers", *dht.get_visible_maddrs(), flush=True)
-        train(dht, args.shard).shutdown()
+        train(dht, args.shard, args.size)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 import io
 import json
+import logging
+import os
 import subprocess
 import sys
 import tomllib
@@ -227,6 +229,20 @@ def test_output_that_nobody_takes(words: str) -> None:
     assert full.returncode == 4 and full.stderr.count("\n") == 1 and "make room" in full.stderr
     closed = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     assert closed.returncode == 0 and closed.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["bench codec --mb 1 --device cpu", "status --peers {}"])
+def test_a_table_that_nobody_reads_is_no_broken_promise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, Peer.join() as peer:
+        monkeypatch.setattr(sys, "stdout", out)
+        level = logging.getLogger("dlc").level
+        assert main([*words.format(peer.address).split(), "--log-level", "error"]) == 4
+        logging.getLogger("dlc").setLevel(level)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_below_stdout_ends_the_events_and_not_the_run(

@@ -72,6 +72,45 @@ def test_optimizer_steps_count_not_micro_batches_and_a_lone_peer_trains_as_witho
     assert torch.equal(flat(model), peer.theta())
 
 
+@pytest.mark.parametrize(
+    ("size", "accumulated", "epochs", "sync_every", "weights"),
+    [
+        (2, 5, 1, 2, [20.0, 12.0]),  # 16 batches: the last step has one of them
+        (5, 2, 2, 3, [30.0, 22.0, 12.0]),  # 7 batches, the last one of two sequences
+        (32, 16, 2, 1, [32.0, 32.0]),  # fewer batches than are to be accumulated
+    ],
+)
+@pytest.mark.parametrize("overlap", ["none", "delayed"])
+def test_a_step_weighs_the_sequences_that_it_trained(
+    tmp_path: Path, size: int, accumulated: int, epochs: int, sync_every: int, weights: list[float], overlap: str
+) -> None:
+    peer = FakePeer()
+    options: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+    own = callback(peer, sync_every, overlap=overlap)
+    trainer(tmp_path, Net(), [own], **options, max_steps=-1, num_train_epochs=epochs).train()
+    assert peer.weights == pytest.approx(weights) and sum(peer.weights) == 32 * epochs
+
+
+def test_what_is_resumed_in_the_middle_of_an_epoch_weighs_what_is_left_of_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"per_device_train_batch_size": 5, "max_steps": 4, "save_strategy": "steps"}
+    trainer(tmp_path, Net(), [callback(FakePeer())], **options, save_steps=2).train()
+    own = callback(peer := FakePeer(), 1)
+    trainer(tmp_path, Net(), [own], **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert peer.weights == [10.0, 2.0]
+
+
+def test_a_weight_that_is_given_stays(tmp_path: Path) -> None:
+    trainer(tmp_path, Net(), [callback(peer := FakePeer(), weight=3.0)], gradient_accumulation_steps=5).train()
+    assert peer.weights == [6.0, 6.0, 6.0]
+
+
+def test_a_search_for_the_batch_size_is_refused_before_the_run_is_begun(tmp_path: Path) -> None:
+    one = trainer(tmp_path, Net(), [callback(peer := FakePeer())], auto_find_batch_size=True)
+    with pytest.raises(UsageError, match="auto_find_batch_size"):
+        one.train()
+    assert not peer.weights
+
+
 @pytest.mark.parametrize("overlap", ["none", "delayed"])
 def test_the_last_steps_are_brought_in_before_the_last_checkpoint_is_written(tmp_path: Path, overlap: str) -> None:
     from safetensors.torch import load_file

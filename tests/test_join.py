@@ -126,6 +126,7 @@ def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
     assert "the run has had its rounds: to train on, raise rounds in RUN.toml" in over.log()
 
     a = host.start("a", "--config", host.config(rounds=0), *key, "--listen", at[0], "--found")
+    a.event("started")  # SIGINT would end one that is still importing
     b = host.start("b", *key, "--peers", at[0])
     b.event("round", counted=True)
     for process in (a, b):

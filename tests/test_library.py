@@ -16,7 +16,7 @@ from torch import nn
 
 import dlc
 import dlc.comm.node
-from dlc.errors import UsageError
+from dlc.errors import CheckpointError, UsageError
 from tests.swarm import DEADLINE_S, JOIN_S, PATIENT, ROUND_S, swarm
 
 STEPS = 5
@@ -115,6 +115,29 @@ def test_three_peers_with_sgd_inside_follow_one_process_with_the_joint_batch() -
         loss_of(alone, torch.cat([x[step] for x in data])).backward()
         optimizer.step()
     torch.testing.assert_close(flat(nets[0]), flat(alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (dlc.OuterSpec(lr=0.5), "lr 0.7, here 0.5"),
+        (dlc.OuterSpec(lr=0.7, optimizer="sgd", momentum=0.0), "it has 712 bytes, the one here 420"),
+    ],
+)
+def test_who_comes_with_another_outer_optimizer_is_told_what_differs(other: dlc.OuterSpec, why: str) -> None:
+    """It waited for ever, or as long as it was given, and fetched the state again and again."""
+
+    def begin(peer: dlc.Peer, outer: dlc.OuterSpec) -> dlc.DiLoCo:
+        net = model()
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, sync_every=1, outer=outer, timeout_s=ROUND_S)
+
+    with swarm(1) as (first,):
+        begin(first, dlc.OuterSpec(lr=0.7))
+        with dlc.Peer.join(first.address, join_timeout_s=JOIN_S) as late:
+            with pytest.raises(CheckpointError, match=f"channel 'train' is of another kind.*{why}; give all peers"):
+                begin(late, other)
+            assert begin(late, dlc.OuterSpec(lr=0.7)).t == 0, "with the right one it may try again"
 
 
 def test_one_peer_with_h_1_outer_lr_1_and_no_momentum_follows_plain_adamw() -> None:

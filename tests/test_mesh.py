@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dlc
+from dlc.comm.cells import grid_of
+from dlc.comm.meetings import Call
+from dlc.comm.moshpit import Leg
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import GroupCall
 from tests.helpers import wait_until
@@ -53,6 +59,11 @@ def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
             assert held[i][1].dtype == torch.bfloat16 and report.bytes_received > 0
         pair = [peers[0].id, peers[2].id]
         alone = [torch.full((10,), float(i)) for i in range(4)]
+        some = [dlc.Group(p, "some", matchmaking_s=MEET_S) for p in peers]
+        for report in pool.map(lambda i: some[i].all_reduce(alone[i], receives=i < 3, timeout_s=LONG_S), range(4)):
+            assert report.complete and report.weight in (4.0, 0.0), report.summary()  # 0: it has reduced nothing
+        assert [float(x[0]) for x in alone] == [1.5, 1.5, 1.5, 3.0]
+        alone = [torch.full((10,), float(i)) for i in range(4)]
         two = [dlc.Group(peers[i], "pair", peers=pair, owns=i == 0, matchmaking_s=MEET_S) for i in (0, 2)]
         told = list(pool.map(lambda k: two[k].all_reduce(alone[2 * k], timeout_s=LONG_S), range(2)))
         assert torch.equal(alone[0], torch.ones(10)) and torch.equal(alone[2], torch.ones(10))
@@ -72,6 +83,9 @@ def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leave
         call.cancel()
         with pytest.raises(RoundTimeout, match="cancelled"):
             call.wait()
+        with pytest.raises(RoundTimeout, match=r"expected\(\) raised ZeroDivisionError") as told:
+            dlc.Group(peers[0], "odd", expected=lambda: [str(1 // 0)]).all_reduce(x)
+        assert isinstance(told.value.__cause__, ZeroDivisionError)
         earlier, call = call, group.all_reduce(x, async_op=True)
         assert isinstance(call, GroupCall)
         earlier.cancel()  # it is over, so this changes nothing
@@ -132,18 +146,76 @@ def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() ->
         assert all(r.rounds and not r.failed for r in reports), [r.summary() for r in reports]
 
 
+@pytest.mark.parametrize("how", ["leaves between the rounds", "not finite"])
+def test_a_moshpit_average_is_exact_to_those_only_who_have_everybody_s_vector(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to who meets nobody of a cell, nor to who was not in the group in which somebody was lacking."""
+    with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
+        know_each_other(peers)
+        peers.sort(key=lambda p: p.id)
+        pits = [dlc.Moshpit(p, dims=2, codec="fp32", matchmaking_s=MEET_S) for p in peers]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 4 for p in peers), LONG_S)
+        held = [torch.full((5,), float(10**i)) for i in range(4)]
+
+        def leg(i: int, next_leg: Callable[[], Leg]) -> Leg:
+            if pits[i]._course.axis and i == 3:
+                peers[i].leave()
+            elif pits[i]._course.axis:
+                wait_until(lambda: sum(m.alive for m in peers[i].members()) == 3, LONG_S)
+            return next_leg()
+
+        def average(i: int) -> dlc.MoshpitReport | SwarmClosed:
+            try:
+                return pits[i].average(held[i], timeout_s=LONG_S)
+            except SwarmClosed as error:
+                return error
+
+        if how == "not finite":
+            held[3].fill_(float("nan"))
+        else:
+            for i in range(4):
+                monkeypatch.setattr(pits[i], "_leg", partial(leg, i, pits[i]._leg))
+        told = list(pool.map(average, range(4)))
+        reports = [report for report in told if isinstance(report, dlc.MoshpitReport)]
+        means, exact = [277.75, 5.5, 277.75], [True, False, True]
+        if how == "not finite":
+            means, exact = [37.0] * 4, [False] * 4
+        assert [float(x[0]) for x in held[: len(reports)]] == means
+        assert [report.complete for report in reports] == exact, [report.summary() for report in reports]
+
+
 def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_it() -> None:
-    """A name without a form on the wire ended the peer; NaN drew all the weight of a gossip to itself."""
+    """A name without a form on the wire ended the peer, what is gathered without one the group of the others; NaN drew
+    all the weight of a gossip to itself."""
     with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
         know_each_other(peers)
         for peer in peers:
             for name in ("\ud800", "x" * 300, 7):
                 with pytest.raises(UsageError, match="string"):
                     dlc.Group(peer, name).all_reduce(torch.ones(4))  # type: ignore[arg-type]
+            for gather in ("abc", bytearray(3), [1]):
+                with pytest.raises(UsageError, match="must be bytes"):
+                    dlc.Group(peer, "g").all_reduce(torch.ones(4), gather=gather)  # type: ignore[arg-type]
             for tensors, why in (([1.0], "torch tensors, not float"), (torch.ones(1).expand(4), r"clone\(\) it")):
                 for call in (dlc.Group(peer, "g").all_reduce, dlc.Gossip(peer, "h").step, dlc.Moshpit(peer, "m").step):
                     with pytest.raises(UsageError, match=why):
                         call(tensors)  # type: ignore[operator]
+            for label in (None, 5, "\ud800"):
+                with pytest.raises(UsageError, match="string"):
+                    dlc.Group(peer, "g").all_reduce(torch.ones(4), label=label)  # type: ignore[call-overload]
+            for options, why in (
+                ({"owns": "no"}, "owns is str: it must be bool"),
+                ({"target_size": 2.0}, "target_size is float: it must be int"),
+                ({"min_size": 1.5}, "min_size is float: it must be int"),
+                ({"expected": [peer.id]}, "expected is list: it must be a function"),
+            ):
+                with pytest.raises(UsageError, match=why):
+                    dlc.Group(peer, "g", **options)  # type: ignore[arg-type]
+            with pytest.raises(RoundTimeout, match=r"expected\(\) raised TypeError"):
+                dlc.Group(peer, "g", expected=lambda: [["a"]]).all_reduce(torch.ones(4))  # type: ignore[list-item]
+        pit = dlc.Moshpit(peers[0], "m", matchmaking_s=0.1)
+        assert pit.average(torch.ones(4), weight=torch.tensor(2.0)).weight == 2.0  # type: ignore[arg-type]
         gossips = [dlc.Gossip(p, "walk", codec="fp32") for p in peers]
         values = [torch.full((4,), float(i)) for i in range(2)]
         with pytest.raises(UsageError, match="NaN or Inf"):
@@ -156,3 +228,65 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
         groups = [dlc.Group(p, "g", matchmaking_s=MEET_S) for p in peers]
         for mean in pool.map(lambda i: groups[i].all_reduce(values[i], timeout_s=LONG_S), range(2)):
             assert len(mean.contributors) == 2
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, rounds: Sequence[tuple[int, int]]) -> tuple[dlc.Moshpit, list[Call]]:
+    """A Moshpit that goes through these rounds (cycle, axis), and the calls that it makes. In each it meets one other,
+    of another cell, who has 10 and as much weight, and has lacked nothing."""
+    made: list[Call] = []
+
+    class Met:
+        def __init__(self, peer: object, key: str, call: Call, answers: object) -> None:
+            self.call, self.group, self.members = call, f"group of {key}", ("a", "b")
+            made.append(call)
+
+        def wait(self) -> SimpleNamespace:
+            vector, word = self.call.vector, legs[len(made) - 1].word(self.call.label)
+            assert vector is not None
+            self.call.out = (vector + 10.0) / 2
+            return SimpleNamespace(complete=True, weight=2 * self.call.weight, gathered=dict.fromkeys("ab", word))
+
+    cells = grid_of(4, None, 2)
+    parts = (frozenset("a"), frozenset("b"))
+    legs = [Leg(c, axis, f"{c}.{axis}", ("a", "b"), cells, b"grid", parts) for c, axis in rounds]
+    pit = object.__new__(dlc.Moshpit)
+    pit.peer, pit.name, pit.codec, pit.matchmaking_s = None, "m", "fp32", 1.0  # type: ignore[assignment]
+    course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
+    pit._course = course  # type: ignore[assignment]
+    monkeypatch.setattr(pit, "_show", lambda: None)
+    monkeypatch.setattr("dlc.moshpit.GroupCall", Met)
+    monkeypatch.setattr(pit, "_leg", lambda: legs[len(made)])
+    return pit, made
+
+
+def test_a_moshpit_average_that_the_others_have_left_behind_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in the next one: what is half averaged, and its weight, would count this one's vectors there again."""
+    pit, made = scripted(monkeypatch, [(5, 0), (6, 0), (6, 1)])
+    vector = torch.full((3,), 2.0)
+    report = pit.average(vector)
+    assert [(c.key, float(c.vector[0]), c.weight, c.label) for c in made if c.vector is not None] == [
+        ("5.0", 2.0, 1.0, ""),
+        ("6.0", 2.0, 1.0, ""),
+        ("6.1", 6.0, 2.0, "group of 6.0"),
+    ]
+    assert vector.tolist() == [8.0] * 3 and not report.complete
+
+
+def test_a_moshpit_average_that_lacks_nothing_says_of_which_group_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pit, made = scripted(monkeypatch, [(6, 0), (6, 1)])
+    assert pit.average(torch.full((3,), 2.0)).complete
+    assert [call.gather for call in made] == [b"grid", b"gridgroup of 6.0"]
+
+
+def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with swarm(1, log=False) as (peer,):
+        with pytest.raises(UsageError, match="group_size is 65: it must be 2 to 64"):
+            dlc.Moshpit(peer, group_size=65)
+        pit = dlc.Moshpit(peer, dims=1, matchmaking_s=0.1)
+        names = sorted([peer.id, *(f"p{i}" for i in range(64))])
+        monkeypatch.setattr(pit, "_leg", lambda: pit._course.leg(names, peer.id, ()))
+        with pytest.raises(UsageError, match="65 peers in 1 dimensions make groups of up to 65; .* give more dims"):
+            pit.average(torch.ones(4))
+        assert pit.step(torch.ones(4)).rounds  # with whom it meets
+        names.remove("p0")
+        assert pit.average(torch.ones(4)).rounds

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -360,6 +360,15 @@ def test_status_sees_everyone_without_joining() -> None:
         assert len(peers[0].members()) == 2, "who asks for the status is no member"
 
 
+def test_status_of_one_run_leaves_out_the_others() -> None:
+    with Peer.join(run="mine") as mine, Peer.join(run="other") as other:
+        both = [mine.address, other.address]
+        assert [m.id for m in status(both, run="mine", timeout_s=JOIN_S)] == [mine.id]
+        assert {m.id for m in status(both, timeout_s=JOIN_S)} == {mine.id, other.id}
+        with pytest.raises(UnreachableError, match=f"{other.address} answered, but its run is 'other', not 'third'"):
+            status(both, run="third", timeout_s=JOIN_S)
+
+
 def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
     before = threading.active_count()
     (address,) = free_addresses(1)  # both of its ports, which no outgoing connection is given meanwhile
@@ -454,6 +463,8 @@ def test_a_second_state_on_a_channel_is_refused_at_once() -> None:
         peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
         with pytest.raises(UsageError, match="another channel"):
             peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
+        with pytest.raises(UsageError, match="lease_len is -1"):
+            peer.open("other", ToyState(8, 0), codec="fp32", chunk_elems=8, lease_len=-1, timeout_s=ROUND_S)
 
 
 def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> None:
@@ -584,6 +595,110 @@ def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch:
         filling.reached(0)
         with pytest.raises(SwarmClosed, match="division by zero"):
             pending.wait(JOIN_S)
+
+
+def test_a_step_that_fails_in_a_call_of_ones_own_ends_the_peer() -> None:
+    """A lone peer's round is decided within the call that offers to it. The log was a round ahead of the state then,
+    and was saved so."""
+    with Peer.join() as peer:
+        state = ToyState(8, 0)
+        peer.open("train", state, codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+
+        def step(t: int, means: object) -> None:
+            raise MemoryError("no memory for the outer step")
+
+        state.step = step  # type: ignore[method-assign, assignment]
+        with pytest.raises(MemoryError):
+            peer.contribute("train", torch.ones(8), weight=1.0)
+        with pytest.raises(MemoryError):
+            peer.checkpoint("train")
+
+
+def test_a_callback_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def raising(event: object) -> None:
+        raise ValueError("of the user's own")
+
+    with Peer.join(on_event=raising) as peer:
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete
+        assert "of the user's own" in caplog.text
+
+
+def test_a_channel_that_was_not_opened_is_named() -> None:
+    with Peer.join() as peer:
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: peer.contribute("train", torch.ones(8), weight=1.0),
+            lambda: peer.pull("train", torch.ones(8)),
+            lambda: peer.checkpoint("train"),
+        )
+        for call in calls:
+            with pytest.raises(UsageError, match="no state on channel 'train'"):
+                call()
+
+
+@pytest.mark.parametrize("where", ["waiting", "handing over"])
+def test_what_interrupts_a_call_takes_it_back(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm's handler raised in the wait, or Ctrl-C came while the driver was busy: the caller's tensor was averaged
+    afterwards, with what it held by then, and written."""
+
+    class Alarm(Exception):
+        pass
+
+    given, other = torch.ones(1000), torch.zeros(1000)
+    busy = threading.Event()
+
+    def interrupted(*args: object) -> None:
+        busy.set()
+        monkeypatch.undo()
+        raise Alarm
+
+    with swarm(2) as peers:
+        if where == "waiting":
+            monkeypatch.setattr(Pending, "wait", interrupted)
+        else:
+            peers[0]._driver.call(lambda now: busy.wait(JOIN_S))
+            monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(Alarm):
+            peers[0].all_reduce(given, codec="fp32", timeout_s=JOIN_S, patience_s=JOIN_S)
+        given.fill_(5.0)
+        report = peers[1].all_reduce(other, codec="fp32", timeout_s=ROUND_S, patience_s=1.0)
+        assert [share.peer for share in report.contributors] == [peers[1].id]
+        assert torch.equal(other, torch.zeros(1000))
+        wait_until(lambda: peers[0]._ask(lambda node, now: node.log.head.hex()) == report.head, JOIN_S)
+        assert torch.equal(given, torch.full((1000,), 5.0))
+
+
+def test_a_driver_that_ends_while_a_call_waits_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    with swarm(2) as peers, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(peers[0].all_reduce, torch.ones(4), timeout_s=JOIN_S, patience_s=JOIN_S)
+        wait_until(lambda: peers[0]._ask(lambda node, now: bool(node.exchange.offered)), JOIN_S)
+        monkeypatch.setattr(peers[0]._node, "tick", lambda now: 1 / 0)
+        with pytest.raises(SwarmClosed, match="division by zero"):
+            call.result(JOIN_S)
+
+
+def test_what_a_machine_beside_the_log_raises_is_its_callers_affair() -> None:
+    with Peer.join() as peer:
+        with pytest.raises(ZeroDivisionError):
+            peer._ask(lambda node, now: node.serve(lambda: 1 // 0, now))  # type: ignore[arg-type, return-value]
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete
+
+
+def test_where_nobody_has_weight_nothing_is_averaged_and_nothing_is_complete() -> None:
+    given = [torch.full((4,), 1.0), torch.full((4,), 2.0)]
+    with swarm(2) as peers:
+        reports = together(peers, lambda p, i: p.all_reduce(given[i], weight=0.0, timeout_s=ROUND_S))
+    for i, report in enumerate(reports):
+        assert not report.complete and not report.contributors and report.weight == 0.0
+        assert torch.equal(given[i], torch.full((4,), i + 1.0))
+
+
+def test_a_reduction_is_over_when_its_peer_has_left() -> None:
+    with swarm(2) as peers:
+        reduction = peers[0].all_reduce(torch.ones(4), patience_s=JOIN_S, async_op=True)
+        peers[0].leave()
+        assert not reduction.cancel()
+        with pytest.raises(SwarmClosed):
+            reduction.wait(JOIN_S)
 
 
 def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:

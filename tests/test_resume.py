@@ -184,13 +184,64 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
         with pytest.raises(CheckpointError, match="rounds: 6 here, 5 there"):
             saver.chosen(path, dataclasses.replace(spec, **changes))
 
-    saver.Saver(tmp_path, dataclasses.replace(spec, rounds=9), {}).save(Frozen(7), saver.Local({}))
-    longest = dataclasses.replace(spec, rounds=20)
-    for number, (newer, t) in enumerate([(spec, 5), (dataclasses.replace(spec, rounds=9), 7)], 1):
+    longer, longest = (dataclasses.replace(spec, rounds=rounds) for rounds in (9, 20))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(7), saver.Local({}))
+    for number, (newer, t) in enumerate([(spec, 5), (longer, 7)], 1):
         os.utime(named(tmp_path, newer, t), (10**10 + number, 10**10 + number))
-        assert found(rounds=20) == named(tmp_path, newer, t), "the one that was written to last"
+        assert found(rounds=20) == named(tmp_path, longer, 7), "the later round, whichever was written to last"
     aside = saver.set_later_aside(tmp_path, saver.chosen(path, longest), longest)
-    assert aside is None and found(rounds=20) is not None
+    assert aside is not None and found(rounds=20) == path, "what was asked for, though a run of a third length is ahead"
+
+
+@pytest.mark.parametrize("ahead_s", [86_400, -86_400])
+def test_a_run_that_got_more_rounds_goes_on_at_its_last_whatever_the_clock_said(tmp_path: Path, ahead_s: int) -> None:
+    """The clock ran ahead during the shorter run, or a copy of the folders did not keep the times."""
+    spec = spec_in(tmp_path, codec="fp16")
+    longer = dataclasses.replace(spec, rounds=ROUNDS + 100)
+    for one, rounds in ((spec, (4, 5)), (longer, (54, 55))):
+        writer = saver.Saver(tmp_path, one, {})
+        for t in rounds:
+            path = writer.save(Frozen(t), saver.Local({}))
+            assert path is not None
+            time_s = path.stat().st_mtime + (ahead_s if one is spec else 0)
+            os.utime(path, (time_s, time_s))
+    for more in (longer, dataclasses.replace(spec, rounds=ROUNDS + 200)):
+        newest = saver.newest(tmp_path, more)
+        assert newest is not None and newest.path == named(tmp_path, longer, 55)
+    assert saver.chosen(tmp_path, None).path == named(tmp_path, longer, 55)
+    newest = saver.newest(tmp_path)
+    assert newest is not None and newest.path == named(tmp_path, longer, 55)
+
+
+def test_what_a_given_up_history_left_is_moved_and_not_deleted_whatever_its_length(tmp_path: Path) -> None:
+    """A swarm that stands at an earlier round may have the greater history: what it makes is what goes on."""
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, longest = (dataclasses.replace(spec, rounds=rounds) for rounds in (9, 20))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(8), saver.Local({}))
+    saver.Saver(tmp_path, longest, {}).save(Frozen(3), saver.Local({}))
+    moved = [path.relative_to(tmp_path) for path in tmp_path.glob("checkpoints.old-1/*/*")]
+    assert moved == [Path("checkpoints.old-1", named(tmp_path, longer, 8).parent.name, saver.name_of(8))]
+    newest = saver.newest(tmp_path, longest)
+    assert newest is not None and newest.t == 3
+
+
+def test_a_shorter_run_that_began_anew_is_what_is_exported_and_gets_more_rounds(tmp_path: Path) -> None:
+    """It does not go on from what is past its end, and nobody prefers that to what it made itself."""
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, shorter, other = (
+        dataclasses.replace(spec, **changes) for changes in ({"rounds": 9}, {"rounds": 6}, {"rounds": 9, "seed": 7})
+    )
+    for one in (other, longer):
+        saver.Saver(tmp_path, one, {}).save(Frozen(8), saver.Local({}))
+    assert saver.newest(tmp_path, shorter) is None
+    for t in (1, 6):
+        saver.Saver(tmp_path, shorter, {}).save(Frozen(t), saver.Local({}))
+    assert saver.chosen(tmp_path, None).path == named(tmp_path, shorter, 6)
+    for more in (longer, dataclasses.replace(spec, rounds=7)):
+        newest = saver.newest(tmp_path, more)
+        assert newest is not None and newest.path == named(tmp_path, shorter, 6)
+    assert [path.name for path in tmp_path.glob("checkpoints.old-1/*/*")] == [saver.name_of(8)], "kept, out of the way"
+    assert named(tmp_path, other, 8).exists(), "of another run"
 
 
 def test_what_stays_on_the_disk_and_what_is_chosen(tmp_path: Path) -> None:
@@ -227,6 +278,8 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
         writer.save(Frozen(t), saver.Local({}))
     names = [path.name for path in saver.list_checkpoints(saver.folder_of(tmp_path, spec))]
     assert names == [saver.name_of(4), saver.name_of(5)]
+    aside = [path.name for path in tmp_path.glob("checkpoints.old-*/*/*")]
+    assert sorted(aside) == [saver.name_of(5), saver.name_of(6)]
 
 
 def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> None:

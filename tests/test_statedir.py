@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -143,6 +145,24 @@ def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="choose another"):
         StateDir(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_usage_error_and_nothing_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    files: list[IO[bytes]] = []
+
+    def refuse(file: IO[bytes], operation: int) -> None:
+        files.append(file)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(statedir.fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"keeps no locks.*--state-dir DIR") as error:
+        StateDir(tmp_path)
+    assert str(tmp_path) in str(error.value) and os.strerror(number) in str(error.value)
+    assert len(files) == 1 and files[0].closed
 
 
 def test_ephemeral_state_offers_the_same(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ one after the other, however many offers are on their way.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -21,12 +22,12 @@ from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.log import counted_of
+from dlc.comm.log import Attached, counted_of
 from dlc.comm.node import Node
 from dlc.comm.roles import OBSERVER
 from dlc.comm.state import State
 from dlc.comm.wire import pack
-from dlc.errors import SwarmClosed, UsageError
+from dlc.errors import CheckpointError, DlcError, SwarmClosed, UsageError
 from dlc.handles import Checkpoint, Means, Pending, Position
 from dlc.runspec import RunSpec
 
@@ -91,9 +92,12 @@ class Channels(ABC):
         """Attach a replicated state: opens the channel, or replaces `state` by the swarm's.
 
         Returns when the state is in step and this peer, unless it is an observer, is a voter. Raises RoundTimeout after
-        `timeout_s`, UsageError if a state is attached and in step already; after a RoundTimeout one may try again.
+        `timeout_s`, UsageError if a state is attached and in step already, CheckpointError if the swarm's is of another
+        kind (tells what differs); after a RoundTimeout one may try again.
         """
         grid = Grid(state.numel, chunk_elems, codec)
+        if lease_len < 0:
+            raise UsageError(f"lease_len is {lease_len}: give the blocks of one lease, or 0 for a channel without")
 
         def attach(node: Node, now: float) -> list[Effect]:
             if channel in node.log.attached and node.log.is_open(channel) and node.log.synced:
@@ -105,12 +109,15 @@ class Channels(ABC):
 
         self._act(attach)
 
-        def ready() -> bool:
-            return self._ask(
-                lambda node, now: has_seat(node) and node.log.is_open(channel) and node.log.synced,
-            )
+        def ready(node: Node, now: float) -> bool:
+            if why := node.log.attached[channel].misfit:
+                raise CheckpointError(
+                    f"the run's state of channel {channel!r} is of another kind than the one given here: {why}; give "
+                    "all peers of a run the same model and outer optimizer; this one may open the channel again"
+                )
+            return has_seat(node) and node.log.is_open(channel) and node.log.synced
 
-        self._wait(ready, timeout_s, f"channel {channel!r} is not in step yet")
+        self._wait(lambda: self._ask(ready), timeout_s, f"channel {channel!r} is not in step yet")
         return self.position(channel)
 
     def position(self, channel: str) -> Position:
@@ -130,7 +137,7 @@ class Channels(ABC):
         """Copy the channel's outer parameters (fp32) into `out`, together with the position they belong to."""
 
         def read(node: Node, now: float) -> Position:
-            state: Any = node.log.attached[channel].state
+            state: Any = _attached(node, channel).state
             node.ctx.at_length(lambda: state.read(out), 4 * out.numel())
             return _position(node, channel)
 
@@ -162,7 +169,7 @@ class Channels(ABC):
         its end to its front, as `filling.reached` says. `filling.stop()` ends that for good: the means of what was not
         sent are those of the others. What takes much longer than `filling.expected_s` is left out in the same way.
         """
-        grid = self._ask(lambda node, now: node.log.attached[channel].grid)
+        grid = self._ask(lambda node, now: _attached(node, channel).grid)
         return self._offer(channel, vector, grid, weight, upto, patience_s, None, norm, after, filling)
 
     def counts(self, channel: str) -> bool:
@@ -192,7 +199,7 @@ class Channels(ABC):
         """A consistent copy of the channel's state and the log's, taken between two rounds."""
 
         def take(node: Node, now: float) -> Checkpoint:
-            attached = node.log.attached[channel]
+            attached = _attached(node, channel)
             log_state = node.log.state
             images: list[memoryview] = []
             node.ctx.at_length(lambda: images.append(attached.state.export()), attached.state.image_bytes())
@@ -248,10 +255,22 @@ class Channels(ABC):
             self._pending[channel] = pending
             return effects
 
-        self._act(act)
+        try:
+            self._act(act)
+        except DlcError:
+            raise  # refused
+        except BaseException:  # an interruption, after which it may have been offered, or would be
+            with contextlib.suppress(SwarmClosed):
+                self._ask(lambda node, now: self._take_back(node, pending))
+            raise
         if filling is not None and not pending.overtaken:
             filling.watch(grid.chunk_elems, lambda: self._tell(lambda node, now: node.filled(now)))
         return pending
+
+    def _take_back(self, node: Node, pending: Pending) -> None:
+        if self._pending.get(pending.channel) is pending:
+            del self._pending[pending.channel]
+            node.withdraw(pending.channel)
 
     def _over(self, event: RoundDone | ContributionDropped) -> None:
         """Tell whoever waits for this round. On the driver thread."""
@@ -280,6 +299,12 @@ def _counts(node: Node, channel: str) -> bool:
     entry = accepted[1].entry
     part = Part(node.me, mine.ready.weight, mine.ready.upto)
     return entry.channel == channel and part in counted_of(entry, node.slot.accepted_results)
+
+
+def _attached(node: Node, channel: str) -> Attached:
+    if channel not in node.log.attached:
+        raise UsageError(f"this peer has no state on channel {channel!r}: open the channel first")
+    return node.log.attached[channel]
 
 
 def _position(node: Node, channel: str) -> Position:

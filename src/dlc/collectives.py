@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlc.channels import Channels
+from dlc.comm import vectors
 from dlc.comm.codecs import get_codec
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
-from dlc.errors import RoundTimeout, UsageError
+from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.flat import flatten_tensors, writable_tensors
 from dlc.handles import Means, Reduction
@@ -89,6 +90,9 @@ class Collectives(Channels):
         half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
         SwarmClosed, UsageError.
 
+        weight: of this peer's tensors. Where all give 0 nothing is averaged: the tensors are unchanged, and the report
+        names no contributor.
+
         name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out.
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
@@ -114,7 +118,7 @@ class Collectives(Channels):
         RoundTimeout: some have not; it names them, where they are known.
         """
         patience_s = _patience_s(BARRIER_SHARE * timeout_s)
-        reduction = self._reduce(f"barrier/{name}", [torch.zeros(1)], 1.0, "fp32", patience_s)
+        reduction = self._reduce(f"barrier/{name}", [vectors.zeros(1)], 1.0, "fp32", patience_s)
         report = _waited(reduction, timeout_s)
         absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
         if absent:
@@ -135,7 +139,7 @@ class Collectives(Channels):
         """
         exact = Exact(state)
         mine = source == self.voter.peer
-        vector = exact.pack() if mine else torch.zeros(exact.numel)
+        vector = exact.pack() if mine else vectors.zeros(exact.numel)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s)
         reduction = self._reduce(f"state/{name}", [vector], float(mine), "fp32", patience_s)
         report = _waited(reduction, timeout_s)
@@ -161,7 +165,10 @@ class Collectives(Channels):
                     self._pending.pop(name, None)
                 return True  # or else it may be decided with what was sent, but the caller's memory is his again
 
-            return self._ask(act)
+            try:
+                return self._ask(act)
+            except SwarmClosed:
+                return False  # no round will come: `wait` tells
 
         def keep() -> None:
             self._flat[name] = vector
@@ -171,11 +178,12 @@ class Collectives(Channels):
     def _flat_of(self, name: str, many: list[Tensor]) -> tuple[Tensor, bool]:
         """One fp32 CPU vector with the values of `many`, and whether it is memory of our own.
 
-        A single tensor of that form is used as it is. Other vectors are kept from round to round: a fresh one costs
-        more in page faults than the copy itself.
+        A single tensor of that form is used as it is, if other threads may write it. Other vectors are kept from round
+        to round: a fresh one costs more in page faults than the copy itself.
         """
         (first, *rest) = many
-        if not rest and first.dtype == torch.float32 and first.device.type == "cpu" and first.is_contiguous():
+        plain = type(first) in (Tensor, nn.Parameter) and first.device.type == "cpu" and not first.is_inference()
+        if not rest and plain and first.dtype == torch.float32 and first.is_contiguous():
             return first.detach().view(-1), False
         kept = self._flat.pop(name, None)
         numel = sum(t.numel() for t in many)
@@ -190,13 +198,16 @@ def _patience_s(asked_s: float) -> float:
 
 
 def _waited(reduction: Reduction, timeout_s: float) -> RoundReport:
-    """The report; after a time-out or Ctrl-C nothing of the reduction touches the caller's tensors any more."""
+    """The report; after a time-out, Ctrl-C or what else a signal's handler raises nothing of the reduction touches the
+    caller's tensors any more."""
     try:
         return reduction.wait(timeout_s)
     except RoundTimeout:
         if reduction.cancel():
             raise
         return reduction.wait(0)  # committed at the last moment
-    except KeyboardInterrupt:
+    except DlcError:
+        raise  # it is over
+    except BaseException:
         reduction.cancel()
         raise

@@ -43,7 +43,7 @@ class DataError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint cannot be used; nothing was changed."""
+    """A checkpoint, or a run's state, cannot be used; nothing was changed."""
 
 
 class StateDirBusy(UsageError):

@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from dlc.comm import vectors
 from dlc.errors import UsageError
 
 FLAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,7 @@ FLAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def flatten_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Copy tensors (fp32, bf16, fp16; any shape, strides, device) into one fp32 CPU vector, `out` where given."""
     numel = sum(t.numel() for t in tensors)
-    flat = torch.empty(numel, dtype=torch.float32) if out is None else _check_flat(out, numel)
+    flat = vectors.empty(numel) if out is None else _check_flat(out, numel)
     start = 0
     with torch.no_grad():
         for t in tensors:
@@ -58,6 +59,10 @@ def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
         _check_dtype(t)
         if t.device.type == "meta" or t.layout != torch.strided:
             raise UsageError(f"a tensor on {t.device}, {t.layout}, cannot be averaged: it must be dense")
+        if _is_sharded(t):
+            raise UsageError("a DTensor holds a part of a tensor only: average its full_tensor(), or its to_local()")
+        if t.is_inference() and not torch.is_inference_mode_enabled():
+            raise UsageError("a tensor made under torch.inference_mode() cannot be written outside of it: clone() it")
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             raise UsageError(
                 "an expanded tensor cannot be averaged in place: its elements share memory, clone() it first"
@@ -126,7 +131,7 @@ class FlatView:
     def parts(self, elems: int) -> Iterator[Tensor]:
         """The same vector in parts of `elems` elements, the last perhaps shorter, without memory for the whole: that of
         one part is used again for the next."""
-        part = torch.empty(min(elems, self.numel), dtype=torch.float32)
+        part = vectors.empty(min(elems, self.numel))
         filled = 0
         for t in self.tensors:
             _check_dtype(t)
@@ -167,6 +172,14 @@ def _identity(t: Tensor) -> tuple[object, ...]:
     if not t.numel() or t.device.type == "meta" or not t.data_ptr():  # a part of a sharded one tells no address
         return (id(t),)
     return (t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride())
+
+
+def _is_sharded(t: Tensor) -> bool:
+    if type(t) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and seldom of use
+
+    return isinstance(t, DTensor)
 
 
 def _check_dtype(t: Tensor) -> None:

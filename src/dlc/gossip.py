@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
+from dlc.comm import vectors
 from dlc.comm.board import DIRECT_MAX
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
@@ -165,7 +166,7 @@ class Gossip:
     ) -> Arrivals:
         """Take in what came and what came back, and give up what has to be; returns all that."""
         arrivals: Arrivals = self._ask(machine.arrivals)
-        room = torch.empty(z.numel()) if arrivals.taken or arrivals.returned else z
+        room = vectors.empty(z.numel()) if arrivals.taken or arrivals.returned else z
         for share in arrivals.taken:
             self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
             took[share.peer.peer] = took.get(share.peer.peer, 0.0) + share.weight
@@ -187,7 +188,7 @@ class Gossip:
         if not gifts:
             return []
         payloads = encoded(grid, z)
-        told = decoded(grid, payloads, torch.empty(z.numel()))
+        told = decoded(grid, payloads, vectors.empty(z.numel()))
         self.weight = after_giving(z, self.weight, sum(weight for _, weight in gifts), told)
 
         def give(mesh: Mesh, now: float) -> list[Effect]:

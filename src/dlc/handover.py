@@ -2,7 +2,7 @@
 
 stand(t, vector)    everybody hears that I am at step t, and may fetch the vector
 standings()         who is at which step, with a sketch of its vector: the consensus distance follows from these
-fetch(out)          the vector of whoever is furthest; of the next one if it dies meanwhile
+fetch(out, above)   the vector of whoever is furthest; of the next one if it dies meanwhile
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ class Handover:
 
         return self._mesh.ask(read)
 
-    def fetch(self, out: Tensor) -> int | None:
-        """The vector of whoever is furthest into `out`, and its step; None: nobody could give one, `out` is spoilt."""
+    def fetch(self, out: Tensor, above: int = -1) -> int | None:
+        """The vector of whoever is furthest into `out`, and its step; None: nobody could give one beyond step `above`,
+        and `out` is spoilt."""
         tried: Counter[Voter] = Counter()
         while True:
-            left = [standing for standing in self.standings() if tried[standing.voter] < TRIES_MAX]
+            left = [s for s in self.standings() if s.held > above and tried[s.voter] < TRIES_MAX]
             if not left:
                 return None
             donor = max(left, key=lambda standing: (standing.held, standing.voter))

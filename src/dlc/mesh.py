@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, overload
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
+from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.groups import GroupDone, GroupFailed, Outcome
@@ -110,7 +110,9 @@ class GroupCall(Unpicklable):
             self._outcome = news.outcome
             self._end(None)
         elif isinstance(news, MeetingFailed | GroupFailed) and news.key == key:
-            self._end(RoundTimeout(f"no mean of the group {self._name!r}: {news.why} (the tensors are unchanged)"))
+            error = RoundTimeout(f"no mean of the group {self._name!r}: {news.why} (the tensors are unchanged)")
+            error.__cause__ = news.cause if isinstance(news, MeetingFailed) else None
+            self._end(error)
         elif isinstance(news, Stopped):
             self._end(news.error)
 
@@ -123,14 +125,14 @@ class GroupCall(Unpicklable):
         self._over.set()
 
     def _made(self, outcome: Outcome) -> GroupReport:
-        numel, seats = self._call.grid.numel, {seat.voter.peer: seat for seat in outcome.seats}
+        known, seats = outcome.known, {seat.voter.peer: seat for seat in outcome.seats}
         included = {p: n for p, n in outcome.included.items() if n}
         n_chunks = self._call.grid.n_chunks
         return GroupReport(
             name=self._name,
-            contributors=tuple(Share(p, seats[p].weight, n / numel) for p, n in sorted(included.items())),
+            contributors=tuple(Share(p, seats[p].weight, n / known) for p, n in sorted(included.items())),
             missing=tuple(
-                Absent(p, why, 1.0 - included.get(p, 0) / numel) for p, why in sorted(outcome.missing.items())
+                Absent(p, why, 1.0 - included.get(p, 0) / known) for p, why in sorted(outcome.missing.items())
             ),
             gathered={p: seat.gather for p, seat in seats.items()},
             owned={p: seat.chunks / n_chunks for p, seat in seats.items() if seat.chunks},
@@ -148,11 +150,13 @@ class Group:
 
     name:          peers meet under it. Several groups of one name form side by side where `target_size` says so.
     peers:         ids of the members, this one among them; all of them name the same. None: whoever shows up.
-    target_size:   a group begins as soon as it has so many; None: as soon as everybody who lives is there.
-    min_size:      fewer are no group: RoundTimeout.
+    target_size:   a group begins as soon as it has so many; None: as soon as everybody who lives is there. Where peers
+                   of one name give several, that of the one that forms the group counts.
+    min_size:      fewer are no group for this peer, whatever the others say: RoundTimeout.
     matchmaking_s: who has not come by then is not waited for.
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
+                   What it raises ends the call: RoundTimeout, of which it is the `__cause__`.
     owns:          False: a client, whose link carries its own vector only; others reduce.
 
     Any number of groups of different names may average at the same time; one name does so once at a time.
@@ -173,6 +177,15 @@ class Group:
     ) -> None:
         if peers is not None and peer.id not in peers:
             raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
+        for what, value, kind in (
+            ("target_size", target_size or 0, int),
+            ("min_size", min_size, int),
+            ("owns", owns, bool),
+        ):
+            if not isinstance(value, kind):
+                raise UsageError(f"{what} is {type(value).__name__}: it must be {kind.__name__}")
+        if expected is not None and not callable(expected):
+            raise UsageError(f"expected is {type(expected).__name__}: it must be a function; for a list there is peers")
         if target_size is not None and not max(1, min_size) <= target_size <= GROUP_MAX:
             raise UsageError(f"target_size is {target_size}: it must be {max(1, min_size)} (min_size) to {GROUP_MAX}")
         if not 1 <= min_size <= GROUP_MAX:
@@ -240,7 +253,8 @@ class Group:
         tag:         only calls of an equal tag meet: a step number, say.
         label:       members with an equal label bring the same vector, and share one weight (Moshpit's grids).
         contributes: False: an auxiliary, which reduces for the others; its tensors tell the sizes only.
-        receives:    False: the mean is not wanted here, and the tensors stay as they are.
+        receives:    False: the mean is not wanted here, and the tensors stay as they are; the report tells of those
+                     elements that this peer reduced. It returns when nobody needs anything of it any more.
         async_op:    return a `GroupCall` at once.
         """
         many = writable_tensors(tensors)
@@ -249,13 +263,15 @@ class Group:
             raise UsageError("all_reduce needs at least one element")
         if not 0 <= weight <= WEIGHT_MAX:
             raise UsageError(f"weight is {weight}: it must be 0 to 2^53")
+        if not isinstance(gather, bytes):
+            raise UsageError(f"gather is {type(gather).__name__}: it must be bytes")
         if len(gather) > GATHER_BYTES_MAX:
             raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
             grid=Grid(numel, usual_chunk_elems(numel), self.codec),
             vector=flatten_tensors(many) if contributes else None,
-            out=torch.empty(numel) if receives else None,
+            out=vectors.empty(numel) if receives else None,
             weight=float(weight),
             owns=self.owns,
             label=label,

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
+from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import Voter
-from dlc.comm.meetings import BOARD_PREFIX, Call
+from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
@@ -55,8 +55,8 @@ class Moshpit:
     ) -> None:
         if group_size is not None and dims is not None:
             raise UsageError("give group_size or dims, not both: one follows from the other and the number of peers")
-        if group_size is not None and group_size < 2:
-            raise UsageError(f"group_size is {group_size}: it must be at least 2")
+        if group_size is not None and not 2 <= group_size <= GROUP_MAX:
+            raise UsageError(f"group_size is {group_size}: it must be 2 to {GROUP_MAX}")
         if dims is not None and dims < 1:
             raise UsageError(f"dims is {dims}: it must be at least 1")
         if not matchmaking_s > 0:
@@ -75,7 +75,8 @@ class Moshpit:
         """Replace `tensors`, in place, by the weighted mean over all peers: one round along each axis of the grid.
 
         A round that gives no mean (nobody came, its time was over) is left out, and told; so is everybody who failed.
-        timeout_s: of one round. Raises SwarmClosed; UsageError where there are fewer than 2^dims peers.
+        timeout_s: of one round. Raises SwarmClosed; UsageError where there are fewer than 2^dims peers, or so many that
+        the grid's groups would be larger than groups can be.
         """
         self._course.begin_cycle()
         return self._go(tensors, weight, timeout_s, whole=True)
@@ -102,25 +103,37 @@ class Moshpit:
             raise UsageError("averaging needs at least one element")
         if not 0 < weight <= WEIGHT_MAX:
             raise UsageError(f"weight is {weight}: it must be above 0 and at most 2^53")
+        weight = float(weight)
         began, grid, z = clock(), Grid(numel, usual_chunk_elems(numel), self.codec), flatten_tensors(many)
         self._show()
         rounds, failed, axes = list[GroupReport](), list[str](), list[int]()
         label, complete, last = "", whole, False
+        own, own_weight, cycle = z, weight, -1
         while not last:
             leg = self._leg()
+            if cycle not in (-1, leg.cycle):
+                # The others are in a later averaging, in which each vector counts once, with its own weight.
+                z, weight, label, complete = own, own_weight, "", False
+            cycle = leg.cycle
+            if whole and not axes and (largest := leg.cells.group_max) > GROUP_MAX:
+                raise UsageError(
+                    f"{leg.cells.n} peers in {leg.cells.dims} dimensions make groups of up to {largest}; a group has "
+                    f"at most {GROUP_MAX} members: give more dims, or a lower group_size"
+                )
             complete = complete and leg.axis == len(axes)
             axes.append(leg.axis)
             call = Call(
                 key=leg.key,
                 grid=grid,
                 vector=z,
-                out=torch.empty(numel),
+                out=vectors.empty(numel),
                 weight=weight,
                 label=label,
                 least=1,
                 expected=leg.peers,
                 patience_s=self.matchmaking_s,
                 budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
+                gather=leg.word(label) if complete else b"",
             )
             handle = GroupCall(self.peer, leg.key, call, [])
             try:
@@ -134,7 +147,7 @@ class Moshpit:
             else:
                 assert call.out is not None
                 rounds.append(report)
-                complete = complete and report.complete and set(leg.peers) <= set(handle.members)
+                complete = complete and report.complete and leg.whole(report.gathered)
                 z = call.out
                 if whole:
                     weight, label = report.weight, handle.group

@@ -43,6 +43,7 @@ from dlc.comm.events import (
     MemberUp,
     RoundDone,
     SelfReplaced,
+    StateMisfit,
     Waiting,
 )
 from dlc.comm.framing import run_tag
@@ -473,6 +474,8 @@ class Peer(Unpicklable, Collectives):
             log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
         elif isinstance(event, BadImage):
             log.warning("the state that %s sent is not the one it named; another is asked", event.donor.peer[:8])
+        elif isinstance(event, StateMisfit):
+            log.warning("the run's state of channel %r cannot be taken here: %s", event.channel, event.why)
         elif isinstance(event, Waiting):
             log.warning("waiting: %s", _why(event))
         elif isinstance(event, ServiceNews):
@@ -480,7 +483,10 @@ class Peer(Unpicklable, Collectives):
                 listener(event)
             return
         if self._on_event is not None:
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception:
+                log.exception("the callback `on_event` failed at %s", type(event).__name__)
         with self._changed:
             self._changed.notify_all()
 

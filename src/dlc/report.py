@@ -85,8 +85,8 @@ class RoundReport:
 
     @property
     def complete(self) -> bool:
-        """Every known peer is in every element of the mean."""
-        return not self.missing and all(share.fraction == 1.0 for share in self.contributors)
+        """Every known peer is in every element of the mean, and there is one: where all have weight 0 there is none."""
+        return bool(self.contributors) and not self.missing and all(s.fraction == 1.0 for s in self.contributors)
 
     def refused(self, peer: str) -> bool:
         """An owner refused what this peer contributed, because it was not finite."""
@@ -139,7 +139,7 @@ class GroupReport:
     name: str
     """Of the group."""
     contributors: tuple[Share, ...]
-    """Whose vectors are part of the mean, with their weights in it."""
+    """Whose vectors are part of the mean, with their weights in it; of the elements that are known here."""
     missing: tuple[Absent, ...]
     """Contributors of the group that the mean lacks, in part or wholly, and why."""
     gathered: Mapping[str, bytes] = dataclasses.field(hash=False)
@@ -256,7 +256,7 @@ class MoshpitReport:
     weight: float
     """Sum of the weights of all that are in the mean, if nobody failed; the peers' number, with weights of 1."""
     complete: bool
-    """All rounds of a cycle were made, with everybody that belongs to the groups: the mean is exact."""
+    """All rounds of a cycle were made, and everybody's vector is in what came of them: the mean is exact."""
     seconds: float
 
     @property

@@ -57,14 +57,21 @@ class StateDir:
         self._path = Path(path)
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock: IO[bytes] | None = (self._path / "lock").open("ab")
+            lock = (self._path / "lock").open("ab")
         except OSError as error:
             raise _unusable(path, error) from None
-        if not _try_lock(self._lock):
-            self._lock.close()
+        try:
+            locked = _try_lock(lock)
+        except OSError as error:
+            lock.close()
+            no_locks = OSError(error.errno, f"its file system keeps no locks ({error.strerror})")
+            raise _unusable(path, no_locks) from None
+        if not locked:
+            lock.close()
             raise StateDirBusy(
                 f"another process uses the state directory {path}; stop it, or give this peer a directory of its own"
             )
+        self._lock: IO[bytes] | None = lock
         try:
             self._identity = self._load_identity()
         except OSError as error:

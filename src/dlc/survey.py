@@ -72,7 +72,9 @@ def status(
 ) -> list[Member]:
     """Ask `peers`, then everyone they know, who is there. `alive` means: answered us within `timeout_s`.
 
-    Raises UnreachableError if nobody answered, WrongKeyError if somebody did but refused the key.
+    run: leave out who is of another run.
+
+    Raises UnreachableError if nobody (of that run) answered, WrongKeyError if somebody did but refused the key.
     """
     security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
     transport = Transport("127.0.0.1:0", security=security, ident=b"status" + secrets.token_bytes(8))
@@ -80,13 +82,14 @@ def status(
     asked: dict[str, float] = {}
     answered: dict[str, Record] = {}
     known: dict[str, Record] = {}
+    others: dict[str, str] = {}  # addresses that answered for another run, and its name
     barred: set[str] = set()
     details: dict[str, str] = {}
     todo = set(peers)
     deadline = clock() + timeout_s
     try:
-        while clock() < deadline and todo - answered.keys():
-            for address in todo - answered.keys():
+        while clock() < deadline and (unheard := todo - answered.keys() - others.keys()):
+            for address in unheard:
                 if clock() - asked.get(address, -1e9) >= ASK_AGAIN_S:
                     asked[address] = clock()
                     hello = Hello(PROTOCOL_VERSION, run or "", b"", None, address)
@@ -97,10 +100,14 @@ def status(
                     if event.kind in ("handshake_failed", "auth_failed"):
                         barred.add(event.address)
                 if isinstance(event, Incoming):
-                    _take(event, answered, known)
+                    _take(event, run, answered, known, others)
             todo |= {r.control[0] for r in known.values() if r.control and not r.left}
     finally:
         transport.close(0.0)
+    if not answered and others:
+        raise UnreachableError(
+            "; ".join(f"{a} answered, but its run is {name!r:.80}, not {run!r}" for a, name in sorted(others.items()))
+        )
     if not answered and barred:
         raise WrongKeyError(wrong_key(sorted(barred), security is not None))
     if not answered:
@@ -122,12 +129,18 @@ def wrong_key(barred: Sequence[str], has_key: bool) -> str:
     return f"{where} answered, but wants a run key: add --key-file with the key file of that run"
 
 
-def _take(event: Incoming, answered: dict[str, Record], known: dict[str, Record]) -> None:
+def _take(
+    event: Incoming, run: str | None, answered: dict[str, Record], known: dict[str, Record], others: dict[str, str]
+) -> None:
     try:
         _, message = decode(event.frames, bytes(8))
     except ProtocolError:
         return
     if not isinstance(message, Welcome) or message.record is None:
+        return
+    if run is not None and message.run != run:
+        if message.run:  # else it is still joining, and does not know
+            others[message.address] = message.run
         return
     answered[message.address] = message.record
     for record in (message.record, *message.records):

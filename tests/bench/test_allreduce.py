@@ -22,6 +22,7 @@ from dlc.bench.allreduce import (
     slowest_link_mbps,
     take_part,
 )
+from dlc.comm.codecs import get_codec
 from dlc.errors import DlcError, UsageError
 from dlc.peer import Peer
 from dlc.report import Missing, RoundReport, Share
@@ -88,6 +89,28 @@ def test_a_wrong_mean_is_never_a_figure() -> None:
         run(FakePeer(wrong=float("nan")))
     with pytest.raises(DlcError, match="no round had all 2 peers"):
         run(FakePeer(missing=True))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_what_a_codec_loses_of_a_tiny_vector_is_no_wrong_mean(codec: str) -> None:
+    coder = get_codec(codec)
+
+    def coded(tensor: torch.Tensor) -> torch.Tensor:
+        return coder.decode(coder.encode(tensor), tensor.numel())
+
+    class Coding(FakePeer):
+        def all_reduce(self, tensor: torch.Tensor, **options: Any) -> RoundReport:
+            others = tensor * (allreduce._factor("y" * 32) / allreduce._factor(self.id))
+            mean = coded((coded(tensor) + coded(others)) / 2)
+            report = super().all_reduce(tensor, **options)
+            tensor.copy_(mean)
+            return report
+
+    for number in range(100):
+        fake = Coding()
+        fake.id = f"{number:032}"
+        work = Work(n_peers=2, mb=1e-9, codec=codec, rounds=1)
+        assert take_part(fake, work, lambda text: None, 5.0).incomplete_rounds == 0  # type: ignore[arg-type]
 
 
 def test_who_does_not_come_is_told() -> None:

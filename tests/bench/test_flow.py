@@ -37,6 +37,21 @@ def test_streams_are_added_up_over_the_time_in_which_all_of_them_run() -> None:
     assert rate_mbps([steady(30, 0.0, 4.0), steady(20, 1.0, 4.0), steady(10, 0.5, 2.5)]) == pytest.approx(60, rel=3e-3)
 
 
+def test_a_rate_counts_until_the_meter_was_stopped() -> None:
+    silent, late = steady(40, 0.0, 1.0), steady(40, 0.0, 3.0)
+    silent.stop(2.0)
+    assert rate_mbps([silent]) == pytest.approx(40 * 0.4 / 1.4, rel=0.02), "nothing came from 1.0 on"
+    late.stop(2.0)
+    late.add(100.0, 10**9)
+    assert late.end == pytest.approx(2.0, abs=0.01) and late.end in late.times, "a mark, where there is one"
+    assert rate_mbps([late]) == pytest.approx(40, rel=2e-3), "what comes later is not counted"
+    back = steady(40, 0.0, 1.0)
+    back.stop(2.0)
+    back.add(2.5, 6_000_000)
+    assert rate_mbps([back]) == pytest.approx((40 * 0.25 + 8) / 1.75, rel=0.02), "silence at the end counts"
+    assert rate_mbps([silent, late]) == pytest.approx(40 * 0.4 / 1.4 + 40, rel=0.02)
+
+
 def test_too_little_gives_no_rate() -> None:
     one, late = Meter(), steady(10, 100.0, 1.0)
     one.add(0.0, 1)

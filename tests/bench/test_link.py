@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -10,6 +11,8 @@ import dlc.bench.link as link_module
 import dlc.bench.transfer as transfer_module
 from dlc.bench.link import Budget, LinkReport, StreamRates, measure
 from dlc.bench.stream import MeasureFailed, Stopped
+from dlc.comm.measures import MeasureData
+from dlc.comm.messages import Message
 from dlc.comm.security import LinkSecurity
 from dlc.errors import UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer
@@ -118,6 +121,35 @@ def test_a_site_that_vanishes_in_the_middle_ends_the_measurement(monkeypatch: py
             measure(site.address, KEYED, Budget(20.0, 100_000_000_000, (1,)), say=say)
 
 
+@pytest.mark.parametrize("moment", ["1 connection up", "1 connection down", "2 connections up"])
+def test_a_site_that_dies_in_the_middle_is_no_closed_port(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    with contextlib.ExitStack() as living:
+        site = living.enter_context(serving())
+
+        def say(text: str) -> None:
+            if moment in text:
+                living.close()
+                monkeypatch.setattr(transfer_module, "STALL_S", 3.0)
+
+        with pytest.raises(MeasureFailed, match="stopped answering; is `dlc bench serve` still running there"):
+            measure(site.address, KEYED, SMALL, say=say)
+
+
+def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = transfer_module.Transfer.receive
+    with contextlib.ExitStack() as living:
+        site = living.enter_context(serving())
+
+        def receive(self: transfer_module.Transfer, message: Message, now: float) -> None:
+            real(self, message, now)
+            if isinstance(message, MeasureData):
+                living.close()
+
+        monkeypatch.setattr(transfer_module.Transfer, "receive", receive)
+        with pytest.raises(MeasureFailed, match="stopped answering"):
+            measure(site.address, KEYED, Budget(1.0, 100_000_000_000, (1,)))
+
+
 @pytest.mark.parametrize("moment", ["connecting", "round trips", "2 connections up"])
 def test_it_can_be_stopped_at_any_moment(moment: str) -> None:
     stop = threading.Event()
@@ -170,4 +202,17 @@ def test_the_advice_follows_the_numbers() -> None:
     assert "no more than 1 connection" in report(StreamRates(1, 50, 50), StreamRates(2, 55, None)).advice()
     helped = report(StreamRates(1, 50, 50), StreamRates(2, 55, 90), StreamRates(4, 60, 150)).advice()
     assert helped.startswith("4 connections carried 3.0 times")
-    assert "no more" in report(StreamRates(1, None, None), StreamRates(2, 55, 9)).advice()
+    shuffled = report(StreamRates(8, 90, 90), StreamRates(1, 30, None), StreamRates(2, 33, 50)).advice()
+    assert shuffled.startswith("8 connections carried 3.0 times what 1 connection did")
+    unmeasured = report(StreamRates(1, None, None), StreamRates(2, 50, 9), StreamRates(4, 55, 9)).advice()
+    assert unmeasured == "More connections carried no more than 2 connections."
+
+
+def test_what_cannot_be_compared_gives_no_advice() -> None:
+    for rates in (
+        (StreamRates(1, None, None), StreamRates(2, 55, 9)),
+        (StreamRates(16, None, None), StreamRates(16, None, None)),
+        (StreamRates(16, 50, 50), StreamRates(16, 90, 90)),
+        (StreamRates(1, 50, None), StreamRates(2, None, 90)),
+    ):
+        assert LinkReport("h:1", True, 1, 1, 1, 9, None, None, rates, 9, 9).advice() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 
 import pytest
 
@@ -34,7 +35,8 @@ class FakeLink:
         self.free_at = {"there": 0.0, "here": 0.0}
         self.flying: list[tuple[float, int, str, Message]] = []
         self.serial = itertools.count()
-        self.cut = False
+        self.still = (math.inf, math.inf)
+        """From when until when nothing arrives; it arrives then."""
 
     def send(self, to: str, message: Message) -> None:
         n_bytes = len(getattr(message, "payload", b""))
@@ -50,10 +52,9 @@ class FakeLink:
                 self.send("there", bulk)
                 t.sent(bulk)
             self.now += STEP_S
-            while self.flying and self.flying[0][0] <= self.now:
+            moving = not self.still[0] <= self.now < self.still[1]
+            while moving and self.flying and self.flying[0][0] <= self.now:
                 _, _, to, message = heapq.heappop(self.flying)
-                if self.cut:
-                    continue
                 if to == "here":
                     t.receive(message, self.now)
                     continue
@@ -84,15 +85,35 @@ def test_bytes_are_bounded_exactly() -> None:
 
 def test_a_link_that_dies_is_a_stall_and_no_rate_is_made_up() -> None:
     link = FakeLink(10, 0.02, True, 4.0, 10**9)
-    link.cut = True
+    link.still = (0.0, math.inf)
     done = link.run()
     assert done.stalled(link.now) and link.now == pytest.approx(STALL_S, abs=0.01)
     assert done.moved == 0 and rate_mbps([done.meter]) is None
 
 
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize("n_bytes", [10**10, 20_000_000], ids=["time", "bytes"])
+def test_a_link_that_dies_in_the_middle_is_a_stall_and_its_first_part_no_rate(up: bool, n_bytes: int) -> None:
+    link = FakeLink(100, 0.02, up, 3.5 if n_bytes > 10**9 else 60.0, n_bytes)
+    link.still = (1.5, math.inf)  # all bytes are asked for by then, where they are few
+    done = link.run()
+    assert done.stalled(link.now) and not done.done(link.now) and done.moved > 10**7
+    assert link.now == pytest.approx(1.5 + STALL_S, abs=0.05), "not before, and not later"
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize(("back_at", "least", "most"), [(math.inf, 75, 82), (4.5, 50, 75)], ids=["dead", "back"])
+def test_silence_at_the_end_of_the_time_lowers_the_rate(up: bool, back_at: float, least: float, most: float) -> None:
+    link = FakeLink(100, 0.02, up, 3.5, 10**10)
+    link.still = (3.0, back_at)
+    done = link.run()
+    assert done.done(link.now) and done.drained() == (back_at < math.inf)
+    assert least < (rate_mbps([done.meter]) or 0) < most
+
+
 def test_few_bytes_that_all_are_lost_are_a_stall_too() -> None:
     link = FakeLink(10, 0.02, False, 4.0, 1000)
-    link.cut = True
+    link.still = (0.0, math.inf)
     assert link.run().stalled(link.now)
 
 
@@ -140,5 +161,9 @@ def test_pings_go_one_after_the_other_and_lost_ones_do_not_count() -> None:
 
 
 def test_percentiles() -> None:
-    assert percentile([float(i) for i in range(100)], 0.95) == 95.0
+    assert percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
+    assert percentile([float(i) for i in range(1, 22)], 0.95) == 20.0
+    for n in range(1, PINGS_MAX + 1):
+        found = percentile([float(i) for i in range(1, n + 1)], 0.95)
+        assert 100 * found >= 95 * n > 100 * (found - 1), n
     assert percentile([3.0], 0.95) == 3.0

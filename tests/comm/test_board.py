@@ -77,6 +77,22 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         b.mesh.receive(x.voter, Notices((Notice(x.voter, "k", 1, -1.0, False, False, b""),)), net.now)
 
 
+def test_an_author_with_as_many_bytes_as_it_may_have_replaces_one_of_its_notices_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "AUTHOR_BYTES_MAX", 100)
+    net = MeshNet(6)
+    a, b = net.add(2)
+    for key in ("k0", "k1"):
+        net.act(a, lambda mesh, now, key=key: mesh.post(key, b"x" * 50, 60.0, now))  # type: ignore[misc]
+    net.until(lambda: seen(b, "k0") and seen(b, "k1"), 10.0)
+    net.act(a, lambda mesh, now: mesh.post("k0", b"y" * 50, 60.0, now))
+    net.until(lambda: seen(b, "k0") == {a.name: b"y" * 50}, 10.0)
+    flood = Notices((Notice(a.voter, "k0", 99, 9.0, False, False, b"z" * 51),))
+    b.mesh.receive(a.voter, flood, net.now)
+    assert seen(b, "k0") == {a.name: b"y" * 50} and b.mesh.ground.dropped[a.name, "too many notices"] == 1
+
+
 def test_what_others_say_in_my_name_is_not_believed() -> None:
     net = MeshNet(4)
     a, b = net.add(2)

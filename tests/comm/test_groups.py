@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dlc.comm import groups
+from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
-from dlc.comm.groups import RESULT, GroupDone, GroupFailed, Outcome
-from dlc.comm.meetings import Call, MeetingFailed
-from dlc.comm.meshmessages import Begin, Parcel
+from dlc.comm.groups import DONE_AGAIN_S, LATE, NOBODY, RESULT, GroupDone, GroupFailed, Outcome
+from dlc.comm.meetings import ANSWER_S, GROUP_MAX, Call, GroupFormed, MeetingFailed
+from dlc.comm.meshmessages import Begin, Done, Invite, Parcel, Seat
+from dlc.comm.messages import GridSpec
 from dlc.sim.meshnet import Host, MeshNet
 
 NUMEL, CHUNK = 1000, 32
@@ -115,7 +118,7 @@ def test_gathered_bytes_labels_clients_and_auxiliary_members() -> None:
         Caller(net, hosts[1], 1, label="same"),
         Caller(net, hosts[2], 2, label="same"),
         Caller(net, hosts[3], 3, owns=False, weight=2.0),
-        Caller(net, hosts[4], 4, contributes=False, receives=False),
+        Caller(net, hosts[4], 4, contributes=False, receives=False, label="same"),
     ]
     net.until(lambda: ended(callers))
     seats = {seat.voter.peer: seat for seat in callers[0].outcome.seats}
@@ -127,7 +130,9 @@ def test_gathered_bytes_labels_clients_and_auxiliary_members() -> None:
     for caller in callers[:4]:
         torch.testing.assert_close(caller.out.double(), mean, rtol=1e-6, atol=1e-6)
         assert set(caller.outcome.included) == {h.name for h in hosts[:4]}
-    assert callers[4].outcome.reduced == seats[hosts[4].name].chunks
+    reduced = callers[4].outcome
+    assert reduced.reduced == seats[hosts[4].name].chunks and 0 < reduced.known < NUMEL and not reduced.missing
+    assert reduced.included == dict.fromkeys((h.name for h in hosts[:4]), reduced.known)
 
 
 def test_too_few_are_told_so_and_others_with_another_vector_are_named() -> None:
@@ -139,6 +144,83 @@ def test_too_few_are_told_so_and_others_with_another_vector_are_named() -> None:
     net.until(lambda: alone.end is not None)
     assert isinstance(alone.end, MeetingFailed) and "1 of at least 2 came" in alone.end.why
     assert hosts[1].name[:8] in alone.end.why
+
+
+@pytest.mark.parametrize("key", "abcd")
+def test_nobody_is_in_a_group_that_it_finds_too_small_whoever_forms_it(key: str) -> None:
+    net = MeshNet(17)
+    hosts = net.add(3)
+
+    def meet(key: str, *least: int) -> list[Caller]:
+        callers = [Caller(net, hosts[i], i, key=key, least=n) for i, n in enumerate(least)]
+        net.until(lambda: ended(callers))
+        return callers
+
+    two, five = meet(key, 2, 5)
+    assert isinstance(two.end, MeetingFailed) and f"{hosts[1].name[:8]} wants at least 5" in two.end.why
+    assert isinstance(five.end, MeetingFailed) and "2 of at least 5 came" in five.end.why
+    assert all(len(c.outcome.included) == 3 for c in meet(2 * key, 3, 2, 2))
+    first, four, last = meet(3 * key, 2, 4, 1)
+    assert isinstance(four.end, MeetingFailed)
+    assert all(set(c.outcome.included) == {hosts[0].name, hosts[2].name} for c in (first, last))
+
+
+def test_who_is_left_alone_by_those_that_it_invited_forms_one_group() -> None:
+    net = MeshNet(21, detect_s=0.5)
+    hosts = net.add(2)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Invite):
+            net.kill(net.hosts[target])
+        return m
+
+    net.tamper = tamper
+    callers = calls(net, hosts)
+    net.until(lambda: ended(callers))
+    (left,) = (c for c in callers if not c.host.dead)
+    assert [type(event) for event in left.host.told] == [GroupFormed, GroupDone]
+
+
+def test_who_wants_more_than_the_target_does_not_count_towards_it() -> None:
+    net = MeshNet(16)
+    hosts = net.add(4)
+    callers = [Caller(net, host, i, least=2, target=3) for i, host in enumerate(hosts[:2])]
+    Caller(net, hosts[2], 2, least=4)
+    net.run(2.0)
+    callers.append(Caller(net, hosts[3], 3, least=2, target=3))
+    net.until(lambda: ended(callers))
+    assert all(set(c.outcome.included) == {hosts[i].name for i in (0, 1, 3)} for c in callers)
+
+
+def test_a_group_that_is_begun_with_too_few_is_refused() -> None:
+    net = MeshNet(18)
+    hosts = net.add(3)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if not isinstance(m, Begin):
+            return m
+        out = next(seat for seat in m.seats if seat.voter.peer not in (source, target))
+        first, second = (seat for seat in m.seats if seat is not out)
+        return Begin(m.key, m.nonce, m.grid, (replace(first, chunks=first.chunks + out.chunks), second))
+
+    net.tamper = tamper
+    callers = calls(net, hosts, least=3, patience_s=4.0)
+    net.until(lambda: sum("begins a group of 2, and I want at least 3" in bad for h in hosts for bad in h.bad) >= 2)
+    assert not any(isinstance(c.end, GroupDone) for c in callers)
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_function_of_the_caller_that_raises_ends_its_call_and_nothing_else(good: int) -> None:
+    net = MeshNet(19)
+    hosts = net.add(2)
+    answers = iter([["p0001", "p0009"]] * good)
+    bad = Caller(net, hosts[0], 0, least=2, expected=lambda: next(answers))
+    net.until(lambda: bad.end is not None)
+    assert isinstance(bad.end, MeetingFailed) and "expected() raised StopIteration" in bad.end.why
+    assert isinstance(bad.end.cause, StopIteration) and not hosts[0].mesh._meetings
+    callers = calls(net, hosts, least=2)
+    net.until(lambda: ended(callers))
+    assert all(len(c.outcome.included) == 2 for c in callers)
 
 
 def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
@@ -284,6 +366,148 @@ def test_who_takes_the_place_of_an_owner_has_time_for_its_chunks(budget_s: float
         assert not caller.outcome.missing
         assert caller.outcome.included == {host.name: NUMEL for host in hosts}
     check_means([*callers[:2], callers[2]])
+
+
+@pytest.mark.parametrize("lost", [1, 1 << 30])
+def test_who_receives_nothing_has_not_failed_where_it_is_not_told_that_the_others_are_done(lost: int) -> None:
+    net = MeshNet(20)
+    hosts = net.add(3)
+    left = [lost]
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Done) and (source, target) == (hosts[0].name, hosts[2].name) and left[0]:
+            left[0] -= 1
+            return None
+        return m
+
+    net.tamper = tamper
+    callers = [Caller(net, host, i, receives=i != 2, budget_s=20.0) for i, host in enumerate(hosts)]
+    took_s = net.until(lambda: ended(callers))
+    assert took_s < 2.0 + (DONE_AGAIN_S if lost == 1 else 20.0)
+    told = callers[2].outcome
+    assert told.included == dict.fromkeys((h.name for h in hosts), told.known) and not told.missing
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+@pytest.mark.parametrize("contribute", [True, False])
+def test_those_who_receive_nothing_do_not_wait_for_each_other(contribute: bool, loss: float) -> None:
+    net = MeshNet(4, loss=loss)
+    hosts = net.add(4)
+    callers = [Caller(net, h, i, receives=i < 2, contributes=i < 2 or contribute) for i, h in enumerate(hosts)]
+    net.until(lambda: ended(callers[:2]))
+    assert net.until(lambda: ended(callers)) < 1.0 + 5 * DONE_AGAIN_S * (loss > 0)
+    given = callers if contribute else callers[:2]
+    for caller in callers:
+        told = caller.outcome
+        assert told.included == {c.host.name: told.known for c in given} and not told.missing
+    mean = torch.stack([c.given for c in given]).double().mean(0)
+    for caller in callers[:2]:
+        torch.testing.assert_close(caller.out.double(), mean, rtol=1e-6, atol=1e-6)
+    if not loss:
+        net.run(1.0)
+        assert all(not h.mesh._groups for h in hosts)
+
+
+@pytest.mark.parametrize("how", ["gave up", "gave up and waits anew", "has waited too long", "refuses"])
+def test_who_is_not_in_its_group_when_it_begins_is_not_waited_for_by_who_receives_nothing(how: str) -> None:
+    net = MeshNet(4)
+    hosts = net.add(4)
+    out = hosts[3]
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if not isinstance(m, Begin) or target != out.name:
+            return m
+        if how == "has waited too long":
+            net.clock.at(net.now + 3 * ANSWER_S, net._deliver, out, net.hosts[source].voter, m)
+            return None
+        if how == "refuses":
+            return replace(m, seats=tuple(replace(seat, weight=2.0) for seat in m.seats))
+        if out.mesh._meetings and not anew:
+            net.act(out, lambda mesh, now: mesh.give_up("k", now))
+            if how == "gave up and waits anew":
+                anew.append(Caller(net, out, 3, patience_s=90.0))
+        return m
+
+    net.tamper = tamper
+    anew: list[Caller] = []
+    callers = [Caller(net, host, i, receives=i != 2, patience_s=90.0) for i, host in enumerate(hosts)]
+    net.until(lambda: ended(callers[:3]), 20.0)
+    assert callers[3].end is None and ("k" in out.mesh._meetings) == (how != "gave up")
+    for caller in callers[:3]:
+        assert set(caller.outcome.included) == {h.name for h in hosts[:3]}
+        assert caller.outcome.missing == {out.name: LATE}
+
+
+def test_one_s_done_may_overtake_the_leader_s_begin() -> None:
+    net = MeshNet(4)
+    hosts = net.add(4)
+    out, helper = hosts[3], hosts[2]
+    held: list[Begin] = []
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Begin) and target == out.name and out.mesh._meetings:
+            net.act(out, lambda mesh, now: mesh.give_up("k", now))
+        if isinstance(m, Begin) and target == helper.name and not held:
+            held.append(m)
+            net.clock.at(net.now + 0.6, net._deliver, helper, net.hosts[source].voter, m)
+            return None
+        return m
+
+    net.tamper = tamper
+    callers = [Caller(net, host, i, receives=i != 2) for i, host in enumerate(hosts)]
+    net.until(lambda: ended(callers[:3]), 20.0)
+    assert held and callers[3].end is None
+    assert all(set(c.outcome.included) == {h.name for h in hosts[:3]} for c in callers[:3])
+
+
+def test_a_begin_is_answered_once_to_each_of_those_it_names_and_only_by_one_of_them() -> None:
+    net = MeshNet(21)
+    hosts = net.add(3)
+    spec = GridSpec(NUMEL, CHUNK, "fp32")
+    first, me, third = (Seat(host.voter, 1.0, True, True, 1, 0.0, 0.0, b"") for host in hosts)
+    for seats, told in (
+        ((first,) * GROUP_MAX, []),
+        ((first,) * (GROUP_MAX - 1) + (me,), [hosts[0]]),
+        ((third, me, first, third), [hosts[0], hosts[2]]),
+    ):
+        effects = hosts[1].mesh.receive(hosts[0].voter, Begin("k", 7, spec, seats), net.now)
+        assert effects == [Send(host.name, Done("k", 7)) for host in told]
+
+
+def test_nobody_but_the_one_who_invited_says_who_is_in_its_group() -> None:
+    net = MeshNet(22)
+    hosts = net.add(3)
+    forged: list[Begin] = []
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Begin) and not forged:
+            forged.append(m)
+            other = next(host for host in hosts if host.name not in (source, target))
+            assert not any(
+                isinstance(effect, Send) and isinstance(effect.message, Done)
+                for effect in net.hosts[target].mesh.receive(other.voter, m, net.now)
+            )
+        return m
+
+    net.tamper = tamper
+    callers = calls(net, hosts)
+    net.until(lambda: ended(callers))
+    assert forged and all(not c.outcome.missing for c in callers)
+    check_means(callers)
+
+
+def test_a_member_that_is_done_tells_who_asks_it_that_nobody_contributes_any_more() -> None:
+    net = MeshNet(2, detect_s=0.5)
+    hosts = net.add(3)
+    net.tamper = lambda source, target, m: (
+        None if isinstance(m, Parcel) and m.key.part == RESULT and target == hosts[2].name else m
+    )
+    callers = [Caller(net, host, i, contributes=i == 0) for i, host in enumerate(hosts)]
+    net.until(lambda: callers[1].end is not None)
+    net.kill(hosts[0])
+    net.until(lambda: callers[2].end is not None, 5.0)
+    assert not callers[1].outcome.missing
+    assert isinstance(callers[2].end, GroupFailed) and callers[2].end.why == NOBODY
 
 
 @pytest.mark.parametrize("how", ["short", "nan", "seats"])

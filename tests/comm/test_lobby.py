@@ -9,7 +9,7 @@ import pytest
 from dlc.comm.effects import Answer, Dial
 from dlc.comm.framing import decode, encode, run_tag
 from dlc.comm.ids import Voter
-from dlc.comm.lobby import FORGET_S, RECALL_S, Desk, Lobby
+from dlc.comm.lobby import ASKED_MAX, FORGET_S, RECALL_S, Desk, Lobby
 from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
 from dlc.errors import ProtocolError
 
@@ -201,3 +201,24 @@ def test_a_desk_looks_for_a_run_that_lives_before_it_lets_anybody_begin() -> Non
     alone = Desk(record("desk", role="observer"), "", ("known:1",))
     alone.tick(0.0)
     assert asked(alone, record("new"), RECALL_S) is not None
+
+
+def test_a_desk_does_not_hear_who_tells_no_address_or_a_record_that_no_peer_has() -> None:
+    """It dialled the first address of whatever came, and an observer that waited ended on a record without one."""
+    desk = Desk(record("desk", role="observer"), "")
+    for nobody in (
+        dataclasses.replace(record("x"), control=()),
+        dataclasses.replace(record("x", active=True), control=()),
+        dataclasses.replace(record("x"), control=("x" * 10_000,)),
+    ):
+        assert asked(desk, nobody) is None
+    assert desk.first is None and not desk.known
+
+
+def test_a_desk_asks_so_many_addresses_and_no_more_whoever_is_to_begin_among_them() -> None:
+    desk = Desk(record("desk", role="observer"), "", ("known:1",))
+    desk.tick(0.0)
+    for number in range(3 * ASKED_MAX):
+        assert asked(desk, record(f"p{number}"), RECALL_S) is not None
+    dialled = [e.address for e in desk.tick(RECALL_S) if isinstance(e, Dial)]
+    assert dialled == ["p0:1", *(f"p{number}:1" for number in range(2 * ASKED_MAX + 1, 3 * ASKED_MAX))]

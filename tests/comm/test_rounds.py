@@ -11,7 +11,7 @@ import torch
 
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import RUN
-from dlc.comm.entries import CONFIG, OPEN, Entry, Part
+from dlc.comm.entries import CONFIG, EMPTY, OPEN, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.node import Node
@@ -338,6 +338,18 @@ def test_a_contribution_of_the_wrong_size_is_reported_and_costs_only_itself() ->
         whole = process is not liar
         included = tuple(whole or plan.owners[owner] == liar.voter for owner in plan.assignment)
         assert told[process.host.name].included == included, "each is told of its own chunks"
+
+
+@pytest.mark.parametrize("lease_len", [5, -1])
+def test_a_wish_with_a_lease_of_fewer_than_no_blocks_is_not_proposed(lease_len: int) -> None:
+    """Nobody would take the plan, and its coordinator would propose it again and again."""
+    stage = Stage(2)
+    node = stage.peers()[0].node
+    wish = msg.Ready(node.log.head, "other", EMPTY, msg.GridSpec(8, 8, "fp32"), 0.0, 0, bytes(32), 0.0, True, lease_len)
+    for voter in node.log.state.electorate:
+        node.coordinator.agenda.ready(voter, wish)
+    draft = node.coordinator.agenda.due()
+    assert (draft is not None and draft.entry.kind == OPEN) == (lease_len > 0)
 
 
 @pytest.mark.parametrize("kind", [CONFIG, OPEN])

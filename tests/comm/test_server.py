@@ -10,11 +10,17 @@ import pytest
 import torch
 
 from dlc.comm import servermessages as sm
+from dlc.comm import spanowner
 from dlc.comm.effects import Effect, Send
+from dlc.comm.followers import LOG_MAX
+from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
+from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import PULL
+from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX
 from dlc.errors import ProtocolError
+from tests.comm import servernet
 from tests.comm.servernet import SPANS, Net, Process, counted
 
 NUMEL = SPANS.grid.numel
@@ -405,6 +411,19 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
     assert torch.equal(net.theta(), before + 1)
 
 
+@pytest.mark.parametrize("n_bytes", [-1, 0, 1 << 62])
+def test_an_image_that_no_span_has_is_refused_before_it_is_cut(n_bytes: int) -> None:
+    net = swarm(2, 1)
+    owner = net.owner(0)
+    view = owner.service.witness.established[0]
+    standby = next(p for p in net.processes.values() if p.voter == view.standby)
+    offer = sm.ImageOffer(view, 99, 1, bytes(32), "image", n_bytes)
+    with pytest.raises(ProtocolError, match=f"an image of {n_bytes} bytes"):
+        standby.node.receive(owner.voter, offer, net.now)
+    net.exchange({"t0": ones()})
+    net.check_replicas()
+
+
 def test_a_part_of_another_length_is_refused_and_the_right_one_still_counts() -> None:
     net = swarm(2, 1)
     owner, trainer = net.owner(0), net.processes["t0"]
@@ -431,6 +450,47 @@ def test_a_push_with_nan_is_refused_and_told() -> None:
     assert outcomes[0].outcome == sm.NOT_FINITE and {o.outcome for o in outcomes[1:]} == {sm.COUNTED}
     a, b = SPANS.elements(0)
     assert torch.equal(net.theta()[a:b], torch.zeros(b - a))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_standby_whose_bulk_never_comes_does_not_stop_the_training(asynchronous: bool) -> None:
+    """Control passes between the helpers, bulk does not: it is told that there is no standby, and training goes on."""
+    net = Net(asynchronous=asynchronous)
+    net.lost = lambda source, target, message: (
+        isinstance(message, sm.Part) and source.role == "helper" and target.startswith("h")
+    )
+    for name in ("t0", "h0", "h1"):
+        net.start(name)
+    for _ in range(2 * LOG_MAX + 10):
+        net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0 * LOG_MAX + 10))
+
+
+def test_the_pushes_of_a_second_client_of_one_process_count() -> None:
+    """As of a notebook that closes one and makes another: owners know the numbers of the first."""
+    net = swarm(2, 1)
+    trainer = net.processes["t0"]
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    first, node = trainer.service, trainer.node
+    node.services.remove(first)
+    net.run(1.0)
+    trainer.service = SpanClient(node.members, net.spans, first.theta.clone(), first.pulled[0].origin, False, net.now)
+    node.services.add(trainer.service)
+    net.exchange({"t0": None})
+    net.exchange({"t0": ones()})
+    assert all(o.outcome == sm.COUNTED and o.update is not None for o in trainer.outcomes())
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 4.0))
+
+
+def test_a_pull_that_takes_longer_than_what_nobody_fetches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spanowner, "SNAPSHOT_KEEP_S", 2.0)
+    monkeypatch.setattr(servernet, "UPLINK_Bps", 500.0)
+    net = swarm(1, 1, spans=Spans(Grid(800, 8, "fp32"), 1))
+    began = net.now
+    net.exchange({"t0": torch.full((800,), -1.0)}, limit_s=300.0)
+    assert net.now - began > 20.0, "the link is slow enough to show it"
+    assert torch.equal(net.processes["t0"].service.theta, torch.ones(800))
 
 
 def cut(net: Net, left: set[str], mend: bool = False) -> None:

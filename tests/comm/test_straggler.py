@@ -97,6 +97,22 @@ def test_who_never_comes_is_waited_for_within_bounds(n: int, eta_s: float | None
     assert waited_s >= FLOOR_S
 
 
+@pytest.mark.parametrize(
+    ("ready", "absent"), [([1.0], [2.0]), ([1.0, 1.0], [4.0]), ([1.0], [1.0, 1.0]), ([1.0] * 4, [1.0] * 8)]
+)
+def test_those_with_most_of_the_paces_who_never_come_are_waited_for_within_bounds(
+    ready: list[float], absent: list[float]
+) -> None:
+    """By the wait itself no more comes to be at stake than a phase's work."""
+
+    def waits_at(waited_s: float) -> bool:
+        idle = [Idle(waited_s, pace) for pace in ready]
+        overdue = [Late(0.0, PHASE_S + waited_s, pace) for pace in absent]
+        return worth_waiting(idle, overdue, FLOOR_S, SHARE, PHASE_S)
+
+    assert waits_at(FLOOR_S) and not waits_at(2 * PHASE_S)
+
+
 def test_who_was_left_out_has_more_at_stake() -> None:
     assert not waits(idle(3, 1.0 + FLOOR_S), [late(10.5, worked_s=PHASE_S - 10.5)])
     assert waits(idle(3, 1.0 + FLOOR_S), [late(10.5, worked_s=2 * PHASE_S - 10.5)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ from dlc.comm import messages as msg
 from dlc.comm.donations import CHAIN_SENT_MAX, IN_USE_S, STEPS_MAX
 from dlc.comm.download import Download, Staged
 from dlc.comm.entries import LogState
-from dlc.comm.events import BadImage
+from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
 from dlc.comm.images import PIECE_BYTES, PIECES_MAX, Image, PieceLimits
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
 from dlc.comm.sync import IMAGE_BYTES_MAX
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
+from dlc.errors import CheckpointError
 from dlc.runspec import OuterSpec
 from dlc.sim.network import Weather
 from dlc.sim.schedule import TRAIN, Scenario, Start
@@ -179,6 +181,19 @@ def test_an_image_that_is_not_what_its_digest_says_is_not_sound() -> None:
         assert staged.take(index, DATA[index * PIECE : (index + 1) * PIECE])
     staged.verify(400)
     assert staged.verified and not staged.sound
+
+
+@pytest.mark.parametrize(("size", "index"), [(2 * PIECE, 0), (PIECE + 1, 1), (PIECE - 1, 0), (PIECE, 1)])
+def test_a_piece_of_another_length_than_it_must_have_is_not_taken(size: int, index: int) -> None:
+    """Though it has the hash that was offered: it would not fit, or leave a hole."""
+    length = 2 * PIECE - 7
+    pieces = [bytes([number] * size) for number in range(2)]
+    hashes = tuple(blake3(piece).digest() for piece in pieces)
+    download = Fetch(bytes(length), {A: 50 * PIECE}).download
+    download.staged["train"] = Staged(msg.ImageOffer("train", bytes(32), length, PIECE, hashes))
+    download.ask([A], PATIENCE_S, 0.0)
+    assert not download.receive(A, msg.Piece("train", bytes(32), index, pieces[index]), 0.1)
+    assert download.staged["train"].missing == {0, 1} and download.donors[A].lacks == {"train"}
 
 
 # ------------------------------------------------------------------ the donor's side
@@ -455,6 +470,94 @@ def test_an_image_that_is_not_what_its_donor_named_is_told_of_and_had_from_anoth
     assert late.node.log.attached[TRAIN].state.digest() == world.running()[1].node.log.attached[TRAIN].state.digest()
 
 
+class Elsewhere(ToyState):
+    """Of another outer step, as its image says."""
+
+    def restore(self, image: memoryview) -> None:
+        raise CheckpointError("lr 0.7, here 0.5")
+
+
+@pytest.mark.parametrize("why", ["lr 0.7, here 0.5", "it has 2048 bytes, the one here 1024"])
+def test_a_state_of_another_kind_than_the_runs_is_told_once_and_fetched_no_more(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It was fetched again for ever, in silence."""
+    world = swarm(2)
+    others = world.running()
+    grid = world.grids[TRAIN]
+    odd = Elsewhere(grid.numel, 9) if "lr" in why else ToyState(grid.numel // 2, 9)
+
+    def attach(process: Process, channel: str, disk: Any) -> None:
+        world.act(process, lambda now: process.node.attach(channel, odd, grid, 0, now))
+
+    told: list[object] = []
+    notify = world._notify
+
+    def noted(process: Process, event: object) -> None:
+        told.extend([event] if isinstance(event, StateMisfit) else [])
+        notify(process, event)
+
+    monkeypatch.setattr(world, "_attach", attach)
+    monkeypatch.setattr(world, "_notify", noted)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: told)
+    before, depth = bytes(odd.export()), depth_of(world)
+    until(world, lambda: depth_of(world) >= depth + 12 and late.node.log.head == others[0].node.log.head, 120.0)
+    assert told == [StateMisfit(TRAIN, why)] and late.node.log.attached[TRAIN].misfit == why
+    assert sum(wire.givers(late).values()) <= (36 if "lr" in why else 0)
+    assert not synced(late) and bytes(odd.export()) == before
+    assert late.voter not in others[0].node.log.state.electorate
+
+
+def test_who_stands_here_without_the_state_that_is_lacking_is_asked_in_vain_once_a_second() -> None:
+    """Its offer had nothing to fetch: fetched at once, and asked for again at once."""
+    world, lacking = beside_helpers(1)
+    world.crash(world.running()[0])
+    wire = Wire(world)
+    begun = world.now
+    world.run_until(begun + 6.0)
+    asked = [t for _, t, m in wire.heard if isinstance(m, msg.SyncReq)]
+    assert not synced(lacking) and 2 <= len(asked) <= 7
+
+
+def test_who_has_the_state_is_asked_before_those_who_lack_it() -> None:
+    """They are more than are asked in turn, and were known before."""
+    world, lacking = beside_helpers(5, holder_last=True)
+    until(world, lambda: synced(lacking), 10.0)
+
+
+def beside_helpers(n: int, holder_last: bool = False) -> tuple[World, Process]:
+    """A trainer, n helpers without a state, and a helper that has just attached one."""
+    starts = (Start(0.0, ()), *(Start(0.1 * i, (0,), "helper") for i in range(1, n + 2)))
+    weather = Weather(latency_max_s=0.05, spike=0.0)
+    world = World(Scenario(0, starts, weather=weather, n_chunks=4, chunk_elems=64, inner_s=1.0, piece_bytes=PIECE))
+    attach = world._attach
+
+    def some(process: Process, channel: str, disk: Any) -> None:
+        if process.host.role == "trainer":
+            attach(process, channel, disk)
+        else:
+            world.act(process, process.node.tick)
+
+    world._attach = some  # type: ignore[method-assign]
+    trainer = world.running
+    until(world, lambda: len(trainer()) == n + 2 and world.checker.rounds > 2)
+    first, *helpers = trainer()
+    until(world, lambda: all(p.voter in first.node.log.state.electorate for p in helpers))
+    first.trainer._offer = lambda: None  # type: ignore[method-assign]
+    until(world, lambda: not first.node.exchange.offered)
+    if holder_last:
+        last = newcomer(world)
+        last.trainer._offer = lambda: None  # type: ignore[method-assign]
+        until(world, lambda: synced(last) and last.voter in first.node.log.state.electorate)
+        world.leave(first)
+    until(world, lambda: len({p.node.log.head for p in world.running()}) == 1)
+    world.run_until(world.now + 5.0)
+    attach(helpers[-1], TRAIN, None)
+    return world, helpers[-1]
+
+
 def test_an_asker_whose_offer_is_being_prepared_is_not_forgotten() -> None:
     """The state moves while its image is hashed, and another one asks: both are offered the image that is begun."""
     world = swarm(2, inner_s=1.0)
@@ -487,3 +590,28 @@ def test_who_waits_for_an_image_that_is_given_up_is_told() -> None:
         donations._give_up(key)
     assert not donations._pending
     assert [(e.to, type(e.message)) for e in donor.node.ctx.out] == [("x", msg.NoOffer)]  # type: ignore[union-attr]
+
+
+def test_one_wrong_word_about_a_states_size_is_not_believed() -> None:
+    """Nothing proves it. The newcomer took its own state for one of another kind, and asked for no other."""
+    world, bad, told = swarm(4), list[msg.ImageOffer](), list[object]()
+    carry, notify = world.network.carry, world._notify
+
+    def carried(source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        offer = args[-1]
+        if isinstance(offer, msg.Offer) and offer.images and not bad:
+            image = offer.images[0]
+            n_bytes = 2 * image.image_bytes
+            hashes = (image.piece_hashes * 3)[: -(-n_bytes // image.piece_bytes)]
+            bad.append(dataclasses.replace(image, image_bytes=n_bytes, piece_hashes=hashes))
+            args = (*args[:-1], dataclasses.replace(offer, images=tuple(bad)))
+        carry(source, target, deliver, *args, bulk=bulk)
+
+    def noted(process: Process, event: object) -> None:
+        told.extend([event] if isinstance(event, StateMisfit) else [])
+        notify(process, event)
+
+    world.network.carry, world._notify = carried, noted  # type: ignore[method-assign, assignment]
+    late = newcomer(world)
+    until(world, lambda: synced(late), 60.0)
+    assert bad and not told

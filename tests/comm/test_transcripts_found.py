@@ -14,6 +14,10 @@
 | what is told of an offer is told of the next one | a round with an earlier offer does not count the present one |
 | a coordinator's patience ends before its owners' | owners that bear with a silence are asked anew, not for ever |
 | a voter that may not vote yet is waited for | who slept and looks around holds nobody up |
+| what is at stake with a late peer grows by the wait | those who hang are not waited for without end |
+| a wait begins anew with each entry of the log | a wait goes on from slot to slot |
+| only a contributor counts bytes and ballots | who contributes nothing is told what it sent and received |
+| who was started anew is said to have left | a process that is back as another did not leave |
 | two lone peers, cut in one direction | not mended: a partition, and one history is given up |
 """
 
@@ -38,9 +42,10 @@ from dlc.comm.messages import ChunkHeader, Result
 from dlc.comm.patience import Patience
 from dlc.comm.slot import ROSTER_PARTS_MAX, Slot
 from dlc.sim.invariants import Violation
-from dlc.sim.schedule import TIMEOUTS, TRAIN
+from dlc.sim.network import Weather
+from dlc.sim.schedule import REDUCE, TIMEOUTS, TRAIN, Scenario, Start
 from dlc.sim.toy import Means
-from dlc.sim.world import Process
+from dlc.sim.world import Process, World
 from tests.comm.stage import Stage, past_round
 from tests.comm.test_transcripts_cases import names, nothing
 
@@ -126,6 +131,7 @@ def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypa
     late: the next round is another channel's, and the all-reduce has its old base. A calls again, with other values: of
     those that the owners kept none may be in the mean, nor be said to be."""
     monkeypatch.setattr("dlc.sim.invariants.check_means", lambda *known: None)  # these are no vectors of its trainers
+    monkeypatch.setattr("dlc.sim.limits.over", lambda process: "")  # nor are limits by their grids those of this one
     stage = Stage(5, inner_s=3.0)
     coordinator, *_, a = ranked(stage)
     rest, grid = [p for p in stage.peers() if p is not coordinator], Grid(400, 4, "fp32")
@@ -676,3 +682,108 @@ def test_nobody_runs_dry_while_its_round_is_in_flight() -> None:
     entries = [p.entry for p in stage.peers()[0].node.log.past]
     assert {e.kind for e in entries} <= {ROUND, CONFIG} and not [e for _, e in stage.told if isinstance(e, HistoryLost)]
     assert all(e.counted for _, e in stage.told if isinstance(e, RoundDone))
+
+
+# ------------------------------------------------------------------ who does not come
+
+
+def hangs(stage: Stage, *processes: Process) -> None:
+    """Their training has stopped; the processes answer as ever."""
+    for process in processes:
+        for trainer in process.trainers.values():
+            trainer._finished = trainer._offer = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("n", "hung", "times_as_fast"), [(3, 2, 1.0), (3, 1, 4.5), (6, 4, 1.0)])
+def test_those_who_hang_are_not_waited_for_without_end(n: int, hung: int, times_as_fast: float) -> None:
+    """What was at stake with those who are twice as fast as all that are ready grew by the wait itself, and faster than
+    what the wait had cost."""
+    stage = Stage(n)
+    stage.all_in()
+    for i, process in enumerate(stage.peers()):
+        speed = 100.0 * (times_as_fast if i < hung else 1.0)
+        stage.world.act(process, lambda now, p=process, s=speed: p.node.describe(now, speed=s, eta_s=0.0))  # type: ignore[misc]
+    hangs(stage, *stage.peers()[:hung])
+    before, start = stage.rounds, stage.world.now
+    stage.until(lambda: stage.rounds >= before + 4, 200.0)
+    assert stage.world.now - start < 200.0
+
+
+def test_a_wait_goes_on_from_slot_to_slot() -> None:
+    """Another channel's rounds came more often than the patience, which began anew with each of them: no round ever."""
+    scenario = Scenario(
+        seed=0,
+        starts=(Start(0.0, ()), *(Start(0.1 * i, (0,)) for i in range(1, 4))),
+        weather=Weather(latency_max_s=0.05, spike=0.0),
+        inner_s=1.0,
+        channels=(TRAIN, REDUCE),
+    )
+    world = World(scenario)
+
+    def run(condition: Callable[[], object], limit_s: float) -> None:
+        end = world.now + limit_s
+        while not condition():
+            assert world.clock.step() and world.now < end, "the transcript does not reach its point"
+
+    def rounds(channel: str) -> int:
+        return max((p.node.log.state.round_of(channel) for p in world.running()), default=0)
+
+    run(lambda: rounds(REDUCE) > 1 and all(len(p.node.log.state.electorate) == 4 for p in world.running()), 120.0)
+    lazy = list(world.running())[1].trainers[REDUCE]
+    lazy._finished = lazy._offer = lambda: None  # type: ignore[method-assign]
+    reduced, trained = rounds(REDUCE), rounds(TRAIN)
+    run(lambda: rounds(REDUCE) >= reduced + 4, 60.0)
+    assert rounds(TRAIN) >= trained + 10
+
+
+# ------------------------------------------------------------------ reports
+
+
+def test_who_contributes_nothing_is_told_what_it_sent_and_received() -> None:
+    """It owns chunks as all do; its report said 0 bytes, and one ballot, whatever it had done."""
+    stage = Stage(4, n_chunks=8, chunk_elems=64)
+    stage.all_in()
+    lazy = stage.peers()[1]
+    hangs(stage, lazy)
+    stage.all_in(stage.peers(lazy))
+    stage.between_rounds()
+    stage.sent.clear()
+    t = lazy.node.log.state.round_of(TRAIN) + 1
+    reports = stage.committed(t, stage.peers())
+    assert {s.peer for s in reports[lazy.host.name].contributors} == {p.host.name for p in stage.peers(lazy)}
+    bulk = [(s, d, len(m.payload)) for _, s, d, m in stage.sent if isinstance(m, msg.Result | msg.Contrib)]
+    for name, report in reports.items():
+        assert report.bytes_sent == sum(size for s, _, size in bulk if s == name) > 0
+        assert report.bytes_received == sum(size for _, d, size in bulk if d == name) > 0
+
+
+def test_all_are_told_how_many_ballots_a_round_took() -> None:
+    stage = Stage(4)
+    stage.all_in()
+    lazy = stage.peers()[1]
+    hangs(stage, lazy)
+    stage.all_in(stage.peers(lazy))
+    coordinator, plan = stage.planned()
+    while coordinator is lazy:
+        stage.committed(plan.entry.t, stage.peers())
+        coordinator, plan = stage.planned()
+    stage.until(lambda: all(p.node.slot.plan is not None for p in stage.peers()))
+    stage.world.crash(coordinator)
+    reports = stage.committed(plan.entry.t, stage.peers())
+    assert {report.ballots for report in reports.values()} == {2}
+
+
+def test_a_process_that_is_back_as_another_did_not_leave() -> None:
+    stage = Stage(4, n_chunks=8)
+    stage.all_in()
+    coordinator, plan = stage.planned()
+    roster = {part.voter for part in plan.entry.roster}
+    victim = next(p for p in stage.peers(coordinator) if p.voter in roster)
+    name, host = victim.host.name, victim.host
+    stage.hold = lambda source, target, message: source == name and isinstance(message, msg.Contrib | msg.Result)
+    stage.world.crash(victim)
+    book = tuple(sorted(h.address for h in stage.world.hosts.values() if h is not host))
+    stage.world.clock.at(stage.world.now + 0.2, lambda: stage.world.start(host, book, from_disk=False))
+    reports = stage.committed(plan.entry.t, [p for p in stage.peers() if p.host.name != name], 60.0)
+    for report in reports.values():
+        assert [(m.peer, m.reason) for m in report.missing] == [(name, "dead")]

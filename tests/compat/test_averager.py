@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from dlc.comm.meetings import GROUP_MAX
-from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression
+from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression, peer_swarm
+from dlc.compat.hivemind.averaging import sharing
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from dlc.compat.hivemind.averaging.carry import carry, same_bits
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
 from dlc.compat.hivemind.averaging.image import pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
-from dlc.errors import ProtocolError, UsageError
+from dlc.compat.hivemind.swarm import Outcome
+from dlc.errors import ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
@@ -368,3 +371,61 @@ def test_images_of_state_are_checked() -> None:
     for bad in (b"", raw[:20], raw[:-1], b"\xff" * 64, raw[:8] + b"\xc1" * (len(raw) - 8)):
         with pytest.raises(ProtocolError):
             unpack_state(bad)
+
+
+def test_a_second_averager_of_one_name_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a notebook's cell that is run again: nobody gives the state of the one that was dropped."""
+    town = Town()
+    donor, other = (DHT(start=True, p2p=town.peer()) for _ in range(2))
+    dropped = DecentralizedAverager([torch.full((3,), 1.0)], donor, start=True, prefix="mine")
+    assert not caplog.text
+    taken = DecentralizedAverager([torch.full((3,), 2.0)], donor, start=True, prefix="mine")
+    DecentralizedAverager([torch.full((3,), 3.0)], donor, start=True, prefix="another")
+    assert "takes its place" in caplog.text and not dropped.is_alive()
+    loader = DecentralizedAverager([torch.zeros(3)], other, start=True, prefix="mine")
+    for _ in range(5):
+        assert loader.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [2.0] * 3
+    taken.shutdown()
+    assert list(donor.averagers) == ["another"]
+
+
+def test_a_state_is_held_as_long_as_its_loader_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest_s = 8 * sharing.STATE_BYTES_MAX / 100e6
+    assert min(sharing.HOLD_S, peer_swarm.FETCH_S) > longest_s, "at 100 Mbit/s"
+    town, fetching = Town(), threading.Event()
+    donor = averager(town, [torch.full((3,), 7.0)])
+    loader = averager(town, [torch.zeros(3)])
+
+    def leave(*_: object) -> None:
+        fetching.set()
+        loader.dht.swarm.leave()
+
+    monkeypatch.setattr(loader.dht.swarm, "fetch", leave)
+    with pytest.raises(SwarmClosed):
+        loader.load_state_from_peers(timeout=WAIT_S)
+    assert fetching.is_set()
+    wait_until(lambda: not donor.dht.swarm.held, WAIT_S, "nothing is held for who has left")
+
+
+# ---------------------------------------------------------------- what is not finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_changed_meanwhile_is_carried_over_and_the_others_mean_replaces_nan(dtype: torch.dtype) -> None:
+    nan = float("nan")
+    before, mean = torch.tensor([1.0, nan, float("inf"), 4.0]), torch.tensor([2.0, 3.0, 4.0, 8.0])
+    local = torch.tensor([1.0, nan, 5.0, 4.5], dtype=dtype)
+    assert carry(local, before, mean) is local
+    assert local.tolist() == [2.0, 3.0, 4.0, 8.5]
+    assert carry(torch.tensor([1.5], dtype=dtype), torch.tensor([1.0]), torch.tensor([2.0])).tolist() == [2.5]
+    assert same_bits(before, before.clone()) and not same_bits(before, mean)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_peer_whose_tensors_are_not_finite_has_the_mean_of_the_others(alpha: float) -> None:
+    """It is not in that mean: who computes it refuses what is not finite."""
+    peer = averager(Town(), [torch.tensor([float("nan"), 1.0])], averaging_alpha=alpha)
+    before = peer._snapshot()
+    mean = [(torch.tensor([5.0, 3.0]), before[0][1])]
+    peer._take(before, mean, Outcome((peer.peer_id,), {}, {}, None), -1)
+    assert of(peer)[0].tolist() == [5.0, 1.0 + 2.0 * alpha]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +23,7 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
-from dlc.compat.hivemind.optim import optimizer_state
+from dlc.compat.hivemind.optim import components, optimizer_state
 from dlc.errors import UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
@@ -242,6 +243,87 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
 
 
+def test_two_peers_that_begin_together_end_their_epochs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though neither has heard yet that the other trains, and how far it is."""
+    town = Town()
+    nets = [model(), model()]
+    opts = [optimizer(town, net, batch_size_per_step=TARGET, average_state_every=1000) for net in nets]
+    for opt in opts:
+        monkeypatch.setattr(opt.dht.swarm, "post", Mock())  # on its way
+    for epoch in range(EPOCHS):
+        for seed, (opt, net) in enumerate(zip(opts, nets, strict=True)):
+            opt.zero_grad()
+            backward(net, seed)
+        together(lambda i: opts[i].step(), 2)
+        assert [opt.local_epoch for opt in opts] == [epoch + 1] * 2
+        assert torch.equal(weights(nets[0]), weights(nets[1]))
+    assert [len(members) for _, members in town.rounds] == [2] * EPOCHS
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_peer_that_never_trains_is_waited_for_once(background: bool, caplog: pytest.LogCaptureFixture) -> None:
+    town, net = Town(), model()
+    opt = optimizer(
+        town,
+        net,
+        batch_size_per_step=TARGET,
+        average_state_every=1000,
+        delay_grad_averaging=background,
+        matchmaking_time=0.2,
+    )
+    watcher = optimizer(town, model(), batch_size_per_step=TARGET)
+    start = weights(net)
+
+    def step(seed: int) -> None:
+        opt.zero_grad()
+        backward(net, seed)
+        opt.step()
+        opt.state_averager.step(wait_for_delayed_updates=True)
+
+    step(0)
+    made = opt.local_epoch == 1 and not torch.equal(weights(net), start)
+    assert made == background and f"{watcher.dht.peer_id[:8]} did not come" in caplog.text
+    caplog.clear()
+    for seed in range(1, 5):
+        step(seed)
+    assert opt.local_epoch >= 4 and not torch.equal(weights(net), start)
+    assert "did not come" not in caplog.text and not town.rounds
+
+
+def test_an_epoch_that_is_counted_is_in_the_model_though_nobody_came(caplog: pytest.LogCaptureFixture) -> None:
+    """In the background the epoch ends before it is known that the other one never trains."""
+    town, net, n = Town(), model(), 4
+    options = {"batch_size_per_step": TARGET, "delay_grad_averaging": True, "matchmaking_time": 0.2}
+    opt = optimizer(town, net, optimizer=partial(torch.optim.SGD, lr=1.0), **options)
+    optimizer(town, model(), batch_size_per_step=TARGET)
+    start = net.bias.item()
+    for _ in range(n):
+        opt.zero_grad()
+        net(torch.ones(1, 5)).sum().backward()
+        opt.step()
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    assert opt.local_epoch == n and net.bias.item() == pytest.approx(start - n)
+    assert caplog.text.count("no longer waited for") == 1
+
+
+def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    town, net = Town(), model()
+    options = {"batch_size_per_step": TARGET, "delay_grad_averaging": True, "matchmaking_time": 0.2}
+    opt = optimizer(town, net, **options)
+    other = optimizer(town, model(), batch_size_per_step=TARGET)
+    start = weights(net)
+
+    def nobody_comes(*_: object) -> None:
+        other.tracker.report_local_progress(0, 1)
+
+    monkeypatch.setattr(opt.dht.swarm, "average", nobody_comes)
+    backward(net, 0)
+    opt.step()
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    assert torch.equal(weights(net), start)
+    assert opt.state_averager.state_sharing_priority == 0.5, "whoever loads does not take what lacks an epoch"
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_an_average_that_can_never_be_is_raised_and_not_tried_again(background: bool) -> None:
     """What the caller has to mend is no bad luck: the training neither stands still nor goes on without averages."""
@@ -359,7 +441,8 @@ def test_an_auxiliary_peer_does_not_wait_for_an_epoch_that_the_others_have_made(
             assert opt.grad_averager is not None
             opt.grad_averager.announce(averaged=0)
         step.result(WAIT_S)
-    assert helper.local_epoch == 0 and not any(town.waiting.values())
+    assert helper.local_epoch == 0
+    wait_until(lambda: not any(town.waiting.values()), WAIT_S, "it looks for nobody any more")
 
 
 def test_states_are_saved_and_restored_with_their_epoch() -> None:
@@ -412,6 +495,184 @@ def test_a_checkpoint_that_is_loaded_into_the_model_later_is_what_is_trained_on(
     newcomer.shutdown()
     assert torch.equal(went_on(fresh, again)[0], expected)
     assert again.opt.param_groups[0]["lr"] == lr == pytest.approx(0.1 * 0.5**3)
+
+
+SCHEDULES = {
+    "steps": HALVING,
+    "a function": partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1.0 / (t + 1)),
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
+    "one after another": lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt, [HALVING(opt), torch.optim.lr_scheduler.ConstantLR(opt, 0.25)], milestones=[2]
+    ),
+    "at once": lambda opt: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(opt, 0.25, 2), torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_goes_back_with_an_earlier_epoch_that_is_loaded(name: str) -> None:
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, scheduler=SCHEDULES[name])
+
+    def options() -> tuple[float, float]:
+        return opt.opt.param_groups[0]["lr"], opt.opt.param_groups[0]["momentum"]
+
+    def epochs(n: int) -> list[tuple[float, float]]:
+        seen = []
+        for seed in range(n):
+            backward(net, seed)
+            opt.step()
+            opt.zero_grad()
+            seen.append(options())
+        return seen
+
+    begin, first = options(), epochs(6)
+    saved = copy.deepcopy(opt.state_dict())
+    assert saved["state"]["local_epoch"] == 6
+    rest = epochs(3)
+    opt.load_state_dict(saved)
+    assert opt.local_epoch == 6 and options() == first[-1] and epochs(3) == rest
+    for epoch, (lr, momentum) in ((2, first[1]), (0, begin)):
+        saved["state"]["local_epoch"] = epoch
+        saved["param_groups"][0].update(lr=lr, momentum=momentum)
+        opt.load_state_dict(saved)
+        assert options() == (lr, momentum) and epochs(6 - epoch) == first[epoch:]
+
+
+@pytest.mark.parametrize("on_its_way", ["an average of the state", "a step"])
+def test_a_model_that_is_loaded_while_an_update_is_on_its_way_is_what_is_trained_on(
+    on_its_way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    town, n = Town(), 2 if "average" in on_its_way else 1
+    nets, opts = prepared(town, n, average_state_every=1, delay_grad_averaging=n == 1)
+    for net in nets:
+        backward(net, 0)
+    together(lambda i: opts[i].step(), n)
+    net, opt = nets[0], opts[0]
+    wait_until(lambda: not opt.state_averager.busy, WAIT_S)
+    assert opt.local_epoch == 1
+    loaded = torch.full((6,), 100.0)
+    net.load_state_dict({name: torch.full_like(value, 100.0) for name, value in net.state_dict().items()})
+    other = nn.Linear(5, 1)
+    newcomer = optimizer(town, other, batch_size_per_step=TARGET)
+    newcomer.state_averager.load_state_from_peers(timeout=WAIT_S)
+    newcomer.shutdown()
+    opt.zero_grad()
+    backward(net, 1)
+    opt.step(batch_size=1)
+    assert torch.equal(weights(net), loaded) and "what it changed stays" in caplog.text
+    assert torch.equal(torch.cat([p.detach().flatten() for p in opt.state_averager.parts.optimized]), loaded)
+    assert n > 1 or torch.equal(weights(other), loaded), "a donor gives what was loaded"
+
+
+def test_what_the_program_did_not_load_takes_the_update_that_was_on_its_way() -> None:
+    net, expected = model(), model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, delay_grad_averaging=True)
+    backward(net, 0)
+    backward(expected, 0)
+    opt.step()
+    SGD(expected.parameters()).step()
+    with torch.no_grad():
+        net.bias.fill_(100.0)
+    opt.zero_grad()
+    opt.step(batch_size=1)
+    assert torch.equal(net.weight, expected.weight) and net.bias.item() == 100.0
+
+
+@pytest.mark.parametrize("limit", [1e3, 1.0])
+def test_a_limit_that_the_program_keeps_undoes_no_step(limit: float) -> None:
+    """Whether it changes no value, or some: what it did not change takes the step, beside what it did."""
+    net, n = model(), 4
+    opt = optimizer(
+        Town(),
+        net,
+        batch_size_per_step=TARGET,
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        delay_optimizer_step=True,
+    )
+    start, slopes = weights(net), torch.tensor([1.0, -1.0, 0.25, 0.0, -0.25, 0.125])
+    expected = start.clone()
+    for _ in range(n):
+        opt.zero_grad()
+        (net(slopes[:5].expand(1, 5)) + (slopes[5] - 1.0) * net.bias).sum().backward()
+        opt.step()  # its change comes with the next one
+        with torch.no_grad():
+            for param in net.parameters():
+                param.clamp_(-limit, limit)
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    for _ in range(n):
+        expected = (expected - slopes).clamp(-limit, limit)
+    assert opt.local_epoch == n and torch.allclose(weights(net).clamp(-limit, limit), expected, atol=1e-6)
+
+
+def test_steps_below_the_resolution_of_the_model_add_up_though_the_program_writes_to_it() -> None:
+    net = model().bfloat16()
+    with torch.no_grad():
+        net.bias.fill_(1.0)
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, optimizer=partial(torch.optim.SGD, lr=1e-3))
+    for _ in range(8):
+        opt.zero_grad()
+        net.bias.sum().backward()
+        opt.step()
+        with torch.no_grad():
+            net.bias.clamp_(-2.0, 2.0)
+    assert net.bias.item() == 1.0 - 2**-7
+
+
+def test_a_checkpoint_of_what_the_model_still_shows_is_gone_back_to() -> None:
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, delay_optimizer_step=True)
+    held, saved, start = copy.deepcopy(net.state_dict()), copy.deepcopy(opt.state_dict()), weights(net)
+    backward(net, 0)
+    opt.step()  # in the background
+    net.load_state_dict(held)
+    opt.load_state_dict(saved)
+    opt.step(batch_size=1)
+    assert opt.local_epoch == 0 and torch.equal(weights(net), start)
+
+
+def test_a_mean_is_taken_over_but_where_the_program_has_changed_the_model_meanwhile() -> None:
+    town, n = Town(), 2
+    nets, opts = prepared(town, n, average_state_every=1, optimizer=partial(torch.optim.SGD, lr=0.0))
+    with torch.no_grad():
+        nets[1].weight.add_(2.0)
+    for net in nets:
+        backward(net, 0)
+    middle = weights(nets[0]) + torch.tensor([1.0] * 5 + [0.0])
+    together(lambda i: opts[i].step(), n)
+    with torch.no_grad():
+        for net in nets:
+            net.weight.mul_(1.0)
+        nets[0].weight[0, 0] = 7.0
+    for opt in opts:
+        opt.state_averager.step(wait_for_delayed_updates=True)
+    torch.testing.assert_close(weights(nets[1]), middle)
+    middle[0] = 7.0
+    torch.testing.assert_close(weights(nets[0]), middle)
+
+
+def test_a_local_step_beside_an_average_is_not_undone_by_a_write_that_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, expected, on = model(), model(), threading.Event()
+    opt = optimizer(
+        Town(), net, batch_size_per_step=TARGET, use_local_updates=True, offload_optimizer=True, scheduler=None
+    )
+    monkeypatch.setattr(opt.dht.swarm, "average", lambda *_: on.wait(WAIT_S) and None)
+    state, alone = opt.state_averager, SGD(expected.parameters())
+    state.step(averaging_round=True, delay_averaging=True, averaging_opts={"allow_retries": False})
+    try:
+        for one in (net, expected):
+            backward(one, 0)
+        with torch.no_grad():
+            net.weight.mul_(1.0)
+        state.step(optimizer_step=True)
+        alone.step()
+        assert state.averaging_in_progress and torch.equal(weights(net), weights(expected))
+    finally:
+        on.set()
+        opt.shutdown()
 
 
 def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:
@@ -518,6 +779,38 @@ def test_gradients_are_summed_weighted_by_samples_and_substituted() -> None:
     with pytest.raises(ValueError, match="shapes"):
         GradientAverager(nets[0].parameters(), dht=dht(town), prefix="x", start=True,
                          averaged_grads=[torch.zeros(5, 5, 1)])  # fmt: skip
+
+
+def test_a_group_is_looked_for_when_the_gradients_are_there() -> None:
+    """A large model takes its time to copy them: longer than matchmaking may take, and no step would ever be made."""
+    order: list[str] = []
+
+    class Watched(GradientAverager):
+        def schedule_step(self, *args: Any, **kwargs: Any) -> Any:
+            order.append("look for a group")
+            return super().schedule_step(*args, **kwargs)
+
+        def load_accumulators_into_averager_(self) -> None:
+            order.append("copy")
+            super().load_accumulators_into_averager_()
+
+    net = nn.Linear(2, 1)
+    averager = Watched(net.parameters(), dht=dht(Town()), prefix="g", start=True, min_matchmaking_time=FOREVER_S)
+    net(torch.ones(1, 2)).sum().backward()
+    averager.accumulate_grads_(batch_size=1)
+    averager.step(wait=False)
+    assert order == ["copy", "look for a group"]
+
+
+def test_an_offloaded_optimizer_leaves_out_what_a_batch_did_not_use() -> None:
+    used, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    parts = components.build(lambda p: torch.optim.SGD(p, lr=1.0), [used, other], None, None, True)
+    for batch in range(3):
+        used.grad, other.grad = torch.ones(1), torch.ones(1) if batch == 0 else None
+        parts.load_gradients()
+        parts.optimizer.step()
+        parts.apply()
+    assert (used.item(), other.item()) == (-3.0, -1.0)
 
 
 @pytest.mark.parametrize(("offload", "sync_epoch"), [(False, False), (True, False), (False, True), (True, True)])
@@ -653,6 +946,46 @@ def test_a_training_averager_averages_parameters_gradients_and_statistics(locked
         nets[1].weight.zero_()
     assert averagers[0].load_state_from_peers(timeout=WAIT_S) is not None
     assert bool((nets[0].weight == 0).all()) and averagers[0].local_step == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1),
+        partial(torch.optim.NAdam, lr=0.1),
+        partial(torch.optim.ASGD, lr=0.1),
+        partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.1),
+        partial(torch.optim.RMSprop, lr=0.1, momentum=0.9, weight_decay=0.1),
+    ],
+)
+def test_a_state_that_was_made_without_a_step_leaves_the_steps_to_come_as_they_were(make: Any) -> None:
+    nets = [model(), model()]
+    plain, made = (make(net.parameters()) for net in nets)
+    optimizer_state.initialize(made)
+    assert made.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    for seed in range(4):
+        for net, opt in zip(nets, (plain, made), strict=True):
+            opt.zero_grad()
+            backward(net, seed)
+            opt.step()
+        if seed == 1:
+            optimizer_state.initialize(made)  # there is one by now
+    assert torch.equal(weights(nets[1]), weights(nets[0]))
+
+
+@pytest.mark.parametrize("names", [(), ("momentum_buffer",)])
+def test_a_buffer_that_is_averaged_is_one_from_the_start_and_others_can_load_a_state_without(names: tuple[str]) -> None:
+    dampened, town = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), Town()
+    first, second = (
+        optimizer(town, model(), batch_size_per_step=TARGET, optimizer=dampened, average_opt_statistics=names)
+        for _ in range(2)
+    )
+    buffer = first.opt.state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(buffer, torch.zeros(1, 5)) if names else buffer is None
+    assert second.state_averager.load_state_from_peers(timeout=WAIT_S) is not None
 
 
 def test_the_state_of_an_optimizer_is_made_without_a_step_and_carried_over() -> None:

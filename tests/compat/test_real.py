@@ -211,3 +211,18 @@ def test_power_sgd_over_real_peers_gives_all_the_same_bits_of_a_mean_that_has_it
     torch.testing.assert_close(means[0][0], share * matrix, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(means[0][1], torch.full((5,), share))
     assert all(torch.equal(a, b) for mean in means for a, b in zip(mean, means[0], strict=True))
+
+
+def test_one_bad_number_makes_no_peer_bad_for_good() -> None:
+    """It is refused, and its peer has the mean of the others like all."""
+    with dhts(2) as made:
+        given = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([float("nan"), 5.0, 6.0])]
+        averagers = [
+            DecentralizedAverager([own], dht, start=True, prefix="mine", min_matchmaking_time=MATCHMAKING_S)
+            for own, dht in zip(given, made, strict=True)
+        ]
+        steps = [averager.step(wait=False) for averager in averagers]
+        for step in steps:
+            step.result(WAIT_S)
+        assert [own.tolist() for own in given] == [[1.0, 2.0, 3.0]] * 2
+        assert dict(averagers[0].last_outcome.missing).keys() == {made[1].peer_id}

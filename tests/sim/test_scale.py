@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlc.sim.scale import gossip, main, moshpit
+from dlc.sim.swim import membership
 
 
 def test_moshpit_is_exact_in_d_rounds_and_near_with_deaths() -> None:
@@ -20,6 +21,14 @@ def test_gossip_shrinks_the_distance_as_the_spectral_gap_says(graph: str) -> Non
     assert told.measured == pytest.approx(told.theory, rel=0.05)
 
 
+def test_membership_costs_no_more_in_a_large_swarm_and_all_learn_of_a_death() -> None:
+    """Above 64 peers each is pinged in its turn only."""
+    few, many = membership(24, seed=1), membership(96, seed=1)
+    assert 0 < many.sent_Bps < few.sent_Bps < 10e3
+    assert 0 < few.seconds < 30 and 0 < many.seconds < 30
+
+
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peers", "9"]) == 0
-    assert "3x3" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3x3" in told and "membership" in told

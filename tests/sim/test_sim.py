@@ -13,9 +13,11 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Promise
+from dlc.comm.view import View
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
+from dlc.sim.paths import Clocks
 from dlc.sim.run import Outcome, run
 from dlc.sim.schedule import FAULTS, FIRST_KINDS, TRAIN, Fault, Scenario, Start, scenario
 from dlc.sim.transcript import Transcript
@@ -204,6 +206,11 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a round was decided and nobody learned of it, one voter gone, one asleep; newcomers went on by force, one died
         # before it voted, and the sleeper, awake, decided with the rest what they had voted for: a check too strict
         (243895541, 2, 8, FAULTS),
+        # two decided by force, met the others by a newcomer's relay before they told each other, and in the next
+        # partition these, a quorum, decided another value, which all then took over: a check too strict
+        (8742, 2, 16, FAULTS),
+        # a partition of 37 s in which a newcomer had, for 0.4 s, a path to both sides: a check too strict
+        (7485, 2, 10, FAULTS),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
     ],
@@ -377,3 +384,27 @@ def test_mutation_without_freeze_detection_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dlc.comm.node.Node._become_stale", lambda self, now: setattr(self.ctx, "stale", False))
     with pytest.raises(Violation, match="S2"):
         frozen_majority_wakes()
+
+
+def test_mutation_a_forced_ballot_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = View.t_evict_s.fget
+    assert whole is not None
+    monkeypatch.setattr(View, "t_evict_s", property(lambda self: whole(self) / 4))
+    with pytest.raises(Violation, match="S2"):
+        halves_apart()
+
+
+# ------------------------------------------------------------------ what counts as apart
+
+
+@pytest.mark.parametrize(("path_s", "apart"), [(0.4, True), (3.0, False)])
+def test_a_path_too_short_to_be_heard_by_joins_nobody(path_s: float, apart: bool) -> None:
+    clocks, pair = Clocks(limit_s=10.0), ("a", "b")
+    clocks.part(pair, 0.0, heard_s=2.0)
+    clocks.run({pair}, 0.0, 6.0)
+    clocks.join(pair, 6.0)
+    clocks.run(set(), 6.0, 6.0 + path_s)
+    clocks.part(pair, 6.0 + path_s, heard_s=2.0)
+    clocks.run({pair}, 6.0 + path_s, 12.0 + path_s)
+    assert clocks.over(0.0, 20.0) == apart
+    assert not clocks.over(0.0, 10.0)

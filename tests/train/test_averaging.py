@@ -8,6 +8,7 @@ import signal
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm.graphs import pairs
+from dlc.comm.mesh import Mesh
 from dlc.errors import ConfigError, DlcError
 from dlc.handover import Handover, Standing
 from dlc.peer import Peer
@@ -26,6 +28,7 @@ from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, saver
+from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import noloco_step
 from dlc.train.trainer import Trainer
@@ -294,6 +297,8 @@ def test_a_model_stays_shown_while_it_is_fetched_and_none_is_fetched_from_nobody
         shows.stand(3, vectors[2])
         wait_until(lambda: takes.standings()[0].held == 3, DEADLINE_S)
         assert takes.fetch(out) == 3 and torch.equal(out, vectors[2])
+        assert takes.fetch(out, above=2) == 3
+        assert takes.fetch(out, above=3) is None, "who is no further has nothing to give"
         apart = takes.stand(3, vectors[1])
         exact = float((vectors[1] - vectors[2]).norm()) / 2
         assert apart == pytest.approx(exact, rel=0.3)
@@ -333,3 +338,30 @@ def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
         assert statistics.median(apart) < 2.0, "some 0.1 where they meet; a phase alone moves a model by up to 0.4"
     finally:
         host.close()
+
+
+def on_the_grid(mesh: Mesh, _: float) -> int:
+    return len(mesh.board.get(f"moshpit/{averaging.NAME}"))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+def test_steps_below_the_codecs_resolution_add_up(codec: str) -> None:
+    """Parameters near 1 that move by 1e-4 between two exchanges: bf16 has nothing between 1 and 1.0078."""
+    spec = RunSpec(strategy="moshpit", codec=codec, moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))
+    with swarm(2, log=False) as peers:
+        grids = [Grids(peer, spec) for peer in peers]
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+            wait_until(lambda p=peer: p.mesh.ask(on_the_grid) == 2, DEADLINE_S, "both are on the grid")
+        vectors = [torch.ones(1000), torch.full((1000,), 1.25)]
+        for t in range(1, 13):
+            for vector in vectors:
+                vector.add_(1e-4)
+            with ThreadPoolExecutor(2) as pool:
+                told = list(pool.map(lambda grid, vector, t=t: grid.step(t, vector), grids, vectors))
+            assert all(len(averaged.partners) == 1 for averaged in told)
+        mean = (vectors[0] + vectors[1]) / 2
+        torch.testing.assert_close(mean, torch.full((1000,), 1.125 + 12e-4), rtol=0, atol=2e-4)
+        torch.testing.assert_close(vectors[0], vectors[1], rtol=0, atol=2.0**-7)
+        for grid in grids:
+            grid.close()

@@ -198,6 +198,17 @@ def test_a_long_text_comes_in_pieces_cut_where_tokens_end(tmp_path: Path, monkey
     assert [piece.text for piece in Files(Place(str(file))).pieces()] == [b"a b c d e f g h", b" i j"]
 
 
+@pytest.mark.parametrize("sliver", ["", "ok"])
+def test_bytes_per_token_are_of_the_side_that_is_measured(tmp_path: Path, sliver: str) -> None:
+    """What is held out is too short for a block, so the last blocks of the other side are measured: not that sliver."""
+    held = next(n for n in range(1, 2000) if is_validation(f"a.jsonl/{n}"))
+    texts = ["x y z w " * 400] * (held - 1) + [sliver]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    source = BlockSource(tmp_path, 128)
+    assert source.n_validation_blocks > 10
+    assert source.bytes_per_token == pytest.approx(3200 / 3201)
+
+
 @pytest.mark.parametrize(
     ("line", "says"), [("{", "line 2"), ('{"body": "x"}', "line 2"), ('{"text": 3}', "int"), ("[1]", "line 2")]
 )

@@ -11,7 +11,7 @@ import dlc.train.outer_loop
 from dlc.errors import CheckpointError, DlcError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
-from dlc.train.diloco import DiLoCo
+from dlc.train.diloco import DiLoCo, NotFinite
 from tests.train.fake_peer import FakePeer
 
 
@@ -109,6 +109,83 @@ def test_a_round_that_passes_without_us_moves_the_base_and_keeps_our_progress() 
     assert opt.step() is not None and opt.t == 2
     torch.testing.assert_close(peer.vectors[0], progress, rtol=0, atol=1e-6)
     torch.testing.assert_close(params(model), start - update - progress)
+
+
+def test_after_one_bad_batch_a_peer_trains_on() -> None:
+    """AdamW's moments would be NaN for ever, and so each of its later steps."""
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=0.01), peer, sync_every=2, codec="fp32")
+    backward(model, 0)
+    next(model.parameters()).grad[0, 0] = float("nan")
+    opt.step()
+    backward(model, 1)
+    with pytest.raises(NotFinite):
+        opt.step()
+    assert torch.equal(params(model), peer.theta())
+    for step in range(2, 6):
+        opt.zero_grad()
+        backward(model, step)
+        opt.step()
+    assert opt.t == 2 and peer.weights == [2.0, 2.0] and bool(params(model).isfinite().all())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("misses", [[], ["late"]])
+def test_a_wait_that_was_interrupted_is_taken_up_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, misses: list[str], follows: bool
+) -> None:
+    """Ctrl-C in a notebook, and the cell is run again: nothing is lost, and no step is made in between."""
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2, outer=OuterSpec(lr=1.0, momentum=0.0), codec="fp32")
+    if follows:
+        opt.follow()
+    wait, interrupts = opt._outer.wait, [True]
+
+    def interrupted(timeout_s: float) -> bool:
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return wait(timeout_s)
+
+    monkeypatch.setattr(opt._outer, "wait", interrupted)
+    peer.misses = list(misses)
+    step = opt.inner.step if follows else opt.step
+    for n in range(5):
+        opt.zero_grad()
+        backward(model, n)
+        if n == 1:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        else:
+            step()
+    opt.finish()
+    assert sum(peer.weights[-len(peer.counted) :]) == 5.0, "each inner step is in one round"
+    assert torch.equal(params(model), peer.theta())
+
+
+def test_where_the_end_of_a_round_is_interrupted_the_next_round_is_as_any(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2, codec="fp32")
+    settle = opt._outer.settle
+
+    def interrupted(work: Any) -> Any:
+        monkeypatch.setattr(opt._outer, "settle", settle)
+        opt._outer._offer = None  # as the real one does first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opt._outer, "settle", interrupted)
+    for n in range(4):
+        opt.zero_grad()
+        backward(model, n)
+        if n == 1:
+            with pytest.raises(KeyboardInterrupt):
+                opt.step()
+            assert "interrupted" in caplog.text and torch.equal(params(model), peer.theta())
+        else:
+            opt.step()
+    assert opt.t == 2 and opt.flush() is None and torch.equal(params(model), peer.theta())
 
 
 def test_a_contribution_that_missed_its_round_is_offered_again_unchanged() -> None:

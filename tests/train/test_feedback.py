@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,24 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(tmp_path: Path, mon
     writer.finish()
     saved = saver.newest(tmp_path / "state", spec)
     assert saved is not None and saved.residual is not None and torch.equal(saved.residual, noise(0, 5))
+
+
+def test_what_somebody_keeps_beside_the_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    spec, state = spec_of(tmp_path, "int8"), tmp_path / "state"
+    writer, folder = saver.Saver(state, spec, {}, kept=1), saver.folder_of(state, spec)
+
+    def save(t: int) -> None:
+        writer.save(FakeCheckpoint(b"the log", t, 2.0, b"digest", memoryview(b"image")), saver.Local({}))
+
+    save(9)
+    kept = [folder / f"{name}.safetensors" for name in ("best", "t-00000009-good", "v1")]
+    for copy in kept:
+        shutil.copy(folder / saver.name_of(9), copy)
+    save(10)
+    save(7)  # of a history that has won
+    assert sorted(folder.iterdir()) == sorted([*kept, folder / saver.name_of(7)])
+    found = saver.newest(state, spec)
+    assert found is not None and found.t == 7
 
 
 def test_a_residual_of_another_model_is_refused_before_a_seat_is_taken(tmp_path: Path) -> None:

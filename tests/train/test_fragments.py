@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,38 @@ def test_a_foreseen_round_is_the_one_that_comes_and_changes_nothing() -> None:
         state.step(t, [(0, 30, mean)])
         state.read(after)
         assert torch.equal(fragments.take(after, fragments.of_round(t)), ahead)
+
+
+def test_who_foresees_a_round_lets_others_at_the_state_meanwhile() -> None:
+    """A donor's driver waited for the whole vector, and answered nobody."""
+    state = OuterState(torch.randn(60), OuterSpec(), slice_elements=7)
+    lock, held = state._lock, list[int]()
+
+    class Lock:
+        def __enter__(self) -> None:
+            lock.acquire()
+            held.append(0)
+
+        def __exit__(self, *exc: object) -> None:
+            lock.release()
+
+    rule = state._rule
+
+    def counted(*args: Any) -> None:
+        held[-1] += args[2].numel()
+        rule.apply(*args)
+
+    state._lock = Lock()  # type: ignore[assignment]
+    state._rule = SimpleNamespace(apply=counted)  # type: ignore[assignment]
+    assert state.foresee(1, torch.randn(60), torch.empty(60))
+    assert sum(held) == 60 and max(held) == 7
+
+    def overtaken(*args: Any) -> None:
+        rule.apply(*args)
+        state._t = 1
+
+    state._rule = SimpleNamespace(apply=overtaken)  # type: ignore[assignment]
+    assert not state.foresee(1, torch.randn(60), torch.empty(60)), "a round came in between"
 
 
 def test_an_image_of_other_fragments_is_refused() -> None:

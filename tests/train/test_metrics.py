@@ -64,3 +64,16 @@ def test_a_torn_line_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.Mon
     w.scalar(3, loss=3.0)
     w.close()
     assert [r["step"] for r in read_metrics(w.path)] == [1, 3]
+
+
+def test_a_line_torn_before_a_restart_spoils_no_later_one(tmp_path: Path) -> None:
+    w = writer(tmp_path)
+    w.scalar(1, loss=1.0)
+    w.close()
+    with w.path.open("ab") as file:
+        file.write(b'{"time_s": 1')
+    again = writer(tmp_path)
+    again.scalar(2, loss=2.0)
+    again.scalar(3, loss=3.0)
+    again.close()
+    assert [r["step"] for r in read_metrics(w.path)] == [1, 2, 3]

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import random
 from pathlib import Path
 
@@ -140,6 +141,28 @@ def test_a_trained_model_generates_as_it_was_trained(tmp_path: Path) -> None:
         assert made.config.eos_token_id == made.generation_config.eos_token_id == then
         assert made.config.bos_token_id == tokenizer.end, "50256 is none of its ids"
     assert (tmp_path / "hub" / "tokenizer.json").is_file()
+
+
+def test_a_model_whose_own_config_is_half_said_is_saved(tmp_path: Path) -> None:
+    """It names a temperature, not that it samples: `transformers` loads that, and refuses to write it once changed."""
+    from transformers import AutoModelForCausalLM
+
+    save_model_folder(build_model(LLAMA, 3), tmp_path / "given")
+    (tmp_path / "given" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}')
+    save_model(load_model(tmp_path / "given"), tmp_path / "m", ByteTokenizer())
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config
+    assert (made.temperature, made.top_p, made.do_sample, made.eos_token_id) == (0.9, 0.6, True, 0)
+
+
+def test_what_a_killed_process_left_of_an_exchange_stands_in_nobodys_way(tmp_path: Path) -> None:
+    """In a container each process has the number of the one before."""
+    save_model_folder(build_model(LLAMA, 3), tmp_path / "m")
+    left = tmp_path / f".m.old-{os.getpid()}"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"of a model before")
+    save_model_folder(build_model(LLAMA, 4), tmp_path / "m")
+    assert torch.equal(flat(build_model(tmp_path / "m", 0)), flat(build_model(LLAMA, 4)))
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,12 @@ JOIN_S, JOIN_S_PER_PROCESS = 60.0, 10.0
 """For the next peer to come: by default, and for each process of --local where that is more."""
 LOOK_EVERY_S = 0.1
 PROBE_ELEMS = 1 << 18
-"""What the loss of the codec is measured on."""
+"""What the loss of the codec is measured on: few numbers may by chance be among those that it does not change."""
 LOSSES = 6.0
 """A mean is off by at most this many times what the codec loses on one vector: the factors are between 1 and 2, and
 both the contributions and the mean are encoded."""
 ROUNDING = 1e-5
 """Of the greatest number: the sum in fp32."""
-CHILD_END_S = 10.0
 
 
 class WrongMean(DlcError):
@@ -150,10 +149,10 @@ def take_part(
     join_timeout_s: from one peer that comes to the next. look: called while waiting for them; what it raises ends that.
     """
     _wait_for_all(peer, work.n_peers, say, join_timeout_s, look)
-    pattern = torch.randn(work.numel, generator=torch.Generator().manual_seed(0))
+    pattern = _normal(work.numel)
     vector, gate = torch.empty_like(pattern), torch.zeros(1)
     _meet(peer, gate, work.n_peers, join_timeout_s, look)
-    tolerance = _tolerance(pattern[:PROBE_ELEMS] * _factor(peer.id), pattern, work.codec)
+    tolerance = _tolerance(pattern, _factor(peer.id), work.codec)
     seconds: list[float] = []
     reports: list[RoundReport] = []
     for number in range(-WARM_UP_ROUNDS, work.rounds):
@@ -206,13 +205,18 @@ def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float, look: Callab
         threading.Event().wait(LOOK_EVERY_S)
 
 
+def _normal(numel: int) -> Tensor:
+    """The same numbers on every peer."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0))
+
+
 def _factor(peer: str) -> float:
     """Between 1 and 2, exact in every codec."""
     return 1.0 + blake3(peer.encode()).digest(1)[0] / 256
 
 
-def _tolerance(probe: Tensor, pattern: Tensor, codec: str) -> float:
-    coder = get_codec(codec)
+def _tolerance(pattern: Tensor, factor: float, codec: str) -> float:
+    coder, probe = get_codec(codec), _normal(PROBE_ELEMS) * factor
     lost = (coder.decode(coder.encode(probe), probe.numel()) - probe).abs().max().item()
     return LOSSES * lost + ROUNDING * float(pattern.abs().max())
 
@@ -337,13 +341,8 @@ class Children:
 
     def close(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
+            process.kill()  # they keep nothing, and a signal that they may answer is told once more by each
         for process in self._processes:
-            try:
-                process.wait(CHILD_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
             if process.stdout is not None:
                 process.stdout.close()

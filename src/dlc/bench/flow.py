@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 MARKS_MAX = 4096
@@ -24,6 +24,7 @@ class Meter:
         self.times: list[float] = []
         self.totals: list[int] = []
         self._bunch_at = -BUNCH_S
+        self._stopped_at: float | None = None
 
     def add(self, at_s: float, total_bytes: int) -> None:
         """`total_bytes` had come through at `at_s`; neither ever goes back."""
@@ -36,8 +37,25 @@ class Meter:
         if len(self.times) > MARKS_MAX:
             self.times, self.totals = self.times[::2], self.totals[::2]
 
+    def stop(self, at_s: float) -> None:
+        """A rate counts until then, whether bytes came through until then or not; what comes later may be added."""
+        self._stopped_at = at_s
+
+    @property
+    def end(self) -> float:
+        """Until when a rate counts: the last mark, or the first one since `stop`, or that moment if there is none.
+
+        A mark, because marks come late, if anything: from a line to a line a rate could be more than the link carries.
+        """
+        if self._stopped_at is None:
+            return self.times[-1]
+        since = bisect_left(self.times, self._stopped_at)
+        return self.times[since] if since < len(self.times) else self._stopped_at
+
     def total_at(self, at_s: float) -> float:
-        """Bytes at a time within the marks."""
+        """Bytes at a time from the first mark on; after the last one nothing has come."""
+        if at_s >= self.times[-1]:
+            return self.totals[-1]
         right = min(max(bisect_right(self.times, at_s), 1), len(self.times) - 1)
         t0, t1 = self.times[right - 1], self.times[right]
         b0, b1 = self.totals[right - 1], self.totals[right]
@@ -51,7 +69,7 @@ def rate_mbps(meters: Sequence[Meter]) -> float | None:
     """
     if not meters or any(len(m.times) < 2 for m in meters):
         return None
-    begin, end = max(m.times[0] for m in meters), min(m.times[-1] for m in meters)
+    begin, end = max(m.times[0] for m in meters), min(m.end for m in meters)
     begin += SKIP_SHARE * (end - begin)
     if end <= begin:
         return None

@@ -94,21 +94,26 @@ class LinkReport:
         plain: dict[str, Any] = rounded(dataclasses.asdict(self))
         return plain
 
+    @property
+    def missing(self) -> int:
+        """How many rates of `streams` are None."""
+        return sum(rate is None for rates in self.streams for rate in (rates.up_mbps, rates.down_mbps))
+
     def advice(self) -> str:
-        """What the numbers of streams mean, in one sentence; empty where only one number was tried."""
-        base = self.streams[0]
-        if len(self.streams) < 2:
+        """What the numbers of streams mean, in one sentence; empty where no two of them can be compared."""
+        measured = sorted((rates for rates in self.streams if rates.up_mbps or rates.down_mbps), key=lambda r: r.n)
+        gains: list[tuple[float, int]] = []
+        for rates in measured:
+            for mine, ones in ((rates.up_mbps, measured[0].up_mbps), (rates.down_mbps, measured[0].down_mbps)):
+                if rates.n > measured[0].n and mine and ones:
+                    gains.append((mine / ones, rates.n))
+        if not gains:
             return ""
-        best, gain = base, 1.0
-        for rates in self.streams[1:]:
-            for mine, ones in ((rates.up_mbps, base.up_mbps), (rates.down_mbps, base.down_mbps)):
-                if mine and ones and mine / ones > gain:
-                    best, gain = rates, mine / ones
+        gain, best = max(gains, key=lambda found: found[0])
+        fewest = _connections(measured[0].n)
         if gain < HELPS:
-            return f"More connections carried no more than {_connections(base.n)}."
-        return (
-            f"{best.n} connections carried {gain:.1f} times what {_connections(base.n)} did: several help on this path."
-        )
+            return f"More connections carried no more than {fewest}."
+        return f"{best} connections carried {gain:.1f} times what {fewest} did: several help on this path."
 
 
 def measure(

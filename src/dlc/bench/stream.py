@@ -61,6 +61,8 @@ class Stream:
         self._me = Voter("", secrets.randbits(32))
         self._asked = False
         self._bulk = ""
+        self._connected = False  # the control link is up
+        self._carried = False  # something has come through to or from the bulk port
         self._counted = 0
         self._kept_alive_at = 0.0
 
@@ -74,20 +76,18 @@ class Stream:
         """Ask for a measurement; the site's bulk port. Raises UnreachableError, WrongKeyError, MeasureFailed."""
         begin = clock()
         asked_at, failures, last, busy = -1e9, 0, "", False
-        connected = False
         while True:
             now = clock()
             limit_s = BUSY_S if busy else OPEN_S
             if now >= begin + limit_s:
-                raise _no_answer(self._address, limit_s, busy, connected, last)
-            if now >= asked_at + ASK_AGAIN_S and (connected or asked_at < 0):
+                raise _no_answer(self._address, limit_s, busy, self._connected, last)
+            if now >= asked_at + ASK_AGAIN_S and (self._connected or asked_at < 0):
                 asked_at, self._asked = now, True
                 self._send(MeasureOpen(self._session, seconds, bytes_max))
             for event in self._poll(ASK_AGAIN_S):
                 if isinstance(event, LinkEvent):
-                    connected = event.kind == "connected"
                     failures += event.kind == "auth_failed"
-                    last = "" if connected else event.detail
+                    last = "" if event.kind == "connected" else event.detail
                     if failures >= AUTH_FAILURES:
                         raise WrongKeyError(wrong_key(self._address, self._has_key))
                 answer = self._message(event)
@@ -116,11 +116,11 @@ class Stream:
                 if message_in is not None:
                     pinger.receive(message_in, clock())
         if not pinger.rtts_s:
-            raise MeasureFailed(f"{self._address} stopped answering; is `dlc bench serve` still running there?")
+            raise MeasureFailed(self._silent())
         return pinger.rtts_s
 
     def transfer(self, up: bool, seconds: float, bytes_max: int, rtt_s: float) -> Transfer:
-        """Move payload in one direction for that time, or until so many bytes have moved."""
+        """Move payload in one direction for that time, or until so many bytes have moved. Raises MeasureFailed."""
         now = clock()
         transfer = Transfer(
             up,
@@ -134,7 +134,7 @@ class Stream:
         )
         while not transfer.done(now):
             if transfer.stalled(now):
-                raise MeasureFailed(self._stall(transfer))
+                raise MeasureFailed(self._stall())
             self._keep_alive(now)
             wait_s = min(transfer.next_deadline() - now, POLL_S_MAX)
             for event in self._poll(wait_s, [self._bulk] if transfer.wants_room else []):
@@ -145,9 +145,12 @@ class Stream:
                     self._counted = message.total_bytes
                 if message is not None:
                     transfer.receive(message, clock())
+            self._carried = self._carried or transfer.moved > 0
             now = clock()
             transfer.tick(now)
         if not transfer.drained():
+            if not self._connected:
+                raise MeasureFailed(self._silent())
             self._transport.forget(self._bulk)  # what is still on the way must not disturb what is measured next
             self._counted = 0
         return transfer
@@ -159,11 +162,16 @@ class Stream:
                 return
             transfer.sent(bulk)
 
-    def _stall(self, transfer: Transfer) -> str:
-        if transfer.moved or self._counted:
+    def _stall(self) -> str:
+        if not self._connected:
+            return self._silent()
+        if self._carried:
             return f"nothing came through to {self._address} for {STALL_S:g} s in the middle of a transfer"
         port = parse_address(self._bulk)[1]
         return f"{self._address} answers, but nothing passes on its bulk port: open TCP {port} in the firewall there"
+
+    def _silent(self) -> str:
+        return f"{self._address} stopped answering; is `dlc bench serve` still running there?"
 
     def _keep_alive(self, now: float) -> None:
         if now >= self._kept_alive_at + KEEP_ALIVE_S:
@@ -176,7 +184,11 @@ class Stream:
     def _poll(self, timeout_s: float, want_write: list[str] | None = None) -> list[Event]:
         if self._stop.is_set():
             raise Stopped("the measurement was stopped")
-        return self._transport.poll(min(max(timeout_s, 0.0), POLL_S_MAX), want_write or [])
+        events = self._transport.poll(min(max(timeout_s, 0.0), POLL_S_MAX), want_write or [])
+        for event in events:
+            if isinstance(event, LinkEvent):
+                self._connected = event.kind == "connected"
+        return events
 
     def _message(self, event: Event) -> Message | None:
         if not isinstance(event, Incoming):

@@ -5,12 +5,14 @@
                 down: MeasurePull while the window has room; MeasureData is counted here
 
 A transfer begins to count with the first sign of progress, so connecting is no part of it. It stops asking when its
-time is over or its bytes are used up, and is done when nothing is on the way any more (or not within DRAIN_S: then the
-connection must not be used again). Nothing moving for STALL_S is a failure.
+time is over or its bytes are used up, and is done when nothing is on the way any more (or not within DRAIN_S, though
+something came through until ALIVE_S before the end: then the connection must not be used again). Nothing moving for
+STALL_S is a failure, also at the end. Silence within the time counts: the rate's time ends with the asking.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from dlc.bench.flow import Meter
@@ -24,6 +26,8 @@ PINGS_MAX = 50
 STALL_S = 10.0
 """Longer than a connection attempt that lost two packets, and than a few of TCP's retransmissions."""
 DRAIN_S = 2.0
+ALIVE_S = 1.0
+"""A connection that carried something so shortly before its time was over is slow; one that did not may be dead."""
 
 
 class Pinger:
@@ -63,7 +67,7 @@ class Pinger:
 def percentile(values: list[float], share: float) -> float:
     """The smallest value that at least `share` of all do not exceed."""
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
 def median(values: list[float]) -> float:
@@ -96,7 +100,8 @@ class Transfer:
         self._asked = 0
         self._counted = counted
         self._moved_at = now
-        self._end: float | None = None
+        self._clocks_apart_s = math.inf  # ours minus the meter's, with the shortest way of a count to here
+        self._end = math.inf  # until something has come through
         self._time_over = False
 
     @property
@@ -130,29 +135,36 @@ class Transfer:
         if moved <= self.moved:
             return
         self.moved, self._moved_at = moved, now
-        if self._end is None:
+        if self._end == math.inf:
             self._end = now + self._seconds
-        if not self._time_over:
-            self.meter.add(at_s, moved)
+        self.meter.add(at_s, moved)
+        self._clocks_apart_s = min(self._clocks_apart_s, now - at_s)
         self._window.progress(now, moved)
 
     def tick(self, now: float) -> None:
         """Stop asking when the time is over."""
-        self._time_over = self._time_over or (self._end is not None and now >= self._end)
+        if self._time_over or now < self._end:
+            return
+        if not self.drained():
+            self.meter.stop(self._end - self._clocks_apart_s)
+        self._time_over = True
 
     def drained(self) -> bool:
         """Nothing is on the way."""
         return self._over and self._asked == self.moved
 
     def done(self, now: float) -> bool:
-        return self.drained() or (self._over and self._end is not None and now >= self._end + DRAIN_S)
+        return self.drained() or (self._alive_at_end and now >= self._end + DRAIN_S)
 
     def stalled(self, now: float) -> bool:
-        """Nothing has come through for STALL_S, though something was asked for."""
-        asking = not self._over or self._end is None
-        return asking and now >= self._moved_at + STALL_S
+        """Nothing has come through for STALL_S, though it is not `done`."""
+        return now >= self._moved_at + STALL_S
 
     def next_deadline(self) -> float:
-        if self._end is None:
-            return self._moved_at + STALL_S
-        return self._end + DRAIN_S if self._over else min(self._end, self._moved_at + STALL_S)
+        if self._alive_at_end:
+            return self._end + DRAIN_S
+        return min(self._moved_at + STALL_S, math.inf if self._time_over else self._end)
+
+    @property
+    def _alive_at_end(self) -> bool:
+        return self._time_over and self._moved_at >= self._end - ALIVE_S

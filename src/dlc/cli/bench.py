@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 OK, NOT_MEASURED, PARTLY = 0, 3, 4
 LOOPBACK = "127.0.0.1:0"
+THREADS_PER_CORE_MAX = 4
+"""More only wait for each other; with very many torch ends the process."""
 
 SERVE_EXAMPLE = """\
 example:
@@ -39,7 +41,8 @@ LINK_EXAMPLE = """\
 example:
   dlc bench link --to 192.0.2.7:4700 --key-file run.key       where `dlc bench serve` runs
 
-Exit codes: 0 measured; 2 usage; 3 not reached, or another key; 4 broken off; 130 interrupted.
+Exit codes: 0 measured; 2 usage; 3 not reached, another key, or no rate; 4 broken off, or some rates could not be told;
+130 interrupted.
 """
 MATRIX_EXAMPLE = """\
 examples:
@@ -257,18 +260,21 @@ def _link(args: argparse.Namespace) -> int:
     if len(to := addresses_of(args.to)) != 1:
         raise UsageError("--to wants one address; for several use `dlc bench matrix`")
     security, budget = _security(args), _budget(args, args.streams, down=True)
-    from rich.console import Console
-
     from dlc.bench import show
     from dlc.bench.link import measure
+    from dlc.cli.console import Stdout
 
     with _progress() as say, _interruptible() as stop:
         report = measure(to[0], security, budget, say=say, stop=stop)
     if args.json:
         _print_json(report.to_dict())
     else:
-        show.link(report, Console())
-    return OK
+        show.link(report, Stdout())
+    n_rates = 2 * len(report.streams)
+    if report.missing:
+        why = "too little came through; give it more --seconds, or more --max-mb"
+        print(f"dlc bench: {report.missing} of {n_rates} rates could not be told: {why}", file=sys.stderr)
+    return _status(report.missing, n_rates)
 
 
 def _matrix(args: argparse.Namespace) -> int:
@@ -278,10 +284,9 @@ def _matrix(args: argparse.Namespace) -> int:
     if args.listen:
         _check_place(args, security is not None)
     budget = _budget(args, "1", down=False)
-    from rich.console import Console
-
     from dlc.bench import heatmap, show
     from dlc.bench.matrix import measure_matrix
+    from dlc.cli.console import Stdout
 
     if args.png is not None:
         heatmap.check(args.png)
@@ -298,13 +303,17 @@ def _matrix(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(report.to_dict())
     else:
-        show.matrix(report, Console())
+        show.matrix(report, Stdout())
     if args.png is not None:
         heatmap.draw(report, args.png)
         log.info("drawn to %s", args.png)
     if report.failed:
         print(f"dlc bench: {report.failed} of {len(report.pairs)} directions were not measured", file=sys.stderr)
-    return OK if not report.failed else NOT_MEASURED if report.failed == len(report.pairs) else PARTLY
+    return _status(report.failed, len(report.pairs))
+
+
+def _status(missing: int, n: int) -> int:
+    return OK if not missing else NOT_MEASURED if missing == n else PARTLY
 
 
 @contextmanager
@@ -339,12 +348,14 @@ def _advertised(site: Site, given: str | None) -> str:
 def _allreduce(args: argparse.Namespace) -> int:
     if args.local is not None and (args.links or args.n_peers or args.advertise or args.listen != LOOPBACK):
         raise UsageError("--links, --n-peers, --listen and --advertise go with --peers, not with --local")
+    if args.threads > (most := THREADS_PER_CORE_MAX * (os.cpu_count() or 1)):
+        raise UsageError(f"--threads is {args.threads}; on this host choose up to {most}")
     peers, key = addresses_of(args.peers or ()), run_key(args.key_file)
     _check_place(args, key is not None)
     import torch  # takes seconds, so only now that the options are known to be right
-    from rich.console import Console
 
     from dlc.bench import allreduce, show
+    from dlc.cli.console import Stdout
     from dlc.peer import Peer
 
     n_peers = args.local if args.local is not None else args.n_peers or len(peers)
@@ -377,7 +388,7 @@ def _allreduce(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(report.to_dict())
     else:
-        show.allreduce(report, Console())
+        show.allreduce(report, Stdout())
     return OK
 
 
@@ -390,9 +401,8 @@ def _child_options(args: argparse.Namespace, address: str, n_peers: int) -> dict
 
 
 def _codec(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dlc.bench import codec, show
+    from dlc.cli.console import Stdout
 
     on, note = codec.devices(args.device)
     with _progress() as say:
@@ -400,5 +410,5 @@ def _codec(args: argparse.Namespace) -> int:
     if args.json:
         _print_json({"mb": args.mb, "note": note, "codecs": [report.to_dict() for report in reports]})
     else:
-        show.codecs(reports, note, Console())
+        show.codecs(reports, note, Stdout())
     return OK

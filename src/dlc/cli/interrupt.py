@@ -6,6 +6,7 @@ before there is anything to let go, it ends the process, since an import may tak
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,13 +43,20 @@ class Interrupts:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.stop.is_set():
             if sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), SHOW_CURSOR)  # the live table hides it
+                _say(SHOW_CURSOR)  # the live table hides it
             os._exit(130)
         self.stop.set()
         if not (self.holds or self.can_save):
             end = SHOW_CURSOR if sys.stderr.isatty() else b""
-            os.write(sys.stderr.fileno(), end + b"dlc: interrupted\n")
+            _say(end + b"dlc: interrupted\n")
             os._exit(130)
         if not self.can_save:
             raise KeyboardInterrupt
-        os.write(sys.stderr.fileno(), b"\nleaving the run; once more to stop at once\n")
+        _say(b"\nleaving the run; once more to stop at once\n")
+
+
+def _say(text: bytes) -> None:
+    """On stderr, if it can be said: Ctrl-C also ends the `tee` that a log is piped to, and a disk may be full. Raised
+    here, that would come up anywhere in the training, which then would not end by a checkpoint."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), text)

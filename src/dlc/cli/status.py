@@ -7,10 +7,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from dlc.addresses import addresses_of
+from dlc.cli.console import Stdout
 from dlc.cli.places import run_key
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def show_status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(member) for member in members]), flush=True)
     else:
-        console = Console()
+        console = Stdout()
         console.print(member_table(members, console.width))
     return 0
 

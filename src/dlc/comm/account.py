@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dlc.comm.entries import Entry, Part
-from dlc.comm.exchange import Offered
+from dlc.comm.exchange import Offered, Traffic
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import grid_of
 from dlc.comm.messages import Result
@@ -17,7 +17,7 @@ def account(
     results: Sequence[Result],
     absent: Mapping[Voter, Reason],
     mine: Offered | None,
-    ballots: int,
+    traffic: Traffic,
     reduce_s: float,
     now: float,
     paths: Mapping[PeerId, str],
@@ -50,12 +50,12 @@ def account(
         contributors=tuple(shares),
         missing=tuple(missing),
         weight=sum(share.weight for share in shares),
-        bytes_sent=mine.bytes_sent if mine else 0,
-        bytes_received=mine.bytes_received if mine else 0,
+        bytes_sent=traffic.bytes_sent,
+        bytes_received=traffic.bytes_received,
         seconds=seconds,
         waiting_s=min(seconds, max(0.0, mine.started - mine.since)) if mine and mine.started is not None else seconds,
         reduce_s=reduce_s,
-        ballots=max(1, ballots),
+        ballots=max(1, traffic.ballots),
         paths=dict(paths),
         owned={peer: elems / grid.numel for peer, elems in sorted(owned.items())},
     )

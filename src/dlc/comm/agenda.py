@@ -126,8 +126,8 @@ class Agenda:
         if m.head != self.log.head or voter not in self.log.state.electorate or not _sound(m):
             return
         known = self._ready.setdefault(m.channel, {})
-        since = known[voter][1] if voter in known else self.ctx.now
-        known[voter] = (m, since)
+        since = self.ctx.now - m.offered_s
+        known[voter] = (m, min(since, known[voter][1]) if voter in known else since)
 
     def waiting_for(self) -> tuple[Voter, ...]:
         """Alive voters that hold up an opening; where none is wished, those that are ready for nothing yet."""
@@ -268,15 +268,16 @@ class Agenda:
         awaited = [Late(self._eta_s(v, worked_s[v]), worked_s[v], pace[v]) for v in late]
         usual_s = self._phase_of(channel, offers)
         # Where all offer before their work is done, who offers late is late by so much more when it is.
-        work_s = usual_s + max(m.fill_s for m, _ in offers.values())
+        fill_s = max(m.fill_s for m, _ in offers.values())
+        work_s = usual_s + fill_s
         floor_s = max(timeouts.straggler_floor_s * (usual_s / work_s if work_s > 0 else 1.0), 4 * members.rtt_max_s)
-        return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s)
+        return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s, fill_s)
 
     def _phase_of(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> float:
         """Length of an inner phase, by those who began it with the last round: others are ready too soon."""
         last = max((at for (c, _), at in self._counted_at.items() if c == channel), default=None)
         fresh = [
-            at - self._works_since(channel, v)
+            max(0.0, at - self._works_since(channel, v))  # it may have applied that round, and offered, before I did
             for v, (_, at) in offers.items()
             if last is None or self._counted_at.get((channel, v)) == last
         ]
@@ -343,13 +344,20 @@ class Agenda:
 
 
 def _sound(m: Ready) -> bool:
-    """A contribution that no correct peer offers is not planned for."""
+    """A contribution, or wish, that no correct peer offers is not planned for."""
     try:
         Grid(m.grid.numel, m.grid.chunk_elems, m.grid.codec)
     except ConfigError:
         return False
     named = 1 <= len(m.channel.encode()) <= CHANNEL_BYTES_MAX
-    return named and 0 <= m.weight <= WEIGHT_MAX and 0 <= m.norm < math.inf and 0 <= m.fill_s <= FILL_S_MAX
+    return (
+        named
+        and m.lease_len >= 0
+        and 0 <= m.weight <= WEIGHT_MAX
+        and 0 <= m.norm < math.inf
+        and 0 <= m.fill_s <= FILL_S_MAX
+        and 0 <= m.offered_s < math.inf
+    )
 
 
 def _most_common(values: list[T]) -> T:

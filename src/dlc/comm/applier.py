@@ -21,7 +21,7 @@ from dlc.comm.events import (
     ElectorateChanged,
     RoundDone,
 )
-from dlc.comm.exchange import Exchange
+from dlc.comm.exchange import Exchange, Traffic
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, counted_of, grid_of
 from dlc.comm.permit import alive_records
@@ -83,7 +83,6 @@ class Applier:
         before = self.log.state
         mine = self.exchange.offered.get(entry.channel) if entry.kind == ROUND else None
         reduce_s = max(0.0, self.exchange.last_gain - self.exchange.reduce_since) if self.exchange.plan else 0.0
-        ballots = mine.ballots if mine else 1
         if self.sync.donor is not None:
             donor = self.ctx.members.record(self.sync.donor.peer)
             self.log.active = self.log.active or (donor is not None and donor.active)
@@ -97,10 +96,13 @@ class Applier:
             counted = own in counted_of(entry, results)
             absent = self._absent(entry, before)
             paths = {v.peer: self._path(v.peer) for v in before.electorate if v != self.ctx.me}
-            report = account(entry, results, absent, mine, ballots, reduce_s, self.ctx.now, paths)
+            traffic = self.exchange.traffic.pop(entry.channel, None) or Traffic()
+            report = account(entry, results, absent, mine, traffic, reduce_s, self.ctx.now, paths)
             self.exchange.offered.pop(entry.channel, None)
             self.coordinator.agenda.applied(entry.channel)
-            self.coordinator.agenda.silent(deaf_owners(entry, results))
+            plan = self.exchange.plan
+            if plan is not None and not plan.fill_s:  # of one that became final on the way, a part may be all there is
+                self.coordinator.agenda.silent(deaf_owners(entry, results))
             included = chunks_with(own, results) if own and fits else ()
             grid = f"{entry.numel} elements in {entry.codec}"
             self.ctx.notify(RoundDone(report, counted, grid, fits, included, older))
@@ -119,7 +121,8 @@ class Applier:
         for voter in before.trainers:
             if voter not in roster:
                 gone, alive = self.ctx.members.gone(voter), self.ctx.members.alive(voter)
-                absent[voter] = "left" if gone else here if alive else "dead"
+                left = gone and self.ctx.members.record(voter.peer) is None
+                absent[voter] = "left" if left else here if alive else "dead"
         return absent
 
     def _path(self, peer: PeerId) -> str:

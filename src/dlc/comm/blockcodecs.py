@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.codecbase import Codec, Payload, check_numel, check_vector, sealed
 
 BLOCK = 256
@@ -77,7 +78,7 @@ class BlockCodec(Codec):
     def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
         x, numel = x.detach(), x.numel()
-        payload = torch.empty(self.wire_bytes(numel), dtype=torch.uint8)
+        payload = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device="cpu")
         scales, packed = _parts(payload, numel)
         q = torch.empty_like(x) if scratch is None else scratch[:numel]
         torch.div(_peaks(x, q), self.limit, out=scales)
@@ -99,7 +100,7 @@ class BlockCodec(Codec):
 
     def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
         scales, packed = self._views(payload, numel)
-        out = torch.empty(numel) if out is None else out
+        out = vectors.empty(numel) if out is None else out
         self._unpack(packed, out)
         _each_block(torch.mul, out, scales, out)
         return out
@@ -184,7 +185,7 @@ def _peaks(x: Tensor, scratch: Tensor) -> Tensor:
     """The greatest size of an element, for each block; NaN where one is NaN. `scratch` is overwritten."""
     whole = x.numel() // BLOCK * BLOCK
     sizes = torch.abs(x, out=scratch)
-    peaks = torch.empty(_blocks(x.numel()))
+    peaks = vectors.empty(_blocks(x.numel()))
     if whole:
         torch.amax(sizes[:whole].view(-1, BLOCK), 1, out=peaks[: whole // BLOCK])
     if whole < x.numel():

@@ -92,10 +92,7 @@ class Board:
                 f"a notice has up to {VALUE_BYTES_MAX} bytes, its key is a string of 1 to {KEY_CHARS_MAX} characters, "
                 f"not {key!r:.60}"
             )
-        mine, before = self.ground.me, self._by_key.get(key, {}).get(self.ground.me.peer)
-        number, size = self._sizes.get(mine.peer, (0, 0))
-        number, size = number + (before is None), size + len(value) - (len(before.value) if before else 0)
-        if number > NOTICES_MAX or size > AUTHOR_BYTES_MAX:
+        if not self._has_room(key, self.ground.me.peer, value):
             raise UsageError(f"one peer may have {NOTICES_MAX} notices of {AUTHOR_BYTES_MAX} bytes together")
         self._say(key, value, False, self.ground.now + ttl_s, None if to is None else set(to))
 
@@ -171,20 +168,26 @@ class Board:
         posted = Posted(author, item.seq, self.ground.now + item.left_s, item.gone, item.value, item.near)
         if before is not None and before.version >= posted.version:
             return False
-        number, size = self._sizes.get(author.peer, (0, 0))
-        if before is None and number >= NOTICES_MAX or size + len(item.value) > AUTHOR_BYTES_MAX:
+        if not self._has_room(item.key, author.peer, item.value):
             self.ground.dropped[author.peer, "too many notices"] += 1
             return False
         self._keep(item.key, posted)
         return True
 
-    def _keep(self, key: str, posted: Posted) -> None:
-        peer, by_author = posted.author.peer, self._by_key.setdefault(key, {})
-        before = by_author.get(peer)
+    def _has_room(self, key: str, peer: PeerId, value: bytes) -> bool:
+        number, size = self._sizes_with(key, peer, value)
+        return number <= NOTICES_MAX and size <= AUTHOR_BYTES_MAX
+
+    def _sizes_with(self, key: str, peer: PeerId, value: bytes) -> tuple[int, int]:
+        """An author's notices and bytes, with this value in the place of what it shows under the key."""
+        before = self._by_key.get(key, {}).get(peer)
         number, size = self._sizes.get(peer, (0, 0))
-        by_author[peer] = posted
-        size += len(posted.value) - (len(before.value) if before else 0)
-        self._sizes[peer] = (number + (before is None), size)
+        return number + (before is None), size + len(value) - (len(before.value) if before else 0)
+
+    def _keep(self, key: str, posted: Posted) -> None:
+        peer = posted.author.peer
+        self._sizes[peer] = self._sizes_with(key, peer, posted.value)
+        self._by_key.setdefault(key, {})[peer] = posted
         self._expire_at = min(self._expire_at, posted.until)
 
     def _expire(self) -> None:

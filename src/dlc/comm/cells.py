@@ -16,6 +16,7 @@ In the first round the peers of one cell hold different vectors, and each counts
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from dlc.errors import UsageError
@@ -58,6 +59,15 @@ class Cells:
         """The peers of its group along this axis, itself among them, ascending."""
         line = self.line(peer, axis)
         return tuple(other for other in range(self.n) if self.line(other, axis) == line)
+
+    @property
+    def group_max(self) -> int:
+        """Peers of its largest group."""
+        peers = Counter[tuple[int, tuple[int, ...]]]()
+        for cell, n_peers in Counter(self.cell(peer) for peer in range(self.n)).items():
+            for axis in range(self.dims):
+                peers[axis, cell[:axis] + cell[axis + 1 :]] += n_peers
+        return max(peers.values(), default=1)
 
 
 def grid_of(n: int, group_size: int | None = None, dims: int | None = None) -> Cells:

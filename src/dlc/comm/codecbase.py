@@ -153,7 +153,7 @@ def _halves_finite(bits: Tensor, infinity: int) -> bool:
     numbers of all, and -2^15 + 2^16 - 2 * infinity is the least that a finite one becomes.
     """
     least = (1 << 15) - 2 * infinity
-    return int(torch.add(torch.tensor(least, dtype=torch.int16), bits, alpha=2).min()) >= least
+    return int(torch.add(torch.tensor(least, dtype=torch.int16, device="cpu"), bits, alpha=2).min()) >= least
 
 
 def _writable(payload: Payload) -> Payload | ctypes.Array[ctypes.c_char]:

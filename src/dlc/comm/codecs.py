@@ -44,7 +44,7 @@ class CastCodec(Codec):
     def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
         x = x.detach()
-        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8)
+        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device="cpu")
         wire = payload.view(self.dtype)
         wire.copy_(x)
         if self.dtype is not torch.float32 and not all_finite(wire):

@@ -47,9 +47,11 @@ class Staged:
 
     def take(self, index: int, payload: bytes | memoryview) -> bool:
         """Store one piece; False if it is not what was offered."""
+        start = index * self.image.piece_bytes
+        if len(payload) != min(self.image.piece_bytes, self.image.image_bytes - start):
+            return False
         if blake3(payload).digest() != self.image.piece_hashes[index]:
             return False
-        start = index * self.image.piece_bytes
         self.memory[start : start + len(payload)] = payload
         self.missing.discard(index)
         return True

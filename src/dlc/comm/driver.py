@@ -83,6 +83,10 @@ class BulkSource(Protocol):
     def work_aside(self, aside: Callable[[Callable[[], None], list[Effect]], None]) -> None: ...
     def breathe(self, now: float, sender: Voter | None = None, message: Message | None = None) -> list[Effect]: ...
 
+    @property
+    def torn(self) -> bool:
+        """An event ended in an error halfway: nothing may be built on what is here now."""
+
 
 class Driver:
     def __init__(self, transport: Transport, me: Voter, on_event: Callable[[object], None]) -> None:
@@ -135,10 +139,16 @@ class Driver:
         return future
 
     def ask(self, fn: Callable[[float], T], look: bool = False) -> T:
-        """`call` and wait for the result."""
+        """`call` and wait for the result. If the wait is interrupted, `fn` is not called any more, unless it has been
+        already."""
         if threading.current_thread() is self._thread:
             return fn(clock())
-        return self.call(fn, look).result()
+        future = self.call(fn, look)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def stop(self, timeout_s: float, reason: BaseException | None = None) -> None:
         """End the thread after what was called before; later calls raise `reason`. Idempotent."""
@@ -422,6 +432,8 @@ class Driver:
                 future.set_result(fn(clock()))
             except Exception as error:  # the caller is told: its future raises this
                 future.set_exception(error)
+                if self._bulk is not None and self._bulk.torn:
+                    raise
 
     def _fail_calls(self) -> None:
         while True:

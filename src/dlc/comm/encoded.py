@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.grid import Grid
 
 
@@ -37,7 +37,7 @@ class Encoded:
         if end != grid.numel:
             raise ValueError(f"the parts have {end} elements or more, not {grid.numel}")
         self._payloads.flags.writeable = False
-        self._decoded = torch.empty(min(grid.chunk_elems, grid.numel))
+        self._decoded = vectors.empty(min(grid.chunk_elems, grid.numel))
         """Kept: memory that came and went with each chunk would leave holes between what lasts."""
 
     def _place(self, start: int, stop: int) -> slice:

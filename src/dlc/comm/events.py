@@ -103,6 +103,14 @@ class BadImage:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMisfit:
+    """The run's state of a channel is of another kind than the one attached here: it is fetched no more."""
+
+    channel: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """No progress is possible now; whom we wait for (nobody in particular: empty), and why."""
 

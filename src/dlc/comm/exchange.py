@@ -55,11 +55,10 @@ class Offered:
     vector: Tensor
     sink: Sink | None
     since: float
+    since_run: float = 0.0
+    """The same in running time."""
     started: float | None = None
     """When its first plan was seen."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    ballots: int = 0
     filling: Filling | None = None
     """None: all of it is final."""
 
@@ -73,10 +72,21 @@ class Offered:
         return self.filling is None or self.filling.covers(start)
 
 
+@dataclass
+class Traffic:
+    """What this peer did for a channel since its last round, with a contribution of its own or without."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    ballots: int = 0
+
+
 class Exchange:
     def __init__(self, ctx: Context, log: Log) -> None:
         self.ctx, self.log = ctx, log
         self.offered: dict[str, Offered] = {}
+        self.traffic: dict[str, Traffic] = {}
+        """By channel; whoever applies its round takes it out."""
         self.held: dict[int, Result] = {}
         """Candidate results of the current plan, by chunk."""
         self.hashes: dict[int, bytes] = {}
@@ -128,8 +138,9 @@ class Exchange:
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self._results = {peer: queue for peer, queue in self._results.items() if self._still_wanted(queue)}
         self._served = {peer: queue for peer, queue in self._served.items() if queue and self._reachable(peer)}
-        self._owned = {}
+        self._owned, self._to_send, self._in_flight = {}, {}, {}
         if self.grid is not None:
+            self._traffic(plan.entry.channel).ballots += 1
             shape = shape_of(self.ctx, plan, (*self._recipients, self.ctx.me))
             if shape is not None:
                 self.rates.begin(now, asked_Bps(shape, self.ctx.me))
@@ -179,7 +190,6 @@ class Exchange:
             self._tell_absent(plan, part)
             return
         mine.started = self.ctx.now if mine.started is None else mine.started
-        mine.ballots += 1
         for chunk, owner in _in_order(plan):
             if owner >= 0 and plan.owners[owner] != me:
                 self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
@@ -370,7 +380,7 @@ class Exchange:
         if voter == self.ctx.me or self._absent.get(voter) == (plan.entry.channel, self._plan_base, part):
             return "late"
         if members.gone(voter):
-            return "left"
+            return "left" if members.record(voter.peer) is None else "dead"  # or it is back as another process
         # The coordinator left it out as an owner, and I find it silent myself: no need to wait for my own verdict.
         if not members.alive(voter) or (voter not in plan.owners and members.suspect(voter)):
             return "dead"
@@ -477,6 +487,8 @@ class Exchange:
             wanted = served.pop(next(iter(served)))
             if not served:
                 del self._served[peer]
+            if self.plan is not None and isinstance(wanted, Contrib | Result):
+                self._count_sent(self.plan.entry.channel, len(wanted.payload))
             return wanted
         if self.grid is None or self.plan is None:
             return None
@@ -509,13 +521,14 @@ class Exchange:
         owners = self._owners_with_room()
         more = any(self._results.values()) or any(self._served.values()) or next(owners, None) is not None
         self.rates.sent(self.ctx.now, size, more)
-        if channel in self.offered:
-            self.offered[channel].bytes_sent += size
+        self._traffic(channel).bytes_sent += size
 
     def _count_received(self, channel: str, size: int) -> None:
         self.rates.received(self.ctx.now, size)
-        if channel in self.offered:
-            self.offered[channel].bytes_received += size
+        self._traffic(channel).bytes_received += size
+
+    def _traffic(self, channel: str) -> Traffic:
+        return self.traffic.setdefault(channel, Traffic())
 
     # ---------------------------------------------------------------- views
 

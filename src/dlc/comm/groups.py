@@ -4,7 +4,10 @@
     owner of a chunk    pulls it from every contributor; sums in the order of the seats, in fp32; encodes the mean once;
                         holds it                                  (part RESULT)
     every receiver      pulls each chunk's result from its owner
-    who has it all      says Done; who has heard it of all others that live gives the memory back
+    who has it all      says Done, again now and then to whom it has not heard it of; who has heard it of all others
+                        that live gives the memory back
+    who receives none   is there for those who do until all that live have said so, or until the group's time is over:
+                        either is its end
 
 What fails, and what is done:
 
@@ -44,11 +47,14 @@ from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace, decode_mean
 from dlc.comm.service import ServiceNews
 
 CONTRIBUTION, RESULT = 0, 1
+NOBODY = "no contribution to the mean could be had"
 CONTRIBUTION_SHARE = 0.5
 """Of the group's time, or of what is left of it where an owner is lost, that contributors have; the rest is for the
 results."""
 OPEN_BYTES, OPEN_CHUNKS_MIN = 4 << 20, 8
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
+DONE_AGAIN_S = 1.0
+"""Running time after which Done is said again."""
 WEIGHT_SLACK = 1e-6
 """Relative: a result's weight is the sum of those it names but for rounding."""
 
@@ -61,8 +67,10 @@ class Outcome:
     nonce: int
     leader: PeerId
     seats: tuple[Seat, ...]
+    known: int = 0
+    """Elements of the result that are known here: all, or what I reduced where I receive none."""
     included: dict[PeerId, int] = field(default_factory=dict)
-    """Elements of the result that include each contributor."""
+    """How many of them include each contributor."""
     missing: dict[PeerId, str] = field(default_factory=dict)
     """Why elements lack a contributor, as far as it was seen here."""
     lost: dict[PeerId, str] = field(default_factory=dict)
@@ -126,9 +134,11 @@ class Reduction:
         self._reducers: dict[int, ChunkReducer] = {}
         self._ever: set[int] = set()
         """Chunks that I have begun to reduce."""
+        self._empty: set[int] = set()
+        """Those of them to which nobody could contribute any more."""
         self._reduces_for: set[int] = set()
         """Owners whose chunks I have begun to reduce: I, and those that I stand in for."""
-        self._contribute_until_run = -math.inf
+        self._contribute_until_run = self._done_again_run = -math.inf
         self._contributions: dict[int, Intake] = {}
         self._results: dict[int, Intake] = {}
         self._workspace = Workspace(grid)
@@ -162,7 +172,9 @@ class Reduction:
 
     def _wanted(self, chunk: int) -> None:
         """Somebody asks me for a result that is not here: mine on its way, or that of an owner it has lost."""
-        if chunk not in self._ever:
+        if chunk in self._empty:
+            self.parcels.holdings.refuse(self._key(RESULT), chunk, NOBODY)
+        elif chunk not in self._ever:
             self._reduce([chunk])
 
     def _reduce(self, chunks: list[int]) -> None:
@@ -257,7 +269,9 @@ class Reduction:
         for i in reducer.refused:
             self._absent.setdefault(i, reducer.refused[i])
         if not included:
-            self._fail("no contribution to the mean could be had")
+            self._empty.add(chunk)
+            self.parcels.holdings.refuse(self._key(RESULT), chunk, NOBODY)
+            self._fail(NOBODY)
             return
         weight = math.fsum(self.seats[i].weight for i in included)
         parcel = Parcel(self._key(RESULT), chunk, weight, included, payload)
@@ -302,7 +316,10 @@ class Reduction:
         chunk = parcel.chunk
         if giver is not None:
             self.outcome.bytes_received += len(parcel.payload)
-        if chunk not in self._results_left or self.out is None:
+        if self.out is None:
+            self._count(parcel)
+            return
+        if chunk not in self._results_left:
             return
         mean = self._checked(parcel, giver)
         if mean is None:
@@ -310,10 +327,16 @@ class Reduction:
         start, stop = self.grid.span(chunk)
         self.out[start:stop].copy_(mean)
         self._results_left.discard(chunk)
+        self._count(parcel)
+        self._look()
+
+    def _count(self, parcel: Parcel) -> None:
+        """Who is in this chunk of the result."""
+        elems = self.grid.elems(parcel.chunk)
+        self.outcome.known += elems
         for i in parcel.included:
             peer = self.seats[i].voter.peer
-            self.outcome.included[peer] = self.outcome.included.get(peer, 0) + stop - start
-        self._look()
+            self.outcome.included[peer] = self.outcome.included.get(peer, 0) + elems
 
     def _checked(self, parcel: Parcel, giver: int | None) -> Tensor | None:
         """The mean, if this result can be one of this group."""
@@ -356,16 +379,15 @@ class Reduction:
         """Is it all here?"""
         if self.done or self.failed or self._results_left:
             return
-        if self.out is None and not self.over:
-            return  # who receives nothing is there for the others, until they need nothing more
+        if self.out is None and not self._served:
+            return
         self.done = True
         outcome = self.outcome
         outcome.seconds = self.ground.now - self._since
         outcome.bytes_sent = self._sent_bytes()
-        whole = self.grid.numel
         for i in self._contributors:
             peer = self.seats[i].voter.peer
-            if outcome.included.get(peer, 0) < whole:
+            if outcome.included.get(peer, 0) < outcome.known:
                 outcome.missing[peer] = self._absent.get(i) or self._lost.get(i) or LATE
         self.ground.notify(GroupDone(outcome))
         self._tell_done()
@@ -383,9 +405,19 @@ class Reduction:
 
     def _tell_done(self) -> None:
         self._pace(begin=False)
-        for seat in self.seats:
-            if seat.voter != self.ground.me and not self.ground.members.gone(seat.voter):
-                self.ground.send(seat.voter, Done(self.begin.key, self.begin.nonce))
+        self._say_done(set(range(len(self.seats))))
+
+    def _say_done(self, seats: set[int]) -> None:
+        self._done_again_run = self.ground.running_s + DONE_AGAIN_S
+        for i in sorted(seats - {self.me}):
+            if not self.ground.members.gone(self.seats[i].voter):
+                self.ground.send(self.seats[i].voter, Done(self.begin.key, self.begin.nonce))
+
+    @property
+    def _served(self) -> bool:
+        """Nobody who receives the mean needs anything more. Others who receive none say so only when it is true of
+        them: who waited for them would wait for who waits for it."""
+        return all(i in self._finished for i, seat in enumerate(self.seats) if seat.receives)
 
     @property
     def over(self) -> bool:
@@ -426,12 +458,17 @@ class Reduction:
 
     def tick(self) -> None:
         if self.ground.running_s >= self._until_run:
-            self._fail("the time for the exchange is over")
             self._finished.update(range(len(self.seats)))
+            self._look()
+            self._fail("the time for the exchange is over")
+        elif self.done and self.ground.running_s >= self._done_again_run:
+            self._say_done(set(range(len(self.seats))) - self._finished)
         self._open()
 
     def next_deadline(self) -> float:
-        return self.ground.now if self._may_open else self.ground.at(self._until_run)
+        if self._may_open:
+            return self.ground.now
+        return self.ground.at(min(self._until_run, self._done_again_run) if self.done else self._until_run)
 
     # ---------------------------------------------------------------- how fast
 

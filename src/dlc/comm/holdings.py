@@ -96,6 +96,11 @@ class Holdings:
         for voter in sorted(self._waiting[key].pop(parcel.chunk, ())):
             self._ready.setdefault(voter.peer, {})[key, parcel.chunk] = None
 
+    def refuse(self, key: Key, chunk: int, why: str) -> None:
+        """A chunk of a holding will not come to be: whoever waits for it is told."""
+        for voter in sorted(self._waiting.get(key, {}).pop(chunk, ())):
+            self.ground.send(voter, NoParcel(key, why))
+
     def release(self, key: Key, why: str = "it is no longer held") -> None:
         """Give its memory back; those who still wait are told. Nothing happens where the key is not held."""
         if self._held.pop(key, None) is None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from dlc.comm.effects import Answer, Dial, Effect
 from dlc.comm.ids import Voter
 from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message, Record, Welcome
+from dlc.comm.records import well_formed
 from dlc.comm.roles import OBSERVER
 
 BACK_OFF_FIRST_S = 0.25
@@ -31,6 +32,8 @@ RECALL_S = 15.0
 may begin."""
 FORGET_S = 60.0
 """Who was told to begin, and is silent for so long without having begun, is no longer waited for."""
+ASKED_MAX = 256
+"""Addresses that a desk asks in turn: more than come to one desk before the first of them has begun."""
 
 
 @dataclass
@@ -137,13 +140,22 @@ class Desk(Lobby):
 
     def _hello(self, m: Hello, now: float) -> list[Effect]:
         asker = m.record
+        if asker is not None and not (asker.control and well_formed(asker)):
+            return []
         if asker is not None and asker.role != OBSERVER:
             if not asker.active and not self._begins(asker, now):
                 return []  # it asks again
-            self.known.setdefault(asker.control[0], Try(now))
+            self._ask(asker.control[0], now)
         told = self.first or self.record
         waiting = not self._spec and (asker is None or told.voter != asker.voter)
         return [Answer(Welcome(PROTOCOL_VERSION, self.run, self._spec, told, (), m.address, "", waiting))]
+
+    def _ask(self, address: str, now: float) -> None:
+        """Dial it from now on. The one asked in vain for the longest gives way, but never who is to begin."""
+        if address not in self.known and len(self.known) >= ASKED_MAX:
+            first = self.first.control[0] if self.first is not None else ""
+            self.known.pop(next((a for a, t in self.known.items() if t.answer is None and a != first), ""), None)
+        self.known.setdefault(address, Try(now))
 
     def _begins(self, asker: Record, now: float) -> bool:
         """Whether it is known who is to begin; it may be the asker from now on."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.codecs import get_codec
 from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, counted_parts
 from dlc.comm.grid import Grid
@@ -63,6 +63,8 @@ class Attached:
     synced: bool = False
     """Equal to the swarm's state at this head."""
     digest: bytes = b""
+    misfit: str = ""
+    """Why the run's state cannot be taken here: it is of another kind. Not by itself will that ever change."""
     passed: deque[tuple[bytes, bytes]] = field(default_factory=lambda: deque(maxlen=PASSED_MAX))
     """(head, digest) of this state at the last heads: what others tell of those comes later."""
 
@@ -129,6 +131,7 @@ class Log:
         attached = self.attached.get(entry.channel)
         if entry.kind == OPEN and attached:
             attached.synced = attached.digest == entry.digest
+            attached.misfit = "" if attached.synced else attached.misfit
         if entry.kind == ROUND and attached and attached.synced:
             self._step(attached, entry, results)
         elif entry.kind == ROUND and sink is not None:
@@ -235,7 +238,7 @@ def means(entry: Entry, results: Sequence[Result]) -> Iterator[tuple[int, int, T
     """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed. The memory of one is used again for
     the next."""
     grid, codec = grid_of(entry), get_codec(entry.codec)
-    decoded = torch.empty(min(grid.chunk_elems, grid.numel))
+    decoded = vectors.empty(min(grid.chunk_elems, grid.numel))
     for result in results:
         start, stop = grid.span(result.header.chunk)
         out = decoded[: stop - start]

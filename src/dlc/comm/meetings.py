@@ -12,7 +12,10 @@ as far as they see the same wishes; it invites, once
 
 Who does not answer in time is left out, who declines too. If the first does nothing, the next in rank does it
 RANK_GRACE_S later. One who has accepted waits for Begin for ANSWER_S, then it is free; two groups that form at once
-take each peer once, because whoever has accepted declines. Where fewer than `least` accept, nobody begins.
+take each peer once, because whoever has accepted declines.
+
+`least` is everybody's own: whoever wants more than a group would have is left out of it, and waits on; where too few
+are left for the one who invites, nobody begins. `target` is that of the one who invites.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dlc.comm.board import REPEAT_FIRST_S, Board
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Invite, Seat, Wish
+from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Done, Invite, Seat, Wish
 from dlc.comm.messages import GridSpec, Record
 from dlc.comm.partition import Member, counts
 from dlc.comm.reducer import WEIGHT_MAX
@@ -68,10 +71,12 @@ class Call:
     owns: bool = True
     label: str = ""
     target: int = 0
+    """A group that I form has so many at most, and begins as soon as it has them; 0: no number."""
     least: int = 1
+    """Fewer are no group for me, whoever forms it."""
     expected: tuple[PeerId, ...] | Callable[[], Collection[PeerId]] | None = None
     """Whom it waits for as long as they are up; None: everybody, or only for the target where there is one. A function
-    is asked again whenever something has changed, and must be quick."""
+    is asked again whenever something has changed, and must be quick; where it raises, the meeting fails."""
     patience_s: float = 5.0
     """How long it waits for others."""
     budget_s: float = 60.0
@@ -85,6 +90,8 @@ class MeetingFailed(ServiceNews):
 
     key: str
     why: str
+    cause: Exception | None = None
+    """What `Call.expected` raised."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +120,21 @@ class Accepted:
     nonce: int
     until: float
     again: float
+    finished: set[Voter] = field(default_factory=set)
+    """Whose Done has overtaken Begin."""
 
 
 class Meeting:
     """One call that waits for its group."""
 
     def __init__(
-        self, ground: Ground, board: Board, call: Call, begun: Callable[[Meeting, Voter, Begin], None]
+        self,
+        ground: Ground,
+        board: Board,
+        call: Call,
+        begun: Callable[[Meeting, Voter, Begin, Collection[Voter]], None],
     ) -> None:
+        """begun: told of the leader, its Begin, and who has said already that it needs nothing of the group."""
         self.ground, self.board, self.call, self._begun = ground, board, call, begun
         self.over = False
         grid = call.grid
@@ -183,7 +197,7 @@ class Meeting:
             elif now >= state.again:
                 state.again = now + AGAIN_S
                 self.ground.send(state.leader, Accept(self.call.key, state.nonce, self.call.gather))
-        if self._state is None:
+        if self._state is None and not self.over:
             self._look()
 
     def _look(self) -> None:
@@ -193,10 +207,16 @@ class Meeting:
         wishes = {**free, self.ground.me: self.wish}
         ranked = sorted(wishes, key=self._rank)
         place = min(ranked.index(self.ground.me), RANKS_MAX)
-        due = self._due(wishes, everybody=len(free) == len(others))
+        try:
+            expected = self._expected()
+        except _ExpectedRaised as raised:
+            self.close()
+            self.ground.notify(MeetingFailed(self.call.key, f"expected() raised {raised.error!r}", raised.error))
+            return
+        everybody = len(free) == len(others) and expected is not None and expected <= {v.peer for v in wishes}
+        due = self._due(wishes, everybody)
         if running_s >= due + place * RANK_GRACE_S:
-            enough = self._enough({v: wishes[v] for v in ranked})
-            chosen = enough[: self.call.target or GROUP_MAX]
+            chosen = self._enough({v: wishes[v] for v in ranked})
             if self.ground.me in chosen:
                 self._invite({v: wishes[v] for v in chosen})
                 return
@@ -215,27 +235,42 @@ class Meeting:
         """The same where too few wait: a wish that was shown in time may still be on its way to me."""
         return self._until_run + REPEAT_FIRST_S + self._rtt_s(self.ground.up())
 
+    @property
+    def _size_max(self) -> int:
+        """Of a group that I form."""
+        return self.call.target or GROUP_MAX
+
     def _enough(self, ranked: dict[Voter, Wish]) -> tuple[Voter, ...]:
-        contributes = any(w.contributes and w.weight > 0 for w in ranked.values())
-        return tuple(ranked) if contributes and len(ranked) >= max(self.call.least, 1) else ()
+        """The first of them that may be a group of mine, each of whom finds it large enough; none where too few may."""
+        fits, n = list(ranked), len(ranked) + 1
+        while len(fits) < n:
+            n = len(fits)
+            fits = [v for v in fits if ranked[v].least <= min(n, self._size_max)]
+        chosen = fits[: self._size_max]
+        contributes = any(ranked[v].contributes and ranked[v].weight > 0 for v in chosen)
+        return tuple(chosen) if contributes and len(chosen) >= max(self.call.least, 1) else ()
 
     def _due(self, wishes: dict[Voter, Wish], everybody: bool) -> float:
-        """Running time from which the first in rank forms the group."""
-        here = bool(self.call.target) and len(wishes) >= self.call.target
-        if not self.call.target or self.call.expected is not None:
-            here = here or (everybody and self._expected() <= {v.peer for v in wishes})
-        here = here and len(wishes) >= self.call.least
-        if here or len(wishes) >= GROUP_MAX:
+        """Running time from which the first in rank forms the group. everybody: all whom I expect are here."""
+        n = sum(w.least <= self._size_max for w in wishes.values())
+        if (everybody and n >= self.call.least) or n >= self._size_max:
             self._here_since = self.ground.running_s if self._here_since is None else self._here_since
             return self._here_since
         self._here_since = None
         ends = [self._ends[v] for v in wishes if v != self.ground.me]
         return min([*ends, self._until_run]) - min(HASTE_S, self.call.patience_s / 2)
 
-    def _expected(self) -> set[PeerId]:
+    def _expected(self) -> set[PeerId] | None:
+        """Whom I wait for, of those who are up; None: nobody in particular, but for the target."""
         members, expected = self.ground.members, self.call.expected
+        if self.call.target and expected is None:
+            return None
+        try:
+            named = None if expected is None else frozenset(expected() if callable(expected) else expected)
+        except Exception as error:
+            raise _ExpectedRaised(error) from error
         up = {v.peer for v in self.ground.up() if _takes_part(members.record(v.peer))}
-        return up if expected is None else up & set(expected() if callable(expected) else expected)
+        return up if named is None else up & named
 
     def _rtt_s(self, others: Iterable[Voter]) -> float:
         return max((self.ground.members.rtt_s(v.peer) for v in others), default=0.0)
@@ -243,6 +278,9 @@ class Meeting:
     def _give_up(self, wishes: dict[Voter, Wish]) -> None:
         self.close()
         why = f"{len(wishes)} of at least {self.call.least} came"
+        wanting = [(v.peer[:8], w.least) for v, w in wishes.items() if w.least > len(wishes) >= self.call.least]
+        if wanting:
+            why += "; " + ", ".join(f"{peer} wants at least {least}" for peer, least in sorted(wanting))
         if not any(w.contributes for w in wishes.values()):
             why = "nobody came who contributes"
         if self._misfits:
@@ -291,8 +329,8 @@ class Meeting:
         for voter in (*open_, *state.declined):
             self._shunned[voter] = now + ANSWER_S
         taken = {v: state.wishes[v] for v in state.wishes if v in state.accepted and v not in lost}
-        if self._enough(taken):
-            self._begin(state, taken)
+        if self.ground.me in (chosen := self._enough(taken)):
+            self._begin(state, {v: taken[v] for v in chosen})
             return
         self._state = None
         self._cancel(state, state.accepted)
@@ -308,11 +346,11 @@ class Meeting:
         for voter in wishes:
             if voter != self.ground.me:
                 self.ground.send(voter, begin)
-        self._start(self.ground.me, begin)
+        self._start(self.ground.me, begin, ())
 
     def _seats(self, state: Forming, wishes: dict[Voter, Wish]) -> tuple[Seat, ...]:
         voters = sorted(wishes)
-        labels = [wishes[v].label for v in voters]
+        labels = [wishes[v].label if wishes[v].contributes else "" for v in voters]
         rates = [self.ground.members.record(v.peer) for v in voters]
         anyone = any(w.owns for w in wishes.values())
         links = [
@@ -385,24 +423,43 @@ class Meeting:
         if isinstance(state, Accepted) and (state.leader, state.nonce) == (sender, m.nonce):
             self._state = None
 
-    def receive_begin(self, sender: Voter, m: Begin) -> None:
+    def receive_begin(self, sender: Voter, m: Begin) -> bool:
+        """False: it is too late, I am not in this group. ProtocolError: nor in this one, which cannot be."""
         state = self._state
-        if not isinstance(state, Accepted) or (state.leader, state.nonce) != (sender, m.nonce):
-            return  # too late: the others find out that I am not there
+        if not isinstance(state, Accepted) or state.nonce != m.nonce:
+            return False
+        if state.leader != sender:
+            return True  # it is not for this one to say
         seat = next((seat for seat in m.seats if seat.voter == self.ground.me), None)
         if seat is None or not _sound(m, self.wish.grid, self.call.grid.n_chunks):
             self._state = None
             raise ProtocolError(f"{sender} begins a group that cannot be")
+        if len(m.seats) < self.call.least:
+            self._state = None
+            raise ProtocolError(f"{sender} begins a group of {len(m.seats)}, and I want at least {self.call.least}")
         if seat.contributes != self.wish.contributes or seat.weight > self.wish.weight:
             self._state = None
             raise ProtocolError(f"{sender} begins a group with another contribution of mine than I offered")
-        self._start(sender, m)
+        self._start(sender, m, state.finished)
+        return True
 
-    def _start(self, leader: Voter, begin: Begin) -> None:
+    def receive_done(self, sender: Voter, m: Done) -> None:
+        state = self._state
+        if isinstance(state, Accepted) and state.nonce == m.nonce:
+            state.finished.add(sender)
+
+    def _start(self, leader: Voter, begin: Begin, finished: Collection[Voter]) -> None:
         self.over, self._state = True, None
         self.board.withdraw(BOARD_PREFIX + self.call.key)
         self.ground.notify(GroupFormed(begin.key, tuple(seat.voter.peer for seat in begin.seats)))
-        self._begun(self, leader, begin)
+        self._begun(self, leader, begin, finished)
+
+
+class _ExpectedRaised(Exception):
+    """The caller's function that tells whom to expect did, or gave what is no collection of ids."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _sound(m: Begin, grid: GridSpec, n_chunks: int) -> bool:

@@ -11,7 +11,7 @@ Here messages find their machine, and members that die or leave are told to all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
@@ -22,12 +22,12 @@ from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groups import DEAD, LEFT, Reduction
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meetings import Call, Meeting
+from dlc.comm.meetings import GROUP_MAX, Call, Meeting
 from dlc.comm.messages import Bulk, Message
 from dlc.comm.parcels import Parcels
 from dlc.comm.service import MemberEvent
 from dlc.comm.wire import size_of
-from dlc.errors import UsageError
+from dlc.errors import ProtocolError, UsageError
 
 OLD_GROUPS_MAX = 4
 """Groups that are done here and still serve others; of more than these the oldest are given up."""
@@ -54,7 +54,7 @@ class Mesh:
 
         Ends in MeetingFailed; or in GroupFormed, then GroupDone or GroupFailed.
         """
-        if not (size_of(call.key) and size_of(call.label + "-")):
+        if not (size_of(call.key) and (call.label == "" or size_of(call.label))):
             raise UsageError(f"a name is a string that has a form in UTF-8, not {call.key!r:.60} or {call.label!r:.60}")
         if call.key in self._meetings or any(key == call.key and not g.done for (key, _), g in self._groups.items()):
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
@@ -111,7 +111,7 @@ class Mesh:
 
     # ---------------------------------------------------------------- groups
 
-    def _begun(self, meeting: Meeting, leader: Voter, begin: mm.Begin) -> None:
+    def _begun(self, meeting: Meeting, leader: Voter, begin: mm.Begin, finished: Collection[Voter]) -> None:
         call = meeting.call
         self._meetings.pop(call.key, None)
         group = Reduction(self.ground, self.parcels, leader, begin, call.grid, call.vector, call.out, call.budget_s)
@@ -120,6 +120,8 @@ class Mesh:
             self._groups.pop(key).release()
         self._groups[begin.key, begin.nonce] = group
         group.start()
+        for voter in finished:
+            group.receive_done(voter)
 
     def _accept(self, sender: Voter, m: mm.Accept) -> None:
         """Also of one that has not heard Begin."""
@@ -139,10 +141,32 @@ class Mesh:
         else:
             self.ground.send(sender, mm.Decline(m.key, m.nonce))
 
+    def _begin(self, sender: Voter, m: mm.Begin) -> None:
+        if (m.key, m.nonce) in self._groups:
+            return
+        meeting = self._meetings.get(m.key)
+        try:
+            if meeting is None or not meeting.receive_begin(sender, m):
+                self._begun_without_me(m)
+        except ProtocolError:
+            self._begun_without_me(m)
+            raise
+
+    def _begun_without_me(self, m: mm.Begin) -> None:
+        """I have given up what I had accepted, or refuse it, or the group is over here: nobody waits for me to need
+        nothing of it."""
+        voters = {seat.voter for seat in m.seats[:GROUP_MAX]}
+        if self.ground.me in voters:
+            for voter in sorted(voters - {self.ground.me}):
+                self.ground.send(voter, mm.Done(m.key, m.nonce))
+
     def _done(self, sender: Voter, m: mm.Done) -> None:
         group = self._groups.get((m.key, m.nonce))
+        meeting = self._meetings.get(m.key)
         if group is not None:
             group.receive_done(sender)
+        elif meeting is not None:
+            meeting.receive_done(sender, m)
 
     # ---------------------------------------------------------------- the machine interface
 
@@ -234,19 +258,14 @@ class Mesh:
                 self._done(sender, m)
             case mm.Gift() | mm.Withdraw() | mm.Taken() | mm.Refused():
                 self._of_gossip(sender, m)
-            case mm.Decline() | mm.Cancel() | mm.Begin():
-                self._of_meeting(sender, m)
-
-    def _of_meeting(self, sender: Voter, m: mm.Decline | mm.Cancel | mm.Begin) -> None:
-        meeting = self._meetings.get(m.key)
-        if meeting is None:
-            return  # it is over here
-        if isinstance(m, mm.Begin):
-            meeting.receive_begin(sender, m)
-        elif isinstance(m, mm.Cancel):
-            meeting.receive_cancel(sender, m)
-        else:
-            meeting.receive_decline(sender, m)
+            case mm.Begin():
+                self._begin(sender, m)
+            case mm.Cancel():
+                if (meeting := self._meetings.get(m.key)) is not None:
+                    meeting.receive_cancel(sender, m)
+            case mm.Decline():
+                if (meeting := self._meetings.get(m.key)) is not None:
+                    meeting.receive_decline(sender, m)
 
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)

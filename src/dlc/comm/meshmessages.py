@@ -96,14 +96,15 @@ class Wish:
     grid: GridSpec
     weight: float
     label: str
-    """Peers of one group with an equal label bring the same vector: their weight is divided among them."""
+    """Those of one group that contribute with an equal label bring the same vector: their weight is divided among
+    them."""
     contributes: bool
     owns: bool
     receives: bool
     target: int
-    """The group that it wishes for begins as soon as it has so many; 0: no number."""
+    """A group that it forms begins as soon as it has so many; 0: no number."""
     least: int
-    """Fewer are no group."""
+    """Fewer are no group for it, whoever forms it."""
 
 
 @dataclass(frozen=True, slots=True)

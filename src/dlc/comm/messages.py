@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -198,6 +198,8 @@ class Ready:
     """Euclidean norm of the contribution, if it is to be clipped to the median of all (`Plan.norms`); 0: it is not."""
     fill_s: float = 0.0
     """Seconds from the offer until the contribution is final, from its end to its front; 0: it is."""
+    offered_s: float = 0.0
+    """Running time since it was offered: slots may be shorter than the wait that it asks for."""
 
 
 @dataclass(frozen=True, slots=True)

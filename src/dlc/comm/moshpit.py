@@ -5,6 +5,12 @@ for itself, and joins the furthest cycle in which it sees others wait: within a 
 that wait in the next may be of lines that are quicker. The grid is that of the membership when the cycle began here;
 who dies in it is not waited for, who comes takes part in the next.
 
+Who has been through whole rounds only has all that its cell stands for, and says so to its next group with the `mark`
+of the grid and the name of its last group (`Call.gather`): a round was whole if everybody in it says the same of the
+grid, somebody was there for each of `parts`, and those of one part name one group. A line whose members came at
+different times may have met as two groups that were whole each: what both bring along the next axis would count twice.
+So by the last round it is known whether the mean is that of all peers of the grid, whatever others saw.
+
 In one averaging of a fixed vector the weight that a peer brings to a round is that of everybody who is in its vector by
 now, shared with those who hold the same vector: all members of its last group. So `label` is that group's name, and the
 one who forms the next group divides by those who come with it (cells.py says why the mean is exact then).
@@ -12,8 +18,10 @@ one who forms the next group divides by those who come with it (cells.py says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from blake3 import blake3
 
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.ids import PeerId
@@ -30,6 +38,23 @@ class Leg:
     peers: tuple[PeerId, ...]
     """Whom to expect there, this peer among them."""
     cells: Cells
+    mark: bytes
+    """Names the grid, by its sides and peers."""
+    parts: tuple[frozenset[PeerId], ...]
+    """What the line's mean is made of: of each, one peer is needed, who died since the cycle began or not. In the first
+    round of a cycle each peer has its own vector, afterwards those of a cell have the same."""
+
+    def word(self, label: str) -> bytes:
+        """What one who has lacked nothing before gives the group to gather. label: as it gives it, the name of its last
+        group; empty in the first round."""
+        return self.mark + label.encode()
+
+    def whole(self, gathered: Mapping[PeerId, bytes]) -> bool:
+        """Whether nothing is missing of what a group of these members has averaged, and nothing is in it twice, if no
+        contribution is missing. gathered: `word` of those who have lacked nothing before."""
+        if {word[: len(self.mark)] for word in gathered.values()} != {self.mark}:
+            return False
+        return all(len({gathered[peer] for peer in part & gathered.keys()}) == 1 for part in self.parts)
 
 
 class Course:
@@ -49,9 +74,10 @@ class Course:
         return f"moshpit/{self.name}#"
 
     def begin_cycle(self) -> None:
-        """An averaging that wants whole cycles begins: not in the middle of one that was left."""
+        """An averaging that wants whole cycles begins: not in the middle of one that was left, nor on its grid."""
         if self.axis:
-            self.cycle, self.axis, self._cells = self.cycle + 1, 0, None
+            self.cycle, self.axis = self.cycle + 1, 0
+        self._cells = None
 
     def leg(self, members: Sequence[PeerId], me: PeerId, waiting: Iterable[str]) -> Leg:
         """The next round. members: who takes part and is up, sorted, me among them. waiting: keys under which somebody
@@ -70,7 +96,12 @@ class Course:
         here = set(members)
         group = cells.group(index, self.axis) if cells.sides else (index,)
         peers = tuple(self._members[i] for i in group if self._members[i] in here)
-        return Leg(self.cycle, self.axis, f"{self.prefix}{self.cycle}.{self.axis}/{line}", peers, cells)
+        holders = dict[object, set[PeerId]]()
+        for i in group:
+            holders.setdefault(cells.cell(i) if self.axis else i, set()).add(self._members[i])
+        parts = tuple(map(frozenset, holders.values()))
+        mark = blake3("\0".join([str(cells.sides), *self._members]).encode()).digest(8)
+        return Leg(self.cycle, self.axis, f"{self.prefix}{self.cycle}.{self.axis}/{line}", peers, cells, mark, parts)
 
     def passed(self) -> bool:
         """The round is over; True if it was the last of its cycle."""

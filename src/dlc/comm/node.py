@@ -137,6 +137,8 @@ class Node:
         self._woken = False
         """Stale because of a freeze, and not because the process has just started."""
         self.waits = Waits(self.ctx, self.log, self.slot)
+        self.torn = False
+        """See `_event`."""
         self.applier.open_slot()
 
     # ---------------------------------------------------------------- the machine interface
@@ -286,7 +288,7 @@ class Node:
         )
 
         def act() -> None:
-            self.exchange.offered[channel] = Offered(ready, vector, sink, now, filling=filling)
+            self.exchange.offered[channel] = Offered(ready, vector, sink, now, self.ctx.running_s, filling=filling)
             self.slot.announce()
 
         return self._event(now, act)
@@ -332,7 +334,7 @@ class Node:
 
     def serve(self, act: Callable[[], list[Effect]], now: float) -> list[Effect]:
         """A command of the application to one of my services; what it sends finds its way as all messages do."""
-        return self._event(now, lambda: self.ctx.out.extend(act()))
+        return self._event(now, lambda: self.ctx.out.extend(act()), beside=True)
 
     def leave(self, now: float) -> list[Effect]:
         """Announce that this process goes for good. It votes no more."""
@@ -351,10 +353,24 @@ class Node:
 
     # ---------------------------------------------------------------- one event
 
-    def _event(self, now: float, act: Callable[[], None]) -> list[Effect]:
+    def _event(self, now: float, act: Callable[[], None], beside: bool = False) -> list[Effect]:
+        """Refusals (DlcError) leave all as it was. Any other error in the middle of an event is the end of this node:
+        it would vote, answer and be saved with a log that says more than its states hold.
+        beside: `act` is of a service, which has no part in the log: what it raises is its caller's affair.
+        """
         self._wake(now)
-        act()
-        return self._settle()
+        try:
+            act()
+        except DlcError:
+            raise
+        except BaseException:
+            self.torn = not beside
+            raise
+        try:
+            return self._settle()
+        except BaseException:
+            self.torn = True
+            raise
 
     def _wake(self, now: float) -> None:
         gap = 0.0 if self._last is None else now - self._last

@@ -31,9 +31,9 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
@@ -55,8 +55,8 @@ class Workspace:
 
     def __init__(self, grid: Grid) -> None:
         numel = min(grid.chunk_elems, grid.numel)
-        self.acc = torch.zeros(numel)
-        self.scratch = torch.zeros(numel)
+        self.acc = vectors.zeros(numel)
+        self.scratch = vectors.zeros(numel)
 
 
 class ChunkReducer:

@@ -46,10 +46,9 @@ class Replicas:
             replica.source, replica.era = sender, m.era
             self._say_taken(sender, m.view, replica.state)
             return
-        sizes = _cuts(m.n_bytes)
         if not 0 < m.n_bytes <= 4 * self.host.spans.grid.numel * VECTORS_MAX + HEAD_BYTES_MAX:
             raise ProtocolError(f"an image of {m.n_bytes} bytes")
-        self.host.fetches.fetch(sender, m.key, sizes, partial(self._image_fetched, sender, m), self.host.now)
+        self.host.fetches.fetch(sender, m.key, _cuts(m.n_bytes), partial(self._image_fetched, sender, m), self.host.now)
 
     @staticmethod
     def _has_it(sender: Voter, replica: Replica, m: ImageOffer) -> bool:

@@ -1,16 +1,17 @@
 """The run key, and what every link derives from it.
 
-A run has one secret: the **run key**, 32 random bytes that the operator copies to every host. From (run key, run
-name) HKDF-SHA256 derives two Curve25519 key pairs that all members share: the *server* pair, used by sockets that
-listen, and the *client* pair, used by sockets that connect. CurveZMQ then keeps strangers out in both directions:
+A run has one secret: the **run key**, 32 random bytes that the operator copies to every host. From it HKDF-SHA256
+derives two Curve25519 key pairs that all members share: the *server* pair, used by sockets that listen, and the
+*client* pair, used by sockets that connect. CurveZMQ then keeps strangers out in both directions:
 
 - a stranger who connects does not know the server's public key, so the server drops its first handshake message;
 - a stranger who listens does not know the server's secret key, so our client never completes the handshake;
 - one who had learnt the server's public key (it is not sent, but it is not secret to libzmq either) is still refused
   by `ZapHandler`, which accepts the derived client key and nothing else.
 
-Another run name gives other keys, so two runs of one operator that share a key file cannot mix. All members hold the
-same credentials: the key says "one of us", never "who"; who is proved by signatures (`identity`).
+All members hold the same credentials: the key says "one of us", never "who"; who is proved by signatures (`identity`).
+Nor does it say of which run: whoever joins need not know the run's name before it has asked, so the links of every run
+with this key are the same. Frames carry a tag of their run (`framing`), which keeps two runs of one operator apart.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class LinkSecurity:
 
     @classmethod
     def derive(cls, run_key: bytes, run_name: str) -> LinkSecurity:
-        """Credentials of the run `run_name`; the same on every host that holds `run_key`."""
+        """Credentials under `run_name`; the same on every host that holds `run_key`. Peers use those of ""."""
         if len(run_key) != KEY_BYTES:
             raise KeyFileError(f"a run key has {KEY_BYTES} bytes, not {len(run_key)}")
         if not zmq.has("curve"):

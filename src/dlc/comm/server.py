@@ -25,6 +25,7 @@ from functools import partial
 
 from dlc.comm.claimant import Claimant
 from dlc.comm.claims import ASK_S
+from dlc.comm.followers import LOG_MAX
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Message
 from dlc.comm.replicas import Replicas
@@ -207,6 +208,8 @@ class SpanServer(Host):
         if seat.claim is not None or self.now < seat.retry_at:
             return
         owner.followers.keep_only(standby, candidate)
+        if len(owner.followers.log) >= LOG_MAX:
+            self._let_go(owner, standby)
         if not healthy:
             self._replace_standby(span, seat, owner, candidate)
         elif first != self.me.peer and standby is not None and standby.peer == first:
@@ -221,6 +224,15 @@ class SpanServer(Host):
                 self._claims.make(span, seat, owner.state, self.me, candidate)
         else:
             owner.closing = False
+
+    def _let_go(self, owner: SpanOwner, standby: Voter | None) -> None:
+        """No update is made while the log is full: it is kept for no replica in the making that is not taken (control
+        passes, and bulk does not). The next try begins with an image of today."""
+        stalled = [v for v in owner.followers.all if v != standby and owner.followers.stalled(v, SOLO_AFTER_S)]
+        for voter in stalled:
+            owner.followers.remove(voter)
+        if stalled:
+            owner.apply()
 
     def _replace_standby(self, span: int, seat: Seat, owner: SpanOwner, candidate: Voter | None) -> None:
         owner.closing = False

@@ -91,7 +91,8 @@ class SpanClient(ServerPeer):
         self.theta, self.asynchronous = theta, asynchronous
         self.pulled = [Pulled(version=step, step=step, origin=origin) for _ in range(spans.n)]
         self.exchange: Exchange | None = None
-        self._pushes = [Pushes() for _ in range(spans.n)]
+        first = int(now * 1000) << 16  # above those of an earlier client of this process, which owners know
+        self._pushes = [Pushes(seq=first) for _ in range(spans.n)]
         self.number = 0
         """Of the newest exchange."""
         self._asked_at = float("-inf")

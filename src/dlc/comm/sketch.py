@@ -25,7 +25,7 @@ SLICE_ELEMS = 1 << 20
 def sketch(x: Tensor, seed: int = 0) -> Tensor:
     """The projection of a fp32 CPU vector: SKETCH_ELEMS fp32 elements."""
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros(SKETCH_ELEMS, dtype=torch.float64)
+    total = torch.zeros(SKETCH_ELEMS, dtype=torch.float64, device="cpu")
     for start in range(0, x.numel(), SLICE_ELEMS):
         part = x[start : start + SLICE_ELEMS]
         signs = torch.randint(0, 2, (part.numel(),), generator=generator, dtype=torch.int8)

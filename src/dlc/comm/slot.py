@@ -318,7 +318,9 @@ class Slot:
                 yield dataclasses.replace(wish, head=state.head, base=state.base(channel), digest=first)
         for channel, mine in self.exchange.offered.items():
             if mine.ready.base == state.base(channel):
-                yield dataclasses.replace(mine.ready, head=state.head, digest=self.log.digest(channel))
+                offered_s = max(0.0, self.ctx.running_s - mine.since_run)
+                digest = self.log.digest(channel)
+                yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s)
 
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""

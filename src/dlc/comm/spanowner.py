@@ -311,11 +311,16 @@ class SpanOwner:
             parts: list[Payload] = [coder.encode(self.state.theta[a:b]) for a, b in cuts]
             snapshot = _Snapshot(f"theta/{span}/{self._serial()}", self.host.now, parts)
             self._snapshots[version] = snapshot
-            self.host.shelf.hold_parts(snapshot.key, parts)
+            self.host.shelf.hold(snapshot.key, len(parts), partial(self._part, snapshot))
         snapshot.asked_at = self.host.now
         while len(self._snapshots) > SNAPSHOTS_MAX:
-            self._forget(min(self._snapshots))
+            self._forget(min(self._snapshots, key=lambda version: (self._snapshots[version].asked_at, version)))
         return snapshot
+
+    def _part(self, snapshot: _Snapshot, index: int) -> Payload:
+        """For who fetches it: as long as somebody does, it is kept."""
+        snapshot.asked_at = self.host.now
+        return snapshot.parts[index]
 
     def _forget(self, version: int) -> None:
         self.host.shelf.drop(self._snapshots.pop(version).key)

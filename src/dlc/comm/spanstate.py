@@ -27,6 +27,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.servermessages import Counted, Update
@@ -108,7 +109,7 @@ class SpanState:
         self.counted: dict[PeerId, Counted] = {}
         """Each trainer's newest push that is part of theta, those counted last at the end."""
         self.last: Update | None = None
-        self._scratch = torch.empty(min(spans.grid.chunk_elems, theta.numel()))
+        self._scratch = vectors.empty(min(spans.grid.chunk_elems, theta.numel()))
 
     def has(self, voter: Voter, seq: int) -> int | None:
         """Version of the update that made that push part of theta; 0: it is too old to be known. None: it is not."""

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.codecbase import Codec, Payload, check_numel, check_vector, sealed
 from dlc.errors import ProtocolError
 
@@ -61,7 +62,7 @@ class TopKCodec(Codec):
     def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
         x, numel = x.detach(), x.numel()
-        payload = torch.zeros(self.wire_bytes(numel), dtype=torch.uint8)
+        payload = torch.zeros(self.wire_bytes(numel), dtype=torch.uint8, device="cpu")
         levels, codes, places = _parts(payload, numel)
         found = [_greatest(rows) for rows in _rows(x)]
         levels.copy_(torch.cat([f[0] for f in found]).flatten())
@@ -70,7 +71,7 @@ class TopKCodec(Codec):
         return sealed(payload)
 
     def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
-        out = torch.zeros(numel) if out is None else out.zero_()
+        out = vectors.zeros(numel) if out is None else out.zero_()
         places, values = self._sent(payload, numel)
         out[places] = values
         return out
@@ -99,7 +100,7 @@ class TopKCodec(Codec):
         return memoryview(b"".join(piece for f, (p, _) in zip(factors, parts, strict=True) for piece in (f, p)))
 
     def decode_result(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
-        out = torch.zeros(numel) if out is None else out.zero_()
+        out = vectors.zeros(numel) if out is None else out.zero_()
         for factor, part in self._joined(payload, numel):
             places, values = self._sent(part, numel)
             out[places] = out[places].add_(values.mul_(factor))
@@ -128,7 +129,7 @@ class TopKCodec(Codec):
         levels, codes, places = self._views(payload, numel)
         n_sent = _n_sent(numel)
         code = _unpack_codes(codes, n_sent)
-        block = torch.arange(n_sent).div_(TOP, rounding_mode="floor")
+        block = torch.arange(n_sent, device="cpu").div_(TOP, rounding_mode="floor")
         values = levels.to(torch.float32)[2 * block + (code >> 1)]
         values = torch.where((code & 1).bool(), -values, values)
         # Places beyond the chunk are not finite() and never decided; they must not write elsewhere either.

@@ -8,7 +8,8 @@ Everything is counted in work: seconds times tokens per second.
 
 So a round waits as long as the predicted wait for some of the late ones costs less than leaving them out. Who has just
 got its vote would bring little, and is not waited for unless few are ready. A prediction that is not fulfilled ends by
-itself: no more is spent on waiting than there is at stake.
+itself: no more is spent on waiting than there is at stake, and what comes to be so by the wait itself counts up to one
+phase only. Else who hangs, and is twice as fast as all that are ready, would be waited for without end.
 
 No more than half waits for a majority, if that is predicted within one phase: they may be ready because the last round
 left them out, while the others have just begun. Going on without these would keep the two halves out of step for good,
@@ -27,7 +28,7 @@ class Idle:
     """A peer that is ready."""
 
     since_s: float
-    """How long it has been so in this slot."""
+    """How long it has been so."""
     pace: float
     """Tokens per second, or 1 where nobody says."""
 
@@ -43,13 +44,15 @@ class Late:
     pace: float
 
 
-def worth_waiting(ready: Sequence[Idle], late: Sequence[Late], floor_s: float, share: float, usual_s: float) -> bool:
+def worth_waiting(
+    ready: Sequence[Idle], late: Sequence[Late], floor_s: float, share: float, usual_s: float, fill_s: float = 0.0
+) -> bool:
     """Whether the round should not start yet. `ready` is not empty.
 
     floor_s: nobody who has worked for half of a phase is left out before the first of the ready ones has waited for so
              long: predictions are no better than that.
     share:   of its work that is lost with a peer that is left out.
-    usual_s: length of an inner phase.
+    usual_s: length of an inner phase, up to the offer; fill_s: of what comes after it.
     """
     waited_s = max(peer.since_s for peer in ready)
     if waited_s < usual_s and waited_s + _majority_s(ready, late, usual_s) <= usual_s + floor_s:
@@ -57,7 +60,7 @@ def worth_waiting(ready: Sequence[Idle], late: Sequence[Late], floor_s: float, s
     if waited_s < floor_s and any(peer.worked_s >= usual_s / 2 for peer in late):
         return True
     coming = [(_eta_s(peer, usual_s), peer) for peer in late]
-    stakes = [share * (peer.worked_s + eta_s) * peer.pace for eta_s, peer in coming]
+    stakes = [share * (_at_stake_s(peer, waited_s, usual_s + fill_s) + eta_s) * peer.pace for eta_s, peer in coming]
     stake = sum(stakes)
     if sum(peer.since_s * peer.pace for peer in ready) >= stake:
         return False
@@ -76,6 +79,11 @@ def _majority_s(ready: Sequence[Idle], late: Sequence[Late], usual_s: float) -> 
     working = sorted(_eta_s(peer, usual_s) for peer in late if peer.worked_s > 0)
     lacking = (len(ready) + len(working)) // 2 + 1 - len(ready)
     return working[lacking - 1] if lacking > 0 else math.inf
+
+
+def _at_stake_s(peer: Late, waited_s: float, phase_s: float) -> float:
+    """Of the time that it has worked: what it had when the wait began, and up to a phase also what came since."""
+    return max(min(peer.worked_s, phase_s), peer.worked_s - waited_s)
 
 
 def _eta_s(peer: Late, usual_s: float) -> float:

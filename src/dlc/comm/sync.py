@@ -6,6 +6,7 @@ Whoever learns of an alive peer with a greater history asks it what follows its 
                                         --Offer--> IMAGES (fetch pieces, verify, switch at once)        --> ASKED
   REPLAY --the donor dies or falls silent--> IDLE (another is taken; my own state was not touched)
   IMAGES --nobody is left who has them-----> IDLE (what came is kept for the next offer that names the same images)
+  IMAGES --mine is of another kind---------> IDLE (the application is told; that channel is asked for no more)
 
 Pieces are asked of every alive peer that stands at the offered head or beyond (`download.py`); the other side of this
 conversation is `donations.py`.
@@ -20,7 +21,7 @@ from dlc.comm.context import Context
 from dlc.comm.donations import Donations
 from dlc.comm.download import Download, Staged
 from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
-from dlc.comm.events import BadImage, ChannelSynced, HistoryLost
+from dlc.comm.events import BadImage, ChannelSynced, HistoryLost, StateMisfit
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
 from dlc.comm.images import PieceLimits
@@ -82,6 +83,8 @@ class Sync:
         self.donations = Donations(ctx, log, exchange, self.limits)
         self._bad_images: set[tuple[Voter, bytes]] = set()
         """(donor, digest that it named): what came was another state."""
+        self._told_size: dict[str, tuple[Voter, int]] = {}
+        """By channel: who offered an image of another size than mine, and the size."""
         self._asked_at = -1e9
         self._heard_at = 0.0
 
@@ -126,18 +129,23 @@ class Sync:
 
     def _unsynced(self) -> list[str]:
         """Channels whose state must come as an image although the log may be up to date."""
-        attached = self.log.attached
+        attached = {c: a for c, a in self.log.attached.items() if not a.misfit}
         if self.first_states:
             self.first_states = {
-                c: d for c, d in self.first_states.items() if not self.log.is_open(c) and attached[c].digest != d
+                c: d
+                for c, d in self.first_states.items()
+                if c in attached and not self.log.is_open(c) and attached[c].digest != d
             }
         return [c for c, a in attached.items() if c in self.first_states or (not a.synced and self.log.is_open(c))]
 
     def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
         """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
+        attached = self.log.attached[channel]
+        if attached.misfit:
+            return
         kept = self.donations.kept(channel, digest)
         if kept is not None:
-            self._replace(self.log.attached[channel], channel, memoryview(kept), digest)
+            self._replace(attached, channel, memoryview(kept), digest)
             return
         known = self.first_states.get(channel) == digest
         self.first_states[channel] = digest
@@ -149,11 +157,14 @@ class Sync:
         if self.busy or self._awaiting():
             return
         ahead = [r.voter for r in greater_alive(self.ctx, self.log)]
-        image = bool(self._unsynced())
+        lacking = self._unsynced()
+        image = bool(lacking)
         if not (ahead or image or hint):
             return
         if not ahead and image:
+            head = self.log.head
             at_my_head = [r for r in alive_records(self.ctx) if key_of(r) == self.log.state.key and r.synced]
+            at_my_head.sort(key=lambda r: not any(told_digest(r, head, c) for c in lacking))  # who says it holds one
             ahead = [r.voter for r in at_my_head]
         if hint is not None and hint != self.ctx.me:
             ahead.insert(0, hint)
@@ -241,12 +252,18 @@ class Sync:
         if sender not in self._asked or self.busy:
             return
         wanted = [i for i in m.images if self._needs(m, i)]
-        plausible = all(_plausible(i, self.log.attached[i.channel], self.limits) for i in wanted)
+        plausible = all(_plausible(i, self.limits) for i in wanted)
         plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
         plausible = plausible and not any((sender, i.digest) in self._bad_images for i in wanted)
         if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m):
             if sender == self.donor:
                 self.donor = None
+            return
+        misfits = [i for i in wanted if i.image_bytes != self.log.attached[i.channel].state.image_bytes()]
+        if misfits:
+            for image in misfits:
+                self._another_size(sender, image, m.state.head)
+            self.donor = None  # what it has of other channels is asked for next
             return
         self.donor, self._heard_at = sender, self.ctx.now
         largest = max((i.piece_bytes for i in wanted), default=self.limits.piece_bytes)
@@ -261,10 +278,10 @@ class Sync:
         if key != mine:
             return key > mine
         offered = {i.channel: i.digest for i in m.images}
-        unsynced = self._unsynced()
+        if not any(channel in offered for channel in self._unsynced()):
+            return False
         # First states of several channels may be with several peers.
-        some = not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
-        return bool(unsynced) and some
+        return not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
         """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
@@ -278,7 +295,7 @@ class Sync:
         """I lack this state. Of a channel that is not open yet only the first state that is about to open it: mine may
         be needed by others."""
         attached = self.log.attached.get(image.channel)
-        if attached is None or attached.digest == image.digest:
+        if attached is None or attached.misfit or attached.digest == image.digest:
             return False
         if offer.state.key == self.log.state.key and attached.synced and self.log.is_open(image.channel):
             return False  # one of us is wrong, which its digest shows in a round; others of its images may be of use
@@ -318,11 +335,14 @@ class Sync:
         """Its donor's memory, or its word, is wrong: the same offer is not taken from it again."""
         if donor is None:
             return
+        for channel in channels:
+            self._bad(donor, down.staged[channel].image)
+            self.ctx.notify(BadImage(donor, channel))
+
+    def _bad(self, donor: Voter, image: ImageOffer) -> None:
         if len(self._bad_images) >= BAD_IMAGES_MAX:
             self._bad_images.clear()
-        for channel in channels:
-            self._bad_images.add((donor, down.staged[channel].image.digest))
-            self.ctx.notify(BadImage(donor, channel))
+        self._bad_images.add((donor, image.digest))
 
     def _finish_if_complete(self) -> None:
         """All pieces verified: switch to the offered state at once, or change nothing."""
@@ -353,16 +373,14 @@ class Sync:
                 continue
             if attached.digest != image.digest:
                 staged = down.staged.pop(image.channel, None)
-                try:
-                    if staged is None:  # my state moved since the offer came
-                        raise CheckpointError("a channel's image was not asked for")
-                    self._replace(attached, image.channel, memoryview(staged.memory), image.digest)
-                except CheckpointError:
+                whole = memoryview(staged.memory) if staged is not None else None  # None: my state moved since
+                if whole is None or not self._replace(attached, image.channel, whole, image.digest):
                     for other in restored:
                         other.synced = False
                     return
                 restored.append(attached)
             attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
+            attached.misfit = "" if attached.synced else attached.misfit
             self.log.follow(image.channel, later)
         if not ahead and offer.state.head != self.log.head:
             self._report_loss(offer)
@@ -378,14 +396,39 @@ class Sync:
                 self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))
         self.start()
 
-    def _replace(self, attached: Attached, channel: str, image: memoryview, digest: bytes) -> None:
-        """Another state takes the place of mine; one that I accepted in this slot is set aside first."""
+    def _replace(self, attached: Attached, channel: str, image: memoryview, digest: bytes) -> bool:
+        """Another state takes the place of mine; one that I accepted in this slot is set aside first. False: it is of
+        another kind, and mine stays."""
         if attached.digest == self.accepted_first():
             self.donations.keep(channel)
         self.log.before_change(channel)
+        try:
+            attached.state.restore(image)
+        except CheckpointError as error:
+            self._tell_misfit(channel, str(error))
+            return False
         attached.passed.clear()
-        attached.state.restore(image)
         attached.digest = digest  # of the very bytes: `Download` has hashed them
+        return True
+
+    def _another_size(self, donor: Voter, image: ImageOffer, head: bytes) -> None:
+        """Nothing proves an image's size: it is believed when a second donor says the same, or where there is none."""
+        channel, theirs = image.channel, image.image_bytes
+        first = self._told_size.setdefault(channel, (donor, theirs))
+        others = (r for r in alive_records(self.ctx) if r.voter not in (self.ctx.me, donor))
+        if first[1] == theirs and (first[0] != donor or not any(told_digest(r, head, channel) for r in others)):
+            mine = self.log.attached[channel].state.image_bytes()
+            self._tell_misfit(channel, f"it has {theirs} bytes, the one here {mine}")
+        else:
+            self._told_size[channel] = (donor, theirs)
+            self._bad(donor, image)
+
+    def _tell_misfit(self, channel: str, why: str) -> None:
+        """All who are in step hold that kind of state, so no other donor or later image could help."""
+        attached = self.log.attached[channel]
+        attached.misfit, attached.synced = why, False
+        self.ctx.record_due = True
+        self.ctx.notify(StateMisfit(channel, why))
 
     def _opened(self, offer: Offer, channel: str) -> bool:
         known = offer.state.channel(channel)
@@ -408,12 +451,7 @@ def _consistent(step: Step) -> bool:
     return manifest_hash(step.hashes) == step.entry.manifest
 
 
-def _plausible(image: ImageOffer, attached: Attached, limits: PieceLimits) -> bool:
+def _plausible(image: ImageOffer, limits: PieceLimits) -> bool:
     size = limits.piece_bytes_of(image.image_bytes)
     pieces = -(-image.image_bytes // size) if image.image_bytes > 0 else -1
-    return (
-        image.piece_bytes == size
-        and 0 < image.image_bytes <= IMAGE_BYTES_MAX
-        and image.image_bytes == attached.state.image_bytes()
-        and len(image.piece_hashes) == pieces
-    )
+    return image.piece_bytes == size and 0 < image.image_bytes <= IMAGE_BYTES_MAX and len(image.piece_hashes) == pieces

@@ -21,6 +21,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from dlc.comm import vectors
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.flat import FlatView
 from dlc.integrations.options import KEYWORDS
@@ -127,5 +128,5 @@ def _digest(model: nn.Module) -> str:
     """Of the trainable parameters, as they are: tells one checkpoint from another of the same name."""
     view = FlatView.of(model)
     return blake3(
-        view.gather(torch.empty(view.numel)).view(torch.uint8).numpy().data, max_threads=blake3.AUTO
+        view.gather(vectors.empty(view.numel)).view(torch.uint8).numpy().data, max_threads=blake3.AUTO
     ).hexdigest()

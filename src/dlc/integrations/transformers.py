@@ -28,11 +28,14 @@ steps between its last round and the checkpoint are lost; with `save_steps` a mu
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -59,10 +62,13 @@ def saved_state(checkpoint: str | Path) -> dict[str, Any]:
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
     """Trains the Trainer's model together with all peers of the channel; `options` are the keywords of `dlc.DiLoCo`.
 
-    weight: of one optimizer step in the mean of a round; None: its sequences, so that larger batches count more.
+    weight: of one optimizer step in the mean of a round; None: the sequences that it trained, so that larger batches
+    count more: at the end of the data a step may have fewer. Where the length of the data is not known, a last batch
+    counts as a whole one.
 
     Without `resume=`, which takes what `saved_state` gave, it looks into the checkpoint from which the Trainer resumes.
-    One process per peer: UsageError under torchrun, FSDP or DeepSpeed. TypeError: `dlc.DiLoCo` has no such keyword.
+    One process per peer: UsageError under torchrun, FSDP or DeepSpeed. UsageError also with `auto_find_batch_size`: it
+    would begin the training anew in the middle of the run. TypeError: `dlc.DiLoCo` has no such keyword.
     What `dlc.DiLoCo` and its `step` raise comes out of `trainer.train()`.
     """
 
@@ -71,6 +77,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._peer, self._sync_every, self._weight, self._options = peer, sync_every, weight, options
         self._diloco: DiLoCo | None = None
         self._running = False
+        self._batches = self._sequences = 0
+        """Micro-batches since the last optimizer step, and the sequences of those that the next one trains."""
+        self._trained: deque[int] = deque(maxlen=sync_every)
+        """Sequences of the steps before."""
+        self._hook: RemovableHandle | None = None
         self._logged: RoundReport | None = None
         """The last round that is in the Trainer's logs."""
 
@@ -90,21 +101,53 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 f"DiLoCoCallback needs a process of its own for each peer, but this Trainer has {args.world_size}: "
                 "start each without torchrun, with a Peer of its own"
             )
+        if args.auto_find_batch_size:
+            raise UsageError(
+                "auto_find_batch_size=True begins a training anew where memory is full, which a peer of a run cannot: "
+                "leave it out, and give a per_device_train_batch_size that fits"
+            )
         model: nn.Module = of_trainer["model"]
         optimizer = of_trainer["optimizer"]
-        sequences = args.train_batch_size * args.gradient_accumulation_steps
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps that
         if self._diloco is not None:
-            self._diloco.unfollow()  # a training before this one ended by an exception
-        weight = float(sequences) if self._weight is None else self._weight
+            self._unfollow(self._diloco)  # a training before this one ended by an exception
+        self._batches, self._sequences = 0, args.train_batch_size * args.gradient_accumulation_steps
+        self._trained.clear()
+        weight = float(self._sequences) if self._weight is None else self._weight
         self._diloco = saved.follow(
             model,
-            getattr(optimizer, "optimizer", optimizer),  # accelerate wraps the one that makes the steps
+            inner,
             self._peer,
             self._sync_every,
             self._found(args, state, model),
             {**self._options, "weight": weight},
         )
+        if self._weight is None:
+            self._hook = inner.register_step_pre_hook(self._weigh)
         self._running = True
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any
+    ) -> None:
+        """A micro-batch after which no step is made."""
+        self._batches += 1
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any
+    ) -> None:
+        """Count the sequences of the step to come."""
+        progress = getattr(of_trainer["optimizer"], "gradient_state", None)  # accelerate's, of the data
+        over = progress is not None and progress.end_of_dataloader and not args.dataloader_drop_last
+        lacking = -_rows(of_trainer.get("train_dataloader")) % args.train_batch_size if over else 0
+        self._sequences = (self._batches + 1) * args.train_batch_size - lacking
+        self._batches = 0
+
+    def _weigh(self, *_: object) -> None:
+        """Before a step that is made: its round weighs a step as the mean of those that it will have counted."""
+        before = self.diloco.inner_step
+        period = [*self._trained][-before:] if before else []
+        self._trained.append(self._sequences)
+        self.diloco.weight = (sum(period) + self._sequences) / (len(period) + 1)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any
@@ -126,7 +169,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """As `on_step_end`, where nothing had said that the end would come; a best model that was loaded stays."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._running = False
-            self.diloco.unfollow()
+            self._unfollow(self.diloco)
         self._finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any) -> None:
@@ -170,11 +213,26 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         )
         return None
 
+    def _unfollow(self, diloco: DiLoCo) -> None:
+        diloco.unfollow()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
     def _finish(self) -> None:
         if self._running:
             self._running = False
+            self._unfollow(self.diloco)
             report = self.diloco.finish()
             log.info("training ended; %s", report.summary() if report else "nothing was left to exchange")
+
+
+def _rows(loader: Any) -> int:
+    """Of the data that a loader reads; 0: that is not known."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return 0
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

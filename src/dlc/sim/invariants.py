@@ -175,8 +175,9 @@ class Checker:
         """I1: deciding sets of one slot that intersect decide the same entry, but where one was passed over.
 
         That is: after the one, and in a ballot between the two, a forced ballot without any of its deciders got a vote
-        for the entry of the other. These were all out of reach, nobody else can know what they decided, and that vote
-        outranks theirs when one of them comes back.
+        for the entry of the other, or a quorum without any of them decided it (which only a forced ballot does not
+        intersect). These were all out of reach, nobody else can know what they decided, and those votes outrank theirs
+        when one of them comes back.
         """
         voters, value = self._votes[key], self._values[key]
         if deciders:
@@ -191,10 +192,15 @@ class Checker:
         for number, (then, others, other) in enumerate(decided):
             if other == value or not others & deciding:
                 continue
-            if not any(
+            by_force = any(
                 then < ballot < key[1] and voted == value and number < before and not forced & others
                 for ballot, forced, voted, before in self._forced.get(head, ())
-            ):
+            )
+            by_quorum = any(
+                then < ballot < key[1] and voted == value and not quorum & others
+                for ballot, quorum, voted in decided[number + 1 :]
+            )
+            if not (by_force or by_quorum):
                 raise Violation("I1", f"slot {head[:3].hex()}: {sorted(others)} and {sorted(deciding)} differ")
         decided.append((key[1], deciding, value))
 

@@ -16,15 +16,31 @@ class Clocks:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.seconds: dict[Pair, float] = {}
+        self.joined: dict[Pair, float] = {}
+        """When a pair got a path again: one that is gone before anybody heard by it has not been."""
         self._over: list[tuple[float, float]] = []
         """Times (from, to) in which some pair's was over the limit."""
 
     def run(self, pairs: set[Pair], since: float, now: float) -> None:
         for pair in pairs:
             self.seconds[pair] = self.seconds.get(pair, 0.0) + now - since
-        longest_s = max(self.seconds.values(), default=0.0)
+        longest_s = max((s for pair, s in self.seconds.items() if pair not in self.joined), default=0.0)
         if longest_s > self.limit_s:
             self._over.append((max(since, now - (longest_s - self.limit_s)), now))
+
+    def part(self, pair: Pair, now: float, heard_s: float) -> None:
+        """It has no path (any more); was there one for `heard_s`, its time begins anew."""
+        if now - self.joined.pop(pair, now) >= heard_s:
+            del self.seconds[pair]
+
+    def join(self, pair: Pair, now: float) -> None:
+        """It has a path."""
+        self.joined.setdefault(pair, now)
+
+    def forget(self, pair: Pair) -> None:
+        """One of the two has ended."""
+        del self.seconds[pair]
+        self.joined.pop(pair, None)
 
     def over(self, since: float, until: float) -> bool:
         """Between these times it was for some pair."""
@@ -60,12 +76,18 @@ class Paths:
             self._apart_now = {
                 (a, b) for i, a in enumerate(awake) for b in awake[i + 1 :] if not network.joined(a, b, awake)
             }
+        # Within T_dead two peers that have a path hear of each other; by a shorter one, nobody may have.
+        heard_s = self.world.scenario.timeouts.t_dead_s(len(running), 1.0)
         names, awake_names = {p.host.name for p in running}, set(awake)
         for clocks in (self._apart, self._unheard):
             for pair in [p for p in clocks.seconds if p not in self._apart_now]:
-                # Joined again, or one has ended; a freeze only stops the clock.
-                if not names.issuperset(pair) or awake_names.issuperset(pair):
-                    del clocks.seconds[pair]
+                # A freeze only stops the clock.
+                if not names.issuperset(pair):
+                    clocks.forget(pair)
+                elif awake_names.issuperset(pair):
+                    clocks.join(pair, now)
+            for pair in self._apart_now:
+                clocks.part(pair, now, heard_s)
         for pair in self._apart_now:
             if asleep_s := max(slept_s.get(name, 0.0) for name in pair):
                 self._unheard.seconds[pair] = self._unheard.seconds.get(pair, 0.0) + asleep_s

@@ -2,8 +2,9 @@
 
 Moshpit: one averaging of a fixed vector by everybody, started within half a second. How long it takes, what it costs
 each peer in bytes beside the bound d 2 (M - 1) / M vectors, how exact it is; then the same while 1% of the peers die in
-every round. Gossip: how fast the distance to the mean shrinks, beside what the graph's spectral gap says. The machines
-are those that real peers run (dlc.comm); links, clocks and deaths are made here.
+every round. Gossip: how fast the distance to the mean shrinks, beside what the graph's spectral gap says. Membership:
+what it costs each peer while nothing changes, and how soon all know of a death. The machines are those that real peers
+run (dlc.comm); links, clocks and deaths are made here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.meetings import Call, MeetingFailed
 from dlc.comm.moshpit import Course
 from dlc.sim.meshnet import Host, MeshNet
+from dlc.sim.swim import Watch, membership
 
 NUMEL, CHUNK = 8192, 256
 """Of Moshpit's vector: a chunk for each member of a group of 32."""
@@ -188,7 +190,7 @@ def _distance(zs: Sequence[Tensor], mean: Tensor) -> float:
 # ------------------------------------------------------------------ table and plot
 
 
-def table(averaged: Sequence[Averaged], mixed: Sequence[Mixed]) -> str:
+def table(averaged: Sequence[Averaged], mixed: Sequence[Mixed], watches: Sequence[Watch]) -> str:
     lines = ["moshpit      peers  grid     died  seconds  vectors sent (bound)  control kB  largest error"]
     for a in averaged:
         grid = "x".join(map(str, a.sides))
@@ -201,6 +203,8 @@ def table(averaged: Sequence[Averaged], mixed: Sequence[Mixed]) -> str:
         lines.append(
             f"{m.graph:12} {m.n:5} {m.steps:6} {m.measured:31.4f} {m.theory:7.4f} {m.control_bytes / 1e3:18.2f}"
         )
+    lines.append("membership   peers  kB/s sent by each  seconds until all know of a death")
+    lines += [f"             {w.n:5} {w.sent_Bps / 1e3:18.2f} {w.seconds:34.1f}" for w in watches]
     return "\n".join(lines)
 
 
@@ -232,13 +236,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, too (needs dlc[plots])")
     args = parser.parse_args(words)
-    averaged, mixed, began = list[Averaged](), list[Mixed](), time.monotonic()
+    averaged, mixed, watches, began = list[Averaged](), list[Mixed](), list[Watch](), time.monotonic()
     for n in (int(word) for word in args.peers.split(",")):
         size = math.isqrt(n) if math.isqrt(n) ** 2 == n else max(2, round(math.sqrt(n)))
         averaged += [moshpit(n, size, churn, args.seed) for churn in (0.0, CHURN)]
         mixed += [gossip(graph, n, args.seed) for graph in ("ring", "exponential", "random-pairs")]
+        watches.append(membership(n, args.seed))
         print(f"{n} peers: {time.monotonic() - began:.0f} s of computing so far", flush=True)
-    print(table(averaged, mixed))
+    print(table(averaged, mixed, watches))
     if args.plot is not None:
         plot(averaged, mixed, args.plot)
     return 0

@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.entries import Part
 from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.filling import Filling
@@ -47,7 +48,7 @@ class ToyState:
 
     def __init__(self, numel: int, seed: int) -> None:
         self.theta = torch.arange(numel, dtype=torch.float32) * 0.01 + seed
-        self.m = torch.zeros(numel)
+        self.m = vectors.zeros(numel)
         self.t = 0
 
     @property

@@ -25,6 +25,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, ConfigError, DlcError
 from dlc.flat import finite
@@ -103,7 +104,7 @@ class Averaging:
         self._peer = cast(Peer, parts.peer)
         self._inner = parts.engine.inner_loop()
         self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
-        self._vector = self._view.gather(torch.empty(self._view.numel))
+        self._vector = self._view.gather(vectors.empty(self._view.numel))
         """The model after the last exchange: what steps that diverge are undone to."""
         self._scratch = torch.empty_like(self._vector)
         self._handover: Handover | None = None
@@ -165,8 +166,8 @@ class Averaging:
             pause.wait(LOOK_EVERY_S)
 
     def _take_over(self, handover: Handover) -> bool:
-        """Whether somebody gave its model; `scratch` is spoilt."""
-        t = handover.fetch(self._scratch)
+        """Whether somebody who is further gave its model; `scratch` is spoilt."""
+        t = handover.fetch(self._scratch, above=self._t)
         if t is None:
             log.warning("nobody could give its model: this peer goes on from its own, of step %d", self._t)
             return False
@@ -306,7 +307,7 @@ class Averaging:
 
     def local(self) -> Local:
         assert self._exchange is not None
-        own = {_COUNTS: torch.tensor([self._blocks, self._tokens]), **self._exchange.own()}
+        own = {_COUNTS: torch.tensor([self._blocks, self._tokens], device="cpu"), **self._exchange.own()}
         return Local(self._inner.tensors(), None, random_state(self._inner.device), own)
 
     def close(self) -> None:

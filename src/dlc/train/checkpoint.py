@@ -108,7 +108,7 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
             _fsync(path)
         _exchange(temporary, target, old)
         _fsync(target.parent)
-    except (OSError, SafetensorError) as e:
+    except (OSError, SafetensorError, ValueError) as e:  # ValueError: a config that transformers takes for invalid
         raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -119,15 +119,16 @@ def _demand_room(target: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    if not target.exists():
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a killed process, which had this number too, as in a container
+        target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+    else:
         new.rename(target)
-        return
-    target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -175,4 +176,6 @@ def bytes_tensor(data: bytes | memoryview) -> Tensor:
     owner = data.obj if isinstance(data, memoryview) else None
     if isinstance(owner, bytearray) and len(owner) == len(data):
         return torch.frombuffer(owner, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

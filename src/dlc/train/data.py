@@ -140,6 +140,8 @@ class BlockSource:
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         streams = tokenise(open_documents(place or Place(str(source))), self.tokenizer, cache)
         self._metas = (streams.train_meta, streams.held_meta)
+        self._measured = streams.held_meta if len(streams.held) >= seq_len else streams.train_meta
+        """Of the side that the validation blocks are from, as `_split` takes them."""
         if not sum(meta.text_bytes for meta in self._metas):
             raise DataError(f"the data source {source} holds no text; give a file or folder with text in it")
         self._train, self._validation = _split(streams.train, streams.held, seq_len, str(source))
@@ -158,8 +160,7 @@ class BlockSource:
     @property
     def bytes_per_token(self) -> float:
         """As `Blocks.bytes_per_token`."""
-        train, held = self._metas
-        return (held.text_bytes or train.text_bytes) / (held.tokens or train.tokens)
+        return max(1, self._measured.text_bytes) / self._measured.tokens
 
     @property
     def bytes_per_token_of_all(self) -> float:

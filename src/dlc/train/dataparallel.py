@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.filling import Filling
 from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.train.gradients import Gradients
@@ -61,7 +62,7 @@ class DataParallel:
             )
         self._parts, self._view = parts, parts.engine.view
         self._inner = parts.engine.inner_loop()
-        self._vector = self._view.gather(torch.empty(self._view.numel))
+        self._vector = self._view.gather(vectors.empty(self._view.numel))
         """theta as it was pulled; then the gradient that is offered; then theta again."""
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
         self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)

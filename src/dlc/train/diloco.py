@@ -128,7 +128,7 @@ class DiLoCo:
         """Those of them that are on their way to a round."""
         self._skipped = 0
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
-        self._follows: RemovableHandle | None = None
+        self._follows: tuple[RemovableHandle, ...] | None = None
         self._peer, self._channel = peer, channel
         self._outer = OuterLoop(
             peer,
@@ -198,13 +198,24 @@ class DiLoCo:
         owner refused.
 
         NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
-        can be offered. The parameters are the swarm's again when either is raised, so a caller may go on. SwarmClosed:
-        the peer has left. UsageError, with nothing done: `follow` was called.
+        can be offered. The parameters are the swarm's again when either is raised, so a caller may go on; after
+        NotFinite the inner optimizer's moments begin anew, while buffers (such as BatchNorm's) are the caller's to
+        reset. SwarmClosed: the peer has left. UsageError, with nothing done: `follow` was called.
+
+        A wait that something interrupted (Ctrl-C in a notebook) is taken up by the next step, before anything else.
         """
         if self._follows is not None:
             raise UsageError("after follow(), step the inner optimizer: its steps make the exchanges")
+        self._caught_up()
         self.inner.step(closure)
         return self._stepped()
+
+    def _caught_up(self, *_: object) -> None:
+        """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
+        if self._offered and not self._overlaps:
+            self._settle(wait=True)
+            if self._outer.displaced and not self._outer.resume(self._work):
+                self._steps = 0
 
     def _after_step(self, *_: object) -> None:
         self._stepped()
@@ -231,12 +242,16 @@ class DiLoCo:
         `unfollow`.
         """
         if self._follows is None:
-            self._follows = self.inner.register_step_post_hook(self._after_step)
+            self._follows = (
+                self.inner.register_step_pre_hook(self._caught_up),
+                self.inner.register_step_post_hook(self._after_step),
+            )
 
     def unfollow(self) -> None:
         """Undo `follow`; nothing is exchanged."""
         if self._follows is not None:
-            self._follows.remove()
+            for hook in self._follows:
+                hook.remove()
             self._follows = None
 
     def finish(self) -> RoundReport | None:
@@ -264,7 +279,11 @@ class DiLoCo:
         self._skipped = 0
         while self._steps:
             steps, self._steps = self._steps, 0  # dropped, if nothing can be offered
-            self._outer.offer(steps * self.weight, Work(tuple(range(steps))))
+            try:
+                self._outer.offer(steps * self.weight, Work(tuple(range(steps))))
+            except NotFinite:
+                self.inner.state.clear()  # moments that are not finite would spoil the model with the next step
+                raise
             self._steps = self._offered = steps
             if not wait:
                 return None
@@ -278,7 +297,13 @@ class DiLoCo:
         while not self._outer.wait(WAIT_SLICE_S if wait else 0.0):
             if not wait:
                 return None
-        settled = self._outer.settle(self._work)
+        try:
+            settled = self._outer.settle(self._work)
+        except BaseException:
+            log.warning("the end of a round was interrupted: inner steps that it did not count are dropped")
+            self._steps = self._offered = 0
+            self._outer.adopt()
+            raise
         self._steps = self._steps - self._offered if settled.counted else self._steps if settled.kept else 0
         self._offered = 0
         if self._outer.displaced and self._overlaps:

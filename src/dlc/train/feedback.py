@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.grid import Grid
 from dlc.errors import CheckpointError
 
@@ -33,16 +34,16 @@ class Feedback:
 
     def __init__(self, grid: Grid, parts: int = 1) -> None:
         self._grid = grid
-        self._scratch = torch.empty(min(grid.chunk_elems, grid.numel))
+        self._scratch = vectors.empty(min(grid.chunk_elems, grid.numel))
         self._spare: Tensor | None = None
         """Memory for v, while none is offered."""
-        self.residual = torch.zeros(parts * grid.numel)
+        self.residual = vectors.zeros(parts * grid.numel)
         """e: changed by `over` and `load` only."""
 
     def added(self, pieces: Iterable[Tensor], part: int = 0) -> Tensor:
         """v = d + c e, in memory that is the caller's until `over`. `pieces`: d, one after the other; each is done with
         when the next is asked for."""
-        v = self._spare if self._spare is not None else torch.empty(self._grid.numel)
+        v = self._spare if self._spare is not None else vectors.empty(self._grid.numel)
         residual, at = self._residual_of(part), 0
         for d in pieces:
             span = slice(at, at + d.numel())

@@ -19,10 +19,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ class Fragments:
         if out is None:
             if len(self) == 1:
                 return flat
-            out = torch.empty(self.packed_numel)
+            out = vectors.empty(self.packed_numel)
         end = 0
         for a, b, at in self.pieces(fragment):
             end = at + b - a

@@ -1,7 +1,8 @@
 """The strategy "moshpit": a group of a grid averages at each exchange, along another axis each time; see `dlc.Moshpit`.
 
 After as many exchanges as the grid has axes, everybody's inner steps of the first of them are in everybody's model, if
-nobody failed. Members count with equal weights.
+nobody failed. Members count with equal weights. What the codec cannot say of a peer's parameters stays in that peer's:
+otherwise each exchange would lose all inner steps below the codec's resolution, those of all peers alike.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from dlc.comm.gossip import decoded, encoded
+from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import UsageError
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
@@ -26,7 +30,7 @@ class Grids:
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         table = spec.moshpit
         self._me, self._timeout_s = peer.id, table.wait_s + EXCHANGE_S
-        self._warned = False
+        self._warned, self._codec = False, spec.codec
         self._moshpit = Moshpit(
             peer,
             NAME,
@@ -37,6 +41,8 @@ class Grids:
         )
 
     def step(self, t: int, vector: Tensor) -> Averaged:
+        before = vector.clone()
+        unsaid = before - decoded(self._grid(vector), encoded(self._grid(vector), before), torch.empty_like(before))
         try:
             report = self._moshpit.step(vector, timeout_s=self._timeout_s)
         except UsageError as error:  # fewer peers than the grid needs: there may be more of them later
@@ -45,6 +51,7 @@ class Grids:
             self._warned = True
             return Averaged(t, (), {self._me: str(error)})
         self._warned = False
+        vector.add_(unsaid.mul_(vector != before))  # but where nobody gave anything, and all of it is there still
         missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
         return Averaged(
             t=t,
@@ -55,6 +62,9 @@ class Grids:
             seconds=report.seconds,
             waiting_s=sum(group.waiting_s for group in report.rounds),
         )
+
+    def _grid(self, vector: Tensor) -> Grid:
+        return Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
 
     def own(self) -> dict[str, Tensor]:
         return {}

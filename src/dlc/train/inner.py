@@ -7,8 +7,8 @@ The learning rate is a pure function of the global step, so that a newcomer that
 on the same schedule. The optimizer's own state (Adam's moments) is local: it is not averaged and not sent.
 
 A step whose gradient is not finite is not applied, as it would spoil Adam's moments for good: `StepResult.applied` says
-so. With fp16 such a step is part of the trade: the loss is scaled up so that small gradients are not lost, by as much
-as fits, and now and then by more (`StepResult.overflow`).
+so. With fp16 the loss is scaled up so that small gradients are not lost, by as much as fits, and now and then by more:
+the same batches are then gone through again with half the scale, so that no step counts for more than it did.
 
 On CUDA a step waits for the device once, for loss and gradient norm together, before the optimizer's own work is
 queued: that and the first kernels of the next step overlap with Python.
@@ -50,13 +50,11 @@ class StepResult:
     """Before clipping."""
     applied: bool = True
     """False: the gradient was not finite and the parameters are unchanged."""
-    overflow: bool = False
-    """It was so because fp16's loss scale was too large; the scale is lower now, and the next step may fit."""
 
     @property
     def diverged(self) -> bool:
-        """The loss, or the gradient for no good reason, was not finite."""
-        return not math.isfinite(self.loss) or not (self.applied or self.overflow)
+        """The loss or the gradient was not finite."""
+        return not math.isfinite(self.loss) or not self.applied
 
 
 def learning_rate(step: int, peak: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
@@ -157,6 +155,12 @@ class InnerLoop:
 
     def weighted_step(self, parts: Sequence[tuple[Tensor, float]], step: int) -> StepResult:
         """One optimizer step on the sum over all micro-batches of weight times mean loss."""
+        result = self._try(parts, step)
+        while not result.applied and self._lower_scale() and math.isfinite(result.loss):
+            result = self._try(parts, step)
+        return result
+
+    def _try(self, parts: Sequence[tuple[Tensor, float]], step: int) -> StepResult:
         total = self._backward(parts)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -168,9 +172,10 @@ class InnerLoop:
                 for group in self.optimizer.param_groups:
                     group["lr"] = self._schedule(step)
             self.optimizer.step()
+            if self._scaler is not None:
+                self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        overflow = self._rescale(applied)
-        return StepResult(mean, sum(ids.numel() for ids, _ in parts), grad_norm, applied, overflow)
+        return StepResult(mean, sum(ids.numel() for ids, _ in parts), grad_norm, applied)
 
     def gradient(
         self, batches: Sequence[Tensor], scale: float = 1.0, at_last: Callable[[Tensor], None] | None = None
@@ -192,7 +197,7 @@ class InnerLoop:
         """Fresh gradients of the sum over all micro-batches of weight times mean loss, which is returned."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         moved = [(self._moved(ids), weight) for ids, weight in parts]
         for i, (ids, weight) in enumerate(moved, 1):
             with self._meanwhile(i == len(moved)):
@@ -222,13 +227,16 @@ class InnerLoop:
         """On the device, without waiting: a copy from memory that is not pinned waits for all work before it."""
         return (ids.pin_memory() if self.device.type == "cuda" else ids).to(self.device, non_blocking=True)
 
-    def _rescale(self, applied: bool) -> bool:
-        """Adapt fp16's loss scale after a step. True: it was too large, which explains a step that was not applied."""
+    def _lower_scale(self) -> bool:
+        """Halve fp16's loss scale, which was too large. False: it is at its least, or there is none.
+
+        By what all ranks of a site agree on, and not by what each found in its own part of the gradient.
+        """
         if self._scaler is None:
             return False
-        before = math.inf if applied else self._scaler.get_scale()
-        self._scaler.update()
-        return not applied and SCALE_MIN <= self._scaler.get_scale() < before
+        before = self._scaler.get_scale()
+        self._scaler.update(max(SCALE_MIN, before * self._scaler.get_backoff_factor()))
+        return before > SCALE_MIN
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is not None:
@@ -242,7 +250,8 @@ class InnerLoop:
         named = {f"{i}.{name}": v for i, entry in state.items() for name, v in entry.items() if isinstance(v, Tensor)}
         if self._scaler is not None:
             scaler = self._scaler.state_dict()
-            named |= {key: torch.tensor(float(scaler[field])) for key, field in _SCALER.items()}
+            values = {key: float(scaler[field]) for key, field in _SCALER.items()}
+            named |= {k: torch.tensor(v, dtype=torch.float32, device="cpu") for k, v in values.items()}
         return named
 
     def load(self, tensors: dict[str, Tensor]) -> None:

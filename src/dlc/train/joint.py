@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.grid import USUAL_ELEMS_MAX, usual_chunk_elems
 from dlc.runspec import InnerSpec, OuterSpec, RunSpec
 from dlc.train.outer import OuterState
@@ -110,7 +111,7 @@ class Squares:
     """The sum of squares of fp32 vectors, equal in bits wherever it is summed."""
 
     def __init__(self) -> None:
-        self._squares = torch.empty(NORM_ELEMENTS_MAX, dtype=torch.float32)
+        self._squares = vectors.empty(NORM_ELEMENTS_MAX)
         self._total = 0.0
 
     def add(self, vector: Tensor) -> None:

@@ -55,7 +55,9 @@ class MetricsWriter:
             line = (json.dumps(_jsonable(record), allow_nan=False) + "\n").encode()
             if self._fd is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                end = os.fstat(self._fd).st_size
+                self._line_torn = self._line_torn or (end > 0 and os.pread(self._fd, 1, end - 1) != b"\n")
             if self._line_torn:
                 line = b"\n" + line
             self._line_torn = True

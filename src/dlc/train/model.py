@@ -121,7 +121,21 @@ def save_model(model: nn.Module, folder: Path, tokenizer: Tokenizer) -> None:
             token = getattr(told, name, None)
             if rows is not None and type(token) is int and token >= rows:
                 setattr(told, name, instead)
+    _make_valid(getattr(model, "generation_config", None))
     save_model_folder(model, folder, tokenizer.save)
+
+
+def _make_valid(generation: Any) -> None:
+    """Sample, where it names a temperature or the like: `transformers` loads one that does not say so, but refuses to
+    write it once anything in it was changed."""
+    if generation is None:
+        return
+    try:
+        generation.validate(strict=True)
+    except TypeError:
+        return  # an older version, which looks only as it writes
+    except ValueError:
+        generation.do_sample = True
 
 
 def positions_of(model: nn.Module) -> int | None:

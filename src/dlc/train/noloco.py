@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
 from dlc.comm.roles import TRAINER
@@ -39,7 +40,7 @@ class Pairs:
 
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         self._peer, self._spec = peer, spec
-        self._phi = self._m = torch.empty(0)
+        self._phi = self._m = vectors.empty(0)
 
     def begin(self, vector: Tensor) -> None:
         self._phi, self._m = vector.clone(), torch.zeros_like(vector)

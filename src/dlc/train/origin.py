@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.errors import DlcError
 from dlc.flat import FlatView
 from dlc.train.outer import Lent, OuterState, pseudo_gradient
@@ -27,7 +28,7 @@ class Origin:
         self._view, self._state = view, state
         self._exact = all(t.dtype == torch.float32 for t in view.tensors)
         self._lent: Lent | None = None
-        self._rounded = None if self._exact else view.gather(torch.empty(view.numel, dtype=torch.float32))
+        self._rounded = None if self._exact else view.gather(vectors.empty(view.numel))
         """start, where it is not base."""
 
     @property
@@ -86,7 +87,7 @@ class Origin:
 
     def gather(self) -> Tensor:
         """The parameters, in memory of their own."""
-        return self._view.gather(torch.empty(self._view.numel))
+        return self._view.gather(vectors.empty(self._view.numel))
 
     def scatter(self, local: Tensor) -> Tensor:
         """Set the parameters to `local`, which then holds what they do: the same but for rounding."""

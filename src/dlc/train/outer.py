@@ -33,6 +33,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.errors import CheckpointError, ConfigError, DlcError, UsageError
 from dlc.runspec import OUTER_OPTIMIZERS, OUTER_SCHEDULES, OuterSpec
 from dlc.train.fragments import Fragments
@@ -145,7 +146,7 @@ class OuterState:
         self._theta = theta.detach().clone(memory_format=torch.contiguous_format)
         self._moments = [torch.zeros_like(self._theta) for _ in range(self._rule.n_moments)]
         self._t = t
-        self._scratch = torch.empty(min(slice_elements, self.size), dtype=torch.float32)
+        self._scratch = vectors.empty(min(slice_elements, self.size))
         self._slice = slice_elements
         self._lock = threading.Lock()
         self._torn = False
@@ -199,23 +200,23 @@ class OuterState:
     def foresee(self, t: int, g: Tensor, out: Tensor) -> bool:
         """out <- the fragment of theta after round t, if its mean were g; both packed fp32. Nothing is changed.
 
-        False: t is not the next round.
+        False: t is not the next round, or is not any more. The lock is held for a slice at a time: whoever copies the
+        image meanwhile, for a newcomer, must be heard of.
         """
-        with self._lock:
-            self._check_whole()
-            if t != self._t + 1:
-                return False
-            fragment, turn = self.fragments.of_round(t), self.fragments.turn(t)
-            lr = outer_lr(self.spec, turn)
-            with torch.no_grad():
-                for start, stop, at in self.fragments.pieces(fragment):
-                    for a in range(start, stop, self._slice):
-                        b = min(a + self._slice, stop)
-                        part = slice(at + a - start, at + b - start)
-                        moments = [moment[a:b].clone() for moment in self._moments]
-                        out[part] = self._theta[a:b]
-                        self._rule.apply(turn, lr, out[part], moments, g[part], self._scratch[: b - a])
-            return True
+        fragment, turn = self.fragments.of_round(t), self.fragments.turn(t)
+        lr = outer_lr(self.spec, turn)
+        for start, stop, at in self.fragments.pieces(fragment):
+            for a in range(start, stop, self._slice):
+                b = min(a + self._slice, stop)
+                part = slice(at + a - start, at + b - start)
+                with self._lock, torch.no_grad():
+                    self._check_whole()
+                    if t != self._t + 1:
+                        return False
+                    moments = [moment[a:b].clone() for moment in self._moments]
+                    out[part] = self._theta[a:b]
+                    self._rule.apply(turn, lr, out[part], moments, g[part], self._scratch[: b - a])
+        return True
 
     def digest(self) -> bytes:
         """BLAKE3-256 of the image: equal exactly where the outer states are."""

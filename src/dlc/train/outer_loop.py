@@ -53,6 +53,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.encoded import Encoded
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import CheckpointError, DlcError, RoundTimeout, UsageError
@@ -130,7 +131,7 @@ class OuterLoop:
         self.displaced = False
         """The parameters belong to an older base than `position`, or d is on its way and not kept: `resume` before the
         next inner step."""
-        self.state = OuterState(view.gather(torch.empty(view.numel)), outer, fragments=self._fragments)
+        self.state = OuterState(view.gather(vectors.empty(view.numel)), outer, fragments=self._fragments)
         self._origin = Origin(view, self.state)
         self._clips = outer.clip == "median"
 
@@ -355,7 +356,7 @@ class OuterLoop:
         """Offer what the hook made of d, or its fragment of the next round; the caller's d is taken."""
         fragment = self._fragments.of_round(self.position.t + 1)
         if len(self._fragments) > 1:
-            packed = self._packed if self._packed is not None else torch.empty(self._fragments.packed_numel)
+            packed = self._packed if self._packed is not None else vectors.empty(self._fragments.packed_numel)
             self._fragments.take(d, fragment, packed)
             hooked = packed if hooked is d else self._fragments.take(hooked, fragment)
             self._packed, self._spare, d = None, d, packed
@@ -522,7 +523,7 @@ class OuterLoop:
 
     def _vector(self) -> Tensor:
         """The spare one, or a new one."""
-        d = self._spare if self._spare is not None else torch.empty(self._fragments.numel)
+        d = self._spare if self._spare is not None else vectors.empty(self._fragments.numel)
         self._spare = None
         return d
 

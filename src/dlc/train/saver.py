@@ -14,8 +14,9 @@ the round. So one peer that goes on from a round's end trains on as if it had ne
 
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
 have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its
-length (`runspec.LENGTH`): that is how a run gets more rounds. Writing may fail (a full disk): that is logged, the older
-checkpoints stay, and training goes on.
+length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the round counts, whenever it was written;
+so what is of a later round than the one that is saved, hence of a history that was given up, is moved away. Writing may
+fail (a full disk): that is logged, the older checkpoints stay, and training goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, keep_last, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, file_of, list_checkpoints, meta_of, newest_first
+from dlc.train.shelf import FOLDER, NAMES, file_of, list_checkpoints, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     """The newest checkpoint that can be read and that leads to `spec`, or else of any run; damaged ones are logged and
     passed over."""
     folders = (state_dir / FOLDER).glob("*")
-    files = [path for folder in folders for path in list_checkpoints(folder)]
+    files = [path for folder in folders for path in list_checkpoints(folder, NAMES)]
     if spec is not None:
         own = folder_of(state_dir, spec)
         files = [path for path in files if path.parent == own or _same_but_length(path, spec)]
@@ -117,16 +118,13 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             continue
         if spec is None or saved.leads_to(spec):
             return saved
-        log.warning("%s is past the end of this run, and is left alone", path)
+        log.warning("%s is past the end of this run, which does not go on from it", path)
     return None
 
 
 def _same_but_length(path: Path, spec: RunSpec) -> bool:
-    """By its header alone: a checkpoint may be large, and of a run that is of no concern."""
-    try:
-        return spec.same_but_length(_spec_in(meta_of(path)))
-    except (KeyError, TypeError, ValueError, ConfigError):
-        return False
+    there = spec_of(path)
+    return there is not None and spec.same_but_length(there)
 
 
 def chosen(path: Path, spec: RunSpec | None) -> Saved:
@@ -156,10 +154,16 @@ def demand_way(saved: Saved, spec: RunSpec) -> None:
 
 
 def set_later_aside(state_dir: Path, saved: Saved, spec: RunSpec) -> Path | None:
-    """Before a run of `spec` goes on from an older checkpoint: move those of later rounds away, also those of the run
-    that `saved` is of. Returns where to, if any."""
-    folders = dict.fromkeys((folder_of(state_dir, spec), folder_of(state_dir, saved.spec)))
-    later = [path for folder in folders for path in list_checkpoints(folder) if path.name > name_of(saved.t)]
+    """Before a run of `spec` goes on from an older checkpoint: move those of later rounds away, of whatever length that
+    run was when they were written. Returns where to, if any."""
+    folders = folder_of(state_dir, spec), folder_of(state_dir, saved.spec)
+    return _move_later(state_dir, saved.t, lambda path: path.parent in folders or _same_but_length(path, spec))
+
+
+def _move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> Path | None:
+    """Move those of these checkpoints away that are of rounds after t. Returns where to, if any."""
+    found = [path for folder in (state_dir / FOLDER).glob("*") for path in list_checkpoints(folder, NAMES)]
+    later = [path for path in found if path.name > name_of(t) and concerned(path)]
     if not later:
         return None
     aside = _aside(state_dir)
@@ -233,7 +237,8 @@ class Saver:
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
-        self._folder, self._spec, self._kept = folder_of(state_dir, spec), spec, kept
+        self._state_dir, self._spec, self._kept = state_dir, spec, kept
+        self._folder = folder_of(state_dir, spec)
         self._layout, self._data = list(layout.items()), data
         self._thread: threading.Thread | None = None
         self.last: Path | None = None
@@ -271,20 +276,20 @@ class Saver:
         }
         try:
             save_checkpoint(path, tensors, meta)
-            _drop_later(self._folder, path)
-            keep_last(self._folder, self._kept)
+            # Those of later rounds are of a history that was given up: nobody must prefer them.
+            if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
+                log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
+            keep_last(self._folder, self._kept, NAMES)
         except (CheckpointError, OSError) as error:
             log.warning("%s; training goes on", error)
             return None
         self.last = path
         return path
 
-
-def _drop_later(folder: Path, newest: Path) -> None:
-    """Files of later rounds are of a history that was given up: a resume must not prefer them."""
-    for path in list_checkpoints(folder):
-        if path.name > newest.name:
-            path.unlink(missing_ok=True)
+    def _of_this_run(self, path: Path) -> bool:
+        """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what
+        was made last."""
+        return path.parent == self._folder or _same_but_length(path, self._spec)
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from blake3 import blake3
 
+from dlc.comm import vectors
 from dlc.errors import DlcError, RoundTimeout
 from dlc.handles import Checkpoint, Position
 from dlc.peer import Peer
@@ -51,7 +52,7 @@ class Served:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._spec = parts, parts.spec
         self._view = parts.engine.view
-        self._theta = self._view.gather(torch.empty(self._view.numel))
+        self._theta = self._view.gather(vectors.empty(self._view.numel))
         self._push = torch.empty_like(self._theta)
         self.inner = parts.engine.inner_loop()
         self._loader = Loader(parts.source, self._spec.inner.batch_size, pin=self.inner.device.type == "cuda")
@@ -225,7 +226,7 @@ class Served:
         return Checkpoint(b"", self._position.t, 0.0, self._position.digest, state.export())
 
     def local(self) -> Local:
-        own = {_BLOCKS: torch.tensor([self._blocks])}
+        own = {_BLOCKS: torch.tensor([self._blocks], device="cpu")}
         return Local(self.inner.tensors(), None, random_state(self._parts.engine.device), own)
 
     def close(self) -> None:

@@ -10,13 +10,16 @@ import re
 import shutil
 import struct
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dlc.errors import CheckpointError, UsageError
+from dlc.errors import CheckpointError, ConfigError, UsageError
+from dlc.runspec import RunSpec
 
-FOLDER, NAMES = "checkpoints", "t-*.safetensors"
+FOLDER, NAMES = "checkpoints", f"t-{'[0-9]' * 8}.safetensors"
+"""Folder and names of a trainer's checkpoints; what else somebody keeps beside them is not the trainer's."""
 META = "dlc_meta"
 """The caller's meta data, as JSON, in the header of a file."""
 HEADER_BYTES_MAX = 100 << 20
@@ -66,13 +69,32 @@ def model_folder(name: str | Path) -> Path | None:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """The run that was written to last comes first. Within one run the name counts, not the clock, which may jump; and
-    a copy of the folder may have been written in any order."""
-    runs: dict[Path, list[Path]] = {}
+    """The run that was written to last comes first. Within one run, of whatever length it was from time to time, the
+    round in the name counts, not the clock, which may jump; and a copy may have been written in any order."""
+    folders: dict[Path, list[Path]] = {}
     for path in paths:
-        runs.setdefault(path.parent, []).append(path)
-    by_time = sorted(runs.values(), key=lambda files: max(file.stat().st_mtime_ns for file in files), reverse=True)
-    return [path for files in by_time for path in sorted(files, reverse=True)]
+        folders.setdefault(path.parent, []).append(path)
+    runs: list[tuple[RunSpec | None, list[Path]]] = []
+    for files in folders.values():
+        spec = next((spec for file in files if (spec := spec_of(file)) is not None), None)
+        same = [known for run, known in runs if spec is not None and run is not None and spec.same_but_length(run)]
+        if same:
+            same[0].extend(files)
+        else:
+            runs.append((spec, files))
+    times = {path: path.stat().st_mtime_ns for _, files in runs for path in files}
+    by_time = sorted((files for _, files in runs), key=lambda files: max(times[file] for file in files), reverse=True)
+    return [
+        path for files in by_time for path in sorted(files, key=lambda file: (file.name, times[file]), reverse=True)
+    ]
+
+
+def spec_of(file: Path) -> RunSpec | None:
+    """The run that a checkpoint is of, by its header alone: the whole may be large. None: it does not say."""
+    try:
+        return RunSpec.from_dict(tomllib.loads(meta_of(file)["spec"]))
+    except (KeyError, TypeError, ValueError, ConfigError):
+        return None
 
 
 def model_bytes(file: Path) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from dlc.comm import vectors
 from dlc.flat import FlatView, parts_of
 from dlc.runspec import RunSpec
 from dlc.train.engine import Engine
@@ -62,7 +63,7 @@ class SiteEngine(Engine):
         if self._group.parallel == "ddp":
             return self.model
         whole = model_of(self.spec)
-        FlatView.of(whole).scatter(self.view.gather(torch.empty(self.view.numel)))
+        FlatView.of(whole).scatter(self.view.gather(vectors.empty(self.view.numel)))
         return whole
 
     def utilisation(self) -> Utilisation:
@@ -87,7 +88,7 @@ class SiteView(FlatView):
         return out
 
     def parts(self, elems: int) -> Iterator[Tensor]:
-        return parts_of(self.gather(torch.empty(self.numel)), elems)
+        return parts_of(self.gather(vectors.empty(self.numel)), elems)
 
     def scatter(self, flat: Tensor) -> None:
         with self._replica.group.together():

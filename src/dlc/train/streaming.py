@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -298,7 +299,7 @@ def _read_marks(file: Path | None) -> dict[int, Mark]:
 
 
 def _write_marks(file: Path, marks: dict[int, Mark]) -> None:
-    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps({at: asdict(mark) for at, mark in marks.items()}))

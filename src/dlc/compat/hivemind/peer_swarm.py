@@ -30,7 +30,7 @@ LOOK_S = 0.05
 """How often it is looked whether a group has begun, or a peer has told what it knows."""
 LISTEN_S = 0.2
 """How often it is looked for changes of notices and members: they are read where they lie."""
-FETCH_S = 600.0
+FETCH_S = 6 * 3600.0
 """Limit of a fetch without one of its own; a donor that is silent is noticed long before."""
 SECOND_S = 10.0
 """How long the members of a group wait for each other before a further part is averaged."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.compat.opendiloco.outer import OuterOptimizer, parameters_of, spec_of
 from dlc.compat.opendiloco.strategy import AllReduceStrategy, codec_of, patience_of, peer_of
 from dlc.compat.opendiloco.tracker import DiloCoProgressTracker, Own
@@ -263,7 +264,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     def _take_swarms(self) -> bool:
         """Join the run. True: this peer held other parameters than the swarm does."""
-        before = self._view.gather(torch.empty(self._view.numel))
+        before = self._view.gather(vectors.empty(self._view.numel))
         outer, channel = self.state_averager.optimizer, self.run_id
         resume = None
         if outer.moments:
@@ -284,7 +285,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self._diloco.follow()
         if self._diloco.t:
             self._epochs_before = 0  # of the run that lives
-        after = self._view.gather(torch.empty(self._view.numel))
+        after = self._view.gather(vectors.empty(self._view.numel))
         others = not torch.equal(before, after)
         self._samples = 0 if others else self._samples
         if self._saved is not None:

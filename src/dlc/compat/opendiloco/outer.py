@@ -121,7 +121,7 @@ class OuterOptimizer:
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         """One vector as tensors of the parameters' shapes."""
-        parts = [torch.empty(t.shape) for t in self._tensors]
+        parts = [torch.empty(t.shape, dtype=torch.float32, device="cpu") for t in self._tensors]
         unflatten_into(flat, parts)
         return parts
 
@@ -135,7 +135,7 @@ class OuterOptimizer:
                     f"the outer {name} of parameter {place} is {list(moment.shape)}, and the parameter "
                     f"{list(tensor.shape)}: it is of another model"
                 )
-            whole.append(torch.zeros(tensor.shape) if moment is None else moment)
+            whole.append(torch.zeros(tensor.shape, dtype=torch.float32) if moment is None else moment)
         return flatten_tensors(whole)
 
 

@@ -52,6 +52,11 @@ class Announced:
         """Announce this averager to the others. No process is started; the arguments change nothing."""
         if self._directory is None:
             swarm = self.dht.swarm
+            older = self.dht.averagers.get(self.prefix)
+            if older is not None and older.is_alive():
+                log.warning("another averager %r of this peer was not shut down; this one takes its place", self.prefix)
+                older.shutdown()
+            self.dht.averagers[self.prefix] = self
             self._directory = Directory(swarm, self.prefix, self._entry)
             self._sharing = Sharing(swarm, self.prefix, self._directory, self._pack_state)
 
@@ -67,6 +72,8 @@ class Announced:
     def shutdown(self) -> None:
         """Be no averager any more; the DHT goes on. Idempotent."""
         if self._directory is not None and self._sharing is not None and self.is_alive():
+            if self.dht.averagers.get(self.prefix) is self:
+                del self.dht.averagers[self.prefix]
             self._sharing.close()
             try:
                 self._directory.close()

@@ -26,6 +26,7 @@ from torch import Tensor
 from dlc.comm.meetings import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.announced import Announced, check_bits, infos_of
+from dlc.compat.hivemind.averaging.carry import carry, same_bits
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
 from dlc.compat.hivemind.averaging.directory import Entry, schema_of
 from dlc.compat.hivemind.averaging.rotation import rotated
@@ -279,9 +280,9 @@ class DecentralizedAverager(Announced):
             for (old, codec), (mean, _) in zip(before, means, strict=True):
                 many = [tensors[i] for i in self._of[codec]]
                 if self._averaging_alpha != 1.0:
-                    mean = old + self._averaging_alpha * (mean - old)
+                    mean = torch.where(old.isfinite(), old + self._averaging_alpha * (mean - old), mean)
                 now = flatten_tensors(many)
-                unflatten_into(mean if torch.equal(now, old) else now.add_(mean - old), many)
+                unflatten_into(mean if same_bits(now, old) else carry(now, old, mean), many)
             self.last_updated = get_dht_time()
 
 

@@ -105,6 +105,8 @@ class DHT:
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
         self._swarm, self._log = p2p, log
         self._closed = False
+        self.averagers: dict[str, Any] = {}
+        """By prefix, those that are not shut down: a peer has one."""
         if start:
             self.run_in_background()
 

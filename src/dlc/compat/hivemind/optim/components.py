@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Components:
     """Parameters of the optimizer: the same, or copies of them."""
     versions: list[int]
     """Of the parameters of the model, when they were last equal to the copies."""
+    shown: list[Tensor]
+    """What the model was set from, while a step in the background may bring the copies further; else empty."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -39,27 +41,70 @@ class Components:
         for main, copy in zip(self.main, self.optimized, strict=True):
             main.copy_(copy)
         self.versions[:] = _versions(self.main)
+        if self.shown:
+            self._show()
+
+    def hold(self) -> None:
+        """Before a step in the background: remember what the model was set from, until `release`."""
+        if self.main is not self.optimized and not self.shown:
+            self._show()
+
+    def release(self) -> None:
+        """There is no step in the background any more, and the model is as the copies are."""
+        self.shown.clear()
+
+    def _show(self) -> None:
+        each = zip(self.main, self.optimized, strict=True)
+        self.shown[:] = [copy.detach().to(main.dtype, copy=True) for main, copy in each]
 
     @property
-    def changed(self) -> bool:
-        """The program has changed the model, by a checkpoint, say; what it does by way of `.data` is not seen."""
+    def written(self) -> bool:
+        """The program has written to the model, whatever it was."""
         return self.main is not self.optimized and self.versions != _versions(self.main)
 
+    def changed(self) -> bool:
+        """The program has changed values of the model, by a checkpoint, say, or a limit; what it does by way of `.data`
+        is not seen. What it wrote without a change is forgotten."""
+        if not self.written:
+            return False
+        if any(where is not None for where in self.changes()):
+            return True
+        self.versions[:] = _versions(self.main)
+        return False
+
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Copies <- what the program has changed of the model."""
-        if self.changed:
-            for main, copy, before in zip(self.main, self.optimized, self.versions, strict=True):
-                if main._version != before:
-                    copy.copy_(main)
+    def changes(self, whole: bool = False) -> list[Tensor | None]:
+        """Of each parameter, where the program has changed it; None: nowhere. whole: all of it, if it wrote there."""
+        if self.main is self.optimized:
+            return [None] * len(self.main)
+        each = zip(self.main, self.shown or self.optimized, self.versions, strict=True)
+        return [None if main._version == before else _differ(main, shown, whole) for main, shown, before in each]
+
+    @property
+    def current(self) -> tuple[Tensor, ...]:
+        """The copies, but with values of the model where the program has changed those."""
+        each = zip(self.main, self.optimized, self.changes(), strict=True)
+        return tuple(copy if where is None else _merged(main, copy, where) for main, copy, where in each)
+
+    @torch.no_grad()
+    def take(self, changes: Iterable[Tensor | None]) -> None:
+        """Copies <- the model, where it was changed."""
+        for main, copy, where in zip(self.main, self.optimized, changes, strict=True):
+            if where is not None:
+                copy.copy_(_merged(main, copy, where))
+
+    def take_over(self, whole: bool = False) -> None:
+        """Copies <- what the program has changed of the model; whole: as of `changes`."""
+        if self.written:
+            self.take(self.changes(whole))
             self.versions[:] = _versions(self.main)
 
     @torch.no_grad()
     def load_gradients(self) -> None:
         """Gradients of the copies <- those of the model."""
         for main, copy in zip(self.main, self.optimized, strict=True):
-            if main.grad is not None:
-                copy.grad = main.grad.detach().to(copy.device, copy.dtype, copy=True)
+            grad = main.grad  # None: the optimizer leaves it out, whatever the batch before had
+            copy.grad = None if grad is None else grad.detach().to(copy.device, copy.dtype, copy=True)
 
     @torch.no_grad()
     def zero_main_gradients(self, set_to_none: bool) -> None:
@@ -76,8 +121,9 @@ def build(
     scheduler: LRScheduler | Callable[..., LRScheduler] | None,
     initialize_optimizer: bool | None,
     offload: bool,
+    averaged: Sequence[str] = (),
 ) -> Components:
-    """UsageError: arguments that do not go together."""
+    """averaged: names of statistics that must be tensors. UsageError: arguments that do not go together."""
     made_here = not isinstance(optimizer, Optimizer)
     if made_here and (not callable(optimizer) or params is None):
         raise UsageError(f"an optimizer is made of params: {HOW}")
@@ -95,16 +141,31 @@ def build(
     else:
         rest = iter(optimized)
         opt = optimizer([{**group, "params": [next(rest) for _ in group["params"]]} for group in groups])
-    if initialize_optimizer or (initialize_optimizer is None and not opt.state):
-        initialize(opt)
+    if initialize_optimizer is not False:
+        initialize(opt, averaged)
     sched = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(opt)
     if sched is not None and sched.optimizer is not opt:
         raise UsageError("the scheduler is of another optimizer")
-    return Components(opt, sched, main, optimized, _versions(main))
+    return Components(opt, sched, main, optimized, _versions(main), [])
 
 
 def _versions(params: Iterable[Tensor]) -> list[int]:
     return [param._version for param in params]
+
+
+def _differ(main: Tensor, shown: Tensor, whole: bool) -> Tensor | None:
+    """Where the values differ, on the device of `shown`; None: nowhere. NaN is the same as itself here."""
+    now = main.detach().to(shown.device)
+    if whole:
+        return torch.ones_like(now, dtype=torch.bool)
+    then = shown.to(now.dtype)
+    where = (now != then) & ~(now.isnan() & then.isnan())
+    return where if where.any() else None
+
+
+@torch.no_grad()
+def _merged(main: Tensor, copy: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, main.to(copy.device, copy.dtype), copy)
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -104,15 +104,15 @@ class GradientAverager(DecentralizedAverager):
         weight: default the number of samples. reset_accumulators: the sums begin anew. control: of `schedule_step`.
         timeout: seconds; other arguments as of `DecentralizedAverager.step`. AllreduceException: there was no mean.
         """
-        if control is None:
-            control = self.schedule_step(timeout=timeout, **kwargs)
-        elif kwargs:
+        if control is not None and kwargs:
             raise UsageError(f"{', '.join(kwargs)}: give this to schedule_step, where the group is looked for")
-        if control.triggered:
+        if control is not None and control.triggered:
             raise UsageError("this StepControl was used already")
         if self._averages_unused and self.warn:
             log.warning("the averages of the last round were not used")
         self.load_accumulators_into_averager_()
+        if control is None:  # after the copy, which takes its time in a large model: the timeout is for the others
+            control = self.schedule_step(timeout=timeout, **kwargs)
         self._sums_used = self._averages_unused = True
         control.weight = self.local_samples_accumulated if weight is None else weight
         if reset_accumulators:

@@ -161,6 +161,10 @@ class Optimizer(TorchFace):
         self._step_supports_amp_scaling = reuse_grad_buffers
         self._lost = False
         """An average in the background has failed: the parameters are not those of the others."""
+        self._met: frozenset[str] = frozenset()
+        """Peers in the last average of gradients."""
+        self._given_up: frozenset[str] = frozenset()
+        """Peers that came to no average, and are not known to train: they are not waited for again."""
         self._number_rounds()
 
     # ---------------------------------------------------------------- a step
@@ -218,13 +222,16 @@ class Optimizer(TorchFace):
         """Average what is to be averaged, step, and begin the next epoch."""
         epoch, state = self.local_epoch, self.state_averager
         with self.tracker.pause_updates():
-            others = self.tracker.global_progress.num_peers > (0 if self.auxiliary else 1)
-            trigger: Callable[[], None] | None = None
             if self.grad_averager is not None:
                 state.step(wait_for_delayed_updates=self.delay_optimizer_step)
+            others = self.tracker.global_progress.num_peers > (0 if self.auxiliary else 1)
+            unheard = frozenset() if others else self._unheard(epoch)
+            others = others or bool(unheard)
+            trigger: Callable[[], None] | None = None
+            if self.grad_averager is not None:
                 self.grad_averager.announce(round=epoch)
                 control = self._begin_gradients(self.grad_averager, scaler, others)
-                finish = partial(self._finish_gradients, self.grad_averager, control, epoch)
+                finish = partial(self._finish_gradients, self.grad_averager, control, epoch, unheard)
                 if self.delay_grad_averaging and not self.auxiliary:
                     trigger = finish
                 elif not self._try(finish):
@@ -266,16 +273,30 @@ class Optimizer(TorchFace):
         )
         return control
 
-    def _finish_gradients(self, averager: GradientAverager, control: StepControl | None, epoch: int) -> None:
-        """Give the average to the optimizer. What it raises stops the step; in the background, this peer is lost."""
+    def _finish_gradients(
+        self, averager: GradientAverager, control: StepControl | None, epoch: int, unheard: frozenset[str]
+    ) -> None:
+        """Give the average to the optimizer. What it raises stops the step; in the background, this peer is lost.
+
+        In the background the epoch is counted already: where only those did not come who are still not known to train,
+        the step is made with this peer's own gradients, which lie where the average would be.
+        """
+        group: dict[Any, Any] = {}
         try:
             if control is not None:
                 group = self._result(control, epoch)
                 log.log(self.status_loglevel, "averaged the gradients of %d peers", len(group))
-        except BaseException:
-            self._lost = self.delay_grad_averaging
-            self._tell_priority()
-            raise
+        except BaseException as error:
+            alone = bool(unheard) and control is not None and self._nobody_came(control, error)
+            if alone:
+                self._given_up |= unheard
+                names = ", ".join(sorted(peer[:8] for peer in unheard))
+                log.warning("%s did not come to average, nor report samples: no longer waited for", names)
+            if not (alone and self.delay_grad_averaging) or self._somebody_trains(epoch):
+                self._lost = self.delay_grad_averaging
+                self._tell_priority()
+                raise
+        self._met = frozenset(map(str, group)) - {self.dht.swarm.id}
         with averager.get_tensors() as averaged, torch.no_grad():
             for param, average in zip(self.state_averager.parts.optimized, averaged, strict=True):
                 if param.grad is None or param.grad.shape != average.shape:
@@ -283,6 +304,12 @@ class Optimizer(TorchFace):
                 param.grad.copy_(average)
         averager.notify_used_averaged_gradients()
         averager.announce(averaged=epoch)
+
+    @staticmethod
+    def _nobody_came(control: StepControl, error: BaseException) -> bool:
+        """Whether the average failed since there was no group."""
+        failed = isinstance(error, DlcError) and not isinstance(error, SwarmClosed | UsageError)
+        return failed and not control.cancelled() and not control.began_allreduce
 
     def _result(self, control: StepControl, epoch: int) -> dict[Any, Any]:
         """Of the average, unless it waits for others who have made the epoch already."""
@@ -313,6 +340,23 @@ class Optimizer(TorchFace):
         return True
 
     # ---------------------------------------------------------------- in step with the others
+
+    def _unheard(self, epoch: int) -> frozenset[str]:
+        """Who is in this epoch, or was in the last average, where nobody is known to have reported samples: they may
+        have begun just now, and notices take their time.
+
+        Each is waited for once, as long as matchmaking takes: it may never train, but give its state or look on.
+        """
+        if self.auxiliary or self.grad_averager is None:
+            return frozenset()
+        averager = self.grad_averager
+        here = averager.directory.expected(averager.get_group_bits(), epoch)
+        here |= self._met & averager.directory.others().keys()
+        return here - {self.dht.swarm.id} - self._given_up
+
+    def _somebody_trains(self, epoch: int) -> bool:
+        """Whether another peer is known to train by now, or to have made the epoch."""
+        return self.tracker.global_progress.num_peers > 1 or self._missed(epoch)
 
     def _out_of_step(self) -> bool:
         """Whether others have made an epoch without this peer."""

@@ -13,23 +13,50 @@ from dlc.errors import UsageError
 
 INDEX = "__tensor__"
 """Key of what stands in place of a tensor."""
+BUFFER = "momentum_buffer"
+"""A statistic of SGD."""
+BEGINS = {"step": 0.0, "mu_product": 1.0}
+"""What is not as it was before the first step, though the gradients were zero: Adam's steps, NAdam's product."""
 
 
-def initialize(opt: Optimizer) -> None:
-    """Make the state that the first step would make: a step with gradients of zero, whose other effects are undone."""
+def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
+    """Make the state that the first step would begin with, so that it can be averaged and given to others.
+
+    What a parameter has already stays. averaged: names of statistics that must be tensors. SGD with momentum *and*
+    dampening takes the first gradient whole, by having no buffer yet; a buffer that is averaged begins as zero, and the
+    first gradient is dampened, too.
+    """
     params = _params(opt)
-    grads, values = [p.grad for p in params], [p.detach().clone() for p in params]
+    new = [param for param in params if param not in opt.state]
+    if not new:
+        return
+    grads, values = [p.grad for p in params], [p.detach().clone() for p in new]
+    decays = [(group, group["weight_decay"]) for group in opt.param_groups if "weight_decay" in group]
     for param in params:
+        param.grad = None
+    for param in new:
         param.grad = torch.zeros_like(param)
-    opt.step()
-    with torch.no_grad():
-        for param, grad, value in zip(params, grads, values, strict=True):
+    for group, _ in decays:
+        group["weight_decay"] = 0.0  # it would be in the statistics
+    try:
+        opt.step()
+    finally:
+        for group, decay in decays:
+            group["weight_decay"] = decay
+        for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-            param.copy_(value)  # weight decay has moved it
-    for state in opt.state.values():
-        for name, value in state.items():
-            if name == "step":  # of Adam: the steps to come count, this one does not
-                state[name] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
+        with torch.no_grad():
+            for param, value in zip(new, values, strict=True):
+                param.copy_(value)
+    made = set(new)
+    for group in opt.param_groups:
+        begins = {**BEGINS, "eta": float(group.get("lr", 0.0))}  # of ASGD
+        for state in (opt.state[param] for param in group["params"] if param in made and param in opt.state):
+            for name in begins.keys() & state.keys():
+                value, begin = state[name], begins[name]
+                state[name] = torch.full_like(value, begin) if isinstance(value, Tensor) else type(value)(begin)
+            if group.get("dampening") and BUFFER in state and BUFFER not in averaged:
+                state[BUFFER] = None
 
 
 def dump(opt: Optimizer) -> tuple[Any, list[Tensor]]:

@@ -9,6 +9,7 @@ Offloaded, the optimizer works on fp32 copies in host memory, and the model's pa
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
+from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
@@ -85,8 +87,12 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **kwargs: Any,
     ) -> None:
-        self.parts: Components = build(optimizer, params, scheduler, initialize_optimizer, offload_optimizer)
+        self.parts: Components = build(
+            optimizer, params, scheduler, initialize_optimizer, offload_optimizer, average_opt_statistics
+        )
         self.optimizer, self.scheduler = self.parts.optimizer, self.parts.scheduler
+        self._began: Any = copy.deepcopy((self._hyperparameters(), self.scheduler and self.scheduler.state_dict()))
+        """Options and schedule as they were made, for an earlier epoch: a schedule only goes forward."""
         self.main_parameters = self.parts.main
         self.parameter_names = tuple(parameter_names or range(len(self.main_parameters)))
         self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
@@ -98,6 +104,8 @@ class TrainingStateAverager(DecentralizedAverager):
         self.lock_optimizer = threading.RLock()
         """Whoever reads or changes parameters and statistics holds it, so that a donor never gives half a step."""
         self._updates: list[Update] = []
+        self._told = False
+        """That the program changes the model while updates are on their way: once, it may do so with every step."""
         self.last_error: DlcError | None = None
         """Of the last round that failed."""
         averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self._local_tensors()]
@@ -126,7 +134,11 @@ class TrainingStateAverager(DecentralizedAverager):
         set_to_none: bool = True,
         averaging_opts: dict[str, Any] | None = None,
     ) -> None:
-        """What the flags say, in their order. A round that fails is logged, and leaves everything as it was."""
+        """What the flags say, in their order. A round that fails is logged, and leaves everything as it was.
+
+        What the program has changed in the model since the last step of an offloaded optimizer counts, value by value:
+        what was on its way in the background is waited for, and changes only the others.
+        """
         delay_averaging = delay_optimizer_step if delay_averaging is None else delay_averaging
         work = optimizer_step or zero_grad or averaging_round
         self._check_flags(delay_optimizer_step, delay_averaging, averaging_round, averaging_opts, averaging_control)
@@ -135,10 +147,11 @@ class TrainingStateAverager(DecentralizedAverager):
         if wait_for_delayed_updates is None:
             keeps_local_steps = self.delta_rule_averaging and not delay_optimizer_step
             wait_for_delayed_updates = averaging_round or (work and not keeps_local_steps)
-        if wait_for_delayed_updates:
+        changed = self.parts.changed()
+        if wait_for_delayed_updates or changed:
             self.wait_for_delayed_updates()
-        if apply_delayed_updates:
-            self._apply_finished()
+        if apply_delayed_updates or changed:
+            self._apply_finished(changed)
         self._take_over()
         if increment_epoch:
             self.local_epoch += 1
@@ -172,6 +185,9 @@ class TrainingStateAverager(DecentralizedAverager):
             self._apply(update)
         if delay_optimizer_step or (averaging_round and delay_averaging):
             later = both if delay_optimizer_step else average
+            if update.owes_step:
+                with self.lock_optimizer:
+                    self.parts.hold()
             update.future = in_background(lambda: self._guard(later), "update")
             self._updates.append(update)
 
@@ -222,14 +238,14 @@ class TrainingStateAverager(DecentralizedAverager):
         self, update: Update, control: StepControl | None, opts: dict[str, Any], number: int, epoch: int
     ) -> None:
         began = time.perf_counter()
-        if control is None or control.triggered or control.done():
-            control = self.schedule_step(gather=epoch, **opts)
-            control.number = number
         with self.lock_optimizer, torch.no_grad(), self.get_tensors() as averaged:
             for average, local in zip(averaged, self._local_tensors(), strict=True):
                 average.copy_(local)
             if self.delta_rule_averaging:
                 update.before = [average.clone() for average in averaged]
+        if control is None or control.triggered or control.done():  # after the copy: its patience is for the others
+            control = self.schedule_step(gather=epoch, **opts)
+            control.number = number
         self.delay_before_averaging.update(1, time.perf_counter() - began)
         control.allow_allreduce()
         gathered = control.result()
@@ -240,35 +256,51 @@ class TrainingStateAverager(DecentralizedAverager):
             self.local_epoch = max([self.local_epoch, *(e for e in gathered.values() if isinstance(e, int))])
             self._update_scheduler()
 
-    def _apply_finished(self) -> None:
+    def _apply_finished(self, changed: bool, whole: bool = False) -> None:
+        """changed: the program has changed the model; whole: it has loaded it, so that no mean is of it any more."""
+        if changed and self._updates and not self._told:
+            self._told = True
+            log.warning(
+                "%s: the program has changed the model while an update was on its way; what it changed stays",
+                self.prefix,
+            )
         for update in [update for update in self._updates if update.done]:
             self._updates.remove(update)
             if update.future is not None:
                 update.future.result()  # an error of the optimizer itself
-            self._apply(update)
+            if changed and whole:
+                update.averaged = []
+            self._apply(update, whole)
+        if not any(update.owes_step for update in self._updates):
+            with self.lock_optimizer:
+                self.parts.release()
 
-    def _take_over(self) -> None:
+    def _take_over(self, whole: bool = False) -> None:
         """Of a model that the program has changed, unless the copies are worked with now."""
         if not self._updates:
             with self.lock_optimizer:
-                self.parts.take_over()
+                self.parts.take_over(whole)
 
-    def _apply(self, update: Update) -> None:
-        """Bring what was done into the model."""
+    def _apply(self, update: Update, whole: bool = False) -> None:
+        """Bring what was done into the model, but for what the program has changed there."""
+        if not (update.stepped or update.averaged):
+            return
         with self.lock_optimizer, torch.no_grad():
+            changes = self.parts.changes(whole)
             if update.averaged:
                 for i, (local, mean) in enumerate(zip(self._local_tensors(), update.averaged, strict=True)):
                     if update.before:
-                        local.add_((mean - update.before[i]).to(local.device, local.dtype))
+                        carry(local, update.before[i], mean)
                     else:
                         local.copy_(mean)
-            if self.offload_optimizer and (update.stepped or update.averaged):
+            if self.offload_optimizer:
+                self.parts.take(changes)
                 self.parts.apply()
 
     def _update_scheduler(self) -> None:
         """Bring the schedule to `local_epoch`."""
         if self.scheduler is not None:
-            while self.scheduler._step_count <= self.local_epoch:
+            while _steps_of(self.scheduler) <= self.local_epoch:
                 self.scheduler.step()
 
     # ---------------------------------------------------------------- tensors
@@ -295,11 +327,11 @@ class TrainingStateAverager(DecentralizedAverager):
         for update in list(self._updates):
             if update.future is not None and update.owes_step and not update.stepped:
                 update.future.exception()  # waits; its epoch is counted already
-        self._take_over()
         with self.lock_optimizer, torch.no_grad():
             state, statistics = dump(self.optimizer)
-            own = [*self.parts.optimized, *self.extra_tensors]
-            tensors = [t.detach().cpu().clone() for t in own]
+            pairs = zip(self.parts.current, self.parts.optimized, strict=True)
+            params = [now.detach().to("cpu", own.dtype, copy=True) for now, own in pairs]
+            tensors = [*params, *(t.detach().cpu().clone() for t in self.extra_tensors)]
             metadata = {
                 "epoch": self.local_epoch,
                 "group_bits": self.get_group_bits(),
@@ -338,18 +370,19 @@ class TrainingStateAverager(DecentralizedAverager):
     def restore(self, state: dict[str, Any], epoch: int) -> None:
         """Take back what the optimizer's `state_dict` gave in that epoch, and bring the schedule there.
 
-        What is still done in the background counts first, unless the program has loaded another model meanwhile.
+        What is still done in the background counts first, but for a model that the program has loaded meanwhile.
         """
         self.wait_for_delayed_updates()
-        if self.parts.changed:
-            self._updates.clear()
-        self._apply_finished()
-        self._take_over()
+        self._apply_finished(self.parts.written, whole=True)  # loaded, though it may be what was there
+        self._take_over(whole=True)
         with self.lock_optimizer:
             own = self._hyperparameters()
             self.optimizer.load_state_dict(state)
             self.local_epoch = epoch
-            if self.scheduler is not None and self.scheduler._step_count <= epoch:
+            if self.scheduler is not None and _steps_of(self.scheduler) > epoch + 1:
+                own, schedule = copy.deepcopy(self._began)
+                self.scheduler.load_state_dict(schedule)
+            if self.scheduler is not None and _steps_of(self.scheduler) <= epoch:
                 self._catch_up(own)
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -371,6 +404,14 @@ class TrainingStateAverager(DecentralizedAverager):
             raise UsageError("after a delayed optimizer step the averaging is delayed, too")
         if not round_ and (opts or control is not None):
             raise UsageError("averaging_opts and averaging_control are for steps with averaging_round=True")
+
+
+def _steps_of(scheduler: Any) -> int:
+    """How often it was stepped, its making included; `SequentialLR` and `ChainedScheduler` do not count that."""
+    for name, before in (("_step_count", 0), ("last_epoch", 1)):
+        if hasattr(scheduler, name):
+            return int(getattr(scheduler, name)) + before
+    return _steps_of(scheduler._schedulers[0])  # all that are chained are stepped together
 
 
 __all__ = ["GradScaler", "TrainingStateAverager"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
+from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.optim.optimizer_state import dump, initialize, load
 from dlc.compat.hivemind.utils.background import in_background
@@ -37,7 +38,7 @@ class TrainingAverager(DecentralizedAverager):
         **kwargs: Any,
     ) -> None:
         if initialize_optimizer:
-            initialize(opt)
+            initialize(opt, average_opt_statistics)
         self.opt, self.extra_tensors, self.local_step = opt, tuple(extra_tensors), 0
         self.opt_statistics = tuple(average_opt_statistics)
         self.average_parameters, self.average_gradients = average_parameters, average_gradients
@@ -68,7 +69,7 @@ class TrainingAverager(DecentralizedAverager):
             with lock, self.get_tensors() as averaged:
                 for i, (tensor, average) in enumerate(zip(tensors, averaged, strict=True)):
                     if before:
-                        tensor.add_((average - before[i]).to(tensor.device, tensor.dtype))
+                        carry(tensor, before[i], average)
                     else:
                         tensor.copy_(average)
             self.local_step += 1

@@ -1,0 +1,25 @@
+"""What a caller changed while a mean was on its way, brought over to the mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def carry(local: Tensor, before: Tensor, mean: Tensor) -> Tensor:
+    """local += mean - before, in place; where `before` is not finite, local = mean. Returns `local`.
+
+    `local` may be of another dtype and device. A contribution with NaN or Inf is refused, and the mean is that of the
+    others: by the sum alone its sender would stay as it is for ever.
+    """
+    finite = before.isfinite()
+    if finite.all():
+        return local.add_((mean - before).to(local.device, local.dtype))
+    moved = local + (mean - before).to(local.device, local.dtype)
+    return local.copy_(torch.where(finite.to(local.device), moved, mean.to(local.device, local.dtype)))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of two fp32 tensors: NaN is the same as itself here."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
