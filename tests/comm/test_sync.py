@@ -21,6 +21,7 @@ from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
 from dlc.comm.images import PIECE_BYTES, PIECES_MAX, Image, PieceLimits
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
+from dlc.comm.log import HISTORY_ROUNDS_MAX
 from dlc.comm.sync import IMAGE_BYTES_MAX
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import CheckpointError
@@ -261,7 +262,8 @@ def until(world: World, condition: Callable[[], object], limit_s: float = 60.0) 
 class Wire:
     """Hears all that is sent from now on; keeps back pieces while `closed`, as a stalled connection does."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, stalls: type = msg.Piece) -> None:
+        self._stalls = stalls
         self.heard: list[tuple[str, str, Any]] = []
         """(source, target, message)."""
         self.closed = False
@@ -271,7 +273,7 @@ class Wire:
 
     def _carried(self, source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
         self.heard.append((source, target, args[-1]))
-        if self.closed and isinstance(args[-1], msg.Piece):
+        if self.closed and isinstance(args[-1], self._stalls):
             self._waiting.append((source, target, deliver, *args))
         else:
             self._carry(source, target, deliver, *args, bulk=bulk)
@@ -417,13 +419,54 @@ def test_a_sleeper_catches_up_by_steps_or_by_an_image(history_bytes: int) -> Non
     assert (wire.answers(sleeper, msg.Offer) > 0) == (history_bytes == 100)
 
 
+def voter_without_state(world: World) -> tuple[Process, Callable[[], None]]:
+    """A helper that was given a vote before it attached its state, as by programs that build their model after they
+    joined; and what attaches it. Rounds go on without it."""
+    attach = world._attach
+    world._attach = lambda process, *args: world.act(process, process.node.tick)  # type: ignore[method-assign]
+    late = world.start(Host(f"p{len(world.hosts)}", "helper"), ("sim:p0",))
+    until(world, lambda: late.voter in late.node.log.state.electorate)
+    return late, lambda: attach(late, TRAIN, None)
+
+
+def test_an_offer_of_a_head_that_the_taker_has_passed_is_taken() -> None:
+    world = swarm(1, inner_s=2.0)
+    late, attach = voter_without_state(world)
+    wire = Wire(world, stalls=msg.Offer)
+    wire.closed = True
+    attach()
+    until(world, lambda: wire.answers(late, msg.Offer))
+    depth = late.node.log.state.depth
+    until(world, lambda: late.node.log.state.depth > depth)
+    wire.open()
+    wire.closed = True
+    until(world, lambda: synced(late))
+    wire.open()
+    agree(world, world.running())
+
+
+def test_what_follows_an_image_is_kept_by_its_taker_until_it_has_come() -> None:
+    world = swarm(1, inner_s=0.3)
+    late, attach = voter_without_state(world)
+    wire = Wire(world)
+    attach()
+    until(world, lambda: staged(late) >= 4)
+    wire.closed, begun = True, depth_of(world)
+    until(world, lambda: late.node.log.state.depth > begun + HISTORY_ROUNDS_MAX)
+    wire.open()
+    until(world, lambda: synced(late))
+    assert wire.answers(late, msg.Offer) == 1
+    until(world, lambda: len(late.node.log.past) <= HISTORY_ROUNDS_MAX)
+    agree(world, world.running())
+
+
 def test_an_answer_holds_few_steps_and_the_rest_follows() -> None:
     """What a taker will need is kept beyond the usual eight entries, and given in several answers."""
     world = swarm(2, inner_s=0.3)
     donor = world.running()[0]
     log = donor.node.log
     head, depth = log.head, log.state.depth
-    log.pin(head)
+    log.pin("given", head)
     donor.node.sync.donations.tick = lambda: None  # type: ignore[method-assign]
     until(world, lambda: log.state.depth > depth + 20)
     past = log.after(head)
@@ -433,7 +476,7 @@ def test_an_answer_holds_few_steps_and_the_rest_follows() -> None:
     donor.node.sync.donations.receive_request(asker, msg.SyncReq(head, depth, False, ()))
     (effect,) = donor.node.ctx.out
     assert len(effect.message.steps) == STEPS_MAX  # type: ignore[union-attr]
-    log.pin(b"")
+    log.pin("given", b"")
     assert len(log.past) <= 8
 
 

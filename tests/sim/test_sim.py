@@ -213,6 +213,8 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (7485, 2, 10, FAULTS),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
+        # each of the two voters held the first state that the other lacked: neither offered anything, as it lacked one
+        (679032434, 2, 8, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

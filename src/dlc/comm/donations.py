@@ -133,7 +133,7 @@ class Donations:
         self._work()
         snapshot = self._snapshot
         fetched = snapshot is not None and any(self._in_use(self._images[key]) for key in snapshot.images)
-        self.log.pin(snapshot.state.head if snapshot is not None and fetched else b"")
+        self.log.pin("given", snapshot.state.head if snapshot is not None and fetched else b"")
 
     def _work(self) -> None:
         """Hash a few pieces that an offer waits for, or copy a few; send the offers that are complete."""
@@ -157,13 +157,20 @@ class Donations:
             steps = tuple(Step(p.entry, p.hashes) for p in past[:STEPS_MAX])
             self.ctx.send(sender, Steps(m.head, steps))
             return
-        if self.log.head == EMPTY or not self.log.synced or (past is not None and not m.snapshot):
+        if self.log.head == EMPTY or not self._of_use(m) or (past is not None and not m.snapshot):
             self.ctx.send(sender, NoOffer(self.log.head))
             return
         if len(self._pending) >= PENDING_MAX and sender not in self._pending:
             return
         self._pending[sender] = self._snapshot_for(m)
         self._work()
+
+    def _of_use(self, m: SyncReq) -> bool:
+        """Each of two peers may hold what the other lacks: who lacks a state gives the others. But to nobody who would
+        leave a state of its own behind for a head at which I have none to give."""
+        lacking = self.log.lacking()
+        later = self.log.after(m.head)
+        return not lacking or (later is not None and not any(p.entry.channel in lacking for p in later))
 
     def _snapshot_for(self, m: SyncReq) -> Snapshot:
         """The one that is being fetched just now, if the asker can use it, or else one of this moment."""

@@ -84,7 +84,7 @@ class Log:
     """Told the channel whose state is about to move."""
     at_length: AtLength = lambda work, size_bytes: work()
     """See `Context`: what is done to states goes through it."""
-    pinned: bytes = b""
+    pinned: dict[str, bytes] = field(default_factory=dict)
     """See `pin`."""
 
     @property
@@ -95,6 +95,10 @@ class Log:
     def synced(self) -> bool:
         """Every attached channel that the run has opened is in step here."""
         return all(a.synced or not self.is_open(name) for name, a in self.attached.items())
+
+    def lacking(self) -> set[str]:
+        """Attached channels that the run has opened, and whose state is not in step here."""
+        return {name for name, a in self.attached.items() if not a.synced and self.is_open(name)}
 
     def is_open(self, channel: str) -> bool:
         known = self.state.channel(channel)
@@ -143,10 +147,12 @@ class Log:
         self._trim()
 
     def follow(self, channel: str, later: Sequence[Past]) -> None:
-        """Bring a state that was restored at an older head up to mine by the rounds kept since."""
+        """Bring a state that was restored at an older head up to mine by the entries kept since."""
         attached = self.attached[channel]
         for past in later:
-            if attached.synced and past.entry.kind == ROUND and past.entry.channel == channel:
+            if past.entry.channel == channel and past.entry.kind == OPEN:
+                attached.synced = attached.digest == past.entry.digest
+            elif past.entry.channel == channel and past.entry.kind == ROUND and attached.synced:
                 self._step(attached, past.entry, past.results)
 
     def _step(self, attached: Attached, entry: Entry, results: tuple[Result, ...]) -> None:
@@ -187,16 +193,18 @@ class Log:
                 return list(self.past)[index:]
         return None
 
-    def pin(self, head: bytes) -> None:
-        """Keep what follows this head for longer: somebody fetches the state that stands there. b"": nobody does."""
-        if head != self.pinned:
-            self.pinned = head
+    def pin(self, use: str, head: bytes) -> None:
+        """Keep what follows this head for longer, for this use: a state that stands there is being fetched, and what
+        came since is applied to it. b"": none is."""
+        if head != self.pinned.get(use, b""):
+            self.pinned[use] = head
             self._trim()
 
     @property
     def holds_pinned(self) -> bool:
         """The history is longer than usual on behalf of somebody."""
-        return any(p.entry.parent == self.pinned for p in self.past)
+        pinned = set(self.pinned.values())
+        return any(p.entry.parent in pinned for p in self.past)
 
     def _trim(self) -> None:
         total = sum(p.payload_bytes for p in self.past)

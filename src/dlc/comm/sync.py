@@ -49,6 +49,8 @@ ASK_AGAIN_S = 1.0
 OFFER_S = 60.0
 """An offer that comes later than this after the question is not waited for: a donor hashes 1 GB in about 2 s."""
 IMAGE_BYTES_MAX = 1 << 38
+TAKEN = "taken"
+"""Use of the log's pin: entries are kept from the first question on, as the answer may be of that head."""
 BAD_IMAGES_MAX = 64
 """Images remembered as bad; more of them than this are tried again."""
 
@@ -97,7 +99,10 @@ class Sync:
     def tick(self) -> None:
         now = self.ctx.now
         self.donations.tick()
-        if self._staged and not (self._unsynced() or greater_alive(self.ctx, self.log)):
+        unsynced = self._unsynced()
+        if not unsynced and self._download is None:
+            self.log.pin(TAKEN, b"")
+        if self._staged and not (unsynced or greater_alive(self.ctx, self.log)):
             self._staged = {}
         if self._download is not None:
             self._download.verify()
@@ -162,10 +167,7 @@ class Sync:
         if not (ahead or image or hint):
             return
         if not ahead and image:
-            head = self.log.head
-            at_my_head = [r for r in alive_records(self.ctx) if key_of(r) == self.log.state.key and r.synced]
-            at_my_head.sort(key=lambda r: not any(told_digest(r, head, c) for c in lacking))  # who says it holds one
-            ahead = [r.voter for r in at_my_head]
+            ahead = self._holders(lacking)
         if hint is not None and hint != self.ctx.me:
             ahead.insert(0, hint)
         if not ahead:
@@ -173,6 +175,8 @@ class Sync:
         # Turn by turn among the best few, so that one silent donor is not asked for ever.
         best = ahead if self.first_states else ahead[:3]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
+        if image and self.log.after(self.log.pinned.get(TAKEN, b"")) is None:
+            self.log.pin(TAKEN, self.log.head)
         self._asked_at = self._heard_at = self.ctx.now
         self._asked = {v: at for v, at in self._asked.items() if at > self.ctx.now - OFFER_S} | {
             self.donor: self.ctx.now
@@ -180,6 +184,16 @@ class Sync:
         state = self.log.state
         wanted = tuple(self.first_states.values())
         self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY, wanted))
+
+    def _holders(self, lacking: list[str]) -> list[Voter]:
+        """Who may hold a state that I lack, at my head or at one that the entries kept here follow: those first who say
+        that they do."""
+        head, recent = self.log.head, {past.entry.parent for past in self.log.past}
+        near = [r for r in alive_records(self.ctx) if r.head == head or r.head in recent]
+        says = {r.voter: any(told_digest(r, r.head, c) for c in lacking) for r in near}
+        near = [r for r in near if r.synced or says[r.voter]]
+        near.sort(key=lambda r: (not says[r.voter], r.head != head))
+        return [r.voter for r in near]
 
     def _awaiting(self) -> bool:
         """Somebody was asked just now: the answer is on the way, or it was of no use."""
@@ -273,10 +287,12 @@ class Sync:
         self._finish_if_complete()
 
     def _of_use(self, m: Offer) -> bool:
-        """Its history is greater than mine, or the same where I lack a state that it has."""
-        key, mine = m.state.key, self.log.state.key
-        if key != mine:
-            return key > mine
+        """Its history is greater than mine, or the same where I lack a state that it has; or mine has gone on since I
+        asked, by entries that I can apply to that state."""
+        if m.state.key > self.log.state.key:
+            return True
+        if self.log.after(m.state.head) is None:
+            return False
         offered = {i.channel: i.digest for i in m.images}
         if not any(channel in offered for channel in self._unsynced()):
             return False
@@ -297,7 +313,7 @@ class Sync:
         attached = self.log.attached.get(image.channel)
         if attached is None or attached.misfit or attached.digest == image.digest:
             return False
-        if offer.state.key == self.log.state.key and attached.synced and self.log.is_open(image.channel):
+        if offer.state.key <= self.log.state.key and attached.synced and self.log.is_open(image.channel):
             return False  # one of us is wrong, which its digest shows in a round; others of its images may be of use
         return self._opened(offer, image.channel) or self.first_states.get(image.channel) == image.digest
 

@@ -108,10 +108,11 @@ class Waits:
         return None
 
     def _held_here(self) -> bool:
-        """Of each channel that is not in step here, somebody at this head or beyond it says that it holds the state."""
-        lacking = {c for c, a in self.log.attached.items() if not a.synced and self.log.is_open(c)}
+        """Of each channel that is not in step here, somebody says that it holds the state, at this head, beyond it or a
+        few entries before it."""
+        lacking, recent = self.log.lacking(), {past.entry.parent for past in self.log.past}
         for record in alive_records(self.ctx):
-            if record.synced and key_of(record) >= self.log.state.key:
+            if key_of(record) >= self.log.state.key or record.head in recent:
                 told = {state.channel for state in record.states}
                 lacking -= lacking if len(told) == STATES_MAX else told  # a record may not have room for all
         return not lacking
