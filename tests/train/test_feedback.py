@@ -168,8 +168,8 @@ class Model:
 
     @property
     def residual(self) -> Tensor:
-        assert self.loop.residual is not None
-        return self.loop.residual
+        assert self.loop.outgoing.residual is not None
+        return self.loop.outgoing.residual
 
     def local(self) -> Tensor:
         return FlatView.of(self.model).gather(torch.empty(NUMEL))
@@ -178,7 +178,7 @@ class Model:
 def test_other_codecs_keep_nothing() -> None:
     m = Model("fp16")
     m.step()
-    assert m.offer() and m.settle() and m.loop.residual is None
+    assert m.offer() and m.settle() and m.loop.outgoing.residual is None
 
 
 @each_codec
@@ -425,7 +425,7 @@ def trained(codec: str, rounds: int, keep: bool = True, dtype: torch.dtype = tor
         opt.step()
         opt.zero_grad()
         if not keep:
-            opt._outer.load_residual(None)
+            opt._outer.outgoing.load_residual(None)
     return model.loss() / Quadratic().loss()
 
 

@@ -14,7 +14,8 @@ from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
 from dlc.train.offers import NotFinite, Work
-from dlc.train.outer_loop import Hook, OuterLoop
+from dlc.train.outer_loop import OuterLoop
+from dlc.train.outgoing import Hook
 from tests.train.fake_peer import FakePeer
 
 STEP = 2.0**-6

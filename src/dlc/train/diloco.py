@@ -45,7 +45,8 @@ from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
 from dlc.train.offers import NotFinite, Work
 from dlc.train.outer import OuterState
-from dlc.train.outer_loop import WAIT_SLICE_S, Hook, OuterLoop
+from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
+from dlc.train.outgoing import Hook
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)
@@ -331,7 +332,7 @@ class DiLoCo:
             "inner": self.inner.state_dict() if inner else None,
             "inner_step": self._skipped + self.inner_step,
             "t": self.t,
-            "residual": self._outer.residual,
+            "residual": self._outer.outgoing.residual,
         }
         if outer:
             frozen = self._peer.checkpoint(self._channel)
@@ -351,7 +352,7 @@ class DiLoCo:
         CheckpointError, with nothing changed: its residual, or the parameters, are of another model.
         """
         residual, local = state.get("residual"), state.get("local")
-        self._outer.check_residual(residual)
+        self._outer.outgoing.check_residual(residual)
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
             self._outer.take_up(local)
             self._steps, self._skipped = int(state["steps"]), 0
@@ -360,7 +361,7 @@ class DiLoCo:
             self._skipped = min(inner_step, self._period - 1)
             if lost := int(state.get("steps", inner_step)):
                 log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
-        self._outer.load_residual(residual)
+        self._outer.outgoing.load_residual(residual)
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
 

@@ -29,13 +29,11 @@ of their own, until it is their turn.
 Either holds only as long as the lease still names the blocks that the work was trained on: otherwise somebody else
 trains them now, and it is dropped.
 
-With a codec that asks for it (`Codec.feedback`), what is offered is d and what encoding lost of earlier offers; see
-`feedback`. d itself is as before: that residual is no part of the model, and settles with the round that counted it.
-
 Parameters of fewer bits than fp32 hold a rounded theta. d is measured from what they did hold, not from theta, so the
 rounding is no part of it and theta serves as the master copy.
 
-A `hook` may change what is offered of d (mask it, clip it, add noise), never d itself: all of d counts as delivered.
+What is sent of d, after the caller's hook and with what encoding lost of earlier offers, is `outgoing`'s matter; d
+itself is as before, and all of it counts as delivered.
 
 Without overlap, and with the whole model in each round, what is offered is all that a round holds of d. It is measured,
 looked at and encoded part by part; after that the parameters may change, the offer does not. base is theta's own
@@ -48,7 +46,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -59,26 +57,19 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import CheckpointError, DlcError, RoundTimeout, UsageError
 from dlc.flat import FlatView, finite, parts_of
 from dlc.runspec import OuterSpec
-from dlc.train.feedback import Feedback
 from dlc.train.fragments import Fragments
-from dlc.train.offers import NotFinite, Offer, Overlay, Settled, Work, norm_of, share_of
+from dlc.train.offers import NotFinite, Offer, Overlay, Settled, Work, share_of
 from dlc.train.origin import Origin
 from dlc.train.outer import OuterState
+from dlc.train.outgoing import NOT_FINITE, Hook, Outgoing
 from dlc.train.swarm import Position, TrainPeer
 
 POLL_S = 0.2
 """Between two looks whether a round passed without us: short against a round, long against the cost of looking."""
 WAIT_SLICE_S = 0.1
 """How long a stop can go unnoticed while waiting for a round."""
-
-
 PART_ELEMS = 1 << 18
 """Of d that are measured and encoded at a time: 1 MiB of fp32, which a second-level cache holds."""
-NOT_FINITE = "the inner steps ended in values that are not finite; the swarm's model was loaded again"
-
-
-Hook = Callable[[Tensor], Tensor]
-"""From d (fp32, 1-D, on the CPU; a copy, which it may change) to what is offered in its place, of the same form."""
 
 
 class OuterLoop:
@@ -124,7 +115,7 @@ class OuterLoop:
         self._leased = False
         self._poll_at = -math.inf
         self._offer: Offer | None = None
-        self._feedback: Feedback | None = None
+        self._outgoing: Outgoing | None = None
         self._missed = False
         """No round counted the last offer, and base is older than `position`: if no step comes between, the same d is
         offered again, bit for bit."""
@@ -153,38 +144,24 @@ class OuterLoop:
     ) -> Position:
         """Attach the state to the channel and load the swarm's theta into the model; blocks until both are done.
 
-        `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `load_residual`.
+        `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `Outgoing`.
         """
         chunk_elems = chunk_elems or usual_chunk_elems(self.state.numel)
         self._leased = lease_len > 0
-        self._grid = grid = Grid(self.state.numel, chunk_elems, codec)
-        self._feedback = Feedback(grid, len(self._fragments)) if grid.coder.feedback else None
-        self.load_residual(residual)
+        grid = Grid(self.state.numel, chunk_elems, codec)
+        self._outgoing = Outgoing(grid, len(self._fragments), self._hook, self._clips)
+        self._outgoing.load_residual(residual)
         self._peer.open(
             self._channel, self.state, codec=codec, chunk_elems=chunk_elems, lease_len=lease_len, timeout_s=timeout_s
         )
         return self.adopt()
 
     @property
-    def residual(self) -> Tensor | None:
-        """What encoding lost of the contributions so far, which the next one makes up for: part of a checkpoint.
-
-        None: the codec needs none. The next round changes it in place.
-        """
-        return self._feedback.residual if self._feedback is not None else None
-
-    def load_residual(self, residual: Tensor | None) -> None:
-        """Take back what `residual` gave; None is zero, and a codec without feedback has no use for any.
-
-        CheckpointError: it is of another model, or not finite.
-        """
-        if self._feedback is not None:
-            self._feedback.load(residual)
-
-    def check_residual(self, residual: Tensor | None) -> None:
-        """Raise what `load_residual` would."""
-        if self._feedback is not None and residual is not None:
-            self._feedback.check(residual)
+    def outgoing(self) -> Outgoing:
+        """What is sent of the pseudo-gradients, and what encoding lost of them."""
+        if self._outgoing is None:
+            raise DlcError("the channel is not open yet")
+        return self._outgoing
 
     def local(self) -> Tensor | None:
         """A copy of the parameters, as far as the inner steps made them, to go on from elsewhere with `take_up`. None
@@ -289,7 +266,7 @@ class OuterLoop:
             self.adopt()
             return False
         try:
-            hooked = self._hooked(d)
+            hooked = self.outgoing.hooked(d)
         except BaseException:
             self._spare = d
             self.adopt()
@@ -303,13 +280,11 @@ class OuterLoop:
         if not self._stands(self._peer.position(self._channel), work):
             self.adopt()
             return False
-        norms: list[float] = []
         try:
-            sent = self._made_of(self._seen(self._parts(), norms))
+            sent, norm = self.outgoing.streamed(self._parts())
         except BaseException:
             self.adopt()
             raise
-        norm = math.sqrt(math.fsum(n * n for n in norms)) if isinstance(sent, Encoded) else self._norm(sent)
         self.displaced = True
         self._origin.spend(by=lambda: self._peer.counts(self._channel))
         self._send(None, sent, 0, norm, weight, work)
@@ -322,35 +297,7 @@ class OuterLoop:
         d = self._measure()
         if not finite(d):
             raise NotFinite(NOT_FINITE)
-        return parts_of(self._hooked(d), PART_ELEMS)
-
-    def _seen(self, parts: Iterable[Tensor], norms: list[float]) -> Iterator[Tensor]:
-        """The same, each found to be finite; with their norms, where these are told."""
-        for part in parts:
-            if not finite(part):
-                raise NotFinite(NOT_FINITE)
-            if self._clips:
-                norms.append(norm_of(part))
-            yield part
-
-    def _made_of(self, parts: Iterable[Tensor]) -> Tensor | Encoded:
-        """What is sent of that, in memory of its own."""
-        return Encoded(self._grid, parts) if self._feedback is None else self._feedback.added(parts)
-
-    def _norm(self, sent: Tensor) -> float:
-        return norm_of(sent) if self._clips else 0.0
-
-    def _hooked(self, d: Tensor) -> Tensor:
-        """What is offered of d, before the residual is added; d itself without a hook."""
-        if self._hook is None:
-            return d
-        made = self._hook(d.clone())
-        if not isinstance(made, Tensor) or made.dtype != d.dtype or made.shape != d.shape or made.device != d.device:
-            what = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else repr(made)
-            raise UsageError(f"the pseudo_gradient_hook must return float32 [{d.numel()}] on the CPU, not {what}")
-        if not finite(made):
-            raise UsageError("the pseudo_gradient_hook returned NaN or Inf; nothing was offered")
-        return made.detach().contiguous()
+        return parts_of(self.outgoing.hooked(d), PART_ELEMS)
 
     def _contribute(self, d: Tensor, hooked: Tensor, weight: float, work: Work) -> None:
         """Offer what the hook made of d, or its fragment of the next round; the caller's d is taken."""
@@ -360,8 +307,8 @@ class OuterLoop:
             self._fragments.take(d, fragment, packed)
             hooked = packed if hooked is d else self._fragments.take(hooked, fragment)
             self._packed, self._spare, d = None, d, packed
-        sent = self._feedback.added((hooked,), fragment) if self._feedback is not None else hooked
-        self._send(d, sent, fragment, self._norm(sent), weight, work)
+        sent, norm = self.outgoing.whole(hooked, fragment)
+        self._send(d, sent, fragment, norm, weight, work)
         if self._eager:
             self._foresee(fragment, hooked)
 
@@ -418,12 +365,12 @@ class OuterLoop:
         if not finite(d):
             self._spare = d
             raise NotFinite("the inner steps since the offer ended in values that are not finite")
-        hooked, stands = self._hooked(d), self._stands(self._peer.position(self._channel), work)
+        hooked, stands = self.outgoing.hooked(d), self._stands(self._peer.position(self._channel), work)
         if not self._peer.withdraw(self._channel):
             self._spare = d
             return True
         before, self._offer = self._offer, None
-        self._deliver(before.sent)
+        self.outgoing.over(before.sent)
         self._done_with(before)
         if stands:
             self._contribute(d, hooked, weight, work)
@@ -463,7 +410,7 @@ class OuterLoop:
         offer, self._offer = self._offer, None
         pending, offered = offer.pending, offer.work
         report, counted = pending.report, pending.counted
-        self._deliver(offer.sent, pending.included if counted else (), offer.fragment)
+        self.outgoing.over(offer.sent, pending.included if counted else (), offer.fragment)
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
@@ -493,11 +440,6 @@ class OuterLoop:
             if not kept:
                 self.adopt()
         return Settled(report, counted, kept)
-
-    def _deliver(self, sent: Tensor | Encoded, included: Sequence[bool] = (), fragment: int = 0) -> None:
-        """It is over, and these chunks of a round have it in them."""
-        if self._feedback is not None and isinstance(sent, Tensor):
-            self._feedback.over(sent, included, fragment)
 
     def _go_on(self, offer: Offer, rest: Work) -> bool:
         """From the theta that has the offer in it; as `_replant`."""

@@ -102,7 +102,7 @@ class Rounds:
 
     def local(self) -> Local:
         rng = random_state(self._parts.engine.device)
-        return Local(self.phases.inner.tensors(), self.outer.residual, rng)
+        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng)
 
     def close(self) -> None:
         self.phases.close()

@@ -5,7 +5,7 @@
     log      the peer's log, as bytes       (Peer.checkpoint)
     image    outer state: theta, moments    (OuterState.export)
     inner.*  the inner optimizer's state, local to this peer
-    residual what encoding lost of this peer's contributions; only with a codec that keeps it (OuterLoop.residual)
+    residual what encoding lost of this peer's contributions; only with a codec that keeps it (Outgoing.residual)
     own.*    what a strategy without a common state keeps of this peer (Strategy.local)
     rng.*    the random state of this peer's inner steps (rng.random_state)
 
