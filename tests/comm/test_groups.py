@@ -230,8 +230,12 @@ def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
     assert isinstance(alone.end, MeetingFailed)
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2, 0.3, 0.6])
 @pytest.mark.parametrize("key", "abcdef")
-def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_first_one(key: str) -> None:
+def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_first_one(
+    key: str, gap_s: float
+) -> None:
+    """It is invited by its first wish, and declines, before its second one is known to those who invite it."""
     net = MeshNet(15, latency_s=(0.1, 0.1001))
     hosts = net.add(3)
     first = Caller(net, hosts[0], 0, key=key, least=2)
@@ -239,6 +243,7 @@ def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_
     others = [Caller(net, host, i, key=key, least=2) for i, host in enumerate(hosts[1:], 1)]
     net.run(0.05)
     net.act(hosts[0], lambda mesh, now: mesh.give_up(key, now))
+    net.run(gap_s)
     again = Caller(net, hosts[0], 0, key=key, least=2)
     net.until(lambda: ended([again, *others]))
     assert first.out.isnan().all() and all(len(c.outcome.included) == 3 for c in (again, *others))

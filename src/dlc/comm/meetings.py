@@ -1,7 +1,8 @@
 """How a group comes to be, without a master: those who wait with one key find each other on the board.
 
     Wish on the board ──> the first in rank of those who wait: Invite ──> Accept ──> Begin ──> groups.py
-                                                               └──> Decline: it is in another group already
+                                                               └──> Decline: it is in another group already,
+                                                                    or has given up, and may wait anew
 
 Everyone who waits shows a `Wish` under the group's key. The rank is a hash of key and peer, so all agree who is first
 as far as they see the same wishes; it invites, once
@@ -158,6 +159,8 @@ class Meeting:
         self._shunned: dict[Voter, float] = {}
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
+        self._gone: dict[Voter, int] = {}
+        """Wishes whose owners have given them up, by their nonces; the board may still show them."""
         to = call.expected if isinstance(call.expected, tuple) and not call.target else None
         board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
 
@@ -173,6 +176,8 @@ class Meeting:
             wish = _wish_of(posted.value)
             if wish is None or wish.grid != self.wish.grid:
                 self._misfits.add(voter.peer)
+                continue
+            if self._gone.get(voter) == wish.nonce:
                 continue
             self._ends[voter] = self.ground.running_s + posted.until - LINGER_S - self.ground.now
             found[voter] = wish
@@ -295,7 +300,7 @@ class Meeting:
         if isinstance(state, Forming):
             self._cancel(state, state.wishes)
         elif isinstance(state, Accepted):
-            self.ground.send(state.leader, Decline(self.call.key, state.nonce))
+            self.ground.send(state.leader, Decline(self.call.key, state.nonce, gone=True))
 
     def next_deadline(self) -> float:
         """Waiting has but one exact deadline, that of the lonely: for the rest the node's usual ticks are often enough,
@@ -379,14 +384,14 @@ class Meeting:
     def receive_invite(self, sender: Voter, m: Invite) -> None:
         state = self._state
         if m.wish != self.wish.nonce:
-            self.ground.send(sender, Decline(m.key, m.nonce))
+            self.ground.send(sender, Decline(m.key, m.nonce, gone=True))
         elif isinstance(state, Accepted):
             if (state.leader, state.nonce) != (sender, m.nonce):
-                self.ground.send(sender, Decline(m.key, m.nonce))
+                self.ground.send(sender, Decline(m.key, m.nonce, gone=False))
             else:
                 self.ground.send(sender, Accept(m.key, m.nonce, self.call.gather))
         elif isinstance(state, Forming) and self._rank(sender) > self._rank(self.ground.me):
-            self.ground.send(sender, Decline(m.key, m.nonce))
+            self.ground.send(sender, Decline(m.key, m.nonce, gone=False))
         else:
             if isinstance(state, Forming):
                 self._cancel(state, state.wishes)
@@ -413,10 +418,15 @@ class Meeting:
             if wish is not None and wish.nonce != state.wishes[sender].nonce:
                 state.wishes[sender] = wish  # it waits anew: what it declines is for a call that it has given up
                 self.ground.send(sender, Invite(self.call.key, state.nonce, wish.nonce))
-                return
-            state.declined.add(sender)
-            state.accepted.pop(sender, None)
-            self._form(state)
+            elif m.gone:
+                self._gone[sender] = state.wishes[sender].nonce
+                self._state = None  # it may be worth waiting for its next wish
+                self._cancel(state, state.wishes)
+                self._look()
+            else:
+                state.declined.add(sender)
+                state.accepted.pop(sender, None)
+                self._form(state)
 
     def receive_cancel(self, sender: Voter, m: Cancel) -> None:
         state = self._state

@@ -139,7 +139,7 @@ class Mesh:
         if meeting is not None:
             meeting.receive_invite(sender, m)
         else:
-            self.ground.send(sender, mm.Decline(m.key, m.nonce))
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, gone=True))
 
     def _begin(self, sender: Voter, m: mm.Begin) -> None:
         if (m.key, m.nonce) in self._groups:

@@ -131,6 +131,8 @@ class Accept:
 class Decline:
     key: str
     nonce: int
+    gone: bool
+    """What was invited waits no longer; perhaps its peer waits anew, which is told with another wish."""
 
 
 @dataclass(frozen=True, slots=True)
