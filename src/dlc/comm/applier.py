@@ -162,6 +162,7 @@ class Applier:
     def diverged(self, channel: str, digest: bytes) -> None:
         self.log.attached[channel].synced = False
         self.log.attached[channel].passed.clear()
+        self.sync.donations.doubt(channel)
         self.ctx.record_due = True
         self.ctx.notify(DigestMismatch(channel, self.log.state.round_of(channel)))
         self.sync.start()

@@ -20,7 +20,7 @@ from dlc.comm.entries import EMPTY, LogState
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import Voter
 from dlc.comm.images import PIECE_BYTES, Image, PieceLimits
-from dlc.comm.log import Log
+from dlc.comm.log import Log, Past
 from dlc.comm.messages import Fetch, ImageOffer, NoOffer, NoPiece, Offer, Piece, PieceReq, Step, Steps, SyncReq
 
 __all__ = ["PIECE_BYTES", "Donations"]
@@ -67,6 +67,11 @@ class Donations:
         digest = self.log.attached[channel].digest
         if (channel, digest) not in self._images:
             self._make(channel, digest)
+
+    def doubt(self, channel: str) -> None:
+        """The state of this channel here has been found to be another than the swarm's: no image of it is given."""
+        for key in [key for key in self._images if key[0] == channel]:
+            self._give_up(key)
 
     def kept(self, channel: str, digest: bytes) -> bytearray | None:
         """A copy of a first state that was set aside here."""
@@ -152,12 +157,13 @@ class Donations:
     # ---------------------------------------------------------------- requests
 
     def receive_request(self, sender: Voter, m: SyncReq) -> None:
-        past = None if m.snapshot else self.log.after(m.head)
-        if past:
-            steps = tuple(Step(p.entry, p.hashes) for p in past[:STEPS_MAX])
+        later = self.log.after(m.head)
+        if later and (not m.snapshot or self._costs(later)):
+            steps = tuple(Step(p.entry, p.hashes) for p in later[:STEPS_MAX])
             self.ctx.send(sender, Steps(m.head, steps))
             return
-        if self.log.head == EMPTY or not self._of_use(m) or (past is not None and not m.snapshot):
+        nothing = later is None and bool(self.log.lacking())
+        if self.log.head == EMPTY or nothing or (later is not None and not m.snapshot):
             self.ctx.send(sender, NoOffer(self.log.head))
             return
         if len(self._pending) >= PENDING_MAX and sender not in self._pending:
@@ -165,12 +171,11 @@ class Donations:
         self._pending[sender] = self._snapshot_for(m)
         self._work()
 
-    def _of_use(self, m: SyncReq) -> bool:
-        """Each of two peers may hold what the other lacks: who lacks a state gives the others. But to nobody who would
-        leave a state of its own behind for a head at which I have none to give."""
-        lacking = self.log.lacking()
-        later = self.log.after(m.head)
-        return not lacking or (later is not None and not any(p.entry.channel in lacking for p in later))
+    def _costs(self, later: list[Past]) -> bool:
+        """Whoever jumped over these entries to my head would lose a state that it may hold there, and that I have none
+        of. Each of two peers may hold what the other lacks: entry by entry they come together."""
+        moved = {past.entry.channel for past in later}
+        return any(self.log.is_open(channel) and not self.log.servable(channel) for channel in moved)
 
     def _snapshot_for(self, m: SyncReq) -> Snapshot:
         """The one that is being fetched just now, if the asker can use it, or else one of this moment."""

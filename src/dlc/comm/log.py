@@ -137,7 +137,7 @@ class Log:
             attached.synced = attached.digest == entry.digest
             attached.misfit = "" if attached.synced else attached.misfit
         if entry.kind == ROUND and attached and attached.synced:
-            self._step(attached, entry, results)
+            self._step(attached, [Past(entry, hashes, results)])
         elif entry.kind == ROUND and sink is not None:
             self.at_length(lambda: sink.step(entry.t, means(entry, results)), 4 * entry.numel)
         for channel, other in self.attached.items():
@@ -149,21 +149,23 @@ class Log:
     def follow(self, channel: str, later: Sequence[Past]) -> None:
         """Bring a state that was restored at an older head up to mine by the entries kept since."""
         attached = self.attached[channel]
-        for past in later:
-            if past.entry.channel == channel and past.entry.kind == OPEN:
-                attached.synced = attached.digest == past.entry.digest
-            elif past.entry.channel == channel and past.entry.kind == ROUND and attached.synced:
-                self._step(attached, past.entry, past.results)
+        mine = [past for past in later if past.entry.channel == channel]
+        if mine and mine[0].entry.kind == OPEN:
+            attached.synced = attached.digest == mine[0].entry.digest
+        if attached.synced:
+            self._step(attached, [past for past in mine if past.entry.kind == ROUND])
 
-    def _step(self, attached: Attached, entry: Entry, results: tuple[Result, ...]) -> None:
-        """A round moves the state of its channel."""
+    def _step(self, attached: Attached, rounds: Sequence[Past]) -> None:
+        """Rounds move the state of their channel."""
 
         def work() -> None:
-            self.before_change(entry.channel)
-            attached.state.step(entry.t, means(entry, results))
+            for past in rounds:
+                self.before_change(past.entry.channel)
+                attached.state.step(past.entry.t, means(past.entry, past.results))
             _tell_digest(attached)
 
-        self.at_length(work, attached.state.image_bytes())
+        if rounds:
+            self.at_length(work, len(rounds) * attached.state.image_bytes())
 
     def install(self, state: LogState, chain: Sequence[bytes], totals: Sequence[float]) -> None:
         """Jump to a snapshot; the caller has restored the channel states that belong to it."""
@@ -210,7 +212,9 @@ class Log:
         total = sum(p.payload_bytes for p in self.past)
         while len(self.past) > 1 and total > self.history_bytes_max:
             total -= self.past.popleft().payload_bytes
-        if self.holds_pinned and len(self.past) <= HISTORY_PINNED_MAX:
+        while len(self.past) > HISTORY_PINNED_MAX:
+            self.past.popleft()
+        if self.holds_pinned:
             return
         self._thin()
         while len(self.past) > HISTORY_ROUNDS_MAX:

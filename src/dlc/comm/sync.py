@@ -15,12 +15,12 @@ conversation is `donations.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dlc.comm.context import Context
 from dlc.comm.donations import Donations
 from dlc.comm.download import Download, Staged
-from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, manifest_hash
 from dlc.comm.events import BadImage, ChannelSynced, HistoryLost, StateMisfit
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
@@ -161,7 +161,8 @@ class Sync:
         """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
         if self.busy or self._awaiting():
             return
-        ahead = [r.voter for r in greater_alive(self.ctx, self.log)]
+        greater = sorted(greater_alive(self.ctx, self.log), key=lambda r: (key_of(r), r.synced), reverse=True)
+        ahead = [r.voter for r in greater]
         lacking = self._unsynced()
         image = bool(lacking)
         if not (ahead or image or hint):
@@ -191,7 +192,8 @@ class Sync:
         head, recent = self.log.head, {past.entry.parent for past in self.log.past}
         near = [r for r in alive_records(self.ctx) if r.head == head or r.head in recent]
         says = {r.voter: any(told_digest(r, r.head, c) for c in lacking) for r in near}
-        near = [r for r in near if r.synced or says[r.voter]]
+        # No record tells of first states: whoever lacks another one may have them.
+        near = [r for r in near if r.synced or says[r.voter] or self.first_states]
         near.sort(key=lambda r: (not says[r.voter], r.head != head))
         return [r.voter for r in near]
 
@@ -269,7 +271,7 @@ class Sync:
         plausible = all(_plausible(i, self.limits) for i in wanted)
         plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
         plausible = plausible and not any((sender, i.digest) in self._bad_images for i in wanted)
-        if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m):
+        if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m, wanted):
             if sender == self.donor:
                 self.donor = None
             return
@@ -286,17 +288,19 @@ class Sync:
         self._ask_pieces()
         self._finish_if_complete()
 
-    def _of_use(self, m: Offer) -> bool:
+    def _of_use(self, m: Offer, wanted: Sequence[ImageOffer]) -> bool:
         """Its history is greater than mine, or the same where I lack a state that it has; or mine has gone on since I
         asked, by entries that I can apply to that state."""
         if m.state.key > self.log.state.key:
             return True
         if self.log.after(m.state.head) is None:
             return False
-        offered = {i.channel: i.digest for i in m.images}
-        if not any(channel in offered for channel in self._unsynced()):
+        lacking = self._unsynced()
+        proven = (i for i in m.images if self._opened(m, i.channel) and self._is_mine(i))
+        if not any(image.channel in lacking for image in (*wanted, *proven)):
             return False
         # First states of several channels may be with several peers.
+        offered = {i.channel: i.digest for i in m.images}
         return not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
@@ -315,7 +319,8 @@ class Sync:
             return False
         if offer.state.key <= self.log.state.key and attached.synced and self.log.is_open(image.channel):
             return False  # one of us is wrong, which its digest shows in a round; others of its images may be of use
-        return self._opened(offer, image.channel) or self.first_states.get(image.channel) == image.digest
+        first = self.first_states.get(image.channel) == image.digest
+        return first or self._opened(offer, image.channel) or self._opened_since(offer, image)
 
     def _ask_pieces(self) -> None:
         """Keep the windows of all donors full."""
@@ -449,6 +454,15 @@ class Sync:
     def _opened(self, offer: Offer, channel: str) -> bool:
         known = offer.state.channel(channel)
         return known is not None and known.opened
+
+    def _is_mine(self, image: ImageOffer) -> bool:
+        attached = self.log.attached.get(image.channel)
+        return attached is not None and attached.digest == image.digest
+
+    def _opened_since(self, offer: Offer, image: ImageOffer) -> bool:
+        """The entries that follow the offered head open its channel with it."""
+        later = (past.entry for past in self.log.after(offer.state.head) or ())
+        return any((e.kind, e.channel, e.digest) == (OPEN, image.channel, image.digest) for e in later)
 
     def _report_loss(self, offer: Offer) -> None:
         # A chain that does not reach back to my depth says nothing of where I stand to it.

@@ -1,0 +1,165 @@
+"""Peers that lack the state of one channel and hold that of another, and what they give each other meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dlc.comm import messages as msg
+from dlc.comm.effects import Send
+from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, LogState
+from dlc.comm.ids import Voter
+from dlc.comm.images import PieceLimits
+from dlc.comm.log import HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, Log, Past
+from dlc.sim.schedule import TRAIN
+from dlc.sim.toy import ToyState
+from dlc.sim.world import Process, World
+from tests.comm.test_sync import PIECE, swarm, synced, until
+
+ASKER = Voter("q", 1)
+
+
+def answer(donor: Process, head: bytes, depth: int, snapshot: bool = True) -> list[Any]:
+    """What this asker is sent at once, or when what it asked for is ready."""
+    donations = donor.node.sync.donations
+    donor.node.ctx.out = []
+    donations.receive_request(ASKER, msg.SyncReq(head, depth, snapshot, ()))
+    for _ in range(100):
+        donations._work()
+    return [effect.message for effect in donor.node.ctx.out]  # type: ignore[union-attr]
+
+
+def one_round_later(world: World, process: Process) -> tuple[bytes, int]:
+    """Where its log stood before its last round of training, which is the last entry."""
+    state = process.node.log.state
+    until(world, lambda: process.node.log.state.depth > state.depth and process.node.log.past[-1].entry.kind == ROUND)
+    last = process.node.log.past[-1].entry
+    return last.parent, last.depth - 1
+
+
+@pytest.mark.parametrize("never", [False, True], ids=["lacks it", "has no use for it"])
+def test_who_gives_no_state_makes_nobody_leave_its_own_behind(never: bool) -> None:
+    """Whoever jumped to its head would hold a state of one round earlier, which perhaps nobody else has."""
+    world = swarm(2)
+    donor = world.running()[0]
+    before = one_round_later(world, donor)
+    log = donor.node.log
+    assert [type(m) for m in answer(donor, *before)] == [msg.Offer]
+    log.attached[TRAIN].synced = False
+    if never:
+        del log.attached[TRAIN]
+    (steps,) = answer(donor, *before)
+    assert isinstance(steps, msg.Steps) and [s.entry.depth for s in steps.steps] == [log.state.depth]
+    (offer,) = answer(donor, log.head, log.state.depth)
+    assert isinstance(offer, msg.Offer) and not offer.images, "nothing is lost by who stands at the same head"
+
+
+def test_a_state_that_is_found_to_be_wrong_is_given_to_nobody_any_more() -> None:
+    """Who had asked for it before was offered it still, when the others had gone on, and nobody spoke against it."""
+    world = swarm(2)
+    donor = world.running()[0]
+    donations = donor.node.sync.donations
+    donations.limits = PieceLimits(PIECE, hash_pieces=1, copy_pieces=1)
+    donations.receive_request(ASKER, msg.SyncReq(EMPTY, 0, True, ()))
+    (key,) = donations._images
+    assert donations._pending
+    donor.node.ctx.out = []
+    donor.node.applier.diverged(TRAIN, b"")
+    donations.receive_piece_request(ASKER, msg.PieceReq(TRAIN, key[1], (0,)))
+    told = [type(e.message) for e in donor.node.ctx.out if isinstance(e, Send) and e.to == ASKER.peer]
+    assert told == [msg.NoOffer, msg.NoPiece] and not donations._images and not synced(donor)
+
+
+def opening(world: World, process: Process) -> Past:
+    """Let a process stand just after the opening of its channel, without the state that opened it."""
+    log = process.node.log
+    first = ToyState(world.grids[TRAIN].numel, 0).digest()
+    entry = dataclasses.replace(
+        log.past[-1].entry, kind=OPEN, parent=bytes(31) + b"1", channel=TRAIN, digest=first, manifest=b"", roster=()
+    )
+    log.past[-1] = Past(entry, (), ())
+    log.attached[TRAIN].synced = False
+    return log.past[-1]
+
+
+def offered(process: Process, past: Past, digest: bytes) -> msg.Offer:
+    """By somebody who stands before the opening."""
+    log = process.node.log
+    state = dataclasses.replace(log.state, head=past.entry.parent, depth=past.entry.depth - 1, tokens=0.0, channels=())
+    n_bytes = log.attached[TRAIN].state.image_bytes()
+    pieces = tuple(bytes(32) for _ in range(-(-n_bytes // PIECE)))
+    return msg.Offer(state, (EMPTY,), (0.0,), (msg.ImageOffer(TRAIN, digest, n_bytes, PIECE, pieces),))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_first_state_that_its_opening_has_overtaken_is_what_is_lacking_and_no_other(first: bool) -> None:
+    """It was thrown away once it had come; and another one, of no use, was asked for again and again at once."""
+    world = swarm(2, inner_s=0.2)
+    process, other = world.running()
+    past = opening(world, process)
+    sync = process.node.sync
+    sync._abandon()
+    sync._asked, sync.donor = {other.voter: world.now}, other.voter
+    process.node.ctx.out = []
+    sync.receive_offer(other.voter, offered(process, past, past.entry.digest if first else bytes(32)))
+    asked = [type(e.message) for e in process.node.ctx.out if isinstance(e, Send)]
+    assert asked == ([msg.PieceReq] if first else []) and sync.donor == (other.voter if first else None)
+
+
+def test_a_first_state_is_asked_of_those_who_lack_another_one_too() -> None:
+    """No record tells of first states, and theirs say that they are not in step."""
+    world = swarm(2)
+    one, other = world.running()
+    until(world, lambda: one.node.log.head == other.node.log.head)
+    record = next(r for r in one.node.members.records() if r.voter == other.voter)
+    one.node.members.records = lambda: [  # type: ignore[method-assign]
+        dataclasses.replace(record, head=one.node.log.head, synced=False, states=())
+    ]
+    sync = one.node.sync
+    assert sync._holders(["second"]) == []
+    sync.first_states = {"second": bytes(32)}
+    assert sync._holders(["second"]) == [other.voter]
+
+
+def test_what_one_pin_is_too_old_to_keep_is_dropped_and_no_more() -> None:
+    """One state waited for, and another given meanwhile: with the 257th entry both lost theirs."""
+    log, heads = Log(), [bytes([i % 251, 1 + i // 251]) * 16 for i in range(2 * HISTORY_PINNED_MAX)]
+    entry = Entry(CONFIG, EMPTY, 1, "", 0, (), (), (), 0, 0, "", b"", b"", 0)
+    log.pin("taken", heads[0])
+    log.pin("given", heads[240])
+    for i in range(HISTORY_PINNED_MAX + 1):
+        log.past.append(Past(dataclasses.replace(entry, parent=heads[i], depth=i + 1), (), ()))
+        log._trim()
+    assert log.after(heads[0]) is None and log.after(heads[240]) is not None
+    log.pin("given", b"")
+    assert len(log.past) == HISTORY_ROUNDS_MAX
+
+
+def test_many_rounds_that_follow_an_image_are_one_piece_of_work() -> None:
+    """Each by itself was short enough to be done while nobody was answered."""
+    world = swarm(1, inner_s=0.2)
+    log = world.running()[0].node.log
+    log.pin("given", log.head)
+    head, depth = log.head, log.state.depth
+    world.running()[0].node.sync.donations.tick = lambda: None  # type: ignore[method-assign]
+    attached = log.attached[TRAIN]
+    older = ToyState(attached.grid.numel, 0)
+    older.restore(memoryview(bytearray(attached.state.export())))
+    until(world, lambda: log.state.depth > depth + 20)
+    late = Log(state=LogState())
+    late.attached[TRAIN] = dataclasses.replace(attached, state=older, digest=older.digest(), synced=True)
+    sizes: list[int] = []
+
+    def at_length(work: Any, size_bytes: int) -> None:
+        sizes.append(size_bytes)
+        work()
+
+    late.at_length = at_length
+    later = log.after(head)
+    assert later is not None
+    late.follow(TRAIN, later)
+    rounds = sum(past.entry.kind == ROUND for past in later)
+    assert sizes == [rounds * older.image_bytes()] and rounds > 15
+    assert late.attached[TRAIN].digest == attached.digest == older.digest()
