@@ -98,6 +98,8 @@ def test_a_first_state_that_its_opening_has_overtaken_is_what_is_lacking_and_no_
     """It was thrown away once it had come; and another one, of no use, was asked for again and again at once."""
     world = swarm(2, inner_s=0.2)
     process, other = world.running()
+    log, members = process.node.log, process.node.members
+    until(world, lambda: any(r.head == log.head for r in members.records() if r.voter == other.voter))
     past = opening(world, process)
     sync = process.node.sync
     sync._abandon()
