@@ -16,7 +16,7 @@ STAMP := .venv/.installed
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv and install dlc with all its tools, at the versions of constraints.txt
+setup: $(STAMP) ## make .venv and install dlc with its tools and most extras, at the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from dlc import __version__
-from dlc.addresses import advertised
+from dlc.addresses import advertised, default_listen
 from dlc.cli import main
-from dlc.cli.join import default_listen, join_line
+from dlc.cli.join import join_line
 from dlc.cli.options import parser
 from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from dlc import collectives
+from dlc.addresses import outbound_host
 from dlc.comm import entries, waiting
+from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
@@ -256,7 +258,7 @@ def test_unreachable_address_says_what_was_tried() -> None:
 
 
 def test_wrong_key_and_missing_key_are_told_apart_from_silence() -> None:
-    with Peer.join(key=generate_run_key()) as peer:
+    with Peer.join(key=generate_run_key(), listen="127.0.0.1:0") as peer:
         with pytest.raises(WrongKeyError, match="refused our run key"):
             Peer.join([peer.address], key=generate_run_key(), join_timeout_s=JOIN_S)
         with pytest.raises(WrongKeyError, match="wants a run key"):
@@ -320,6 +322,20 @@ def test_what_holds_a_peer_can_be_neither_pickled_nor_copied_and_says_so() -> No
                 copy.deepcopy(thing)  # which asks the same methods as pickle does
         report = held[2].wait(JOIN_S)
         assert copy.deepcopy(report) == report
+
+
+def test_a_peer_with_a_key_can_be_reached_from_other_hosts_unless_all_are_on_this_one() -> None:
+    """It told everybody to dial 127.0.0.1, and whoever joined from elsewhere waited for ever."""
+    key = generate_run_key()
+    with Peer.join(key=key) as first:
+        bound = parse_address(first.address)[0]
+        assert bound == outbound_host("0.0.0.0")
+        with Peer.join([f"127.0.0.1:{parse_address(first.address)[1]}"], key=key, join_timeout_s=JOIN_S) as local:
+            assert parse_address(local.address)[0] == "127.0.0.1"
+    with Peer.join() as alone:
+        assert parse_address(alone.address)[0] == "127.0.0.1"
+    with pytest.raises(UsageError, match="beyond this machine: give the run key"):
+        Peer.join(["192.0.2.1:4600"])
 
 
 def test_taken_port_and_open_listening_without_key() -> None:

@@ -10,6 +10,7 @@ from dlc.comm.addresses import is_loopback, is_numeric, parse_address
 from dlc.errors import UsageError
 
 PEERS_MAX = 256
+LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
 
 
 def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
@@ -58,6 +59,21 @@ def check_listen(listen: str, guarded: bool) -> None:
             f"listening on {listen} needs a run key, or any stranger could join; give --key-file "
             "(`dlc key > run.key` makes one), or say --insecure on a network that you trust"
         )
+
+
+def default_listen(peers: Sequence[str], has_key: bool, insecure: bool) -> str:
+    """All interfaces where strangers are kept out, or where that was waived; else, and for local peers, loopback."""
+    hosts = [parse_address(address)[0] for address in peers]
+    if hosts and all(host == "localhost" or (is_numeric(host) and is_loopback(host)) for host in hosts):
+        return LOOPBACK
+    if has_key or insecure:
+        v6 = any(is_numeric(host) and ipaddress.ip_address(host).version == 6 for host in hosts)
+        return ALL_V6 if v6 else ALL_V4
+    if hosts:
+        raise UsageError(
+            "the peers are beyond this machine: give the run key, --key-file or key= (or --insecure, on every peer)"
+        )
+    return LOOPBACK
 
 
 def outbound_host(host: str) -> str:

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlc.addresses import addresses_of, advertised
+from dlc.addresses import addresses_of, advertised, default_listen
 from dlc.channels import has_seat
 from dlc.collectives import Collectives
 from dlc.comm.addresses import parse_address
@@ -117,7 +117,7 @@ class Peer(Unpicklable, Collectives):
         run: str | None = None,
         key: str | bytes | Path | None = None,
         spec: RunSpec | None = None,
-        listen: str = "127.0.0.1:0",
+        listen: str | None = None,
         advertise: str | None = None,
         state_dir: PeerState | Path | str | None = None,
         found: bool = False,
@@ -133,18 +133,19 @@ class Peer(Unpicklable, Collectives):
     ) -> Peer:
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
-        key: the run key (its text, its 32 bytes, or the path of its file). spec: None takes the swarm's. state_dir:
-        identity and address book; None keeps them in memory only. With `spec`, those in the book are asked beside
-        `peers`, which may be gone by now. role: "trainer"; "helper", which reduces for the others; or "observer", which
-        looks on: it has no vote, takes part in no round, and is not waited for; without `peers` it waits until somebody
-        has joined by its address, and begun the run. hold: return as soon as the RunSpec is
-        known and take a seat with `open`; otherwise return as a voter. timeouts: None takes those of the RunSpec;
-        others must be the same on every peer. log: False takes part without the replicated log, for what needs no
-        rounds of all (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and one peer alone
-        may begin; the same on all peers of a run; implied by strategies that need none. probe_links: before the first
-        round send some junk to others, 64 MiB at a time at most, to see what the link carries, and receive theirs;
-        False (for links that are paid by the byte): what it carries is learned in rounds, the first of which knows
-        nothing.
+        key: the run key (its text, its 32 bytes, or the path of its file). listen: HOST:PORT, and the port after it;
+        None is a free one: with a key (or `insecure`) on all interfaces, unless all `peers` are on this machine, else
+        on loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them in memory only.
+        With `spec`, those in the book are asked beside `peers`, which may be gone by now. role: "trainer"; "helper",
+        which reduces for the others; or "observer", which looks on: it has no vote, takes part in no round, and is not
+        waited for; without `peers` it waits until somebody has joined by its address, and begun the run. hold: return
+        as soon as the RunSpec is known and take a seat with `open`; otherwise return as a voter. timeouts: None takes
+        those of the RunSpec; others must be the same on every peer. log: False takes part without the replicated log,
+        for what needs no rounds of all (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded or voted for, and
+        one peer alone may begin; the same on all peers of a run; implied by strategies that need none. probe_links:
+        before the first round send some junk to others, 64 MiB at a time at most, to see what the link carries, and
+        receive theirs; False (for links that are paid by the byte): what it carries is learned in rounds, the first of
+        which knows nothing.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
@@ -153,6 +154,8 @@ class Peer(Unpicklable, Collectives):
         if role == OBSERVER and found and log:
             raise UsageError("an observer has no vote and founds no run: leave found away, and it waits for one")
         listed = addresses_of(peers)
+        if listen is None:
+            listen = default_listen(listed, key is not None, insecure)
         if advertise is not None:
             advertised(advertise, 0)  # before there is anything to let go
         security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None

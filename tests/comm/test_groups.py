@@ -230,13 +230,14 @@ def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
     assert isinstance(alone.end, MeetingFailed)
 
 
+@pytest.mark.parametrize("latency_s", [0.1, 0.3, 0.45])
 @pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2, 0.3, 0.6])
 @pytest.mark.parametrize("key", "abcdef")
 def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_first_one(
-    key: str, gap_s: float
+    key: str, gap_s: float, latency_s: float
 ) -> None:
     """It is invited by its first wish, and declines, before its second one is known to those who invite it."""
-    net = MeshNet(15, latency_s=(0.1, 0.1001))
+    net = MeshNet(15, latency_s=(latency_s, latency_s + 0.0001))
     hosts = net.add(3)
     first = Caller(net, hosts[0], 0, key=key, least=2)
     net.run(1.0)
@@ -247,6 +248,36 @@ def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_
     again = Caller(net, hosts[0], 0, key=key, least=2)
     net.until(lambda: ended([again, *others]))
     assert first.out.isnan().all() and all(len(c.outcome.included) == 3 for c in (again, *others))
+
+
+def test_who_gives_up_for_good_is_not_waited_for_as_long_as_patience_lasts() -> None:
+    net = MeshNet(15, latency_s=(0.1, 0.1001))
+    hosts = net.add(4)
+    Caller(net, hosts[0], 0)
+    net.run(1.0)
+    others = [Caller(net, host, i, patience_s=60.0) for i, host in enumerate(hosts[1:], 1)]
+    net.run(0.05)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up("k", now))
+    assert net.until(lambda: ended(others)) < 8.0
+    assert all(len(c.outcome.included) == 3 for c in others)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_crowd_that_divides_takes_who_is_in_another_group_for_no_reason_to_begin_anew(seed: int) -> None:
+    net = MeshNet(seed, latency_s=(0.05, 0.15))
+    formations: set[tuple[str, int]] = set()
+    for host in (hosts := net.add(64)):
+        send = host.mesh.ground.send
+
+        def noted(to: Any, message: Any, name: str = host.name, send: Any = send) -> None:
+            if isinstance(message, Invite):
+                formations.add((name, message.nonce))
+            send(to, message)
+
+        host.mesh.ground.send = noted  # type: ignore[method-assign]
+    callers = calls(net, hosts, target=16)
+    assert net.until(lambda: ended(callers)) < 9.0
+    assert all(isinstance(c.end, GroupDone) for c in callers) and len(formations) <= 8
 
 
 def test_who_comes_late_is_waited_for_but_not_beyond_the_patience_of_the_first() -> None:

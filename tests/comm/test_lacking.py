@@ -6,13 +6,17 @@ import dataclasses
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from dlc.comm import messages as msg
 from dlc.comm.effects import Send
-from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, LogState
+from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, ChannelState, Entry, LogState
+from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.images import PieceLimits
-from dlc.comm.log import HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, Log, Past
+from dlc.comm.log import HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, Attached, Log, Past
+from dlc.comm.records import STATES_MAX
+from dlc.errors import CheckpointError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import ToyState
 from dlc.sim.world import Process, World
@@ -123,6 +127,12 @@ def test_a_first_state_is_asked_of_those_who_lack_another_one_too() -> None:
     assert sync._holders(["second"]) == []
     sync.first_states = {"second": bytes(32)}
     assert sync._holders(["second"]) == [other.voter]
+    sync.first_states = {}
+    full = tuple(msg.StateDigest(f"a{i:03}", bytes(32)) for i in range(STATES_MAX))
+    one.node.members.records = lambda: [  # type: ignore[method-assign]
+        dataclasses.replace(record, head=one.node.log.head, synced=False, states=full)
+    ]
+    assert sync._holders(["second"]) == [other.voter], "its record has room for no more channels"
 
 
 def test_what_one_pin_is_too_old_to_keep_is_dropped_and_no_more() -> None:
@@ -165,3 +175,107 @@ def test_many_rounds_that_follow_an_image_are_one_piece_of_work() -> None:
     rounds = sum(past.entry.kind == ROUND for past in later)
     assert sizes == [rounds * older.image_bytes()] and rounds > 15
     assert late.attached[TRAIN].digest == attached.digest == older.digest()
+
+
+def test_rounds_before_a_channel_was_opened_are_not_of_its_state() -> None:
+    state = ToyState(8, 0)
+    log = Log()
+    log.attached["x"] = Attached(state, 0, Grid(8, 8, "fp32"), False, state.digest())
+    stateless = Entry(ROUND, EMPTY, 1, "x", 1, (), (), (), 8, 8, "fp32", b"", b"", 0)
+    opening = dataclasses.replace(stateless, kind=OPEN, t=0, digest=state.digest())
+    log.follow("x", [Past(stateless, (), ()), Past(opening, (), ())])
+    assert log.attached["x"].synced
+
+
+class Elsewhere(ToyState):
+    """Of another kind, as its image says."""
+
+    def restore(self, image: memoryview) -> None:
+        raise CheckpointError("another outer optimizer")
+
+
+class Fed:
+    """A process that is given an offer, and all of its pieces, by another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world = swarm(2, inner_s=0.5)
+        self.process, self.other = self.world.running()
+        self.log, self.sync = self.process.node.log, self.process.node.sync
+        until(self.world, lambda: self.other.node.log.head == self.log.head and self.log.state.depth > 3)
+        self.train = self.log.attached[TRAIN]
+        self.numel = self.train.grid.numel
+        monkeypatch.setattr(self.sync, "start", lambda hint=None: None)
+
+    def attach(self, channel: str, state: ToyState) -> None:
+        self.log.attached[channel] = Attached(state, 0, self.train.grid, digest=state.digest())
+
+    def offer(self, state: LogState, *states: tuple[str, ToyState]) -> None:
+        images, self._pieces = [], list[msg.Piece]()
+        for channel, given in states:
+            whole, digest = bytes(given.export()), given.digest()
+            parts = [whole[at : at + PIECE] for at in range(0, len(whole), PIECE)]
+            hashes = tuple(blake3(part).digest() for part in parts)
+            images.append(msg.ImageOffer(channel, digest, len(whole), PIECE, hashes))
+            self._pieces += [msg.Piece(channel, digest, i, part) for i, part in enumerate(parts)]
+        here = state.head == self.log.head
+        chain = tuple(self.log.chain) if here else (*self.log.chain, state.head)
+        totals = tuple(self.log.totals) if here else (*self.log.totals, state.tokens)
+        voter = self.other.voter
+        self.sync._abandon()
+        self.sync._asked, self.sync.donor = {voter: self.world.now}, voter
+        self.sync.receive_offer(voter, msg.Offer(state, chain, totals, tuple(images)))
+        assert self.sync._download is not None
+
+    def give(self) -> None:
+        for piece in self._pieces:
+            self.sync.receive_piece(self.other.voter, piece)
+        while self.sync._download is not None:
+            self.sync._download.verify()
+            self.sync._finish_if_complete()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_state_that_has_come_is_taken_though_another_channel_was_opened_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    """The other one's first state was in the offer, and not asked for: for want of it the first was thrown away."""
+    fed = Fed(monkeypatch)
+    right = fed.train.state.copy()  # type: ignore[attr-defined]
+    fed.attach("second", ToyState(fed.numel, 5))
+    fed.train.state.flip()  # type: ignore[attr-defined]
+    fed.train.digest, fed.train.synced = fed.train.state.digest(), False
+    his = ToyState(fed.numel, 9)
+    fed.log.pin("taken", fed.log.head)
+    fed.offer(fed.log.state, *((TRAIN, right), ("second", his))[::order])
+    opening = dataclasses.replace(
+        fed.log.past[-1].entry, kind=OPEN, parent=fed.log.head, depth=fed.log.state.depth + 1, channel="second", t=0,
+        roster=(), manifest=b"", digest=his.digest(), lease_len=0,
+    )  # fmt: skip
+    Log.commit(fed.log, opening, (), (), None)  # the simulation looks on, and nobody has decided this
+    fed.give()
+    assert fed.train.synced and fed.train.state.digest() == right.digest()
+    assert fed.sync._unsynced() == ["second"]
+
+
+def test_of_an_offer_that_cannot_be_taken_no_state_is_called_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is greater, and two of its states are of another kind than mine, which shows one by one: the third
+    had come to stand at its head with the first offer, and was called in step with mine by the second."""
+    fed = Fed(monkeypatch)
+    state = fed.log.state
+    newer = fed.train.state.copy()  # type: ignore[attr-defined]
+    newer.theta += 1
+    newer.t += 1
+    channels = {known.name: known for known in state.channels}
+    for name in ("x1", "x2"):
+        fed.attach(name, Elsewhere(fed.numel, 5))
+        channels[name] = ChannelState(name, bytes(32), 3, fed.numel, 8, "fp32", True, False)
+    channels[TRAIN] = dataclasses.replace(channels[TRAIN], base=b"n" * 32, t=channels[TRAIN].t + 1)
+    ahead = dataclasses.replace(
+        state, head=b"\1" * 32, depth=state.depth + 1, tokens=state.tokens + 5,
+        channels=tuple(channels[name] for name in sorted(channels)),
+    )  # fmt: skip
+    for _ in range(2):
+        fed.offer(ahead, (TRAIN, newer), ("x1", ToyState(fed.numel, 7)), ("x2", ToyState(fed.numel, 8)))
+        fed.give()
+        assert fed.log.head == state.head and not fed.train.synced
+    assert all(fed.log.attached[name].misfit for name in ("x1", "x2"))

@@ -213,6 +213,8 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (7485, 2, 10, FAULTS),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
+        # two of three slept and died, and the dying one's wrong state convicted the third by a tie
+        (755698307, 2, 8, FAULTS),
         # each of the two voters held the first state that the other lacked: neither offered anything, as it lacked one
         (679032434, 2, 8, FAULTS),
     ],

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import ipaddress
 import logging
 import os
 import queue
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlc.addresses import addresses_of, advertised, check_listen
+from dlc.addresses import addresses_of, advertised, check_listen, default_listen
 from dlc.cli import site, trackers
 from dlc.cli.document import documented
 from dlc.cli.helping import check_helped, help_out
@@ -30,7 +29,7 @@ from dlc.cli.interrupt import Interrupts
 from dlc.cli.observing import check_observed, look_on
 from dlc.cli.options import OF_TRAINERS
 from dlc.cli.places import KeptOpen, home, key_file, run_key
-from dlc.comm.addresses import is_loopback, is_numeric, parse_address
+from dlc.comm.addresses import parse_address
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
@@ -50,7 +49,6 @@ AUTO, NEVER = "auto", "never"
 """Values of --resume; any other is a path."""
 WORK = {TRAINER: "dlc.train.trainer", HELPER: "dlc.server", OBSERVER: "dlc.train.telling"}
 """By role, the module that does it."""
-LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
 
 
 def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -349,21 +347,6 @@ def _given_spec(args: argparse.Namespace) -> RunSpec | None:
 
 def _with_rounds(spec: RunSpec, rounds: int | None) -> RunSpec:
     return spec if rounds is None else dataclasses.replace(spec, rounds=rounds)
-
-
-def default_listen(peers: tuple[str, ...], has_key: bool, insecure: bool) -> str:
-    """All interfaces where strangers are kept out, or where that was waived; else, and for local peers, loopback."""
-    hosts = [parse_address(address)[0] for address in peers]
-    if hosts and all(host == "localhost" or (is_numeric(host) and is_loopback(host)) for host in hosts):
-        return LOOPBACK
-    if has_key or insecure:
-        v6 = any(is_numeric(host) and ipaddress.ip_address(host).version == 6 for host in hosts)
-        return ALL_V6 if v6 else ALL_V4
-    if hosts:
-        raise UsageError(
-            "the peers are beyond this machine: add --key-file with the run key (or --insecure, on every peer)"
-        )
-    return LOOPBACK
 
 
 def join_line(address: str, key: Path | None, insecure: bool) -> str:

@@ -219,7 +219,8 @@ class Agenda:
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
         others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
         for one that somebody else here has, as they cannot give theirs away. Ties, where all have reported or patience
-        is over, go to the lowest.
+        is over, go to the lowest; but one who may just have died does not convict me by a tie: either it is heard of
+        again, or its word counts no more.
         """
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
@@ -239,6 +240,9 @@ class Agenda:
         told_of = set(reports.values())
         votes = [*reports.values(), *(digest for digest in witnesses if digest in told_of)]
         digest = _most_common(votes)
+        tie = mine and digest != mine and votes.count(digest) == votes.count(mine)
+        if tie and any(told == digest and self.ctx.members.suspect(v) for v, told in reports.items()):
+            return None
         if not digest or not unheard or 2 * votes.count(digest) > len(votes) + unheard:
             return digest
         waited_s = self.ctx.now - min(at for _, at in offers.values())

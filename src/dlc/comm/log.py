@@ -150,10 +150,12 @@ class Log:
         """Bring a state that was restored at an older head up to mine by the entries kept since."""
         attached = self.attached[channel]
         mine = [past for past in later if past.entry.channel == channel]
-        if mine and mine[0].entry.kind == OPEN:
-            attached.synced = attached.digest == mine[0].entry.digest
+        opening = next((i for i, past in enumerate(mine) if past.entry.kind == OPEN), None)
+        if opening is not None:
+            attached.synced = attached.digest == mine[opening].entry.digest
+            mine = mine[opening + 1 :]  # rounds before it were not of a state
         if attached.synced:
-            self._step(attached, [past for past in mine if past.entry.kind == ROUND])
+            self._step(attached, mine)
 
     def _step(self, attached: Attached, rounds: Sequence[Past]) -> None:
         """Rounds move the state of their channel."""

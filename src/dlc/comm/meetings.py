@@ -1,8 +1,7 @@
 """How a group comes to be, without a master: those who wait with one key find each other on the board.
 
     Wish on the board ──> the first in rank of those who wait: Invite ──> Accept ──> Begin ──> groups.py
-                                                               └──> Decline: it is in another group already,
-                                                                    or has given up, and may wait anew
+                                                               └──> Decline: it is in another group already
 
 Everyone who waits shows a `Wish` under the group's key. The rank is a hash of key and peer, so all agree who is first
 as far as they see the same wishes; it invites, once
@@ -11,9 +10,9 @@ as far as they see the same wishes; it invites, once
 - everybody whom it expects is there: those whom the caller named and who are up, or else all who are up, or
 - the first of those who wait would have to give up soon (its wish is about to expire), and there are `least`.
 
-Who does not answer in time is left out, who declines too. If the first does nothing, the next in rank does it
-RANK_GRACE_S later. One who has accepted waits for Begin for ANSWER_S, then it is free; two groups that form at once
-take each peer once, because whoever has accepted declines.
+Who does not answer in time is left out, who declines too; one that has given its call up has as long to make another.
+If the first does nothing, the next in rank does it RANK_GRACE_S later. One who has accepted waits for Begin for
+ANSWER_S, then it is free; two groups that form at once take each peer once, because whoever has accepted declines.
 
 `least` is everybody's own: whoever wants more than a group would have is left out of it, and waits on; where too few
 are left for the one who invites, nobody begins. `target` is that of the one who invites.
@@ -159,8 +158,6 @@ class Meeting:
         self._shunned: dict[Voter, float] = {}
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
-        self._gone: dict[Voter, int] = {}
-        """Wishes whose owners have given them up, by their nonces; the board may still show them."""
         to = call.expected if isinstance(call.expected, tuple) and not call.target else None
         board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
 
@@ -176,8 +173,6 @@ class Meeting:
             wish = _wish_of(posted.value)
             if wish is None or wish.grid != self.wish.grid:
                 self._misfits.add(voter.peer)
-                continue
-            if self._gone.get(voter) == wish.nonce:
                 continue
             self._ends[voter] = self.ground.running_s + posted.until - LINGER_S - self.ground.now
             found[voter] = wish
@@ -300,7 +295,7 @@ class Meeting:
         if isinstance(state, Forming):
             self._cancel(state, state.wishes)
         elif isinstance(state, Accepted):
-            self.ground.send(state.leader, Decline(self.call.key, state.nonce, gone=True))
+            self.ground.send(state.leader, Decline(self.call.key, state.nonce, self.wish.nonce))
 
     def next_deadline(self) -> float:
         """Waiting has but one exact deadline, that of the lonely: for the rest the node's usual ticks are often enough,
@@ -383,15 +378,13 @@ class Meeting:
 
     def receive_invite(self, sender: Voter, m: Invite) -> None:
         state = self._state
-        if m.wish != self.wish.nonce:
-            self.ground.send(sender, Decline(m.key, m.nonce, gone=True))
-        elif isinstance(state, Accepted):
+        if isinstance(state, Accepted):
             if (state.leader, state.nonce) != (sender, m.nonce):
-                self.ground.send(sender, Decline(m.key, m.nonce, gone=False))
+                self.ground.send(sender, Decline(m.key, m.nonce, 0))
             else:
                 self.ground.send(sender, Accept(m.key, m.nonce, self.call.gather))
         elif isinstance(state, Forming) and self._rank(sender) > self._rank(self.ground.me):
-            self.ground.send(sender, Decline(m.key, m.nonce, gone=False))
+            self.ground.send(sender, Decline(m.key, m.nonce, 0))
         else:
             if isinstance(state, Forming):
                 self._cancel(state, state.wishes)
@@ -413,20 +406,21 @@ class Meeting:
 
     def receive_decline(self, sender: Voter, m: Decline) -> None:
         state = self._state
-        if isinstance(state, Forming) and state.nonce == m.nonce and sender in state.wishes:
-            wish = self._others().get(sender)
-            if wish is not None and wish.nonce != state.wishes[sender].nonce:
-                state.wishes[sender] = wish  # it waits anew: what it declines is for a call that it has given up
-                self.ground.send(sender, Invite(self.call.key, state.nonce, wish.nonce))
-            elif m.gone:
-                self._gone[sender] = state.wishes[sender].nonce
-                self._state = None  # it may be worth waiting for its next wish
-                self._cancel(state, state.wishes)
-                self._look()
-            else:
-                state.declined.add(sender)
-                state.accepted.pop(sender, None)
-                self._form(state)
+        if not isinstance(state, Forming) or state.nonce != m.nonce or sender not in state.wishes:
+            return
+        invited, wish = state.wishes[sender].nonce, self._others().get(sender)
+        if m.given_up and m.given_up != invited:
+            return  # a second answer to an invitation of its wish before
+        if wish is not None and wish.nonce != invited:
+            state.wishes[sender] = wish  # it waits anew: what it declines is for a call that it has given up
+            state.accepted.pop(sender, None)
+            self.ground.send(sender, Invite(self.call.key, state.nonce, wish.nonce))
+        elif m.given_up:
+            state.accepted.pop(sender, None)  # it may wait anew: it is asked again as long as answers are waited for
+        else:
+            state.declined.add(sender)
+            state.accepted.pop(sender, None)
+            self._form(state)
 
     def receive_cancel(self, sender: Voter, m: Cancel) -> None:
         state = self._state

@@ -29,6 +29,8 @@ from dlc.comm.service import MemberEvent
 from dlc.comm.wire import size_of
 from dlc.errors import ProtocolError, UsageError
 
+GIVEN_UP_MAX = 64
+"""Keys of which the last wish that was given up is remembered."""
 OLD_GROUPS_MAX = 4
 """Groups that are done here and still serve others; of more than these the oldest are given up."""
 
@@ -41,6 +43,8 @@ class Mesh:
         self.board = Board(ground)
         self.parcels = Parcels(ground)
         self._meetings: dict[str, Meeting] = {}
+        self._given_up: dict[str, int] = {}
+        """By key: the nonce of the last wish that ended without a group; its owner may wait anew."""
         self._groups: dict[tuple[str, int], Reduction] = {}
         self._gossips: dict[str, Gossip] = {}
         self._will_gossip: set[str] = set()
@@ -71,6 +75,7 @@ class Mesh:
             meeting = self._meetings.pop(key, None)
             if meeting is not None:
                 meeting.close()
+                self._ended(meeting)
             for (known, _), group in list(self._groups.items()):
                 if known == key:
                     group.abandon()
@@ -136,10 +141,18 @@ class Mesh:
 
     def _invite(self, sender: Voter, m: mm.Invite) -> None:
         meeting = self._meetings.get(m.key)
-        if meeting is not None:
+        if meeting is not None and meeting.wish.nonce == m.wish:
             meeting.receive_invite(sender, m)
         else:
-            self.ground.send(sender, mm.Decline(m.key, m.nonce, gone=True))
+            given_up = m.wish if self._given_up.get(m.key) == m.wish else 0
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+
+    def _ended(self, meeting: Meeting) -> None:
+        """Without a group."""
+        self._given_up.pop(meeting.call.key, None)
+        self._given_up[meeting.call.key] = meeting.wish.nonce
+        while len(self._given_up) > GIVEN_UP_MAX:
+            del self._given_up[next(iter(self._given_up))]
 
     def _begin(self, sender: Voter, m: mm.Begin) -> None:
         if (m.key, m.nonce) in self._groups:
@@ -231,7 +244,9 @@ class Mesh:
         act()
         for meeting in list(self._meetings.values()):
             meeting.advance()
-        self._meetings = {key: meeting for key, meeting in self._meetings.items() if not meeting.over}
+        for meeting in [meeting for meeting in self._meetings.values() if meeting.over]:
+            del self._meetings[meeting.call.key]
+            self._ended(meeting)
         for key, group in list(self._groups.items()):
             if group.failed or (group.done and group.over):
                 group.release()

@@ -131,8 +131,8 @@ class Accept:
 class Decline:
     key: str
     nonce: int
-    gone: bool
-    """What was invited waits no longer; perhaps its peer waits anew, which is told with another wish."""
+    given_up: int
+    """The invited wish, where its owner has given it up and may wait anew, with another one; else 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from dlc.comm.messages import (
     SyncReq,
 )
 from dlc.comm.permit import alive_records, greater_alive
-from dlc.comm.records import key_of, told_digest
+from dlc.comm.records import STATES_MAX, key_of, told_digest
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
@@ -192,8 +192,8 @@ class Sync:
         head, recent = self.log.head, {past.entry.parent for past in self.log.past}
         near = [r for r in alive_records(self.ctx) if r.head == head or r.head in recent]
         says = {r.voter: any(told_digest(r, r.head, c) for c in lacking) for r in near}
-        # No record tells of first states: whoever lacks another one may have them.
-        near = [r for r in near if r.synced or says[r.voter] or self.first_states]
+        # No record tells of first states, nor of more channels than it has room for: who lacks another may have them.
+        near = [r for r in near if r.synced or says[r.voter] or self.first_states or len(r.states) == STATES_MAX]
         near.sort(key=lambda r: (not says[r.voter], r.head != head))
         return [r.voter for r in near]
 
@@ -209,9 +209,9 @@ class Sync:
     # ---------------------------------------------------------------- replay
 
     def receive_steps(self, sender: Voter, m: Steps) -> None:
-        if sender != self.donor or m.after != self.log.head or self.busy or not m.steps:
+        if sender not in self._asked or m.after != self.log.head or self.busy or not m.steps:
             return
-        self._heard_at = self.ctx.now
+        self.donor, self._heard_at = sender, self.ctx.now
         self._steps = list(m.steps)
         self._results = {}
         self._ask_results()
@@ -383,8 +383,9 @@ class Sync:
         later = self.log.after(offer.state.head) if ahead else []
         if later is None:
             return
+        jump = not ahead and offer.state.head != self.log.head
         was = {channel: self.log.state.base(channel) for channel in self.log.attached}
-        restored: list[Attached] = []
+        touched: list[Attached] = []
         for image in offer.images:
             attached = self.log.attached.get(image.channel)
             if attached is None or (ahead and attached.synced):
@@ -394,16 +395,20 @@ class Sync:
                 continue
             if attached.digest != image.digest:
                 staged = down.staged.pop(image.channel, None)
+                if staged is None and not jump:
+                    continue  # I have come to lack it since I asked
                 whole = memoryview(staged.memory) if staged is not None else None  # None: my state moved since
                 if whole is None or not self._replace(attached, image.channel, whole, image.digest):
-                    for other in restored:
+                    for other in touched:
                         other.synced = False
                     return
-                restored.append(attached)
+                touched.append(attached)
+            elif not attached.synced:
+                touched.append(attached)
             attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
             attached.misfit = "" if attached.synced else attached.misfit
             self.log.follow(image.channel, later)
-        if not ahead and offer.state.head != self.log.head:
+        if jump:
             self._report_loss(offer)
             self.log.install(offer.state, offer.chain, offer.totals)
             offered = {i.channel for i in offer.images}
