@@ -29,10 +29,11 @@ def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
     """One peer: prints its address, then a line per round that standard input asks for."""
     import torch
 
+    from dlc.addresses import LOOPBACK
     from dlc.peer import Peer
 
     torch.set_num_threads(1)
-    peer = Peer.join(peers, key=key or None, join_timeout_s=60)
+    peer = Peer.join(peers, key=key or None, listen=LOOPBACK, join_timeout_s=60)
     print(peer.address, flush=True)
     vector = torch.empty(numel)
     background_s = time.process_time() - time.thread_time()

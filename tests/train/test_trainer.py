@@ -173,6 +173,27 @@ def test_stop_leaves_saves_and_contributes_nothing_half_done(spec: RunSpec, tmp_
     assert torch.equal(run.params(), run.peer.theta())
 
 
+def test_a_round_that_passes_while_it_stops_is_in_the_model_the_checkpoint_and_the_summary(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint had it, and the other two were of the round before."""
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {H + 1: run.stop.set}
+    checkpoint, asked = run.peer.checkpoint, list[str]()
+
+    def passed(channel: str) -> Any:
+        if not asked:
+            run.peer.pass_round()
+        asked.append(channel)
+        return checkpoint(channel)
+
+    monkeypatch.setattr(run.peer, "checkpoint", passed)
+    summary = run.go()
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None and summary.t == saved.t == 2
+    assert torch.equal(run.params(), run.peer.theta())
+
+
 def test_a_stopped_run_goes_on_from_its_checkpoint(spec: RunSpec, tmp_path: Path) -> None:
     first = Run(FakePeer(spec), tmp_path)
     first.on_step = {H + 1: first.stop.set}

@@ -36,7 +36,7 @@ from dlc.train.setup import check_vocabulary, pick_device
 from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
 from dlc.train.strategy import CHANNEL, Calls, Parts
-from dlc.train.swarm import TrainerPeer
+from dlc.train.swarm import Frozen, Position, TrainerPeer
 from dlc.train.telling import Event, Setbacks, Teller
 from dlc.train.tokens import load_tokenizer
 
@@ -46,6 +46,8 @@ LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
 LINGER_S = 5.0
 """How long a peer that has reached the end stays for those that still fetch the last round."""
+LAST_TRIES = 5
+"""To take the model and the checkpoint of one round: few rounds are so short that one passes in between again."""
 HEADS_KEPT = 256
 """More rounds than are ever told of late."""
 EVAL_BLOCKS = 64
@@ -230,8 +232,7 @@ class Trainer:
     def _finish(self, reason: str, stop: threading.Event) -> Summary:
         self._hear()
         self._tell.phase("leaving")
-        position = self.strategy.finish()
-        frozen = self.strategy.frozen()
+        position, frozen = self._last()
         interrupted = reason == "interrupted"
         if interrupted:
             self._peer.leave()
@@ -261,6 +262,15 @@ class Trainer:
         }
         self._tell.event("end", **{**dataclasses.asdict(summary), **paths})
         return summary
+
+    def _last(self) -> tuple[Position, Frozen]:
+        """Where the model ends, and what is kept of it: the same round, though those of others go on."""
+        for _ in range(LAST_TRIES):
+            position = self.strategy.finish()
+            frozen = self.strategy.frozen()
+            if frozen.t == position.t:
+                break
+        return position, frozen
 
     def _save_model(self) -> Path | None:
         try:
