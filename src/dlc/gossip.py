@@ -122,6 +122,7 @@ class Gossip:
         returned: dict[str, str] = {}
         before = self._absorb(machine, grid, z, took, returned)
         gave = self._give(machine, grid, z, sorted([*members, self.peer.voter]), keep_s)
+        self._open_links(machine, sorted([*members, self.peer.voter]))
         waited = clock()
         self._wait(machine, members, took, wait_s)
         waited = clock() - waited
@@ -196,6 +197,12 @@ class Gossip:
 
         self._mesh.act(give)
         return gifts
+
+    def _open_links(self, machine: Machine, everybody: list[Voter]) -> None:
+        """To those who will be given to by the next step."""
+        shares = neighbours(self.graph, everybody, self.peer.voter, self.t + 1, self.seed)
+        next_to = frozenset(voter.peer for voter, _ in shares)
+        self._ask(lambda: setattr(machine, "next_to", next_to))
 
     def _wait(self, machine: Machine, members: dict[Voter, Place], took: dict[str, float], wait_s: float) -> None:
         """For the gifts of this step to this peer, and for its own to be settled."""

@@ -43,7 +43,7 @@ from torch import Tensor
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.holdings import Holding
-from dlc.comm.ids import Voter
+from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Gift, Key, Parcel, Refused, Taken, Withdraw
 from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import Intake, Parcels
@@ -152,6 +152,8 @@ class Gossip:
         self._reclaimed: dict[Voter, Reclaimed] = {}
         """By taker: one each, for it is given nothing more until that one is settled."""
         self._arrivals = Arrivals()
+        self.next_to: frozenset[PeerId] = frozenset()
+        """Whom the owner will give to in its next step: links to them are opened beforehand."""
         self.bytes_sent = self.bytes_received = 0
         self.closed = False
 

@@ -178,6 +178,10 @@ class Meeting:
             found[voter] = wish
         return found
 
+    def likely(self) -> list[Voter]:
+        """Who may be in my group: links to them are opened while it forms."""
+        return sorted(self._others(), key=self._rank)[: self._size_max]
+
     def _rank(self, voter: Voter) -> bytes:
         return blake3(f"{self.call.key}\0{voter.peer}".encode()).digest(8)
 

@@ -234,8 +234,10 @@ class Mesh:
         return self.parcels.next_bulk(peer)
 
     def bulk_peers(self) -> set[PeerId]:
-        seats = [seat for group in self._groups.values() if not group.done for seat in group.seats]
-        return {seat.voter.peer for seat in seats if seat.voter != self.ground.me}
+        seats = [seat.voter for group in self._groups.values() if not group.done for seat in group.seats]
+        waiting = [voter for meeting in self._meetings.values() for voter in meeting.likely()]
+        given = {peer for gossip in self._gossips.values() for peer in gossip.next_to}
+        return given | {voter.peer for voter in (*seats, *waiting) if voter != self.ground.me}
 
     # ---------------------------------------------------------------- one event
 
