@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Log:
     """See `Context`: what is done to states goes through it."""
     pinned: dict[str, bytes] = field(default_factory=dict)
     """See `pin`."""
+    learned_run: float = -math.inf
+    """Running time at which the last entry came that others had decided while I was behind, or elsewhere."""
 
     @property
     def head(self) -> bytes:

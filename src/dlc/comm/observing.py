@@ -28,16 +28,20 @@ class Observing:
                 self.diverged(channel, digest)
 
     def _outvoted_by(self, channel: str, attached: Attached) -> bytes:
-        """What more than half of the living voters that may hold this state tell, if mine was another there."""
+        """What more than half of the voters that may hold this state tell, and live, if mine was another there."""
         mine, members = dict(attached.passed), self.ctx.members
         others: list[bytes] = []
         holders = 0
         for voter in self.log.state.electorate:
             record = members.record(voter.peer)
-            if record is None or record.voter != voter or not members.alive(voter):
-                continue
-            told = told_digest(record, record.head, channel)
-            holders += told != b""
-            if told and record.head in mine and told != mine[record.head]:
+            told = told_digest(record, record.head, channel) if record is not None and record.voter == voter else None
+            holders += told != b""  # who was not heard of, or is not alive, may have spoken for me
+            if (
+                told
+                and record is not None
+                and members.alive(voter)
+                and record.head in mine
+                and told != mine[record.head]
+            ):
                 others.append(told)
         return others[-1] if 2 * len(others) > holders else b""

@@ -60,9 +60,11 @@ def permits(
     if state.head != EMPTY:
         records = [r for r in members.records() if can_vote(r)]
         others |= {r.voter for r in records if r.head == state.head or key_of(r) > state.key}
+    # Those whose entries I have only just learned of were alive when they decided them, after I had lost sight of them.
+    learned_s = ctx.running_s - log.learned_run
     for voter in others - group:
-        evicted = members.gone(voter) or (not members.alive(voter) and members.unseen_s(voter) >= members.t_evict_s)
-        if not evicted:
+        unseen_s = min(members.unseen_s(voter), learned_s)
+        if not members.gone(voter) and (members.alive(voter) or unseen_s < members.t_evict_s):
             return False
     return _legitimate(ctx, log, group, listed, answers, founder)  # (e)
 

@@ -255,6 +255,7 @@ class Sync:
                 return
             rest = self._steps[1:]
             self._results = {h: r for h, r in self._results.items() if h not in step.hashes}
+            self.log.learned_run = self.ctx.running_s
             self.apply(step.entry, step.hashes, results)
             self._steps = rest
             self._ask_results(slice(STEPS_IN_FLIGHT - 1, STEPS_IN_FLIGHT))
@@ -410,6 +411,7 @@ class Sync:
             self.log.follow(image.channel, later)
         if jump:
             self._report_loss(offer)
+            self.log.learned_run = self.ctx.running_s
             self.log.install(offer.state, offer.chain, offer.totals)
             offered = {i.channel for i in offer.images}
             for channel, attached in self.log.attached.items():
