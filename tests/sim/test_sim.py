@@ -217,8 +217,8 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (755698307, 2, 8, FAULTS),
         # an observer heard the one voter first whose state was wrong, after a partition: it was convicted by that one
         (41944, 2, 10, FAULTS),
-        # after a long partition one peer got the others' history from a third, before it had proof of their lives, and went
-        # on by force at once: it had not seen the voters of that history for T_evict
+        # after a long partition one peer got the others' history from a third before it had proof of their lives, and
+        # went on by force at once: it had not seen the voters of that history for T_evict
         (41930, 2, 10, FAULTS),
         # each of the two voters held the first state that the other lacked: neither offered anything, as it lacked one
         (679032434, 2, 8, FAULTS),
