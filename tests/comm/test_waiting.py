@@ -182,3 +182,20 @@ def test_a_state_that_only_a_helper_without_it_could_give_is_told_as_held_by_nob
     late = world.newcomer("p1")
     world.until(lambda: world.said(late, "the run's state is held by nobody who is here"), 30.0)
     assert not late.node.log.attached[TRAIN].synced
+
+
+def test_who_has_just_learned_of_others_entries_counts_down_from_then_on() -> None:
+    """They were alive when they decided them, however long ago it saw them: it said that it was about to go on."""
+    world = Stay("trainer", "trainer")
+    world.until(lambda: len(world.running()) == 3 and all(votes(p) for p in world.running()))
+    last = world["p2"]
+    world.crash(world["p0"])
+    world.crash(world["p1"])
+    world.until(lambda: world.said(last, "no quorum"))
+    world.run_until(world.now + 10.0)
+    at, t_evict_s = world.now, last.node.members.t_evict_s
+    last.node.log.learned_run = last.node.ctx.running_s
+    world.until(lambda: world.said(last, "no quorum")[-1][0] > at, 10.0)
+    assert (world.said(last, "no quorum")[-1][1].left_s or 0.0) > t_evict_s - 10.0
+    world.until(lambda: last.node.log.state.electorate == (last.voter,), 2 * t_evict_s)
+    assert world.now - at >= t_evict_s

@@ -100,7 +100,8 @@ class Waits:
         missing = tuple(v.peer for v in absent if not members.gone(v))
         if missing and not state.quorum(living):
             unseen_s = min(members.unseen_s(v) for v in absent if not members.gone(v))
-            left_s = max(0.0, members.t_evict_s - unseen_s)
+            learned_s = self.ctx.running_s - self.log.learned_run
+            left_s = max(0.0, members.t_evict_s - min(unseen_s, learned_s))
             return Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S)), 0.0
         if not self.log.synced and not self._held_here():  # mine differs, or was never fetched
             advice = "start a peer that has it, in memory or as a checkpoint"
