@@ -290,3 +290,14 @@ def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(mo
         assert pit.step(torch.ones(4)).rounds  # with whom it meets
         names.remove("p0")
         assert pit.average(torch.ones(4)).rounds
+
+
+def test_a_gossip_opens_the_links_of_its_next_step() -> None:
+    """Partners change with every step: the first bytes to a new one would wait for the handshakes."""
+    with swarm(2, log=False) as peers:
+        gossips = [dlc.Gossip(p, "links", codec="fp32") for p in peers]
+        wait_until(lambda: all(len(g._members()) == 1 for g in gossips), 60.0)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda g: g.step(torch.ones(4)), gossips))
+        asked = [peer.mesh.ask(lambda mesh, now: mesh.bulk_peers()) for peer in peers]
+        assert asked == [{peers[1].id}, {peers[0].id}]

@@ -601,3 +601,14 @@ def test_giving_up_leaves_nothing_behind_and_nothing_is_written_any_more() -> No
     assert torch.equal(seen.isnan(), callers[0].out.isnan())
     assert not hosts[0].mesh.parcels.holdings._held
     check_included_chunkwise(callers, callers[1:])
+
+
+def test_links_are_opened_to_those_who_wait_for_the_same_group() -> None:
+    """Before it begins: its first bytes would wait for the handshakes."""
+    net = MeshNet(3)
+    hosts = net.add(3)
+    callers = calls(net, hosts[:2], patience_s=5.0)
+    net.run(1.0)
+    assert not any(c.end for c in callers), "they wait for the third"
+    assert hosts[0].mesh.bulk_peers() == {hosts[1].name} and hosts[1].mesh.bulk_peers() == {hosts[0].name}
+    assert not hosts[2].mesh.bulk_peers()

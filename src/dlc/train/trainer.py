@@ -270,6 +270,8 @@ class Trainer:
             frozen = self.strategy.frozen()
             if frozen.t == position.t:
                 break
+        else:
+            log.warning("rounds pass too fast: the model is of round %d, the checkpoint of %d", position.t, frozen.t)
         return position, frozen
 
     def _save_model(self) -> Path | None:
