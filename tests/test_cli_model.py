@@ -124,6 +124,23 @@ def test_a_checkpoint_and_its_export_are_evaluated_alike(
     assert f"{a['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
+def test_a_run_is_measured_on_what_it_holds_out_at_any_seq_len(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 624 bytes one block of 16 is held out, but three of 8 would be: one of them was trained on."""
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 26)
+    spec = RunSpec(
+        rounds=1,
+        sync_every=2,
+        model=ModelSpec(config=LLAMA),
+        data=DataSpec(source=str(tmp_path / "a.txt"), seq_len=16),
+        inner=InnerSpec(batch_size=2, warmup_steps=1),
+    )
+    Run(FakePeer(spec), tmp_path / "state").go()
+    state = str(tmp_path / "state")
+    assert [printed(capsys, "eval", state, "--seq-len", n)["blocks"] for n in ("16", "8")] == [1, 2]
+
+
 def test_a_folder_whose_tokenizer_is_of_no_use_is_not_taken_for_one_of_bytes(tmp_path: Path) -> None:
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
     assert restore(str(tmp_path / "m")).tokenizer == BYTES

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 import dlc
 from dlc.comm.codecs import get_codec
+from dlc.comm.sketch import sketch
 from dlc.errors import UsageError
 from dlc.peer import Peer
 from dlc.sim.toy import ToyState
@@ -97,6 +98,16 @@ def test_a_default_device_of_the_caller_is_of_no_account() -> None:
 
         reports = together(peers, train)  # type: ignore[arg-type]
         assert all(report is not None and len(report.contributors) == 2 for report in reports)
+
+
+def test_gossip_under_a_default_device_of_the_caller() -> None:
+    """The signs of its sketch were drawn there: a generator of the CPU cannot."""
+    (given, _) = vectors()
+    expected = sketch(given)
+    with Peer.join() as peer, torch.device("meta"):
+        assert dlc.Gossip(peer, "walk", codec="fp32").step(given, wait_s=0.0).t == 1
+        assert torch.equal(sketch(given), expected)
+    torch.testing.assert_close(given, vectors()[0])
 
 
 def test_calls_under_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:

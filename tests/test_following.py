@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 def step(n: int, of: int = 4, **fields: Any) -> Event:
     own = {"event": "step", "t": n // of, "step": n, "inner": n % of + 1, "of": of}
-    return {**own, "loss": 2.5 - n, "lr": 0.5, "tokens_per_s": 100.0, **fields}
+    return {**own, "loss": 2.5 - n, "lr": 0.5, "tokens_per_s": 100.0, "mfu": None, **fields}
 
 
 ROUND: Event = {
@@ -49,7 +49,14 @@ VALIDATION: Event = {"event": "validation", "t": 1, "loss": 1.25}
 def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = trackers.tensorboard(tmp_path / "new")
-    for event in (step(0), step(1), ROUND, VALIDATION, step(2, loss=None), {"event": "phase", "phase": "leaving"}):
+    for event in (
+        step(0),
+        step(1, mfu=0.25),
+        ROUND,
+        VALIDATION,
+        step(2, loss=None),
+        {"event": "phase", "phase": "leaving"},
+    ):
         board.take(event)
     board.close()
     found = accumulator.EventAccumulator(str(tmp_path / "new")).Reload()
@@ -59,6 +66,7 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
 
     assert curve("train/loss") == [(0, 2.5), (1, 1.5)]
     assert curve("train/lr") == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert curve("train/mfu") == [(1, 0.25)]  # where the device's peak is known
     assert curve("round/peers") == [(1, 2.0)] and curve("round/missing") == [(1, 1.0)]
     assert curve("validation/loss") == [(1, 1.25)]
     assert "round/loss" not in found.Tags()["scalars"]  # it was not counted
@@ -107,7 +115,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 def test_wandb_gets_the_run_and_its_curves(fake_wandb: FakeWandb, tmp_path: Path) -> None:
     trackers.demand("wandb", "--wandb")
     board = trackers.wandb("my-project", "my-run", "abcdefghijk", {"rounds": 2}, tmp_path)
-    for event in (step(0), ROUND, VALIDATION):
+    for event in (step(0), ROUND, VALIDATION, step(1, mfu=0.25)):
         board.take(event)
     board.close()
     options = fake_wandb.options
@@ -116,6 +124,7 @@ def test_wandb_gets_the_run_and_its_curves(fake_wandb: FakeWandb, tmp_path: Path
     assert fake_wandb.axes == {"train/*": "step", "round/*": "round", "validation/*": "round"}
     assert fake_wandb.logged[0] == {"step": 0, "train/loss": 2.5, "train/lr": 0.5, "train/tokens_per_s": 100.0}
     assert fake_wandb.logged[1]["round"] == 1 and fake_wandb.logged[2] == {"round": 1, "validation/loss": 1.25}
+    assert fake_wandb.logged[3]["train/mfu"] == 0.25
     assert fake_wandb.finished
 
 

@@ -99,6 +99,24 @@ def test_what_is_resumed_in_the_middle_of_an_epoch_weighs_what_is_left_of_it(tmp
     assert peer.weights == [10.0, 2.0]
 
 
+def test_a_step_that_a_scaler_skips_weighs_nothing(tmp_path: Path) -> None:
+    """The fourth: as torch's GradScaler has it of a fused optimizer."""
+    from transformers import TrainerCallback
+
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+    class Overflow(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+            inner.found_inf = torch.tensor(float(state.global_step == 3))  # type: ignore[attr-defined]
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2}
+    one = trainer(tmp_path, model, [callback(peer := FakePeer()), Overflow()], **options)
+    one.optimizer = inner
+    one.train()
+    assert peer.weights == [20.0, 20.0, 20.0, 2.0]  # of 10, 10, 10, 2 sequences in each epoch
+
+
 def test_a_weight_that_is_given_stays(tmp_path: Path) -> None:
     trainer(tmp_path, Net(), [callback(peer := FakePeer(), weight=3.0)], gradient_accumulation_steps=5).train()
     assert peer.weights == [6.0, 6.0, 6.0]
@@ -461,9 +479,11 @@ def test_follow_counts_the_steps_of_the_inner_optimizer_until_finish() -> None:
     assert opt.inner_step == 0 and opt.finish() is None
 
 
-def test_a_step_that_a_scaler_skips_does_not_count() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_does_not_count(fused: bool) -> None:
+    """A fused optimizer is stepped all the same, and its kernel does nothing."""
     peer, model = FakePeer(), Net()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     opt = dlc.DiLoCo(model, inner, peer, sync_every=2)
     opt.follow()
     scaler = torch.amp.GradScaler("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dlc.cli.interrupt import Interrupts
 from dlc.comm.security import generate_run_key
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
+from tests.train.test_site import TORCHRUN
 
 
 @pytest.fixture
@@ -202,3 +204,23 @@ def test_an_import_that_takes_ctrl_c_for_a_missing_package_is_no_error(monkeypat
         interrupts.can_save = True
         signal.raise_signal(signal.SIGINT)
         raise OSError("the disk is full")  # an error of saving stays one
+
+
+@pytest.mark.parametrize("launcher", [["-m"], TORCHRUN], ids=["one process", "a site"])
+def test_what_was_trained_is_saved_where_the_data_ends_in_rubbish(host: Host, launcher: list[str]) -> None:
+    """All went well until then, so this is no wrong option."""
+    import datasets
+
+    folder = host.folder / "rows"
+    folder.mkdir()
+    rows = [f"row {n} " * 200 for n in range(40)]
+    datasets.Dataset.from_dict({"text": rows}).to_parquet(str(folder / "0.parquet"))
+    (folder / "1.parquet").write_bytes(b"PAR1 and so on")
+    config = Path(host.config(rounds=0))
+    said = f"source = {json.dumps(folder.as_posix())}\nstreaming = true\nshards = 1\nlease_blocks = 64"
+    config.write_text(config.read_text().replace(f'source = "{host.text.as_posix()}"', said))
+    peer = host.start("a", "--config", str(config), "--checkpoint-every", "0", launcher=launcher)
+    end = peer.event("end")
+    assert peer.exit_code() == (1 if launcher == TORCHRUN else 4)  # torchrun has one of its own
+    assert end["reason"] == "failed" and end["t"] > 9 and end["saved"] and "broke off in shard 0" in peer.log()
+    assert Path(end["checkpoint"]).is_file() and Path(end["model"], "model.safetensors").is_file()

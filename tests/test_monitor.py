@@ -305,6 +305,11 @@ class TestSinks:
         assert "; loss 1.0000; 7500 tokens/s; digest" in sentence({**event, "mfu": None})
         assert "; loss 1.0000; 7500 tokens/s, MFU 41.2%; digest" in sentence({**event, "mfu": 0.412})
 
+    def test_a_round_without_a_digest_tells_none(self) -> None:
+        """As all of a parameter server, and those that another had followed before they were told."""
+        event = {**round_event(), "loss": 1.0, "tokens_per_s": 7500.0, "mfu": None, "digest": ""}
+        assert sentence(event).endswith("; loss 1.0000; 7500 tokens/s")
+
     def test_the_live_table_counts_down_until_the_next_round(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

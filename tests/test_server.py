@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import dlc
+from dlc.comm.serverexchange import History
+from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, UsageError
 from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
 from dlc.strategyspec import ServerSpec
@@ -50,6 +52,11 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
                     (second.id, 3.0, 1.0),
                 }
                 assert report.owned == {third.id: 1.0} and report.bytes_sent >= 2 * numel
+            held = a.history()
+            a.close()
+            a = dlc.ServerClient(first, torch.ones(numel), spec=spec, chunk_elems=512, step=1, history=held)
+            again = a.exchange(timeout_s=DEADLINE_S)
+            assert (again.step, again.rounds_lost) == (1, 0) and a.history() == held
             owned, backed = server.spans()
             assert len(owned) == 10 and not backed and server.step() == 1
 
@@ -106,6 +113,8 @@ def test_a_trainer_of_the_strategy_trains_and_its_checkpoint_goes_on(tmp_path: P
     assert rounds[-1]["digest"] == "" and summary.digest
     saved = newest(tmp_path / "t", spec)
     assert saved is not None and saved.t == 4 and theta_of(saved.image).numel() > 0
+    marks = unpack(saved.own["history"].numpy().tobytes(), History).marks
+    assert len({mark.origin for mark in marks}) == 1 and marks[0].origin.founder == helper.voter
 
 
 def test_a_helper_of_a_run_with_another_strategy_is_told_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
     │   ├── KeyFileError        the run key is missing, unreadable or malformed
     │   ├── DataError           the data source is empty, unreadable or too short
     │   ├── CheckpointError     a checkpoint is cut short, or belongs to another model
+    │   │   └── NoRoom          the disk is too full for one
     │   └── StateDirBusy        another process uses the same state directory
     ├── JoinError               the swarm could not be joined
     │   ├── UnreachableError    no bootstrap address answered
@@ -44,6 +45,10 @@ class DataError(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint, or a run's state, cannot be used; nothing was changed."""
+
+
+class NoRoom(CheckpointError):
+    """The disk, or what is left of a quota on it, is too small for a checkpoint or a model."""
 
 
 class StateDirBusy(UsageError):

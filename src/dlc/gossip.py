@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
-from dlc.comm import vectors
-from dlc.comm.board import DIRECT_MAX
+from dlc.comm.board import DIRECT_MAX, TTL_S_MAX
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
-from dlc.comm.gossip import Arrivals, GossipNews, absorb, after_giving, decoded, encoded
+from dlc.comm.gossip import Arrivals, GossipNews, absorb, give_away
 from dlc.comm.gossip import Gossip as Machine
 from dlc.comm.graphs import GRAPHS, neighbours
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -43,8 +42,6 @@ from dlc.served import Stopped
 
 T = TypeVar("T")
 
-PLACE_S = 3600.0
-"""A peer that makes no step for so long is no neighbour any more; one that is dead or has left is none at once."""
 FP16_MAX = torch.finfo(torch.float16).max
 WEIGHT_MIN = 2.0**-20
 """Who holds less gives nothing more away before something comes: its neighbours have what it had."""
@@ -58,7 +55,8 @@ class Gossip:
     weight: of this peer's vector in the mean that all approach.
     seed:   of the pairs; equal on all peers.
 
-    All peers of one `name` pass tensors of the same shapes. Left open until `close`.
+    All peers of one `name` pass tensors of the same shapes. Left open until `close`: however long the pause between two
+    steps, the others give to this peer as long as it is up.
     """
 
     def __init__(
@@ -100,7 +98,8 @@ class Gossip:
 
         wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
-        keep_s: a gift that is not taken within this time is withdrawn, and comes back.
+        keep_s: a gift of which nothing has gone to its taker for so long is withdrawn, and comes back; one that gets on
+        goes on into later steps. Nothing is given to a peer before its last gift is settled.
         Raises SwarmClosed, UsageError (other shapes than before; NaN or Inf, or with fp16 beyond 65504); nothing was
         given or taken then.
         """
@@ -167,12 +166,11 @@ class Gossip:
     ) -> Arrivals:
         """Take in what came and what came back, and give up what has to be; returns all that."""
         arrivals: Arrivals = self._ask(machine.arrivals)
-        room = vectors.empty(z.numel()) if arrivals.taken or arrivals.returned else z
         for share in arrivals.taken:
-            self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
+            self.weight = absorb(grid, z, self.weight, share)
             took[share.peer.peer] = took.get(share.peer.peer, 0.0) + share.weight
         for share in arrivals.returned:
-            self.weight = absorb(z, self.weight, share.weight, decoded(grid, share.payloads, room))
+            self.weight = absorb(grid, z, self.weight, share)
             returned[share.peer.peer] = share.why
         self.weight = max(WEIGHT_MIN, self.weight - arrivals.overdrawn)
         return arrivals
@@ -188,9 +186,7 @@ class Gossip:
         gifts = [(voter, self.weight * share) for voter, share in shares if voter in free]
         if not gifts:
             return []
-        payloads = encoded(grid, z)
-        told = decoded(grid, payloads, vectors.empty(z.numel()))
-        self.weight = after_giving(z, self.weight, sum(weight for _, weight in gifts), told)
+        payloads, self.weight = give_away(grid, z, self.weight, sum(weight for _, weight in gifts))
 
         def give(mesh: Mesh, now: float) -> list[Effect]:
             return mesh.with_gossip(machine, lambda: machine.give(gifts, self.t, payloads, keep_s), now)
@@ -246,8 +242,9 @@ class Gossip:
         return found
 
     def _post(self, projection: bytes) -> None:
+        """Shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""
         value = pack(Place(self.t, self.weight, projection))
-        self._mesh.act(lambda mesh, now: mesh.post(self._key, value, PLACE_S, now))
+        self._mesh.act(lambda mesh, now: mesh.post(self._key, value, TTL_S_MAX, now))
 
     def _begun(self, numel: int) -> tuple[Machine, Grid]:
         if self._grid is None or self._machine is None:

@@ -64,7 +64,7 @@ class Resume(NamedTuple):
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Resume:
         """From what `DiLoCo.state_dict(outer=True)` gave; UsageError where it has no outer part."""
-        return cls(outer_part(state)["log"].numpy().tobytes())
+        return cls(outer_part(state)["log"].cpu().numpy().tobytes())  # a checkpoint may be loaded onto a GPU
 
 
 def outer_part(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlc.comm.board import TTL_S_MAX
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -28,8 +29,6 @@ from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, SwarmClosed
 from dlc.peer import Peer
 
-STANDING_S = 3600.0
-"""Who makes no step for so long is not told of any more; one that is dead or has left is not at once."""
 HELD_S = 1e9
 """A vector is held until a newer one takes its place, not by the clock."""
 FETCH_S = 3600.0
@@ -71,14 +70,15 @@ class Handover:
     def stand(self, t: int, vector: Tensor) -> float:
         """I am at step `t`, with `vector` (fp32, CPU, [numel]; copied). Returns the consensus distance of all.
 
-        The vector that is shown stays the one before while somebody fetches that.
+        Shown until `close`, or until this peer is down, however long its steps take. The vector that is shown stays the
+        one before while somebody fetches that.
         """
         if self._shown is None or not self._is_fetched():
             self._show(t, vector)
         assert self._shown is not None
         mine = sketch(vector, self._seed)
         notice = pack(Notice(t, self._shown[0], to_bytes(mine)))
-        self._mesh.act(lambda mesh, now: mesh.post(self._topic, notice, STANDING_S, now))
+        self._mesh.act(lambda mesh, now: mesh.post(self._topic, notice, TTL_S_MAX, now))
         others = [standing.sketch for standing in self.standings() if standing.sketch is not None]
         return distance([mine, *others])
 

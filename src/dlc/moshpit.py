@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
+from dlc.comm.board import TTL_S_MAX
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import Voter
@@ -29,8 +30,8 @@ from dlc.mesh import EXCHANGE_S_MIN, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport, MoshpitReport
 
-PLACE_S = 3600.0
-"""A peer that averages nothing for so long is no part of the grid any more; one that is dead or left, at once."""
+PLACE_S = TTL_S_MAX
+"""A place is shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""
 
 
 class Moshpit:
@@ -40,7 +41,8 @@ class Moshpit:
     matchmaking_s: whoever of a group has not come by then is not waited for.
     codec:         "fp32", "fp16", "bf16", "int8", "int4"; equal on all peers.
 
-    All peers of one `name` give the same group_size or dims, and tensors of the same shapes. Left open until `close`.
+    All peers of one `name` give the same group_size or dims, and tensors of the same shapes. Left open until `close`:
+    however long the pause between two rounds, this peer has its place on the grid as long as it is up.
     """
 
     def __init__(

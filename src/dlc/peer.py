@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from dlc.addresses import addresses_of, advertised, default_listen
 from dlc.channels import has_seat
 from dlc.collectives import Collectives
-from dlc.comm.addresses import parse_address
+from dlc.comm.addresses import on_this_host, parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
@@ -98,11 +98,14 @@ class Peer(Unpicklable, Collectives):
         self._watch: MemberWatch | None = None
         self._former: dict[str, str] = {}
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
+        self._reached_host = ""
+        """See `_reached`."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
         self.spec = RunSpec()
         driver.on_event = self._event
+        driver.on_reached = self._reached
         driver.on_stop = self._stopped
         self._at_exit = partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -136,12 +139,13 @@ class Peer(Unpicklable, Collectives):
         key: the run key (its text, its 32 bytes, or the path of its file). listen: HOST:PORT, and the port after it;
         None is a free one: with a key (or `insecure`) on all interfaces, unless all `peers` are on this machine, else
         on loopback. advertise: HOST[:PORT], what others dial; None: where it listens; if that is all interfaces, the
-        host that others see, or else that of the default route. spec: None takes the swarm's. state_dir: identity and
-        address book; None keeps them in memory only. With `spec`, those in the book are asked beside `peers`, which may
-        be gone by now. role: "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has
-        no vote, takes part in no round, and is not waited for; without `peers` it waits until somebody has joined by
-        its address, and begun the run. hold: return as soon as the RunSpec is known and take a seat with `open`;
-        otherwise return as a voter. timeouts: None takes those of the RunSpec; others must be the same on every peer.
+        host that others see, or else that of the default route, or, where that is none, the first that somebody reaches
+        it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
+        in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. role:
+        "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has no vote, takes part in
+        no round, and is not waited for; without `peers` it waits until somebody has joined by its address, and begun
+        the run. hold: return as soon as the RunSpec is known and take a seat with `open`; otherwise return as a voter.
+        timeouts: None takes those of the RunSpec; others must be the same on every peer.
         log: False takes part without the replicated log, for what needs no rounds of all (`dlc.Group`, `dlc.Gossip`,
         `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the same on all peers of a run;
         implied by strategies that need none. probe_links: before the first round send some junk to others, 64 MiB at a
@@ -234,6 +238,8 @@ class Peer(Unpicklable, Collectives):
             self._perform(self._node.tick(now))
             for met in reception.records:
                 self._perform(self._node.members.learn(met, now))
+            if self._reached_host:  # while the lobby was driven
+                self._reached(self._reached_host, now)
 
         self._driver.ask(start)
 
@@ -493,6 +499,17 @@ class Peer(Unpicklable, Collectives):
                 log.exception("the callback `on_event` failed at %s", type(event).__name__)
         with self._changed:
             self._changed.notify_all()
+
+    def _reached(self, host: str, now: float) -> None:
+        """On the driver thread: others can dial this address of my host, since one did. It takes the place of loopback,
+        which stood there for want of a better guess, and of nothing else."""
+        self._reached_host = host
+        if self._node is None or not on_this_host(self._node.members.own.control[0]):
+            return
+        record = self._intro.record(host)
+        if record.control != self._node.members.own.control:
+            log.info("others reach this peer at %s, and are told so from now on", record.control[0])
+            self._perform(self._node.describe(now, control=record.control, bulk=record.bulk))
 
     def _came(self, peer: str) -> None:
         """Who was to answer at an address is here, and may have another one now."""

@@ -175,7 +175,8 @@ class InnerSpec:
     """The optimizer that each peer runs on its own for `sync_every` steps."""
 
     optimizer: str = "adamw"
-    """"adamw". "muon": Muon for the hidden matrices, AdamW for embeddings, head and vectors (MuLoCo). "sgd": plain."""
+    """"adamw". "muon": Muon for the hidden matrices, those of experts one by one; AdamW for embeddings, head and
+    vectors (MuLoCo). "sgd": plain."""
     lr: float = 2e-3
     """Greatest learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

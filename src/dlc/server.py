@@ -28,13 +28,14 @@ from dlc.comm.node import Node
 from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import ExchangeOver, Outcome, Paused
+from dlc.comm.serverexchange import ExchangeOver, History, Outcome, Paused
 from dlc.comm.servermessages import COUNTED
 from dlc.comm.serverpeer import Notice
 from dlc.comm.service import ServiceNews
 from dlc.comm.spanowner import Rules
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import Optimizer
+from dlc.comm.wire import pack, unpack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.peer import Peer
 from dlc.report import Missing, Reason, RoundReport, Share
@@ -45,7 +46,7 @@ from dlc.train.outer_step import outer_lr, rule_of
 
 log = logging.getLogger(__name__)
 
-ORIGIN_BYTES = 16
+DIGEST_BYTES = 16
 REASONS: dict[str, Reason] = {"late": "late", "dead": "dead", "left": "left"}
 
 
@@ -77,6 +78,9 @@ class ServerReport:
     the spans): after a partition of more than `timeouts.evict_s` the other side's updates hold."""
     set_aside_weight: float = 0.0
     """The sum of their weights, each by its share of the vector."""
+    rounds_lost: int = 0
+    """Of the first exchange of a client with a `history`: rounds that the theta it was made with holds, and the swarm's
+    does not, as that went on from an older one (the most over the spans)."""
 
     @property
     def counted(self) -> float:
@@ -158,8 +162,11 @@ class ServerClient:
     codec: how pushes travel: "fp32", "fp16" or "bf16". Parameters are pulled as fp32.
     chunk_elems: elements per part of a push; 0: some hundreds of parts.
     step: the round that theta is of. Where no helper holds the parameters any more, those of the greatest are taken.
+    history: what `history` gave of the client whose `read` gave theta; without it nobody is told that the swarm has no
+    more some of its rounds.
 
-    All but `theta` and `step` are the same on all trainers. UsageError: theta is not such a vector, or too short.
+    All but `theta`, `step` and `history` are the same on all trainers. UsageError: theta is not such a vector, or too
+    short.
     """
 
     def __init__(
@@ -171,21 +178,23 @@ class ServerClient:
         codec: str = "fp16",
         chunk_elems: int = 0,
         step: int = 0,
+        history: bytes = b"",
     ) -> None:
         spec = spec or ServerSpec()
+        before = unpack(history, History) if history else None
         if theta.dtype is not torch.float32 or theta.device.type != "cpu" or theta.dim() != 1 or not theta.numel():
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
         grid = Grid(theta.numel(), chunk_elems or usual_chunk_elems(theta.numel()), codec)
         layout = Spans.usual(grid, spec.spans)
         own = theta.detach().clone()
-        origin = blake3(own.numpy().data.cast("B")).digest(ORIGIN_BYTES)
+        digest = blake3(own.numpy().data.cast("B")).digest(DIGEST_BYTES)
         self.peer, self.numel = peer, theta.numel()
         self._changed = threading.Condition()
         self._over: ExchangeOver | None = None
         self._stopped: SwarmClosed | None = None
-        self._number = 0
+        self._number, self._step = 0, step
         self._served = peer.serve(
-            lambda node: SpanClient(node.members, layout, own, origin, spec.async_, node.ctx.now, step)
+            lambda node: SpanClient(node.members, layout, own, digest, spec.async_, node.ctx.now, step, before)
         )
         self._served.listen(self._heard)
 
@@ -236,6 +245,12 @@ class ServerClient:
             log.warning(
                 "another part of the swarm holds the parameters: %d pushes of ours are set aside", report.set_aside
             )
+        if report.rounds_lost:
+            log.warning(
+                "the swarm went on from older parameters than ours of round %d: %d rounds of ours are no part of its",
+                self._step,
+                report.rounds_lost,
+            )
         return report
 
     def poll(self, timeout_s: float) -> bool:
@@ -251,6 +266,10 @@ class ServerClient:
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters that were pulled last into `out` (fp32, as long as theta), and return it."""
         return self._served.ask(lambda client, now: out.copy_(client.theta))
+
+    def history(self) -> bytes:
+        """What the parameters that were pulled last are part of: to be kept with them, for a client that begins so."""
+        return self._served.ask(lambda client, now: pack(client.history))
 
     def close(self) -> None:
         """Take part no longer."""
@@ -308,6 +327,7 @@ def _report(over: ExchangeOver) -> ServerReport:
         bytes_received=over.bytes_received,
         seconds=over.seconds,
         set_aside=max((o.set_aside for o in over.outcomes), default=0),
+        rounds_lost=max((o.rounds_lost for o in over.outcomes), default=0),
         set_aside_weight=sum(o.share * o.set_aside_weight for o in over.outcomes),
     )
 

@@ -22,7 +22,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import ExchangeOver, Outcome, Paused
+from dlc.comm.serverexchange import ExchangeOver, History, Outcome, Paused
 from dlc.comm.servermessages import COUNTED
 from dlc.comm.spanowner import Rules
 from dlc.comm.spans import Spans, assign
@@ -41,7 +41,16 @@ EVENTS_MAX = 2_000_000
 
 
 class Process:
-    def __init__(self, net: Net, name: str, role: str, inc: int, theta: Tensor | None) -> None:
+    def __init__(
+        self,
+        net: Net,
+        name: str,
+        role: str,
+        inc: int,
+        theta: Tensor | None,
+        step: int = 0,
+        history: History | None = None,
+    ) -> None:
         self.net, self.name, self.role = net, name, role
         self.voter = Voter(name, (inc << 32) + inc)
         self.running, self.frozen = True, False
@@ -61,9 +70,9 @@ class Process:
             self.service = SpanServer(self.node.members, net.optimizer, net.rules, net.now)
         else:
             assert theta is not None
-            origin = blake3(theta.numpy().tobytes()).digest(16)
+            digest = blake3(theta.numpy().tobytes()).digest(16)
             asynchronous = net.rules.asynchronous
-            self.service = SpanClient(self.node.members, net.spans, theta, origin, asynchronous, net.now)
+            self.service = SpanClient(self.node.members, net.spans, theta, digest, asynchronous, net.now, step, history)
         self.node.services.add(self.service)
 
     @property
@@ -114,13 +123,13 @@ class Net:
     def bootstrap(self, name: str) -> tuple[str, ...]:
         return tuple(n for n in self.processes if n != name)[:3]
 
-    def start(self, name: str, theta: Tensor | None = None) -> Process:
-        """A new process; helpers are those whose names begin with h."""
+    def start(self, name: str, theta: Tensor | None = None, step: int = 0, history: History | None = None) -> Process:
+        """A new process; helpers are those whose names begin with h. `step`, `history`: of a trainer's checkpoint."""
         self._boots[name] = self._boots.get(name, 0) + 1
         role = "helper" if name.startswith("h") else "trainer"
         if role == "trainer" and theta is None:
             theta = torch.zeros(self.spans.grid.numel)
-        process = Process(self, name, role, self._boots[name], theta)
+        process = Process(self, name, role, self._boots[name], theta, step, history)
         self.processes[name] = process
         self._arm(process)
         return process

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dlc.comm.gossip import Gossip, absorb, after_giving, decoded, encoded
+from dlc.comm.gossip import VECTORS_MAX, Gossip, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Pull, Taken, Withdraw
-from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
+from dlc.comm.meshmessages import Parcel, Pull, Taken, Withdraw
+from dlc.comm.sketch import SLICE_ELEMS, distance, from_bytes, sketch, to_bytes
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
 
@@ -33,10 +33,9 @@ class Walker:
         self.overdrawn = self.unsure = 0.0
 
     def take(self) -> None:
-        room = torch.empty(NUMEL)
         arrivals = self.machine.arrivals()
         for share in [*arrivals.taken, *arrivals.returned]:
-            self.weight = absorb(self.z, self.weight, share.weight, decoded(self.grid, share.payloads, room))
+            self.weight = absorb(self.grid, self.z, self.weight, share)
         self.overdrawn += arrivals.overdrawn
         self.unsure += arrivals.unsure
         self.weight -= arrivals.overdrawn
@@ -50,9 +49,7 @@ class Walker:
         gifts = [(to, self.weight * s) for to, s in shares if self.machine.free(to)]
         if not gifts:
             return
-        payloads = encoded(self.grid, self.z)
-        told = decoded(self.grid, payloads, torch.empty(NUMEL))
-        self.weight = after_giving(self.z, self.weight, sum(w for _, w in gifts), told)
+        payloads, self.weight = give_away(self.grid, self.z, self.weight, sum(w for _, w in gifts))
         give = self.machine.give
         self.net.act(
             self.host,
@@ -261,14 +258,18 @@ def test_a_lossy_codec_moves_no_mass() -> None:
     grid = Grid(NUMEL, CHUNK, "int4")
     z = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     before = 3.0 * z.double()
-    told = decoded(grid, encoded(grid, z), torch.empty(NUMEL))
-    left = after_giving(z, 3.0, 1.0, told)
+    payloads, left = give_away(grid, z, 3.0, 1.0)
+    told = torch.zeros(NUMEL)
+    assert absorb(grid, told, 0.0, Share(Voter("giver", 1), 1.0, 1, payloads)) == 1.0
+    assert not torch.equal(told, z)
     torch.testing.assert_close(left * z.double() + 1.0 * told.double(), before, rtol=1e-5, atol=1e-5)
 
 
-def test_sketches_tell_the_distance() -> None:
+@pytest.mark.parametrize(("numel", "noise"), [(100_003, 0.1), (7 * SLICE_ELEMS + 5, 0.0)])
+def test_sketches_tell_the_distance(numel: int, noise: float) -> None:
+    """Of vectors that differ by a constant, too: what all slices have in common adds up where their signs do."""
     generator = torch.Generator().manual_seed(2)
-    many = [torch.randn(100_003, generator=generator) * 0.1 + 5.0 for _ in range(8)]
+    many = [torch.randn(numel, generator=generator) * noise + i * (1 - 9 * noise) for i in range(8)]
     stack = torch.stack(many).double()
     exact = math.sqrt(float((stack - stack.mean(0)).square().sum(1).mean()))
     told = [from_bytes(to_bytes(sketch(x, seed=3))) for x in many]
@@ -302,6 +303,37 @@ def test_a_gift_to_one_that_never_begins_comes_back() -> None:
     net.until(lambda: not first.machine.unsettled, 10.0)
     first.take()
     assert first.weight == 1.0
+
+
+def test_a_gift_that_gets_on_is_not_withdrawn_however_long_it_takes() -> None:
+    net = MeshNet(7)
+    hosts = [*net.add(1, up_Bps=60.0), *net.add(1)]
+    slow, other = (Walker(net, host, i) for i, host in enumerate(hosts))
+    slow.step("ring", [host.voter for host in hosts], keep_s=4.0)
+    took_s = net.until(lambda: not slow.machine.unsettled)
+    other.take()
+    assert took_s > 4 * 4.0 and not slow.machine.arrivals().returned
+    assert (slow.weight, other.weight) == (0.5, 1.5)
+
+
+def test_a_gift_whose_taker_only_asks_again_is_withdrawn() -> None:
+    net = MeshNet(7)
+    a, b = walkers(net, 2)
+    net.tamper = lambda source, target, message: None if isinstance(message, Parcel) else message
+    a.step("ring", [a.host.voter, b.host.voter], keep_s=3.0)
+    took_s = net.until(lambda: not a.machine.unsettled)
+    a.take()
+    assert net.sent["Pull"] > 1 and 3.0 < took_s < 4.5 and (a.weight, b.weight) == (1.0, 2.0)
+
+
+def test_no_more_vectors_than_some_are_on_their_way() -> None:
+    net = MeshNet(8)
+    giver, *others = walkers(net, VECTORS_MAX + 2)
+    net.tamper = lambda source, target, message: None if isinstance(message, Parcel) else message
+    for other in others:
+        giver.step("ring", [giver.host.voter, other.host.voter])
+    assert len(giver.machine.unsettled) == VECTORS_MAX == len(giver.host.mesh.parcels.holdings._held)
+    net.until(lambda: giver.machine.free(others[-1].host.voter), 15.0)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from dlc.comm import agenda as agenda_module
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import RUN
-from dlc.comm.entries import CONFIG, EMPTY, OPEN, Entry, Part
+from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.node import Node
@@ -404,3 +405,58 @@ def test_an_owner_that_nothing_reaches_spoils_one_round_and_owns_nothing_in_the_
         assert all(missing.reason == "late" for report in first.values() for missing in report.missing)
     later = stage.committed(plan.entry.t + 3, others, limit_s=60.0)
     assert all(report.complete and len(report.contributors) == 4 for report in later.values())
+
+
+def test_who_learns_by_a_commit_what_it_did_not_vote_for_knows_that_the_others_lived_then() -> None:
+    """It would go on by force at once, if it had not seen them for long: they went on without it, and live."""
+    stage = Stage(5, inner_s=10.0)  # no round comes between
+    ranked = stage.peers()[0].node.log.state.ranked
+    unasked, leaver = (next(p for p in stage.peers() if p.voter == voter) for voter in ranked[-2:])
+
+    def keeps_config_from_it(source: str, target: str, m: Any) -> bool:
+        return target == unasked.host.name and isinstance(m, msg.Plan) and m.entry.kind == CONFIG
+
+    stage.hold = keeps_config_from_it
+    stage.world.leave(leaver)
+    stage.until(lambda: leaver.voter not in unasked.node.log.state.electorate)
+    assert stage.held and unasked.node.log.learned_run == unasked.node.ctx.running_s
+
+
+def offer_of(process: Process, stage: Stage) -> msg.Ready:
+    node = process.node
+    stage.until(lambda: TRAIN in node.exchange.offered)
+    ready, digest = node.exchange.offered[TRAIN].ready, node.log.digest(TRAIN)
+    return dataclasses.replace(ready, head=node.log.head, digest=digest, offered_s=100.0)
+
+
+def test_a_coordinator_listens_for_others_states_however_old_the_offers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot had just begun, and nobody could have told its state yet: one with a wrong state went on with that."""
+    stage = Stage(3, inner_s=3.0)
+    process = stage.peers()[0]
+    agenda, members = process.node.coordinator.agenda, process.node.members
+    offer = offer_of(process, stage)
+    monkeypatch.setattr(agenda_module, "told_digest", lambda record, head, channel: None)
+    agenda.enter()
+    agenda.ready(process.voter, offer)
+    draft = agenda.due()
+    assert draft is None or draft.entry.kind != ROUND
+    offers = {process.voter: (offer, agenda.ctx.now - 100.0)}
+    assert agenda._digest(TRAIN, offer.digest, offers) is None
+    agenda.ctx.now += 3.1 * members.t_dead_s
+    assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest
+
+
+def test_newcomers_are_heard_before_a_voter_is_convicted_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong voter and one right one after a forced ballot; who had decided it with them had told nothing yet."""
+    stage = Stage(3, inner_s=3.0)
+    process, wrong, newcomer = stage.peers()
+    node, agenda = process.node, process.node.coordinator.agenda
+    offer = offer_of(process, stage)
+    node.log.state = dataclasses.replace(node.log.state, electorate=(process.voter, wrong.voter))
+    told = {wrong.voter: bytes(32)}  # wins a tie
+    monkeypatch.setattr(agenda_module, "told_digest", lambda record, head, channel: told.get(record.voter))
+    offers = {process.voter: (offer, agenda.ctx.now)}
+    agenda.enter()
+    assert agenda._digest(TRAIN, offer.digest, offers) is None
+    told[newcomer.voter] = offer.digest
+    assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from dlc.comm import servermessages as sm
-from dlc.comm import spanowner
+from dlc.comm import serverpeer, spanowner
 from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import PULL
+from dlc.comm.serverexchange import NOWHERE, PULL, Paused
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX
 from dlc.errors import ProtocolError
@@ -252,6 +253,126 @@ def test_an_offer_with_pushes_that_cannot_be_counted_is_not_taken(pushes: int) -
     assert not client.pulled[0].fetching
 
 
+def saved(process: Process) -> dict[str, Any]:
+    """A checkpoint of a trainer, for `Net.start`."""
+    client = process.service
+    return {"theta": client.theta.clone(), "step": client.step, "history": client.history}
+
+
+def checkpoints(asynchronous: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of two trainers of one run that is over: the first was last there at round 1, the second at round 3."""
+    net = swarm(2, 2, asynchronous=asynchronous)
+    a, b = net.trainers()
+    net.exchange({a.name: ones(), b.name: ones()})
+    older = saved(a)
+    net.kill(a)
+    for _ in range(2):
+        net.exchange({b.name: ones()})
+    return older, saved(b)
+
+
+def resumed(first: dict[str, Any], asynchronous: bool = False, helper: str = "h8") -> Net:
+    """A swarm that was begun again by one trainer, and trains on."""
+    net = Net(asynchronous=asynchronous)
+    net.start(helper)
+    trainer = net.start("t0", **first)
+    net.until(net.at_rest, 60.0, "a first assignment")
+    for _ in range(5):
+        net.exchange({trainer.name: ones()})
+    return net
+
+
+def told_lost(net: Net, name: str, **checkpoint: Any) -> list[int]:
+    """What a trainer is told that comes with a checkpoint."""
+    trainer = net.start(name, **checkpoint)
+    net.exchange({name: None})
+    found = [outcome.rounds_lost for outcome in trainer.outcomes()]
+    net.exchange({name: None})
+    assert not any(outcome.rounds_lost for outcome in trainer.outcomes()), "told once"
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_swarm_that_is_started_again_takes_the_newest_checkpoint_though_an_older_one_comes_first(
+    asynchronous: bool,
+) -> None:
+    older, newer = checkpoints(asynchronous)
+    net = Net(asynchronous=asynchronous)
+    net.start("h8")
+    a = net.start("t0", **older)
+    net.run(serverpeer.START_S / 2)
+    assert not net.owners(0)
+    b = net.start("t1", **newer)
+    net.until(net.at_rest, 60.0, "a first assignment")
+    net.exchange({"t0": None, "t1": None})
+    for trainer in (a, b):
+        assert torch.equal(trainer.service.theta, newer["theta"]) and trainer.service.step == newer["step"]
+        assert [outcome.rounds_lost for outcome in trainer.outcomes()] == [0] * SPANS.n
+        assert not any(isinstance(news, Paused) for news in trainer.news), "it waits, but for no helper"
+
+
+def test_a_trainer_that_is_a_member_and_still_reads_its_checkpoint_is_waited_for_and_not_for_ever() -> None:
+    _, newer = checkpoints()
+    for ready in (True, False):
+        net = Net()
+        net.lost = lambda source, target, message: isinstance(message, sm.Stake) and source.name == "t1"
+        net.start("h8")
+        net.start("t0")
+        net.start("t1", **newer)
+        net.run(serverpeer.START_S / 2)
+        assert not net.owners(0)
+        if ready:
+            net.lost = lambda source, target, message: False
+        net.until(net.at_rest, 60.0, "a first assignment")
+        assert net.owner(0).service.step == (3 if ready else 0)
+
+
+def test_who_comes_with_a_newer_checkpoint_than_the_swarm_went_on_from_is_told() -> None:
+    older, newer = checkpoints()
+    assert (older["step"], newer["step"]) == (1, 3)
+    net = resumed(older)
+    assert net.trainers()[0].service.step > newer["step"], "the swarm has passed it meanwhile"
+    assert told_lost(net, "t1", **newer) == [2] * SPANS.n
+    assert told_lost(net, "t2", **older) == [0] * SPANS.n
+
+
+def test_it_is_told_though_the_swarm_was_started_again_from_later_rounds_since() -> None:
+    older, newer = checkpoints()
+    later = saved(resumed(older).processes["t0"])
+    assert later["step"] == 6
+    net = resumed(later, helper="h9")
+    assert told_lost(net, "t1", **newer) == [2] * SPANS.n
+    assert told_lost(net, "t2", **later) == told_lost(net, "t3", **older) == [0] * SPANS.n
+
+
+def test_a_swarm_that_began_anew_with_the_first_parameters_is_another_one() -> None:
+    _, newer = checkpoints()
+    net = resumed({})
+    assert told_lost(net, "t1", **newer) == [3] * SPANS.n
+
+
+def test_who_comes_back_to_its_swarm_or_to_one_that_went_on_from_its_checkpoint_has_lost_nothing() -> None:
+    older, newer = checkpoints()
+    net = resumed(newer)
+    assert told_lost(net, "t1", **older) == told_lost(net, "t2", **newer) == [0] * SPANS.n
+    now = saved(net.processes["t0"])
+    net.kill(net.processes["t0"])
+    assert told_lost(net, "t0", **now) == [0] * SPANS.n
+    replace_helper(net, "h5")
+    assert told_lost(net, "t3", **now) == [0] * SPANS.n, "what it holds was part of the newest stake"
+
+
+def test_what_a_seeding_left_out_is_told_to_who_comes_back_with_it() -> None:
+    net = swarm(1, 2, asynchronous=True)
+    a, b = net.trainers()
+    net.exchange({b.name: ones()})
+    net.exchange({a.name: ones()})
+    newer = saved(a)
+    net.kill(a)
+    replace_helper(net, "h7")
+    assert told_lost(net, a.name, **newer) == [1] * SPANS.n
+
+
 def test_training_pauses_when_the_last_helper_leaves_and_goes_on_with_the_next() -> None:
     net = swarm(2, 2)
     net.exchange({"t0": ones(), "t1": ones()})
@@ -386,8 +507,8 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.AskViews(sm.Layout(61, 8, "fp32", 4)),
         sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2"),
         sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2"),
-        sm.Stake(0, b"", -1, 0, "", ()),
-        *(sm.Stake(0, b"", 5, 0, "", pushes) for pushes in impossible()),
+        sm.Stake(0, NOWHERE, -1, 0, "", ()),
+        *(sm.Stake(0, NOWHERE, 5, 0, "", pushes) for pushes in impossible()),
         sm.PullOffer(0, view.term, 1, 1, 1, "", 0, ()),
     ]
     for message in nonsense:
@@ -475,7 +596,9 @@ def test_the_pushes_of_a_second_client_of_one_process_count() -> None:
     first, node = trainer.service, trainer.node
     node.services.remove(first)
     net.run(1.0)
-    trainer.service = SpanClient(node.members, net.spans, first.theta.clone(), first.pulled[0].origin, False, net.now)
+    trainer.service = SpanClient(
+        node.members, net.spans, first.theta.clone(), first.pulled[0].origin.theta, False, net.now
+    )
     node.services.add(trainer.service)
     net.exchange({"t0": None})
     net.exchange({"t0": ones()})

@@ -11,6 +11,7 @@
 | one peer with a wrong state convicts all others | a corrupt coordinator convicts nobody but itself |
 | who trains on while a round is in flight runs out of samples | nobody runs dry while its round is in flight |
 | who slept votes for what it promised before | who slept decides no older ballot |
+| a forced ballot counts as word from those it left out | what was accepted costs one T_evict, not two |
 | what is told of an offer is told of the next one | a round with an earlier offer does not count the present one |
 | a coordinator's patience ends before its owners' | owners that bear with a silence are asked anew, not for ever |
 | a voter that may not vote yet is waited for | who slept and looks around holds nobody up |
@@ -121,6 +122,27 @@ def test_mutation_votes_for_what_was_promised_before_a_sleep_are_caught(monkeypa
     monkeypatch.setattr(Slot, "wake", lambda self: None)
     with pytest.raises(Violation, match="I1"):
         test_who_slept_decides_no_older_ballot()
+
+
+@pytest.mark.parametrize(("n", "survivors"), [(3, 1), (5, 2)])
+def test_after_a_forced_ballot_for_what_was_accepted_the_dead_are_not_waited_for_again(n: int, survivors: int) -> None:
+    """All have voted and most die: what the rest decide by force names the dead as voters still. Their own COMMIT made
+    the survivors wait for these as if they had been heard of just then: T_evict twice."""
+    stage = Stage(n)
+    coordinator, plan = stage.planned()
+    t, rest = plan.entry.t, ranked(stage)[-survivors:]
+    stage.hold = lambda source, target, m: isinstance(m, msg.Held) and source != target
+    stage.until(lambda: all(p.node.slot.accepted is not None for p in rest))
+    assert coordinator not in rest and coordinator.node.log.head == plan.head, "nothing is decided"
+    for process in stage.peers(*rest):
+        stage.world.crash(process)
+    stage.hold = nothing
+    stage.committed(t, rest, 3 * EVICT_S)
+    assert all(p.node.log.state.electorate == plan.entry.electorate for p in rest)
+    decided = stage.world.now
+    stage.committed(t + 2, rest, 3 * EVICT_S)
+    assert stage.world.now - decided < EVICT_S / 2
+    assert all(set(p.node.log.state.electorate) == {q.voter for q in rest} for p in rest)
 
 
 # ------------------------------------------------------------------ offers taken back

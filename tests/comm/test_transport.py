@@ -16,8 +16,8 @@ import dlc.comm.addresses as addresses
 import dlc.comm.lanes as lanes
 import dlc.comm.links as links
 import dlc.comm.transport as transport_module
-from dlc.comm.addresses import parse_address
-from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable
+from dlc.comm.addresses import leads_here, parse_address
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Writable
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import UsageError
@@ -78,6 +78,9 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
 
 
 @pytest.mark.parametrize("security", [KEYED, None], ids=["key", "no-key"])
@@ -301,7 +304,7 @@ def test_localhost_is_looked_up(node: Callable[..., Node]) -> None:
     assert a.link_kinds(host) == ["connected"]
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+@needs_ipv6
 def test_ipv6(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b", "[::1]:0")
     assert b.transport.host == "::1"
@@ -311,7 +314,58 @@ def test_ipv6(node: Callable[..., Node]) -> None:
     assert {e.observed_host for e in b.events if isinstance(e, Incoming)} == {"::1"}
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+@pytest.mark.parametrize(
+    ("host", "leads"),
+    [
+        ("10.0.0.1", True),
+        ("169.254.7.7", True),
+        ("2001:db8::1", True),
+        ("127.0.0.1", False),
+        ("127.8.8.8", False),
+        ("::1", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_which_addresses_of_a_host_others_can_dial(host: str, leads: bool) -> None:
+    assert leads_here(host) == leads
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", pytest.param("[::]:0", marks=needs_ipv6)])
+def test_the_address_by_which_a_member_came_is_told_once(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    """127.0.0.2 and .3 stand for addresses that others can dial."""
+    monkeypatch.setattr(transport_module, "leads_here", lambda host: host != "127.0.0.1")
+    a = node("a", listen)
+    port = a.transport.control_port
+
+    def come(name: str, host: str, security: LinkSecurity = KEYED) -> None:
+        peer, address = node(name, security=security), f"{host}:{port}"
+        peer.transport.send_control(address, [name.encode()])
+        pump(lambda: [name.encode()] in a.messages() or "auth_failed" in peer.link_kinds(address), a, peer)
+
+    come("local", "127.0.0.1")
+    come("stranger", "127.0.0.2", OTHER)
+    assert not any(isinstance(e, Reached) for e in a.events)
+    come("b", "127.0.0.3")
+    come("c", "127.0.0.2")
+    told = [e if isinstance(e, Reached) else bytes(e.frames[0]) for e in a.events if isinstance(e, Reached | Incoming)]
+    assert told == [b"local", Reached("127.0.0.3"), b"b", b"c"]  # before what came by it
+
+
+def test_who_listens_at_one_address_is_told_of_no_other(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "leads_here", lambda host: True)
+    a, b = node("a", "127.0.0.2:0"), node("b")
+    b.transport.send_control(f"127.0.0.2:{a.transport.control_port}", [b"x"])
+    pump(lambda: a.messages(), a, b)
+    assert not any(isinstance(e, Reached) for e in a.events)
+
+
+@needs_ipv6
 def test_every_address_of_a_name_is_tried(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "look_up", lambda host: ["::1", "127.0.0.1"])
     a, b = node("a"), node("b")

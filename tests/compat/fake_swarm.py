@@ -68,7 +68,8 @@ class Town:
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.peers: dict[str, FakeSwarm] = {}
-        self.posted: dict[tuple[str, str], tuple[bytes, float]] = {}
+        self.posted: dict[tuple[str, str], tuple[bytes, float, FakeSwarm]] = {}
+        """Value, end and process by author and key."""
         self.waiting: dict[str, list[Seat]] = {}
         self.rounds: list[tuple[str, tuple[str, ...]]] = []
         """Key and members of every group."""
@@ -82,6 +83,15 @@ class Town:
             self.peers[name] = FakeSwarm(self, name)
             self.changed()
             return self.peers[name]
+
+    def restart(self, name: str) -> FakeSwarm:
+        """Another process under that name, before anybody has seen that the one before is dead."""
+        with self.lock:
+            before, self.peers[name] = self.peers[name], FakeSwarm(self, name)
+            self.changed()
+        for listener in tuple(before.listeners):
+            listener()  # its threads end
+        return self.peers[name]
 
     def changed(self) -> None:
         with self.lock:
@@ -112,19 +122,24 @@ class FakeSwarm:
     def post(self, key: str, value: bytes, ttl_s: float) -> None:
         with self.town.lock:
             self._check()
-            self.town.posted[self.id, key] = value, time.monotonic() + ttl_s
+            self.town.posted[self.id, key] = value, time.monotonic() + ttl_s, self
         self.town.changed()
 
     def withdraw(self, key: str) -> None:
         with self.town.lock:
-            self.town.posted.pop((self.id, key), None)
+            if self._lives():
+                self.town.posted.pop((self.id, key), None)
         self.town.changed()
 
     def notices(self, prefix: str) -> list[Notice]:
         with self.town.lock:
             self._check()
-            now, posted = time.monotonic(), self.town.posted.items()
-            return [Notice(a, key, v) for (a, key), (v, until) in posted if key.startswith(prefix) and until > now]
+            now = time.monotonic()
+            return [
+                Notice(author, key, value, writer._lives())
+                for (author, key), (value, until, writer) in self.town.posted.items()
+                if key.startswith(prefix) and until > now
+            ]
 
     def listen(self, changed: Callable[[], None]) -> Callable[[], None]:
         self.listeners.append(changed)
@@ -200,13 +215,17 @@ class FakeSwarm:
 
     def leave(self) -> None:
         with self.town.lock:
-            self.town.peers.pop(self.id, None)
+            if self._lives():
+                del self.town.peers[self.id]
             for waiting in self.town.waiting.values():
                 waiting[:] = [seat for seat in waiting if seat.peer != self.id]
         self.town.changed()
         for listener in tuple(self.listeners):
             listener()
 
+    def _lives(self) -> bool:
+        return self.town.peers.get(self.id) is self
+
     def _check(self) -> None:
-        if self.id not in self.town.peers:
+        if not self._lives():
             raise SwarmClosed("the peer has left")

@@ -407,6 +407,28 @@ def test_a_state_is_held_as_long_as_its_loader_is_here(monkeypatch: pytest.Monke
     wait_until(lambda: not donor.dht.swarm.held, WAIT_S, "nothing is held for who has left")
 
 
+def test_no_state_is_held_for_a_loader_that_was_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer is here all the time, as the donor sees it; what the old process has asked for nobody will fetch."""
+    town, held = Town(), list[str]()
+    donor = averager(town, [torch.full((3,), 7.0)])
+    loader = averager(town, [torch.zeros(3)])
+    name = loader.dht.swarm.id
+
+    def killed(*_: object) -> None:
+        held.extend(donor.dht.swarm.held)
+        town.restart(name)
+        raise SwarmClosed("killed")
+
+    monkeypatch.setattr(loader.dht.swarm, "fetch", killed)
+    with pytest.raises(SwarmClosed):
+        loader.load_state_from_peers(timeout=WAIT_S)
+    assert held and name in donor.dht.swarm.present()
+    wait_until(lambda: not donor.dht.swarm.held, WAIT_S, "nothing is held for a process that is no more")
+    assert not donor.directory.others(), "nor is its averager there any more"
+    again = DecentralizedAverager([torch.zeros(3)], DHT(start=True, p2p=town.peers[name]), start=True, prefix="mine")
+    assert again.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [7.0] * 3
+
+
 # ---------------------------------------------------------------- what is not finite
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
+import torch
 
 import dlc.compat.hivemind as hivemind
-from dlc.compat.hivemind import DHT, get_dht_time
+from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
@@ -64,10 +66,27 @@ def test_expired_values_are_neither_stored_nor_found() -> None:
     began = time.monotonic()
     assert a.store("k", 1, get_dht_time() + 100)
     assert b.get("k").value == 1
-    ((where, (raw, until)),) = town.posted.items()
+    ((where, (raw, until, writer)),) = town.posted.items()
     assert began + 99 < until <= time.monotonic() + 100, "it ends so much later by every peer's own clock"
-    town.posted[where] = (raw, time.monotonic())
+    town.posted[where] = (raw, time.monotonic(), writer)
     assert b.get("k") is None
+
+
+def test_what_is_asked_for_as_a_future_can_be_awaited() -> None:
+    _, a, b = two()
+
+    async def act() -> tuple[object, ...]:
+        stored = await a.store("k", 1, get_dht_time() + 100, return_future=True)
+        found = await b.get("k", return_future=True)
+        first, second = (
+            DecentralizedAverager([torch.zeros(1)], dht, start=True, prefix="mine", min_matchmaking_time=100.0)
+            for dht in (a, b)
+        )
+        _, gathered = await asyncio.gather(first.step(gather=1, wait=False), second.step(gather=2, wait=False))
+        loaded = await first.load_state_from_peers(wait=False)
+        return stored, found.value, set(gathered.values()), len(loaded)
+
+    assert asyncio.run(act()) == (True, 1, {1, 2}, 2)
 
 
 def test_subkeys_are_a_dict_of_values() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import io
+import logging
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -19,6 +24,7 @@ from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
 from dlc.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 120.0
 INSTALLED = """
 import dlc.compat
 dlc.compat.install()
@@ -33,9 +39,10 @@ from hivemind.averaging.partition import AllreduceException
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.optimizer import logger
 from hivemind.optim.progress_tracker import ProgressTracker
-from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.optim.state_averager import LRSchedulerBase, TrainingStateAverager
 from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.networking import log_visible_maddrs
 from hivemind.compression import Float16Compression
 assert same is DecentralizedAverager and hivemind.Optimizer is Optimizer is hivemind.optim.optimizer.Optimizer
 try:
@@ -53,6 +60,84 @@ except Exception as error:
 """
 
 
+FROM_HIVEMIND = {
+    "": "DHT DecentralizedAverager GradScaler Optimizer TrainingAverager PeerID BlockwiseQuantization CompressionBase "
+    "CompressionInfo Float16Compression NoCompression PerTensorCompression Quantile8BitQuantization "
+    "RoleAdaptiveCompression ScaledFloat16Compression SizeAdaptiveCompression TensorRole Uniform8BitQuantization "
+    "DHTExpiration MSGPackSerializer PerformanceEMA SerializerBase ValueWithExpiration get_dht_time get_logger "
+    "log_visible_maddrs use_hivemind_log_handler",
+    "averaging.averager": "DecentralizedAverager",
+    "averaging.control": "AveragingStage StepControl",
+    "averaging.allreduce": "AllreduceException AveragingMode",
+    "averaging.partition": "AllreduceException",
+    "compression.base": "CompressionBase CompressionInfo Key NoCompression TensorRole",
+    "compression.floating": "Float16Compression ScaledFloat16Compression",
+    "compression.quantization": "BlockwiseQuantization Quantile8BitQuantization Uniform8BitQuantization",
+    "compression.adaptive": "PerTensorCompression RoleAdaptiveCompression SizeAdaptiveCompression",
+    "dht": "CompositeValidator DHT DHTRecord RSASignatureValidator RecordValidatorBase SchemaValidator",
+    "dht.crypto": "RSASignatureValidator",
+    "dht.validation": "CompositeValidator DHTRecord RecordValidatorBase",
+    "optim": "GradScaler GradientAverager GradientAveragerFactory Optimizer PowerSGDGradientAverager ProgressTracker "
+    "TrainingAverager TrainingStateAverager",
+    "optim.optimizer": "Optimizer logger",
+    "optim.grad_averager": "GradientAverager GradientAveragerFactory",
+    "optim.grad_scaler": "GradScaler",
+    "optim.power_sgd_averager": "PowerSGDGradientAverager",
+    "optim.progress_tracker": "GlobalTrainingProgress LocalTrainingProgress ProgressTracker",
+    "optim.state_averager": "LRSchedulerBase OptimizerFactory ParamGroups Parameters SchedulerFactory TorchOptimizer "
+    "TrainingStateAverager",
+    "optim.training_averager": "TrainingAverager",
+    "p2p": "PeerID",
+    "utils.crypto": "RSAPrivateKey RSAPublicKey",
+    "utils.logging": "get_logger use_hivemind_log_handler",
+    "utils.networking": "log_visible_maddrs",
+    "utils.performance_ema": "PerformanceEMA",
+    "utils.serializer": "MSGPackSerializer SerializerBase",
+    "utils.timed_storage": "DHTExpiration ValueWithExpiration get_dht_time",
+}
+"""By module below hivemind: what programs import from there."""
+AVERAGER = (
+    "averaged_tensors dht start prefix target_group_size min_group_size initial_group_bits min_matchmaking_time "
+    "request_timeout averaging_alpha part_size_bytes allreduce_timeout next_chunk_timeout sender_timeout "
+    "reducer_timeout compression state_compression tensor_infos bandwidth min_vector_size auxiliary "
+    "allow_state_sharing declare_state_period client_mode daemon shutdown_timeout"
+)
+ARGUMENTS = {
+    hivemind.DHT: "initial_peers start p2p daemon num_workers record_validators shutdown_timeout await_ready",
+    hivemind.Optimizer: "dht run_id target_batch_size batch_size_per_step optimizer params scheduler matchmaking_time "
+    "averaging_timeout allreduce_timeout next_chunk_timeout load_state_timeout reuse_grad_buffers offload_optimizer "
+    "delay_optimizer_step delay_grad_averaging delay_state_averaging average_state_every use_local_updates client_mode "
+    "auxiliary grad_compression grad_averager_factory state_averaging_compression load_state_compression "
+    "average_opt_statistics extra_tensors averager_opts tracker_opts performance_ema_alpha shutdown_timeout verbose",
+    hivemind.DecentralizedAverager: AVERAGER,
+    hivemind.GradientAverager: "parameters dht prefix reuse_grad_buffers accumulate_grads_on client_mode warn "
+    "averaged_grads",
+    hivemind.TrainingAverager: "opt average_parameters average_gradients average_opt_statistics extra_tensors "
+    "parameter_names initialize_optimizer",
+    hivemind.TrainingStateAverager: "dht optimizer params scheduler initialize_optimizer offload_optimizer "
+    "custom_gradients reuse_tensors delta_rule_averaging performance_ema_alpha sync_epoch_when_averaging "
+    "parameter_names average_opt_statistics extra_tensors status_loglevel",
+    hivemind.ProgressTracker: "dht prefix target_batch_size client_mode min_refresh_period max_refresh_period "
+    "default_refresh_period expected_drift_peers expected_drift_rate performance_ema_alpha metadata_expiration "
+    "status_loglevel private_key daemon start",
+    hivemind.DecentralizedAverager.step: "gather scheduled_time weight timeout allow_retries require_trigger wait",
+    hivemind.Optimizer.step: "closure batch_size grad_scaler",
+    hivemind.DHT.get: "key latest return_future",
+    hivemind.DHT.store: "key value expiration_time subkey return_future",
+}
+
+
+@pytest.mark.parametrize("module", FROM_HIVEMIND)
+def test_what_programs_import_of_hivemind_is_there(module: str) -> None:
+    found = importlib.import_module(f"dlc.compat.hivemind.{module}".rstrip("."))
+    assert not [name for name in FROM_HIVEMIND[module].split() if not hasattr(found, name)]
+
+
+@pytest.mark.parametrize("called", ARGUMENTS, ids=lambda called: called.__qualname__)
+def test_every_argument_of_hivemind_is_taken(called: Any) -> None:
+    assert not set(ARGUMENTS[called].split()) - inspect.signature(called).parameters.keys()
+
+
 def test_install_puts_every_module_in_place_and_refuses_to_replace_another_one() -> None:
     done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -65,6 +150,39 @@ def test_the_command_takes_the_options_of_hivemind_dht() -> None:
     line = [sys.executable, "-m", "dlc.compat.hivemind", *options]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2 and "does not offer use_ipfs: give the address of a peer" in done.stderr
+
+
+def test_the_command_is_an_address_to_join_by_until_ctrl_c() -> None:
+    line = [sys.executable, "-m", "dlc.compat.hivemind", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
+        try:
+            assert command.stdout is not None
+            told = command.stdout.readline()
+            assert told.startswith("others join with initial_peers /ip4/127.0.0.1/tcp/"), told
+            with hivemind.DHT(told.split()[4:], start=True, startup_timeout=WAIT_S) as dht:
+                assert len(dht.swarm.present()) == 2
+            command.send_signal(signal.SIGINT)
+            assert command.wait(WAIT_S) == 0
+        finally:
+            command.kill()
+
+
+def test_lines_of_a_verbose_optimizer_are_written_where_the_handler_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Hivemind's examples do it, before anything else."""
+    root, text = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(hivemind.utils.logging._handler, "stream", text)
+    level = root.level
+    try:
+        for where, written in (("in_root_logger", True), ("nowhere", False), ("in_hivemind", True), ("nowhere", False)):
+            hivemind.use_hivemind_log_handler(where)
+            hivemind.get_logger("dlc.compat.hivemind.optim.optimizer").info("epoch %d begins", 7)
+            assert text.getvalue().count("[INFO] epoch 7 begins") == written
+            text.seek(0), text.truncate()
+    finally:
+        root.setLevel(level)
+        logging.getLogger("dlc").setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("name", ["Server", "RemoteExpert", "RemoteMixtureOfExperts", "ModuleBackend"])
@@ -80,6 +198,10 @@ def test_experts_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
+        (hivemind, "MPFuture"),
+        (hivemind, "P2P"),
+        (hivemind, "serialize_torch_tensor"),
+        (hivemind.compression, "deserialize_torch_tensor"),
         (hivemind.utils, "MPFuture"),
         (hivemind.utils, "TensorDescriptor"),
         (hivemind.dht, "DHTNode"),
@@ -127,6 +249,18 @@ def test_initial_peers_of_which_none_is_tcp_are_refused_and_no_swarm_is_begun(dh
         with pytest.raises(ValueError, match="dlc speaks TCP: give HOST:PORT") as refused:
             dht(listed, start=start)
         assert isinstance(refused.value, UsageError) and all(text in str(refused.value) for text in listed)
+
+
+def test_multiaddresses_may_be_objects_of_a_library() -> None:
+    class Other:
+        def __str__(self) -> str:
+            return "/ip4/10.0.0.1/tcp/4600/p2p/Qm12"
+
+    dht = hivemind.DHT([Other()], start=False, host_maddrs=[Other()], announce_maddrs=[Other()])  # type: ignore[list-item]
+    assert dht._contacts == ["10.0.0.1:4600"]
+    for wrong in ("/ip4/10.0.0.1/tcp/4600", [4600], [None]):
+        with pytest.raises(TypeError, match="list of addresses"):
+            hivemind.DHT(wrong, start=False)  # type: ignore[arg-type]
 
 
 def test_of_mixed_initial_peers_those_that_are_no_tcp_are_logged_as_ignored(caplog: pytest.LogCaptureFixture) -> None:

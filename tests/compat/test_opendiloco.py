@@ -151,9 +151,10 @@ def test_where_the_swarm_lives_its_state_counts_and_gradients_of_other_parameter
     optimizer.state_averager.optimizer.load_state_dict(held)  # the same changes nothing
 
 
-def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step(fused: bool) -> None:
     net, peer = model(), LonePeer()
-    optimizer = made(net, peer)
+    optimizer = made(net, peer, inner_optimizer=partial(ADAMW, fused=fused))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     sizes = iter((1, 2, 100, 4))
     for step, spoilt in enumerate((False, False, True, False)):

@@ -6,6 +6,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,14 +17,19 @@ from torch.nn import functional as F
 
 from dlc.compat.hivemind import (
     DHT,
+    Float16Compression,
     GradientAverager,
     GradScaler,
+    NoCompression,
     Optimizer,
     ProgressTracker,
+    RoleAdaptiveCompression,
     TrainingAverager,
     TrainingStateAverager,
 )
 from dlc.compat.hivemind.optim import components, optimizer_state
+from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
+from dlc.compat.hivemind.swarm import Outcome, Terms
 from dlc.errors import UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
@@ -189,6 +195,73 @@ def test_one_peer_alone_follows_the_plain_optimizer_over_accumulated_batches() -
         plain.step()
     assert opt.local_epoch == 3 and opt.local_progress.samples_accumulated == 0
     torch.testing.assert_close(weights(net), weights(alone), rtol=1e-5, atol=1e-6)
+
+
+class Net(nn.Linear):
+    """What transformers.Trainer trains."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x).square().mean()}
+
+
+class NoOpScheduler(LRSchedulerBase):
+    """As in Hivemind's ALBERT example: the schedule is the optimizer's own."""
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        self._last_lr = self.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_trainer_takes_the_optimizer_and_goes_on_from_its_checkpoint(delayed: bool, tmp_path: Path) -> None:
+    """The scheme of Hivemind's ALBERT example: `optimizers=` of transformers.Trainer."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate: pip install 'dlc[accelerate]'")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": x} for x in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+    seen = []
+    for steps, resume in ((20, None), (40, True)):
+        torch.manual_seed(0)
+        net = Net(4, 1)
+        opt = optimizer(
+            Town(),
+            net,
+            batch_size_per_step=4,
+            params=[{"params": [net.weight], "weight_decay": 0.1}, {"params": [net.bias], "weight_decay": 0.0}],
+            scheduler=HALVING,
+            delay_optimizer_step=delayed,
+            delay_grad_averaging=delayed,
+            averager_opts={"bandwidth": 100.0, "target_group_size": 256},
+        )
+        settings: dict[str, Any] = {"max_steps": steps, "save_steps": 20, "per_device_train_batch_size": 4}
+        quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+        trainer = Trainer(
+            model=net,
+            args=TrainingArguments(str(tmp_path), **settings, **quiet),
+            train_dataset=rows,  # type: ignore[arg-type]
+            optimizers=(opt, NoOpScheduler(opt)),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        opt.state_averager.step(wait_for_delayed_updates=True)
+        seen.append((opt.local_epoch, opt.param_groups[1]["lr"], loss_of_rows(net, rows)))
+        opt.shutdown()
+    per_epoch = TARGET // 4
+    assert [epoch for epoch, _, _ in seen] == [20 // per_epoch, 20 // per_epoch + 20 // per_epoch]
+    assert [lr for _, lr, _ in seen] == [pytest.approx(0.1 * 0.5**epoch) for epoch, _, _ in seen]
+    assert seen[1][2] < seen[0][2]
+
+
+def loss_of_rows(net: nn.Module, rows: list[dict[str, Tensor]]) -> float:
+    with torch.no_grad():
+        return float(net(torch.stack([row["x"] for row in rows]))["loss"])
 
 
 # ------------------------------------------------------------------ what goes wrong
@@ -652,6 +725,105 @@ def test_a_mean_is_taken_over_but_where_the_program_has_changed_the_model_meanwh
     torch.testing.assert_close(weights(nets[0]), middle)
 
 
+def average_that_waits(monkeypatch: pytest.MonkeyPatch, peer: Any) -> tuple[threading.Event, threading.Event]:
+    """(it has begun, let it end) of each average of this peer, whose mean is -7 everywhere."""
+    began, on, name = threading.Event(), threading.Event(), peer.dht.swarm.id
+
+    def average(key: str, parts: list[tuple[Tensor, str]], terms: Terms) -> Outcome:
+        began.set()
+        assert on.wait(WAIT_S)
+        for vector, _ in parts:
+            vector.fill_(-7.0)
+        return Outcome((name,), {name: terms.data}, {}, None)
+
+    monkeypatch.setattr(peer.dht.swarm, "average", average)
+    return began, on
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("how", ["a checkpoint", "the state of a peer"])
+def test_what_was_loaded_is_not_overwritten_by_an_average_that_was_on_its_way(
+    how: str, offload: bool, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The average began before, and ends after."""
+    town, net = Town(), model()
+    options = {"batch_size_per_step": TARGET, "offload_optimizer": offload, "use_local_updates": local}
+    opt = optimizer(town, net, **options)
+    donor_net = nn.Linear(5, 1)
+    donor = optimizer(town, donor_net, **options)
+    donor.state_averager.local_epoch = 3
+
+    began, on = average_that_waits(monkeypatch, opt)
+    state = opt.state_averager
+    state.step(increment_epoch=True, averaging_round=True, delay_averaging=True)
+    assert began.wait(WAIT_S)
+    if how == "a checkpoint":
+        net.load_state_dict(donor_net.state_dict())
+        saved = donor.state_dict()
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(opt.load_state_dict, saved)  # it waits for the average
+            on.set()
+            loading.result(WAIT_S)
+    else:
+        assert state.load_state_from_peers(timeout=WAIT_S) is not None
+        on.set()
+    state.step(wait_for_delayed_updates=True)
+    assert torch.equal(weights(net), weights(donor_net)) and opt.local_epoch == 3
+    assert all(map(torch.equal, state.parts.optimized, donor.state_averager.parts.optimized))
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_model_that_is_loaded_alone_beside_an_average_stays_and_the_mean_is_for_what_was_not(
+    clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is offloaded, so that it is the model itself that is averaged. To write what is there changes nothing."""
+    net, extra = model(), torch.zeros(2)
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, offload_optimizer=False, extra_tensors=[extra])
+
+    began, on = average_that_waits(monkeypatch, opt)
+    opt.state_averager.step(averaging_round=True, delay_averaging=True)
+    assert began.wait(WAIT_S)
+    if clamped:
+        with torch.no_grad():
+            net.weight.clamp_(-1e3, 1e3)
+    else:
+        net.load_state_dict({"weight": torch.full((1, 5), 100.0), "bias": net.bias.detach().clone()})
+    extra.add_(1.0)  # as a forward pass does with those of a batch norm
+    on.set()
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    assert net.weight.tolist() == [[-7.0 if clamped else 100.0] * 5]
+    assert net.bias.item() == -7.0 and extra.tolist() == [-7.0] * 2
+
+
+def test_what_a_training_averager_has_loaded_is_not_overwritten_by_a_step_that_was_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    town, nets, entered = Town(), [model(), nn.Linear(5, 1)], list[str]()
+    options = {"average_parameters": True, "average_gradients": False, "prefix": "t", "start": True}
+    first, _ = (TrainingAverager(SGD(net.parameters()), dht=dht(town), **options) for net in nets)
+    began, on = average_that_waits(monkeypatch, first)
+
+    class Watched:
+        lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            entered.append(threading.current_thread().name)
+            self.lock.acquire()
+
+        def __exit__(self, *exc: object) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(first, "lock_averager_step", Watched())
+    step = first.step(wait=False)
+    assert began.wait(WAIT_S)
+    loading = first.load_state_from_peers(wait=False, timeout=WAIT_S)
+    wait_until(lambda: loading.done() or len(entered) == 2, WAIT_S, "what was fetched is taken over, or waits")
+    on.set()
+    assert loading.result(WAIT_S) is not None and len(step.result(WAIT_S)) == 1
+    assert torch.equal(weights(nets[0]), weights(nets[1]))
+
+
 def test_a_local_step_beside_an_average_is_not_undone_by_a_write_that_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -946,6 +1118,34 @@ def test_a_training_averager_averages_parameters_gradients_and_statistics(locked
         nets[1].weight.zero_()
     assert averagers[0].load_state_from_peers(timeout=WAIT_S) is not None
     assert bool((nets[0].weight == 0).all()) and averagers[0].local_step == 1
+
+
+def test_the_state_of_a_training_averager_is_compressed_by_role_and_takes_no_steps_back() -> None:
+    town, nets = Town(), [model(), model()]
+    donor, loader = (
+        TrainingAverager(
+            torch.optim.Adam(net.parameters(), lr=0.1),
+            average_parameters=True,
+            average_gradients=False,
+            parameter_names=list(dict(net.named_parameters())),
+            state_compression=RoleAdaptiveCompression(parameter=Float16Compression(), default=NoCompression()),
+            dht=dht(town),
+            prefix="t",
+            start=True,
+        )
+        for net in nets
+    )
+    third = torch.full((1, 5), 1 / 3)
+    with torch.no_grad():
+        nets[0].weight.copy_(third)
+    donor.opt.state[nets[0].weight]["exp_avg"].copy_(third)
+    metadata, tensors, infos = donor.get_current_state()
+    assert metadata["step"] == 0 and [info.key for info in infos][:2] == ["weight", "bias"]
+    assert [tuple(t.shape) for t in tensors] == [info.shape for info in infos]
+    loader.local_step = 7
+    loader.load_state_from_peers(timeout=WAIT_S)
+    assert torch.equal(nets[1].weight, third.half().float()) and loader.local_step == 7
+    assert torch.equal(loader.opt.state[nets[1].weight]["exp_avg"], third)
 
 
 @pytest.mark.parametrize(

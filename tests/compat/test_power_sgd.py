@@ -99,6 +99,15 @@ def test_rounds_are_those_of_numpy_with_weights_and_error_feedback_and_the_same_
     assert len(town.rounds) == 6 and all(len(members) == 3 for _, members in town.rounds)
 
 
+def test_a_default_device_of_the_caller_is_of_no_account() -> None:
+    town, parameters = Town(), params()
+    with torch.device("meta"):
+        under = averager(town, parameters)
+    plain = averager(town, parameters)
+    for low, other in zip(under._low.values(), plain._low.values(), strict=True):
+        assert torch.equal(low.q, other.q) and torch.equal(low.error, other.error)
+
+
 def test_a_mean_of_low_rank_is_exact_and_fewer_numbers_travel() -> None:
     town = Town()
     sent: list[int] = []

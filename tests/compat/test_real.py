@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,22 @@ def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state(mode:
         torch.testing.assert_close(nets[2].weight, nets[0].weight, rtol=1e-4, atol=1e-5)
         for opt in (*opts, third):
             opt.shutdown()
+
+
+def test_what_a_process_has_told_is_not_said_by_the_next_one_of_its_peer(tmp_path: Path) -> None:
+    """But values that were stored stay, whoever stored them."""
+    with dhts(1, run_key=(key := generate_run_key())) as (first,):
+        options = {"start": True, "run_key": key, "identity_path": tmp_path, "startup_timeout": WAIT_S}
+        for life in range(2):
+            with DHT(first.get_visible_maddrs(), **options) as second:  # type: ignore[arg-type]
+                if not life:
+                    second.swarm.post("want/mine/", b"nonce", 600.0)
+                    assert second.store("key", 1, get_dht_time() + 600)
+                wait_until(lambda: second.swarm.id in first.swarm.present(), WAIT_S)  # noqa: B023
+                wait_until(lambda: first.get("key") and first.swarm.notices("want/mine/"), WAIT_S)
+                (notice,) = first.swarm.notices("want/mine/")
+                assert notice.author == second.swarm.id and notice.lives is (not life)
+                assert first.get("key").value == 1
 
 
 def test_with_the_log_a_dht_holds_a_peer_for_rounds_of_all() -> None:

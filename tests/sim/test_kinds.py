@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,10 @@ from dlc.comm.agenda import Agenda
 from dlc.comm.applier import Applier
 from dlc.comm.log import Log
 from dlc.comm.messages import PieceReq
+from dlc.comm.probing import Prober
+from dlc.comm.view import View
 from dlc.report import RoundReport
+from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
 from dlc.sim.oracle import OracleError
 from dlc.sim.run import run
@@ -214,3 +218,59 @@ def test_a_sleep_that_ends_in_a_partition_counts_once_both_were_awake_and_apart_
     world = World(swarm(4, asleep))
     world.run_until(33.0)
     assert not world.checker.paths.partitioned(8.0, 26.0)
+
+
+def test_who_goes_on_after_half_of_t_evict_is_caught_though_it_slept_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A freeze of nearly T_gap, which nobody notices, is not time in which both were awake and apart."""
+    whole_s = View.t_evict_s.fget
+    assert whole_s is not None
+    faults = Fault(10.0, "freeze", who=1, for_s=4.9), Fault(14.8, "partition", who=1, for_s=9.5)
+    plan = swarm(2, *faults, Fault(15.0, "freeze", who=1, for_s=4.9), seed=1)
+    assert not run(plan).violation
+    monkeypatch.setattr(View, "t_evict_s", property(lambda view: whole_s(view) / 2))
+    assert run(plan).violation.startswith("S2")
+
+
+def a_newcomer_beside_a_partition(*listed: int) -> World:
+    """p2 sleeps, and has lost its vote when p0 and p1 are parted; then an observer begins, cut off from nobody."""
+    asleep, apart = Fault(10.0, "freeze", who=2, for_s=45.0), Fault(18.0, "partition", who=0b0001, for_s=26.0)
+    calm = swarm(3, asleep, apart)
+    world = World(dataclasses.replace(calm, starts=(*calm.starts, Start(20.0, listed, "observer"))))
+    world.run_until(17.0)
+    assert {v.peer for v in process(world, "p0").node.log.state.electorate} == {"p0", "p1"}
+    return world
+
+
+@pytest.mark.parametrize(("listed", "meets_s"), [((2,), None), ((0, 2), 0.0), ((2,), 4.0), ((2,), 14.0)])
+def test_a_newcomer_is_a_relay_once_it_has_heard_of_somebody(listed: tuple[int, ...], meets_s: float | None) -> None:
+    """One whose only address sleeps knows nobody, and nobody knows it: it joins no parted peers."""
+    world = a_newcomer_beside_a_partition(*listed)
+
+    def meet() -> None:
+        newcomer, told = process(world, "p3"), process(world, "p0").node.members.own
+        world.act(newcomer, lambda now: newcomer.node.members.learn(told, now))
+
+    if meets_s:
+        world.clock.at(20.0 + meets_s, meet)
+    world.run_until(43.0)
+    # Without a path for 26 s; for 2 s; for 6 s, both less than the 10 s that count; for 16 s, of which 6 s do.
+    assert world.checker.paths.partitioned(18.0, 43.0) == (meets_s in (None, 14.0))
+    assert not world.checker.paths.partitioned(18.0, 27.0)
+    assert world.checker.history.forks == (meets_s is None)
+
+
+@pytest.mark.parametrize(("listed", "caught"), [((2,), False), ((0, 2), True), ((1, 2), True)])
+def test_mutation_a_relay_that_is_not_asked_is_caught(
+    monkeypatch: pytest.MonkeyPatch, listed: tuple[int, ...], caught: bool
+) -> None:
+    """By an observer that has heard of one of two parted voters, they must hear of each other."""
+    monkeypatch.setattr(Prober, "ask_others", lambda self, member, live: setattr(member, "direct_until_run", math.inf))
+    world = a_newcomer_beside_a_partition(*listed)
+    if caught:
+        with pytest.raises(Violation, match="S2"):
+            world.run_until(50.0)
+    else:
+        world.run_until(50.0)
+        assert world.checker.history.forks

@@ -222,6 +222,20 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         (41930, 2, 10, FAULTS),
         # each of the two voters held the first state that the other lacked: neither offered anything, as it lacked one
         (679032434, 2, 8, FAULTS),
+        # a partition, half of which one side, a slow machine, spent in naps of less than a second: a check too strict
+        (45228, 2, 10, FAULTS),
+        # after a forced ballot the one right voter heard of one wrong state before three newcomers told theirs, right
+        # ones, at the new head: convicted by a tie
+        (108167403, 2, 8, FAULTS),
+        # a coordinator with a wrong state waited for nobody else's word, its offer being old, though the slot had just
+        # begun; and one that went on with a wrong state by force, elsewhere, made it a right one: a check too strict
+        (50516, 2, 10, FAULTS),
+        # a partition of 22 s beside which a newcomer began whose only address slept: it was taken for a relay between
+        # the sides, though it knew of nobody, and nobody of it: a check too strict
+        (108167413, 2, 8, FAULTS),
+        # one of two died when both had voted; the other, alone and therefore slow to judge, went on by force after
+        # T_evict, took its own COMMIT for word from the dead one, and waited T_evict once more
+        (108167363, 2, 8, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from dlc.sim.run import RAISED, Outcome, run
 from dlc.sim.schedule import FAULTS, FIRST_KINDS, SMALL_PEERS, Fault, Scenario, Start, scenario
 from dlc.sim.shrink import CALM, shrink
 from dlc.sim.sweep import Job, StateFile, Tally
+from tests.helpers import wait_until
 
 
 def outcome(seed: int, violation: str = "", ended_at_s: float = 100.0) -> Outcome:
@@ -170,6 +171,34 @@ def test_an_interrupt_leaves_a_state_to_go_on_from(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=180)
     assert process.returncode == command.INTERRUPTED
+    (tally,) = json.loads(state.read_text()).values()
+    assert tally["schedules"] >= 1
+
+
+def test_interrupts_that_come_again_and_again_end_a_sweep_once_and_in_order(tmp_path: Path) -> None:
+    """The second one cut short what told the workers of the end, and the sweep waited for them for ever. None of them
+    had heard of it: the signals went to the process that collects, alone."""
+    state = tmp_path / "state.json"
+    process = subprocess.Popen(
+        sim("--seeds", "0:100000", "--jobs", "2", "--state", str(state)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+
+    def ended() -> bool:
+        process.send_signal(signal.SIGINT)
+        return process.poll() is not None
+
+    try:
+        wait_until(ended, what="the end of the sweep")
+    finally:
+        process.kill()
+    out, err = process.communicate(timeout=180)  # the workers have gone, too: they hold the other ends of the pipes
+    assert process.returncode == command.INTERRUPTED, err
+    assert "Traceback" not in err and "violations" in out
     (tally,) = json.loads(state.read_text()).values()
     assert tally["schedules"] >= 1
 

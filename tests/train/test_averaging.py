@@ -30,7 +30,7 @@ from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, saver
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
-from dlc.train.noloco import noloco_step
+from dlc.train.noloco import Pairs, noloco_step
 from dlc.train.trainer import Trainer
 from tests.helpers import wait_until
 from tests.swarm import Host, free_addresses, swarm
@@ -365,3 +365,27 @@ def test_steps_below_the_codecs_resolution_add_up(codec: str) -> None:
         torch.testing.assert_close(vectors[0], vectors[1], rtol=0, atol=2.0**-7)
         for grid in grids:
             grid.close()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+def test_steps_below_the_codecs_resolution_move_slow_weights_as_far_as_exact_means_do(codec: str) -> None:
+    """As above, of pairs that hold phi = 1: what is said of it does not draw it back."""
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
+    spec, rounds, learned = RunSpec(strategy="gossip", codec=codec, gossip=gossip), 12, torch.full((1000,), 1e-4)
+    exact, m = torch.ones(1000), torch.zeros(1000)
+    for _ in range(rounds):
+        noloco_step(exact, m, learned, learned, exact.clone(), gossip.outer_lr, gossip.outer_momentum, gossip.pull)
+    with swarm(2, log=False) as peers:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        many, vectors = [Pairs(peer, spec) for peer in peers], [torch.ones(1000) for _ in peers]
+        for pair, vector in zip(many, vectors, strict=True):
+            pair.begin(vector)
+        for t in range(1, rounds + 1):
+            for vector in vectors:
+                vector.add_(learned)
+            with ThreadPoolExecutor(2) as pool:
+                told = list(pool.map(lambda pair, vector, t=t: pair.step(t, vector), many, vectors))
+            assert all(len(averaged.partners) == 1 for averaged in told)
+    for vector in vectors:
+        torch.testing.assert_close(vector - 1.0, exact - 1.0, rtol=0.02, atol=1e-5)

@@ -209,6 +209,27 @@ def test_bytes_per_token_are_of_the_side_that_is_measured(tmp_path: Path, sliver
     assert source.bytes_per_token == pytest.approx(3200 / 3201)
 
 
+@pytest.mark.parametrize(("held_bytes", "train_bytes"), [(8, 600), (100, 600), (600, 0)])
+def test_blocks_of_another_length_are_cut_from_the_same_sides(
+    tmp_path: Path, held_bytes: int, train_bytes: int
+) -> None:
+    """What a run trains on is no validation text of it, whichever sides have a block of the other length."""
+    for i in range(60):
+        name = f"{i}.txt"
+        (tmp_path / name).write_bytes(f"{i:02} ".encode() * ((held_bytes if is_validation(name) else train_bytes) // 3))
+    run = 128
+    split = BlockSource(tmp_path, run)
+    side = split._validation.tobytes()
+    assert len(side) == split.n_validation_blocks * run
+    for seq_len in (16, 100, 128, len(side)):
+        source = BlockSource(tmp_path, seq_len, split_seq_len=run)
+        got = torch.cat(source.validation_batches(8, 10**6))
+        assert bytes(got.reshape(-1).tolist()) == side[: len(side) // seq_len * seq_len]
+        assert source.bytes_per_token == split.bytes_per_token
+    with pytest.raises(DataError, match=f"holds out {len(side)} tokens .* give a smaller seq_len"):
+        BlockSource(tmp_path, len(side) + 1, split_seq_len=run)
+
+
 @pytest.mark.parametrize(
     ("line", "says"), [("{", "line 2"), ('{"body": "x"}', "line 2"), ('{"text": 3}', "int"), ("[1]", "line 2")]
 )

@@ -10,6 +10,7 @@ import dlc.train.offers
 import dlc.train.outer_loop
 from dlc.errors import CheckpointError, DlcError, UsageError
 from dlc.flat import FlatView
+from dlc.handles import Resume
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo, NotFinite
 from tests.train.fake_peer import FakePeer
@@ -309,6 +310,34 @@ def test_steps_between_two_rounds_are_taken_up_where_the_run_stands_where_it_sto
         train(opt, model, range(6, 12))
         train(again, other, range(6, 12))
         assert torch.equal(params(other), params(model)) and other_peer.weights == peer.weights[1:] == [4.0, 4.0]
+
+
+class OnGpu(Tensor):
+    """As `torch.load(file, map_location="cuda")` gives it."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self, *_: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_a_state_may_be_loaded_onto_a_gpu() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=4, codec="fp32")
+    for step in range(6):
+        backward(model, step)
+        opt.step()
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    state["local"] = state["local"].as_subclass(OnGpu)
+    state["outer"] |= {name: state["outer"][name].as_subclass(OnGpu) for name in ("log", "image")}
+    other = build(1)
+    again = DiLoCo(other, sgd(other), FakePeer(start_t=state["t"]), sync_every=4, codec="fp32", resume=state)
+    again.load_state_dict(state)
+    assert Resume.of(state).log == b"the log" and again.inner_step == 2
+    assert torch.equal(params(other), params(model))
 
 
 def test_steps_between_two_rounds_are_lost_where_the_run_has_gone_on_and_the_log_says_so(

@@ -1,17 +1,21 @@
 import dataclasses
 import math
+import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.runspec import InnerSpec, RunSpec
+from dlc.train import muon
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops, peak_of
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate, learning_rate, param_groups
 from dlc.train.model import build_model
-from dlc.train.muon import hidden_matrices
+from dlc.train.muon import hidden_matrices, stacked_matrices
 from dlc.train.setup import checkpoint_activations, inner_loop_of
 
 
@@ -180,7 +184,7 @@ def test_muon_moves_the_hidden_matrices_and_adamw_the_rest() -> None:
     hidden = hidden_matrices(twin)
     assert [tuple(p.shape) for p in hidden] == [(16, 16), (17, 16)]  # a plain module has no head that is known as one
     rest = [p for p in twin.parameters() if all(p is not h for h in hidden)]
-    muon = torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    matrices = torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [{"params": rest[:1], "weight_decay": 0.1}, {"params": rest[1:], "weight_decay": 0.0}],
         lr=1e-2,
@@ -189,7 +193,7 @@ def test_muon_moves_the_hidden_matrices_and_adamw_the_rest() -> None:
     for step in range(5):
         inner.train_step([ids(step)], step)
         causal_loss(twin, ids(step)).backward()
-        for optimizer in (muon, adamw):
+        for optimizer in (matrices, adamw):
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(params(model), params(twin))
@@ -203,6 +207,49 @@ def test_muon_leaves_embeddings_and_head_of_a_transformers_model_to_adamw() -> N
         assert len(names) == 2 * 7 and all(".layers." in name and "norm" not in name for name in names)
     with pytest.raises(ConfigError, match="no hidden matrices"):
         build_optimizer("muon", nn.Embedding(3, 3), lr=0.1, betas=(0.9, 0.9), weight_decay=0.0)
+
+
+def mixture(kind: str) -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    count = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    experts = {count: 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 24}
+    wide = {"moe_intermediate_size": 24} if kind == "qwen3_moe" else {}
+    return build_model({"model_type": kind, **sizes, **experts, **wide}, 0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_muon_takes_the_matrices_of_experts_and_not_their_biases(kind: str) -> None:
+    model = mixture(kind)
+    named = {id(p): name for name, p in model.named_parameters()}
+    stacked = {named[id(p)].split(".", 2)[2] for p in stacked_matrices(model)}
+    assert stacked == {f"{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")}
+    assert not any("bias" in named[id(p)] or "experts" in named[id(p)] for p in hidden_matrices(model))
+    optimizer = build_optimizer("muon", model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(named)
+
+
+@pytest.mark.parametrize("shape", [(5, 12, 20), (3, 20, 12)])
+@pytest.mark.parametrize("at_once", [1, 2 * 12 * 20, 1 << 26])
+def test_each_matrix_of_a_stack_moves_as_muon_moves_it(
+    shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "ELEMENTS_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(1)
+    stack = nn.Parameter(torch.randn(shape, generator=generator))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    a = muon.StackedMuon([stack], lr=1e-2, weight_decay=0.1, momentum=0.95)
+    b = torch.optim.Muon(alone, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        stack.grad = torch.randn(shape, generator=generator)
+        stack.grad[1] = 0.0  # an expert that no token was sent to
+        for matrix, grad in zip(alone, stack.grad, strict=True):
+            matrix.grad = grad.clone()
+        before = stack.detach().clone()
+        a.step()
+        b.step()
+        moved = (stack.detach() - before).norm()
+        assert (stack.detach() - torch.stack([p.detach() for p in alone])).norm() < 0.02 * moved  # sums in bf16
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -265,6 +312,33 @@ def test_checkpointed_layers_are_computed_again_and_give_the_same_step() -> None
         checkpoint_activations(Tiny())
 
 
+class Casts(TorchDispatchMode):
+    """Sees what autocast makes of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            self.made.append(weakref.ref(out))
+        return out
+
+
+def test_checkpointed_layers_leave_no_weights_in_16_bits_behind() -> None:
+    """With FSDP2 that would be the whole model on each GPU."""
+    model, held = llama(), list[int]()
+    spec = RunSpec(precision="bf16", inner=InnerSpec(checkpointing=True))
+    inner = inner_loop_of(spec, model, torch.device("cpu"))
+    with Casts() as casts:
+        model.lm_head.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda *_: held.append(sum(made() is not None for made in casts.made))
+        )
+        inner.train_step([ids(0, vocab=32)], 0)
+    assert len(casts.made) > 14 and held == [0]
+
+
 def test_a_compiled_loop_does_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo, which traces; without a compiler behind it, which takes a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -283,6 +357,17 @@ def test_a_host_that_cannot_compile_says_so_at_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(ConfigError, match=r"no C\+\+ compiler found\).*inner\.compile = false"):
         loop(Tiny(), compiled=True)
+
+
+def test_a_mixture_goes_on_with_muon_after_a_restart() -> None:
+    a, twin = loop(mixture("mixtral"), "muon"), mixture("mixtral")
+    a.train_step([ids(1)], 0)
+    twin.load_state_dict(a.model.state_dict())
+    b = loop(twin, "muon")
+    b.load(a.tensors())
+    a.train_step([ids(2)], 1)
+    b.train_step([ids(2)], 1)
+    assert torch.equal(params(a.model), params(b.model))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])

@@ -35,8 +35,10 @@ class Helpers:
 
     says: dict[int, dict[str, Any]] = {}
     deaf_from = math.inf
+    began_with: list[bytes] = []
 
-    def __init__(self, peer: object, theta: Tensor, *, step: int, **options: object) -> None:
+    def __init__(self, peer: object, theta: Tensor, *, step: int, history: bytes, **options: object) -> None:
+        self.began_with.append(history)
         self.theta, self.step, self.number = theta.clone(), step, -1
         self.outcomes: dict[str, float] = {}
         self.weight = 0.0
@@ -75,11 +77,15 @@ class Helpers:
     def read(self, out: Tensor) -> Tensor:
         return out.copy_(self.theta)
 
+    def history(self) -> bytes:
+        return f"to round {self.step}".encode()
+
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> type[Helpers]:
     class Here(Helpers):
         says: dict[int, dict[str, Any]] = {}
+        began_with: list[bytes] = []
 
     monkeypatch.setattr(served, "ServerClient", Here)
     return Here
@@ -102,6 +108,20 @@ def test_pushes_that_a_partition_set_aside_are_told_and_summed_up(
     assert summary.setbacks.tokens_dropped == 0, "the pushes that told it counted themselves"
     names = [event["event"] for event in run.events]
     assert names.index("history_lost") < [i for i, name in enumerate(names) if name == "round"][1], "before its round"
+
+
+def test_rounds_of_a_checkpoint_that_the_swarm_does_not_have_are_told(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers]
+) -> None:
+    Run(FakePeer(server), tmp_path).go()
+    saved_last = saver.newest(tmp_path, server)
+    assert saved_last is not None
+    helpers.says = {0: {"rounds_lost": 3}}
+    run = Run(FakePeer(server), tmp_path, resume=saved_last)
+    summary = run.go()
+    assert helpers.began_with == [b"", b"to round 4"], "its checkpoint tells what theta was part of"
+    told = [(event["rounds"], event["tokens"]) for event in run.all("history_lost")]
+    assert told == [(3, 3.0 * server.tokens_per_round)] and summary.setbacks.rounds_lost == 3
 
 
 def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
 from dlc.cli.site import Rank, device_of, launched
-from dlc.errors import ConfigError
-from dlc.runspec import InnerSpec, RunSpec
-from dlc.train.parallel import check_fits, pieces_of
-from dlc.train.sharded import layers_of
+from dlc.errors import ConfigError, UsageError
+from dlc.runspec import InnerSpec, ModelSpec, RunSpec
+from dlc.train.follower import follow
+from dlc.train.group import Group, Order
+from dlc.train.inner import InnerLoop, placed
+from dlc.train.parallel import SiteLoop, check_fits, pieces_of
+from dlc.train.setup import model_of
+from dlc.train.sharded import Sharded, layers_of
+from dlc.train.site import SiteEngine
 from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process, free_addresses
+from tests.train.site_steps import LLAMA, SPEC
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
 
@@ -73,6 +85,128 @@ def test_each_process_knows_its_place_and_its_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.delenv("MASTER_PORT")
     assert launched() is None
+
+
+def test_a_process_touches_no_gpu_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr("dlc.train.setup.pick_device", lambda name: done.append(name) or torch.device("cuda"))
+    assert device_of("cuda", Rank(rank=3, size=8, local_rank=1)) == torch.device("cuda", 1) and done == [1, "cuda"]
+    with pytest.raises(UsageError, match="process 2 of this host has no GPU, there are 2"):
+        device_of("cuda", Rank(rank=2, size=8, local_rank=2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_for_each_others_model_without_nccl(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """It gives up after ten minutes, and a model may take longer to download."""
+    calls: list[str] = []
+    made = model_of(SPEC)
+
+    def named(name: str, value: object = None) -> Callable[..., Any]:
+        return lambda *_: calls.append(name) or value
+
+    told = json.dumps({"spec": SPEC.to_dict(), "peer": "me", "parallel": "fsdp"})
+    group: Any = MagicMock(rank=rank, size=2, device=torch.device("cpu"), parallel="fsdp")
+    group.meet, group.text.return_value, group.hear.return_value = named("meet"), told, (Order.RUN, [])
+    for module in ("site", "follower"):
+        monkeypatch.setattr(f"dlc.train.{module}.replica_of", named("replica", SimpleNamespace(model=made)))
+    for module in ("engine", "follower"):
+        monkeypatch.setattr(f"dlc.train.{module}.model_of", named("model", made))
+    monkeypatch.setattr("dlc.train.follower._obey", lambda *_: None)
+    if rank == 0:
+        SiteEngine(SPEC, group, "me")
+    else:
+        follow(group)
+    assert calls == ["model", "meet", "replica"]
+
+
+def test_after_an_error_in_the_midst_of_a_step_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for this process, in a collective."""
+    calls: list[object] = []
+    for name in ("broadcast", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: calls.append(name))
+    group = object.__new__(Group)
+    group.rank, group.size, group._orders, group._lost = 0, 2, None, False
+    with pytest.raises(torch.OutOfMemoryError), group.together():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    group.close()
+    assert not calls
+    group._lost = False
+    with pytest.raises(ConfigError), group.together():
+        raise ConfigError("which all of them find")
+    group.close()
+    assert calls == ["broadcast", "destroy_process_group"]
+
+
+def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a whole it may have no room on one GPU; "meta" stands for that."""
+    model = nn.ModuleDict({"embed": nn.Embedding(2, 1), "layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])})
+    met: list[tuple[nn.Module, set[str]]] = []
+
+    def fully_shard(module: nn.Module, mesh: object) -> nn.Module:
+        met.append((module, {p.device.type for p in module.parameters()}))
+        return module.to("meta")
+
+    monkeypatch.setattr("dlc.train.sharded.init_device_mesh", lambda *_: None)
+    monkeypatch.setattr("dlc.train.sharded.fully_shard", fully_shard)
+    group: Any = SimpleNamespace(device=torch.device("meta"), size=2)
+    Sharded(RunSpec(), group, model)
+    first, second = layers_of(model)
+    assert met == [(first, {"cpu"}), (second, {"cpu"}), (model, {"cpu", "meta"})]
+
+
+def test_nobody_keeps_the_parameters_that_a_site_cuts_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are whole."""
+
+    def replica_of(parallel: str, spec: RunSpec, group: object, model: nn.Module) -> Any:
+        before = weakref.ref(head := model.lm_head.weight)
+        model.lm_head.weight = nn.Parameter(torch.empty(1))
+        del head
+        raise InterruptedError(before())
+
+    monkeypatch.setattr("dlc.train.site.replica_of", replica_of)
+    group: Any = MagicMock(size=1, device=torch.device("cpu"), parallel="fsdp")
+    with pytest.raises(InterruptedError) as raised:
+        SiteEngine(replace(SPEC, model=ModelSpec(config={**LLAMA, "tie_word_embeddings": False})), group, "peer")
+    assert raised.value.args == (None,)
+
+
+def test_only_rank_0_holds_the_whole_state_of_the_optimizer_on_its_host() -> None:
+    def loop(rank: int) -> SiteLoop:
+        model = nn.Linear(3, 2)
+        replica: Any = SimpleNamespace(
+            group=SimpleNamespace(rank=rank, size=2), forward=model, whole=lambda t: t, placed=placed
+        )
+        made = SiteLoop(
+            replica, model, torch.optim.AdamW(model.parameters()), None, 0.0, torch.device("cpu"), "fp32", False
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        made.optimizer.step()
+        return made
+
+    saved, follower = loop(0).tensors(), loop(1)
+    assert len(saved) == 6 and not follower.tensors()
+    sent: list[weakref.ref[Tensor]] = []
+
+    def one_after_the_other() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in saved.items():
+            assert all(before() is None for before in sent[:-1]), "all of them at once take the memory that is lacking"
+            copy = tensor * 2
+            sent.append(weakref.ref(copy))
+            yield name, copy
+            del copy
+
+    follower.take(one_after_the_other())
+    state = InnerLoop.tensors(follower)
+    assert len(sent) == 6 and all(torch.equal(state[name], tensor * 2) for name, tensor in saved.items())
+
+
+def test_what_is_loaded_of_an_optimizer_goes_to_the_device_at_once() -> None:
+    like = torch.empty(2, device="meta")
+    assert placed(torch.ones(2), like).device == like.device and placed(torch.tensor(3.0), like).device.type == "cpu"
 
 
 def test_the_steps_of_a_site_are_those_of_one_process() -> None:

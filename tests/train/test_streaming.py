@@ -246,22 +246,41 @@ def test_bytes_that_are_no_utf8_and_nulls_do_not_end_a_stream(tmp_path: Path, ca
     assert caplog.text.count(f'{file} has rows whose "text" is null; they are passed over') == 1
 
 
+@pytest.mark.parametrize(
+    "torn", ['{"text": "cut in the mid', "[1]", "7", '{"text": 5}', "[" * 100_000, '{"text": "a"} {"text": "b"}']
+)
+def test_torn_lines_do_not_end_a_stream(tmp_path: Path, torn: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is a document that is not there; a blank line is none, and a record without the field has a null."""
+    rows = [text(0, i) for i in range(200)]
+    lines = ["\ufeff" + json.dumps({"text": rows[0]}), "", *(json.dumps({"text": row}) for row in rows[1:])]
+    lines[151] = lines[171] = torn
+    lines[181] = '{"body": "x"}'
+    file = tmp_path / "a.jsonl"
+    file.write_text("\r\n".join(lines), encoding="utf-8")
+    kept = [row for n, row in enumerate(rows) if n not in (150, 170, 180) and not is_validation(f"0/{n}")]
+    want = ("\0".join(kept) + "\0").encode() * 2
+    got = opened(file, 1).batch(range(len(want) // SEQ))
+    assert bytes(got.flatten().tolist()) == want[: got.numel()]
+    assert caplog.text.count(f'{file} has lines that are no JSON object with a string as "text"; they are') == 1
+    assert caplog.text.count(f'{file} has rows whose "text" is null; they are passed over') == 1
+
+
 def test_a_stream_that_broke_off_is_read_again_from_a_mark(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader may have read ahead, and nobody asked for what failed: the next block must be the right one."""
     monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
     want = opened(corpus, 1).batch(range(40 * L))
     source = opened(corpus, 1)
     fails = {30, 33, 90}
-    whole, read = streaming.text_of, 0
+    whole, read = streaming.line_text, 0
 
-    def broken(*args: object) -> bytes | None:
+    def broken(*args: object, **options: object) -> bytes | None:
         nonlocal read
         read += 1
         if read in fails:
             raise ConnectionError("reset by peer")
-        return whole(*args)  # type: ignore[arg-type]
+        return whole(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(streaming, "text_of", broken)
+    monkeypatch.setattr(streaming, "line_text", broken)
     got: list[torch.Tensor] = []
     failed = 0
     while len(got) < 40 * L:
@@ -286,10 +305,15 @@ def test_streams_that_cannot_be_used_say_why(tmp_path: Path, corpus: Path) -> No
     (mixed / "b.txt").write_text("text")
     with pytest.raises(DataError, match="several kinds"):
         opened(mixed)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(few.read_text() + "{ no json")
+    for line in ("{ no json", '["text"]', '{"body": "x"}', '{"text": 5}', "[" * 100_000):
+        broken = tmp_path / "broken.jsonl"
+        broken.write_text(line + "\n" + few.read_text())
+        with pytest.raises(DataError, match='shard 0: its first line is no JSON object with a string as "text"'):
+            opened(broken, 1).batch(range(9))
+    table = tmp_path / "broken.parquet"
+    table.write_bytes(b"PAR1 and so on")
     with pytest.raises(DataError, match="broke off|cannot load"):
-        opened(broken, 1).batch(range(9))
+        opened(table, 1).batch(range(9))
     with pytest.raises(DataError, match="start at 0"):
         opened(corpus).batch([-1])
     for wrong in (

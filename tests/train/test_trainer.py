@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import dlc.train.outer_loop
-from dlc.errors import CheckpointError, DlcError, UsageError
+from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
-from dlc.train import saver
+from dlc.train import checkpoint, saver
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
@@ -251,6 +252,74 @@ def test_a_full_disk_is_told_and_training_goes_on(
     summary = Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
     assert (summary.t, summary.checkpoint, summary.model) == (2, None, None)
     assert caplog.text.count("No space left on device") == 3
+
+
+class Disk:
+    """With room for so many checkpoints; told so before they are written, or in the middle (a quota)."""
+
+    def __init__(self, folder: Path, room: int, monkeypatch: pytest.MonkeyPatch, *, quota: bool) -> None:
+        self.folder, self.room, self.quota = folder, room, quota
+        self._save_file = checkpoint.save_file
+        monkeypatch.setattr(checkpoint, "save_file", self.write)
+        monkeypatch.setattr(checkpoint, "_demand_room", lambda *_: quota or self.demand())
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+
+    def demand(self) -> None:
+        if len(self.names()) >= self.room:
+            raise NoRoom("its disk has 0.0 MB free")
+
+    def write(self, tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str]) -> None:
+        if self.quota and len(self.names()) >= self.room:
+            path.write_bytes(b"half of it")
+            raise SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")
+        self._save_file(tensors, path, header)
+
+
+@pytest.mark.parametrize("quota", [False, True], ids=["told before", "told by the write"])
+def test_where_there_is_no_room_for_one_more_checkpoint_the_oldest_makes_way(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: bool
+) -> None:
+    spec = dataclasses.replace(spec, rounds=4)
+    disk = Disk(saver.folder_of(tmp_path, spec), 3, monkeypatch, quota=quota)
+    run = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=3)
+    summary = run.go()
+    assert summary.saved and disk.names() == [f"t-{t:08}.safetensors" for t in (2, 3, 4)]
+    assert saver.newest(tmp_path, spec).path == summary.checkpoint  # type: ignore[union-attr]
+
+
+def test_the_newest_that_is_whole_makes_way_for_none(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the one that the run goes on from, here the older of two: the other is damaged."""
+    Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
+    folder = saver.folder_of(tmp_path, spec)
+    one, two = (folder / f"t-{t:08}.safetensors" for t in (1, 2))
+    two.write_bytes(two.read_bytes()[:-9])
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None and saved.path == one
+    (folder / ".t-00000002.safetensors.tmp-1").touch()  # of a process that was killed
+    disk = Disk(folder, 1, monkeypatch, quota=False)
+    stopped = Run(FakePeer(spec), tmp_path, resume=saved)
+    stopped.stop.set()
+    summary = stopped.go()
+    assert (summary.saved, summary.checkpoint, disk.names()) == (False, one, [one.name])
+    assert "0.0 MB free; training goes on" in caplog.text
+    disk.room = 2
+    assert Run(FakePeer(spec), tmp_path, resume=saved).go().saved and disk.names() == [one.name, two.name]
+
+
+def test_other_errors_of_a_disk_delete_nothing(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it fails, the older ones are worth more."""
+    Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
+
+    def fails(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)")
+
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    assert not Run(FakePeer(spec), tmp_path, resume=saver.newest(tmp_path, spec)).go().saved
+    assert len(list(saver.folder_of(tmp_path, spec).iterdir())) == 2
 
 
 def test_a_gradient_that_is_not_finite_is_a_divergence(

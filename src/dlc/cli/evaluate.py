@@ -125,6 +125,7 @@ def _text(
             tokenizer,
             shards=trained.shards if trained.streaming else 0,
             segment_blocks=restored.spec.blocks_per_lease,
+            split_seq_len=trained.seq_len,
             cache=cache,
         )
     named = restored.spec.data.source if restored.spec is not None else STDLIB

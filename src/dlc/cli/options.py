@@ -27,8 +27,8 @@ examples:
 
 Ctrl-C leaves the run and saves a checkpoint; the same command goes on from it. A second Ctrl-C stops at once.
 Environment: DLC_HOME (state of all peers, default ~/.local/state/dlc), DLC_KEY_FILE (default of --key-file).
-Exit codes: 0 the run ended, or left and saved; 2 usage; 3 could not join; 4 the run failed, or its end
-could not be saved; 130 stopped at once.
+Exit codes: 0 the run ended, or left and saved; 2 usage; 3 could not join; 4 the run failed in the middle (what was
+counted is saved), or its end could not be saved; 130 stopped at once.
 """
 KEY_EXAMPLES = """\
 example:
@@ -191,7 +191,12 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "--eval-every", type=count, metavar="K", help="validate every K rounds; default: at start and end"
     )
     here.add_argument("--checkpoint-every", type=count, metavar="K", help="in rounds (default 10; 0: at the end only)")
-    here.add_argument("--keep", type=_positive, metavar="K", help="checkpoints that stay on the disk (default 2)")
+    here.add_argument(
+        "--keep",
+        type=_positive,
+        metavar="K",
+        help="checkpoints that stay on the disk, which needs room for one more (default 2)",
+    )
     follow = join.add_argument_group("following the run (metrics.jsonl in the state directory is always written)")
     follow.add_argument("--json", action="store_true", help="events as JSON lines on stdout, and no live table")
     follow.add_argument("--tensorboard", type=path, metavar="DIR", help="curves for TensorBoard; dlc[tensorboard]")

@@ -195,7 +195,8 @@ def sentence(event: Event) -> str:
             )
         case "round":
             own = f"loss {event['loss']:.4f}" if event["loss"] is not None else "not counted here"
-            return f"{read_report(event).summary()}; {own}; {_speed(event)}; digest {event['digest'][:12]}"
+            digest = f"; digest {event['digest'][:12]}" if event["digest"] else ""
+            return f"{read_report(event).summary()}; {own}; {_speed(event)}{digest}"
         case "looked_on":
             return read_report(event).summary()
         case "averaging":
@@ -207,7 +208,8 @@ def sentence(event: Event) -> str:
             return f"peer {event['peer'][:8]} is {event['change']}"
         case "end":
             moved = f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}"
-            why = "left the run" if event["reason"] == "interrupted" else f"the run is over ({event['reason']})"
+            early = {"interrupted": "left the run", "failed": "the training failed, and left the run"}
+            why = early.get(event["reason"], f"the run is over ({event['reason']})")
             setbacks = "".join(f"; {name.replace('_', ' ')} {n:g}" for name, n in event["setbacks"].items() if n)
             return (
                 f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}{setbacks}; "

@@ -51,6 +51,8 @@ def device_of(name: str, rank: Rank) -> torch.device:
 
     from dlc.train.setup import pick_device
 
+    if name != "cpu" and rank.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(rank.local_rank)  # first: trying another one takes memory there until the process ends
     device = pick_device(name)
     if device.type != "cuda":
         return device
@@ -61,7 +63,6 @@ def device_of(name: str, rank: Rank) -> torch.device:
             f"process {rank.local_rank} of this host has no GPU, there are {torch.cuda.device_count()}: "
             "start torchrun with --nproc-per-node of that number"
         )
-    torch.cuda.set_device(rank.local_rank)
     return torch.device("cuda", rank.local_rank)
 
 

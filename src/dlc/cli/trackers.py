@@ -1,8 +1,8 @@
 """Curves for people: TensorBoard and Weights & Biases, as sinks of the events of `dlc join`.
 
-    train/*   loss, tokens/s, learning rate    over the swarm's inner steps
-    round/*   loss, seconds, peers, bytes      over rounds
-    validation/loss                            over rounds
+    train/*   loss, tokens/s, MFU, learning rate    over the swarm's inner steps
+    round/*   loss, seconds, peers, bytes           over rounds
+    validation/loss                                 over rounds
 
 Both are optional extras. Whether one is installed is asked before the run is joined; whatever fails later is told once,
 and the training goes on without it. What else W&B needs (a login, or WANDB_MODE=offline) is its own matter.
@@ -46,7 +46,7 @@ def point(event: Mapping[str, Any]) -> Point | None:
     """What an event adds to the curves; values that are not finite are left out."""
     match event["event"]:
         case "step":
-            names = ("loss", "tokens_per_s", "lr")
+            names = ("loss", "tokens_per_s", "mfu", "lr")
             return _point(TRAIN_AXIS, event["step"], {f"train/{name}": event[name] for name in names})
         case "averaging":
             known = ("loss", "distance", "seconds", "waiting_s", "bytes_sent", "bytes_received")

@@ -55,6 +55,14 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
+def leads_here(host: str) -> bool:
+    """Whether others can dial the numeric `host`, an address of this machine, as it stands: beyond the machine, and
+    without a zone, which has another name on each host."""
+    address = ipaddress.ip_address(host)
+    zoned = address.version == 6 and address.is_link_local
+    return not (address.is_loopback or address.is_unspecified or zoned)
+
+
 def on_this_host(address: str) -> bool:
     """Whether no link lies between: what its connections carry is a matter of processors, and pacing only costs.
 

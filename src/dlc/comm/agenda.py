@@ -78,6 +78,8 @@ class Agenda:
         """The eta that a voter told last, and when that was new here."""
         self._wished_at: dict[str, float] = {}
         """When a channel was first wished to be opened: slots may be shorter than an opening's patience."""
+        self._unheard: dict[str, tuple[float, float]] = {}
+        """By channel: for how long too many have not told their states, now and in slots before; and when I looked."""
         self._mute_until: dict[Voter, float] = {}
         self._mute_s: dict[Voter, float] = {}
 
@@ -218,14 +220,15 @@ class Agenda:
 
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
         others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
-        for one that somebody else here has, as they cannot give theirs away. Ties, where all have reported or patience
-        is over, go to the lowest; but one who may just have died does not convict me by a tie: either it is heard of
-        again, or its word counts no more.
+        for one that somebody else here has, as they cannot give theirs away. Where states differ, all who hold one and
+        live are heard before anybody is convicted, newcomers, too, that come to this head with the voters. Ties, where
+        all have reported or patience is over, go to the lowest; but one who may just have died does not convict me by a
+        tie: either it is heard of again, or its word counts no more.
         """
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
             reports[self.ctx.me] = mine
-        unheard, witnesses = 0, list[bytes]()
+        unheard, newcomers, witnesses = 0, 0, list[bytes]()
         for record in self.ctx.members.records():
             voter, told = record.voter, told_digest(record, self.log.head, channel)
             alive = self.ctx.members.alive(voter)
@@ -235,21 +238,38 @@ class Agenda:
                 witnesses.append(told)
             elif told:
                 reports[voter] = told
-            elif told is None and voter in self.log.state.electorate:
-                unheard += voter in self.log.state.trainers or any(s.channel == channel for s in record.states)
+            elif told is None:
+                holds = any(s.channel == channel for s in record.states)
+                votes_here = voter in self.log.state.electorate
+                unheard += votes_here and (holds or voter in self.log.state.trainers)
+                newcomers += holds and not votes_here
         told_of = set(reports.values())
         votes = [*reports.values(), *(digest for digest in witnesses if digest in told_of)]
         digest = _most_common(votes)
         tie = mine and digest != mine and votes.count(digest) == votes.count(mine)
         if tie and any(told == digest and self.ctx.members.suspect(v) for v, told in reports.items()):
             return None
-        if not digest or not unheard or 2 * votes.count(digest) > len(votes) + unheard:
-            return digest
-        waited_s = self.ctx.now - min(at for _, at in offers.values())
         dissent = len(told_of) > 1
-        t_dead_s = self.ctx.members.t_dead_s
-        patience_s = DISSENT_PATIENCE_S if dissent else t_dead_s if len(votes) > 1 else ALONE_PATIENCE * t_dead_s
-        return digest if waited_s >= patience_s else None
+        unheard += newcomers if dissent else 0
+        if not digest or not unheard or 2 * votes.count(digest) > len(votes) + unheard:
+            self._unheard.pop(channel, None)
+            return digest
+        listened_s, t_dead_s = self._listened_s(channel), self.ctx.members.t_dead_s
+        if dissent:
+            waited_s = self.ctx.now - min(at for _, at in offers.values())
+            return digest if waited_s >= DISSENT_PATIENCE_S and listened_s >= t_dead_s else None
+        return digest if listened_s >= (t_dead_s if len(votes) > 1 else ALONE_PATIENCE * t_dead_s) else None
+
+    def _listened_s(self, channel: str) -> float:
+        """For how long others could have told their states at my head, and too few have: in this slot, and in those
+        before it, which may each be too short. How old the offers are says nothing of that."""
+        now = self.ctx.now
+        before_s, looked = self._unheard.get(channel, (0.0, self._slot_since))
+        if self._slot_since - looked > DISSENT_PATIENCE_S:
+            before_s = 0.0
+        listened_s = before_s + now - max(looked, self._slot_since)
+        self._unheard[channel] = listened_s, now
+        return listened_s
 
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
         """All alive voters are ready, or the straggler deadline has passed."""

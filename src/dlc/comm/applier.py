@@ -52,12 +52,12 @@ class Applier:
             if not plausible_entry(entry, log.state):
                 raise ProtocolError(f"a {entry.kind} entry that does not follow this head")
             if entry.kind != ROUND:
-                self._decided()
+                self._decided(m)
                 self.apply(entry, (), ())
                 return
             bytes_of = self._bytes_of(entry)
             if bytes_of is not None:
-                self._decided()
+                self._decided(m)
                 self.apply(entry, *bytes_of)
                 return
         if entry.depth > log.state.depth and entry.hash != log.head:
@@ -65,9 +65,12 @@ class Applier:
             alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
             self.sync.start(hint=alive[0] if alive else None)
 
-    def _decided(self) -> None:
-        """Deciding with others makes this process part of the living run."""
+    def _decided(self, m: msg.Commit) -> None:
+        """Deciding with others makes this process part of the living run. They may have done it without my vote, or
+        long after it; but a forced ballot of mine is no news of those whom it left out."""
         self.log.active = True
+        if not self.slot.forced(m.entry, m.holders):
+            self.log.learned_run = self.ctx.running_s
 
     def _bytes_of(self, entry: Entry) -> tuple[tuple[bytes, ...], tuple[msg.Result, ...]] | None:
         """All results of this round, if I hold them: as candidates of the current plan, or as what I accepted."""

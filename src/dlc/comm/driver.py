@@ -29,7 +29,7 @@ from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.lanes import Event, Incoming, LinkEvent, Route, Writable
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Route, Writable
 from dlc.comm.messages import PROOFS, Bulk, Message, Record, Welcome
 from dlc.comm.tcp import TcpSample
 from dlc.comm.transport import Transport
@@ -94,6 +94,8 @@ class Driver:
         self.on_event = on_event
         """Called on the driver thread with each event; must be quick and must not raise."""
         self.on_link: Callable[[LinkEvent], None] = lambda event: None
+        self.on_reached: Callable[[str, float], None] = lambda host, now: None
+        """Called on the driver thread with the host of `Reached`, and the time."""
         self.on_stop: Callable[[], None] = lambda: None
         """Called on the driver thread when it ends, by `stop` or by an error."""
         self.bad_frames = 0
@@ -267,6 +269,8 @@ class Driver:
             self._receive(event)
         elif isinstance(event, Writable):
             self._pump(event.address)
+        elif isinstance(event, Reached):
+            self.on_reached(event.host, clock())
         else:
             self._link_event(event)
 

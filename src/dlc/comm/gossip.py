@@ -12,9 +12,12 @@ A gift goes through these states, and leaves them at both ends in one way only:
        ── Gift, repeated ─────────────────────────────>  pulls the parcels
        <─ Taken  ─────────────────────────────────────   all of it is here: counts here from now on
        <─ Refused ────────────────────────────────────   it is not taken, and never will be
-    time over, or taker down: Withdraw, repeated ─────>  not here yet: Refused, and never taken; here: Taken
+    stalled, or taker down: Withdraw, repeated ───────>  not here yet: Refused, and never taken; here: Taken
     Taken: forgotten        Refused: comes back to the giver
 
+- A gift has no time of its own: it goes on as long as chunks go to its taker that it was not sent before. It is stalled
+  where none did for keep_s, or none is left and there is no answer: so it is withdrawn at the latest keep_s after each
+  chunk has gone once, however often the taker asks for them.
 - A taker keeps its answer for the newest gift of each giver, and gives it again however often it is asked. A giver has
   one gift at a time on its way to each taker, so that is enough. Older gifts are settled.
 - A taker that is down is asked for RECLAIM_S: it may be frozen, or behind a cut. Its *process* proved to be gone: the
@@ -28,7 +31,7 @@ A gift goes through these states, and leaves them at both ends in one way only:
   that weights are right again, and the error of the mean is that weight times how far the two estimates were apart.
   Told, not silent.
 - What a quantised payload does not say stays with the giver: who gives the weight v of z as z' keeps
-  z + v (z - z') / (w - v). So a lossy codec moves no mass either (`after_giving`).
+  z + v (z - z') / (w - v). So a lossy codec moves no mass either (`give_away`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.holdings import Holding
@@ -57,6 +61,8 @@ RECLAIM_S = 60.0
 """A taker that is down for longer does not keep the share."""
 ARRIVED_MAX = 8
 """Gifts that wait here until the owner takes them in: one more is refused, and stays with its giver."""
+VECTORS_MAX = 8
+"""Of mine whose gifts are on their way: each is held in memory, and they share my link. No further one is given."""
 OPEN_S = 1e9
 """A payload is held until its gifts are settled, not by the clock."""
 
@@ -98,7 +104,11 @@ class Given:
     share: Share
     serial: int
     vector: int
+    keep_s: float
     until_run: float
+    """It is withdrawn then; keep_s after it began, or last got on."""
+    sent: set[int] = field(default_factory=set)
+    """Chunks that have gone to its taker."""
     again: float = 0.0
     withdrawn: bool = False
     down_since: float | None = None
@@ -161,17 +171,20 @@ class Gossip:
 
     def free(self, to: Voter) -> bool:
         """A gift to this peer may be given now."""
-        return to not in self._given and to not in self._reclaimed
+        on_their_way = {given.vector for given in self._given.values()}
+        return to not in self._given and to not in self._reclaimed and len(on_their_way) < VECTORS_MAX
 
     def give(
-        self, gifts: Sequence[tuple[Voter, float]], step: int, payloads: Sequence[bytes | memoryview], budget_s: float
+        self, gifts: Sequence[tuple[Voter, float]], step: int, payloads: Sequence[bytes | memoryview], keep_s: float
     ) -> None:
-        """Give (peer, weight) each of one vector, whose chunks are these; each settled, or withdrawn after budget_s."""
+        """Give (peer, weight) each of one vector, whose chunks are these; each is settled, or withdrawn once it is
+        stalled for keep_s."""
         for to, _ in gifts:
             if not self.free(to):
-                raise UsageError(f"a gift to {to.peer[:8]} is on its way already")
-        self._vector += 1
-        holding = Holding(self.grid, self.ground.running_s + OPEN_S)
+                raise UsageError(f"a gift to {to.peer[:8]} is on its way already, or {VECTORS_MAX} to others")
+        self._vector = vector = self._vector + 1
+        until_run = self.ground.running_s + OPEN_S
+        holding = Holding(self.grid, until_run, sent=lambda peer, chunk: self._sent(vector, peer, chunk))
         key = self._key(self._vector)
         for chunk, payload in enumerate(payloads):
             holding.put(Parcel(key, chunk, 0.0, (), payload))
@@ -179,7 +192,7 @@ class Gossip:
         for to, weight in gifts:
             self._serial += 1
             share = Share(to, weight, step, payloads)
-            given = Given(share, self._serial, self._vector, self.ground.running_s + budget_s)
+            given = Given(share, self._serial, self._vector, keep_s, self.ground.running_s + keep_s)
             self._given[to] = given
             self._push(given)
 
@@ -227,6 +240,13 @@ class Gossip:
             return
         share = given.share
         self.ground.send(to, Gift(self.name, given.serial, to, share.step, share.weight, self.spec, given.vector))
+
+    def _sent(self, vector: int, peer: PeerId, chunk: int) -> None:
+        """A chunk of one of my vectors has gone to this peer. One that it asks for again is no step on."""
+        for to, given in self._given.items():
+            if to.peer == peer and given.vector == vector and chunk not in given.sent:
+                given.sent.add(chunk)
+                given.until_run = self.ground.running_s + given.keep_s
 
     def receive_taken(self, sender: Voter, m: Taken) -> None:
         given = self._given.get(sender)
@@ -422,32 +442,30 @@ class Gossip:
 # ------------------------------------------------------------------ the arithmetic of mass
 
 
-def decoded(grid: Grid, payloads: Sequence[bytes | memoryview], out: Tensor) -> Tensor:
-    """The vector of these payloads, fp32, into `out`."""
-    for chunk, payload in enumerate(payloads):
-        start, stop = grid.span(chunk)
-        out[start:stop].copy_(grid.coder.decode(payload, stop - start))
-    return out
+def give_away(grid: Grid, z: Tensor, weight: float, given: float) -> tuple[list[memoryview], float]:
+    """Give the weight `given` of z away: what is sent, a payload per chunk, and the weight that is left.
 
+    z keeps, in place, what the payloads don't say of it:
 
-def encoded(grid: Grid, z: Tensor) -> list[memoryview]:
-    return [grid.coder.encode(z[slice(*grid.span(chunk))]) for chunk in range(grid.n_chunks)]
-
-
-def after_giving(z: Tensor, weight: float, given: float, told: Tensor) -> float:
-    """Give the weight `given` of z away as `told`, its quantised form: z keeps what that does not say, in place.
-
-    Returns the weight that is left. w z = (w - v) z_new + v z', so z_new = z + v / (w - v) (z - z').
+        w z = (w - v) z_new + v z',    so    z_new = z + v / (w - v) (z - z').
     """
     left = weight - given
     if not left > 0:
         raise ValueError(f"of a weight of {weight}, {given} cannot be given away")
-    z.add_(z - told, alpha=given / left)
-    return left
+    payloads, room = [], vectors.empty(min(grid.chunk_elems, grid.numel))
+    for chunk in range(grid.n_chunks):
+        start, stop = grid.span(chunk)
+        part = z[start:stop]
+        payloads.append(grid.coder.encode(part))
+        told = grid.coder.decode(payloads[-1], stop - start, room[: stop - start])
+        part.sub_(told.sub_(part), alpha=given / left)
+    return payloads, left
 
 
-def absorb(z: Tensor, weight: float, share: float, vector: Tensor) -> float:
-    """Take the weight `share` of `vector` into (z, weight), in place; returns the new weight."""
-    total = weight + share
-    z.lerp_(vector, share / total)
+def absorb(grid: Grid, z: Tensor, weight: float, share: Share) -> float:
+    """Take a share into (z, weight), in place; returns the new weight."""
+    total, room = weight + share.weight, vectors.empty(min(grid.chunk_elems, grid.numel))
+    for chunk, payload in enumerate(share.payloads):
+        start, stop = grid.span(chunk)
+        z[start:stop].lerp_(grid.coder.decode(payload, stop - start, room[: stop - start]), share.weight / total)
     return total

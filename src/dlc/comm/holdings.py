@@ -40,12 +40,13 @@ class Holding:
         weight: float = 0.0,
         keep: bool = False,
         wanted: Callable[[int], None] | None = None,
+        sent: Callable[[PeerId, int], None] | None = None,
     ) -> None:
         """vector: fp32, CPU, frozen; None: parcels are put here. keep: what was encoded is kept for others.
-        wanted: called with a chunk that is asked for and not there."""
+        wanted: called with a chunk that is asked for and not there. sent: with whom a chunk goes to, as it goes."""
         self.grid, self.until_run = grid, until_run
         self.spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
-        self.wanted = wanted
+        self.wanted, self.sent = wanted, sent
         self.sent_bytes = 0
         self._vector, self._weight, self._keep = vector, weight, keep
         self._parcels: dict[int, Parcel] = {}
@@ -166,6 +167,8 @@ class Holdings:
         holding = self._held[key]
         parcel = holding.parcel(key, chunk)
         holding.sent_bytes += len(parcel.payload)
+        if holding.sent is not None:
+            holding.sent(peer, chunk)
         self.ground.rates.sent(self.ground.now, len(parcel.payload), more=bool(self._ready))
         return parcel
 

@@ -74,4 +74,13 @@ class LinkEvent:
     """A clause for the log."""
 
 
-Event = Incoming | Writable | LinkEvent
+@dataclass(frozen=True)
+class Reached:
+    """Somebody who holds the key, where there is one, came in by an address of this machine that others can dial. Told
+    once, where all interfaces are listened on."""
+
+    host: str
+    """That address, in numbers, as the kernel says it."""
+
+
+Event = Incoming | Writable | LinkEvent | Reached

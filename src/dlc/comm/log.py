@@ -88,7 +88,7 @@ class Log:
     pinned: dict[str, bytes] = field(default_factory=dict)
     """See `pin`."""
     learned_run: float = -math.inf
-    """Running time at which the last entry came that others had decided while I was behind, or elsewhere."""
+    """Running time at which I last learned of an entry that others may have decided: they may have lived until then."""
 
     @property
     def head(self) -> bytes:
@@ -200,6 +200,10 @@ class Log:
                 return list(self.past)[index:]
         return None
 
+    def recent(self) -> set[bytes]:
+        """The heads that the kept entries follow: a state that stands there can be brought up to mine."""
+        return {past.entry.parent for past in self.past}
+
     def pin(self, use: str, head: bytes) -> None:
         """Keep what follows this head for longer, for this use: a state that stands there is being fetched, and what
         came since is applied to it. b"": none is."""
@@ -210,8 +214,7 @@ class Log:
     @property
     def holds_pinned(self) -> bool:
         """The history is longer than usual on behalf of somebody."""
-        pinned = set(self.pinned.values())
-        return any(p.entry.parent in pinned for p in self.past)
+        return not self.recent().isdisjoint(self.pinned.values())
 
     def _trim(self) -> None:
         total = sum(p.payload_bytes for p in self.past)

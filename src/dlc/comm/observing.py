@@ -34,14 +34,11 @@ class Observing:
         holders = 0
         for voter in self.log.state.electorate:
             record = members.record(voter.peer)
-            told = told_digest(record, record.head, channel) if record is not None and record.voter == voter else None
-            holders += told != b""  # who was not heard of, or is not alive, may have spoken for me
-            if (
-                told
-                and record is not None
-                and members.alive(voter)
-                and record.head in mine
-                and told != mine[record.head]
-            ):
+            if record is None or record.voter != voter:
+                holders += 1  # who was not heard of may have spoken for me; so may who is not alive
+                continue
+            told = told_digest(record, record.head, channel)
+            holders += told != b""
+            if told and members.alive(voter) and told != mine.get(record.head, told):
                 others.append(told)
         return others[-1] if 2 * len(others) > holders else b""

@@ -60,7 +60,7 @@ def permits(
     if state.head != EMPTY:
         records = [r for r in members.records() if can_vote(r)]
         others |= {r.voter for r in records if r.head == state.head or key_of(r) > state.key}
-    # Those whose entries I have only just learned of were alive when they decided them, after I had lost sight of them.
+    # Those whose entry I have only just learned of may have decided it long after I had lost sight of them.
     learned_s = ctx.running_s - log.learned_run
     for voter in others - group:
         unseen_s = min(members.unseen_s(voter), learned_s)

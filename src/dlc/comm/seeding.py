@@ -1,12 +1,17 @@
 """Where a span's parameters come from when no helper holds them: from the trainer that pulled the newest.
 
 At the beginning that is any trainer's own; the first span decides whose, and all others take theirs from a trainer that
-began alike (its *origin*). Moments begin at zero. Which pushes those parameters hold comes with them: a trainer whose
-answer died with the owner offers its push again, and it must not count twice.
+began alike (its *origin*, to which the helper that takes the first span adds its name). Moments begin at zero. Which
+pushes those parameters hold comes with them: a trainer whose answer died with the owner offers its push again, and it
+must not count twice.
+
+Where a swarm is started again, the first trainer that comes may have an older checkpoint than the next: so the first
+span, as long as it never had a view, waits a while (START_S) for more of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -18,8 +23,8 @@ from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.ids import Voter
 from dlc.comm.roles import TRAINER
 from dlc.comm.seats import Host, Seat, Seeding
-from dlc.comm.servermessages import AskStake, SpanView, Stake
-from dlc.comm.serverpeer import Notice
+from dlc.comm.servermessages import AskStake, Origin, SpanView, Stake
+from dlc.comm.serverpeer import START_S, Notice
 from dlc.comm.spanstate import SpanState, table_of
 from dlc.errors import ProtocolError
 
@@ -44,21 +49,28 @@ class Seeder:
             seeding.asked_at = self.host.now
             self.host.cast([v for v in trainers if v not in seeding.stakes], AskStake(span))
         origin = self._origin(span)
-        if not trainers or origin is None:
-            return
-        told = {v: s for v, s in seeding.stakes.items() if v in trainers and origin in (b"", s.origin)}
-        if not told or (len(seeding.stakes) < len(trainers) and self.host.now < seeding.began + STAKES_S):
+        if not trainers or (origin is None and span):
+            return  # the first span decides
+        told = {v: s for v, s in seeding.stakes.items() if v in trainers and (origin is None or s.origin.like(origin))}
+        if not told:
             return
         newest = max(s.version for s in told.values())
+        all_told = len(seeding.stakes) >= len(trainers)
+        if self.host.now < seeding.began + self._patience_s(span, newest, all_told):
+            return
         giver = min(v for v, s in told.items() if s.version == newest)
         self._fetch_stake(span, seeding, giver, told[giver])
 
-    def _origin(self, span: int) -> Payload | None:
-        """That of the spans that are served; empty: any will do; None: the first span has to decide first."""
+    def _patience_s(self, span: int, newest: int, all_told: bool) -> float:
+        """For trainers that may have a newer stake. `all_told`: none of those that are here."""
+        if span == 0 and self.host.witness.established.get(span) is None:
+            return START_S if newest or not all_told else 0.0
+        return 0.0 if all_told else STAKES_S
+
+    def _origin(self, span: int) -> Origin | None:
+        """That of the other spans that are served, if any is."""
         served = [v for v in self.host.witness.established.values() if v.span != span and not self._lost(v)]
-        if served:
-            return min(served, key=lambda view: view.span).origin
-        return b"" if span == 0 else None
+        return min(served, key=lambda view: view.span).origin if served else None
 
     def stake_told(self, sender: Voter, m: Stake) -> None:
         seat = self.host.seats.get(m.span)
@@ -86,7 +98,10 @@ class Seeder:
             return
         coder = get_codec("fp32")
         theta = torch.cat([coder.decode(part, len(part) // 4) for part in parts])
-        state = SpanState(self.host.spans, span, self.host.optimizer, theta, stake.origin)
+        origin = stake.origin
+        if origin.founder is None:
+            origin = self._origin(span) or dataclasses.replace(origin, founder=self.host.me)
+        state = SpanState(self.host.spans, span, self.host.optimizer, theta, origin)
         state.version, state.step, state.rounds = stake.version, stake.step, float(stake.step)
         state.counted = table_of(stake.pushes, stake.version)
         seeding.state = state

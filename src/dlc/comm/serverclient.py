@@ -10,6 +10,9 @@ An owner tells with theta which push of mine is the newest in it: what counted l
 seeding. The next push that counts would hide that. So under another view than before nothing is pushed until the owner
 was asked (a pull of number ASKING, which brings no theta); it owns the span without a break as long as the view holds.
 
+Who begins with a checkpoint knows by its *history* what it holds of which training, and is told with its first pull how
+many rounds of that are no part of theta here: a swarm that was stopped as a whole may go on from an older one.
+
 A trainer is a witness of claims, too, and holds what it pulled last as its *stake*, with the pushes that are part of
 it: where a span's owner and standby are both gone, the next helper takes the newest stake.
 """
@@ -35,7 +38,9 @@ from dlc.comm.serverexchange import (
     CountedPush,
     Exchange,
     ExchangeOver,
+    History,
     Leg,
+    Mark,
     Outcome,
     Paused,
     Pulled,
@@ -49,6 +54,7 @@ from dlc.comm.servermessages import (
     AskViews,
     Granted,
     ImageOffer,
+    Origin,
     PullOffer,
     PullReq,
     PushDone,
@@ -60,7 +66,7 @@ from dlc.comm.servermessages import (
     UpdateOffer,
     UpdateTaken,
 )
-from dlc.comm.serverpeer import ServerMembers, ServerPeer, layout_of
+from dlc.comm.serverpeer import START_S, Notice, ServerMembers, ServerPeer, layout_of
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import table_of
 from dlc.errors import DlcError, ProtocolError, UsageError
@@ -77,19 +83,27 @@ class SpanClient(ServerPeer):
         members: ServerMembers,
         spans: Spans,
         theta: Tensor,
-        origin: bytes,
+        digest: bytes,
         asynchronous: bool,
         now: float,
         step: int = 0,
+        history: History | None = None,
     ) -> None:
         """`theta`: the parameters that I would begin with, fp32, one-dimensional, on the CPU; it is the client's from
-        now on. `origin`: their digest. `step`: the round that they are of, as far as I know."""
+        now on. `digest`: theirs. `step`: the round that they are of, as far as I know. `history`: that of the client
+        that pulled them; None: they were not pulled, or nobody knows."""
         super().__init__(members, now)
         if theta.dtype is not torch.float32 or theta.shape != (spans.grid.numel,):
             raise UsageError(f"the layout has {spans.grid.numel} fp32 elements, got {theta.dtype} {tuple(theta.shape)}")
         self.spans: Spans = spans
         self.theta, self.asynchronous = theta, asynchronous
-        self.pulled = [Pulled(version=step, step=step, origin=origin) for _ in range(spans.n)]
+        if history is not None and len(history.marks) != spans.n:
+            raise UsageError(f"the history is of {len(history.marks)} spans, but theta has {spans.n}")
+        past = history.marks[0].past(step) if history is not None else ()
+        self._own, self._own_step = Origin(digest, step, None, past), step
+        self._marks: list[Mark | None] = [None] * spans.n if history is None else list(history.marks)
+        """Of the checkpoint that I began with, until its span is pulled."""
+        self.pulled = [Pulled(version=step, step=step, origin=self._own) for _ in range(spans.n)]
         self.exchange: Exchange | None = None
         first = int(now * 1000) << 16  # above those of an earlier client of this process, which owners know
         self._pushes = [Pushes(seq=first) for _ in range(spans.n)]
@@ -98,6 +112,8 @@ class SpanClient(ServerPeer):
         self._asked_at = float("-inf")
         self._served_at = now
         self._paused: tuple[int, ...] = ()
+        self._begun = False
+        """A helper asked for my stake in the first span before I had pulled any of it."""
         self._fp32 = get_codec("fp32")
 
     # ---------------------------------------------------------------- commands
@@ -127,6 +143,12 @@ class SpanClient(ServerPeer):
     def step(self) -> int:
         """Newest round that any part of theta is of."""
         return max(pulled.step for pulled in self.pulled)
+
+    @property
+    def history(self) -> History:
+        """What theta is part of, for a checkpoint of it."""
+        now = [Mark(pulled.origin, pulled.term, pulled.version) for pulled in self.pulled]
+        return History(tuple(before or mark for before, mark in zip(self._marks, now, strict=True)))
 
     def cancel(self) -> None:
         """The caller waits no longer. What was pushed may be counted all the same; the vector is not read any more."""
@@ -269,6 +291,9 @@ class SpanClient(ServerPeer):
         for chunk, part in zip(self.spans.chunks(m.span), parts, strict=True):
             a, b = self.spans.grid.span(chunk)
             self.theta[a:b] = self._fp32.decode(part, b - a)
+        mark, self._marks[m.span] = self._marks[m.span], None
+        if mark is not None:
+            pulled.lost = mark.lost(self._own, self._own_step, view)
         pulled.term, pulled.owner, pulled.version = m.term, sender, m.version
         pulled.step, pulled.origin, pulled.pushes = m.step, view.origin, m.pushes
         self._set_aside(leg, m)
@@ -301,11 +326,12 @@ class SpanClient(ServerPeer):
         outcomes = []
         for span, leg in enumerate(exchange.legs):
             view, pushes = self.witness.established[span], self._pushes[span]
-            share, version = self.spans.share(span), self.pulled[span].version
+            pulled, share = self.pulled[span], self.spans.share(span)
             found = leg.outcome, leg.update, leg.staleness
             aside = pushes.set_aside, pushes.set_aside_weight
             pushes.set_aside, pushes.set_aside_weight = 0, 0.0
-            outcomes.append(Outcome(span, share, view.owner.peer, *found, version, *aside))
+            outcomes.append(Outcome(span, share, view.owner.peer, *found, pulled.version, *aside, pulled.lost))
+            pulled.lost = 0
         return ExchangeOver(
             exchange.number,
             min(pulled.step for pulled in self.pulled),
@@ -318,9 +344,17 @@ class SpanClient(ServerPeer):
     def _tell_stake(self, sender: Voter, m: AskStake) -> None:
         self.check_span(m.span)
         pulled = self.pulled[m.span]
+        if m.span == 0 and pulled.owner is None:
+            self._helper_begins()
         key = _stake_key(m.span, pulled)
         self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span))
         self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key, pulled.pushes))
+
+    def _helper_begins(self) -> None:
+        """It may wait for other trainers: that is no pause."""
+        if not self._begun and self._own_step:
+            self.tell(Notice(f"the swarm begins with the newest checkpoint of those that come within {START_S:g} s"))
+        self._begun, self._served_at = True, max(self._served_at, self.now + START_S)
 
     def _stake_piece(self, span: int, part: int) -> Payload:
         a, b = self.spans.grid.span(self.spans.chunks(span)[part])

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import Counted, SpanView, Update
+from dlc.comm.servermessages import Counted, Left, Origin, SpanView, Update
 from dlc.comm.service import ServiceNews
 
 PUSH, PULL, OVER = "push", "pull", "over"
 ASKING = 0
 """Number of a pull that asks only which push of the asker is the newest; exchanges count from 1."""
+NOWHERE = Origin(b"")
+"""Of nothing."""
+PAST_MAX = 64
+"""Trainings that are remembered: times that the whole swarm was started again."""
 KEPT_MAX = 256
 """Counted pushes that are remembered per span."""
 
@@ -54,6 +58,8 @@ class Outcome:
     other side's updates hold. At most KEPT_MAX are remembered."""
     set_aside_weight: float
     """The sum of their weights."""
+    rounds_lost: int
+    """Rounds that my checkpoint holds, and what was pulled first does not (`Mark.lost`)."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,41 @@ class Pulled:
     """Who gave it: after a partition two may have owned a span in one term."""
     version: int = 0
     step: int = 0
-    origin: bytes = b""
+    origin: Origin = NOWHERE
     pushes: tuple[Counted, ...] = ()
     """Each trainer's newest push that is part of it."""
+    lost: int = 0
+    """As `Outcome.rounds_lost`; not told yet."""
     fetching: tuple[Voter, str] | None = None
     """Whose theta is on its way, and its key: one at a time, and none once the exchange is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was pulled of one span, as a checkpoint keeps it."""
+
+    origin: Origin
+    term: int
+    version: int
+
+    def lost(self, own: Origin, step: int, view: SpanView) -> int:
+        """Rounds (asynchronous, within one training: updates) of a checkpoint that are no part of theta under this
+        view. `own`, `step`: the origin that the checkpoint's theta would be, and its round."""
+        if view.origin == self.origin:
+            return max(0, self.version - view.seed_version) if self.term < view.seed_term else 0
+        if view.origin.like(own):
+            return 0  # another training, which began with it
+        left = [left.version for left in view.origin.past if left.founder == self.origin.founder]
+        return max(0, step - (left[-1] if left else view.origin.version))
+
+    def past(self, step: int) -> tuple[Left, ...]:
+        """That of a training which goes on from this mark's checkpoint, of that round."""
+        founder = self.origin.founder
+        return (*self.origin.past, Left(founder, step))[-PAST_MAX:] if founder is not None else self.origin.past
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The same of all spans."""
+
+    marks: tuple[Mark, ...]

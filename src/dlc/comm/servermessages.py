@@ -61,6 +61,34 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A training that was stopped, and gone on from."""
+
+    founder: Voter
+    """Its `Origin.founder`."""
+    version: int
+    """The round of the checkpoint that the next one began with: what it had after that is no part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """With what a training began: all spans are of one. A swarm that is started again is another training."""
+
+    theta: bytes
+    """Digest of those parameters, of all spans."""
+    version: int = 0
+    """The round that they were of, by the trainer that gave them; above 0 they were a checkpoint's."""
+    founder: Voter | None = None
+    """The helper that took them; None: nobody has, they are what a trainer would begin with."""
+    past: tuple[Left, ...] = ()
+    """The trainings before it, the last at the end."""
+
+    def like(self, other: Origin) -> bool:
+        """Of the same parameters, whoever took them."""
+        return self.theta == other.theta
+
+
+@dataclass(frozen=True, slots=True)
 class SpanView:
     """Who serves a span; of two views the greater (term, owner) holds."""
 
@@ -68,8 +96,7 @@ class SpanView:
     term: int
     owner: Voter
     standby: Voter | None
-    origin: bytes
-    """Names the parameters with which the training began: all spans are of one origin."""
+    origin: Origin
     seed_term: int
     """Term in which its state was taken from a trainer; updates before that which are newer than `seed_version` are
     lost."""
@@ -228,7 +255,7 @@ class AskStake:
 @dataclass(frozen=True, slots=True)
 class Stake:
     span: int
-    origin: bytes
+    origin: Origin
     version: int
     step: int
     key: str

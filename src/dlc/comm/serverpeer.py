@@ -30,6 +30,9 @@ from dlc.errors import ConfigError, ProtocolError
 
 TICK_S = 0.25
 """A server's machines look around at least this often."""
+START_S = 15.0
+"""A swarm that begins with a checkpoint waits so long for trainers with a newer one, and for those that are members and
+have not said yet what they hold; from the first trainer on."""
 
 
 class ServerMembers(Members, Protocol):

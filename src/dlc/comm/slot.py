@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from dlc.comm.context import Context
-from dlc.comm.entries import OPEN, ROUND, Part, manifest_hash
+from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
@@ -269,6 +269,14 @@ class Slot:
         """Digest of the first state that I accepted, if this slot's value is an opening."""
         decree = self.accepted[1] if self.accepted is not None else None
         return decree.entry.digest if decree is not None and decree.entry.kind == OPEN else b""
+
+    def forced(self, entry: Entry, holders: Iterable[Voter]) -> bool:
+        """These voted for it in a forced ballot, and I with them; nobody else did. Its deciders are no quorum, so no
+        ordinary ballot has the same; and who shows an entry later names no other holder than itself."""
+        plan, accepted = self.plan, self.accepted
+        if plan is None or accepted is None or accepted[0] != plan.ballot or accepted[1].entry.hash != entry.hash:
+            return False
+        return bool(plan.deciders) and set(plan.deciders) == set(holders)
 
     def _send_vote(self) -> None:
         assert self.accepted is not None

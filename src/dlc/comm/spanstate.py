@@ -30,7 +30,7 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import Counted, Update
+from dlc.comm.servermessages import Counted, Origin, Update
 from dlc.comm.spans import Spans
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -76,7 +76,7 @@ class SpanHead:
 
     optimizer: str
     span: int
-    origin: bytes
+    origin: Origin
     seed: tuple[int, int]
     version: int
     step: int
@@ -89,9 +89,9 @@ class SpanHead:
 
 class SpanState:
     """`theta`: the span's parameters, fp32, one-dimensional, on the CPU; becomes the state's own memory. `origin`:
-    names the parameters with which the training began (see `server`)."""
+    that of the training (see `server`)."""
 
-    def __init__(self, spans: Spans, span: int, optimizer: Optimizer, theta: Tensor, origin: bytes) -> None:
+    def __init__(self, spans: Spans, span: int, optimizer: Optimizer, theta: Tensor, origin: Origin) -> None:
         self.spans, self.span, self.optimizer, self.origin = spans, span, optimizer, origin
         if theta.dtype is not torch.float32 or theta.shape != (spans.numel(span),):
             raise ValueError(f"span {span} has {spans.numel(span)} fp32 elements, got {theta.dtype} {theta.shape}")

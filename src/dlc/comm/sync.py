@@ -189,7 +189,7 @@ class Sync:
     def _holders(self, lacking: list[str]) -> list[Voter]:
         """Who may hold a state that I lack, at my head or at one that the entries kept here follow: those first who say
         that they do."""
-        head, recent = self.log.head, {past.entry.parent for past in self.log.past}
+        head, recent = self.log.head, self.log.recent()
         near = [r for r in alive_records(self.ctx) if r.head == head or r.head in recent]
         says = {r.voter: any(told_digest(r, r.head, c) for c in lacking) for r in near}
         # No record tells of first states, nor of more channels than it has room for: who lacks another may have them.

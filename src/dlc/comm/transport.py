@@ -3,7 +3,8 @@
     others' DEALERs ──> control ROUTER ──┐                        ┌── control DEALERs ──> others' ROUTERs
     others' DEALERs ──> bulk ROUTER ─────┤        poll()          ├── bulk DEALERs ─────> others' ROUTERs
     libzmq's I/O thread ──> ZAP socket ──┤  (receive, serve ZAP,  ├── monitors (links up, down, refused)
-    other threads ──> wake() ────────────┘   open links again)    └── resolver's answers
+    other threads ──> wake() ────────────┤   open links again)    └── resolver's answers
+    control ROUTER's monitor (arrivals) ─┘
 
 Two lanes never share a queue, so a heartbeat does not wait behind a chunk: `poll` takes all control messages first
 and looks at the control ROUTER again before every bulk message. Nothing here blocks but `poll` (for at most the time
@@ -20,6 +21,7 @@ Without a run key a transport listens on loopback only, unless `insecure` says t
 from __future__ import annotations
 
 import errno
+import ipaddress
 import itertools
 import math
 import socket
@@ -28,8 +30,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, look_up, parse_address
+from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, leads_here, look_up, parse_address
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
     CONTROL_FRAME_BYTES_MAX,
@@ -38,6 +41,7 @@ from dlc.comm.lanes import (
     Incoming,
     Lane,
     LinkEvent,
+    Reached,
     Route,
     Writable,
 )
@@ -61,6 +65,7 @@ SOCKETS_MAX = 4 * LINKS_MAX
 IDENT_BYTES_MAX = 200
 """A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
 CLOSE_POLL_S = 0.05
+_ARRIVALS = "inproc://arrivals"
 _WAKE_BYTES_MAX = 4096
 
 
@@ -98,7 +103,7 @@ class Transport:
         self._clock = clock
         self._serial = itertools.count()
         self._links: dict[tuple[Lane, str], Link] = {}
-        self._events: list[LinkEvent] = []
+        self._events: list[LinkEvent | Reached] = []
         self._closed = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -109,6 +114,7 @@ class Transport:
         self._zap = ZapHandler(self._context, security) if security is not None else None
         self._control: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._bulk: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._arrivals = self._watch_arrivals() if ipaddress.ip_address(self.host).is_unspecified else None
         try:
             self.control_port = self._bind(self._control, "control", port)
             self.bulk_port = self._bind(self._bulk, "bulk", bulk_port)
@@ -221,6 +227,7 @@ class Transport:
         for (lane, _), link in self._links.items():
             link.close(left_s if lane == "control" else 0.0)
         self._links.clear()
+        self._end_arrivals()
         self._control.close(round(left_s * 1000))
         self._bulk.close(0)
         if self._zap is not None:
@@ -250,6 +257,35 @@ class Transport:
             raise UsageError(f"cannot listen on {address} (the {lane} lane): {error.strerror}") from None
         endpoint: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    def _watch_arrivals(self) -> zmq.Socket[bytes]:
+        """Have libzmq tell of each handshake that somebody else began, and that ended well."""
+        self._control.monitor(_ARRIVALS, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        monitor.connect(_ARRIVALS)
+        return monitor
+
+    def _end_arrivals(self) -> None:
+        if self._arrivals is not None:
+            self._control.monitor(None, 0)
+            self._arrivals.close(0)
+            self._arrivals = None
+
+    def _look_at_arrivals(self) -> None:
+        """The kernel says by which address of ours each came; the first that others can dial is told."""
+        while self._arrivals is not None:
+            try:
+                event = recv_monitor_message(self._arrivals, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            address = event["endpoint"].decode("ascii", "replace").removeprefix("tcp://")
+            try:
+                host = parse_address(address)[0].removeprefix("::ffff:")
+            except UsageError:  # it had gone again before libzmq asked
+                continue
+            if is_numeric(host) and leads_here(host):
+                self._events.append(Reached(host))
+                self._end_arrivals()
 
     def _link(self, lane: Lane, address: str, report: bool = True) -> Link | None:
         link = self._links.get((lane, address))
@@ -293,6 +329,8 @@ class Transport:
             watched.append((self._bulk, zmq.POLLIN))
         if self._zap is not None:
             watched.append((self._zap.socket, zmq.POLLIN))
+        if self._arrivals is not None:
+            watched.append((self._arrivals, zmq.POLLIN))
         for (lane, address), link in self._links.items():
             if link.socket is not None:
                 write = link.pending if lane == "control" else address in wanted
@@ -303,11 +341,13 @@ class Transport:
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
     def _serve(self, ready: dict[Any, int], now: float) -> None:
-        """Work of the transport's own: wake, ZAP, look-ups, monitors, waiting control messages."""
+        """Work of the transport's own: wake, ZAP, arrivals, look-ups, monitors, waiting control messages."""
         if self._wake_out in ready or self._wake_out.fileno() in ready:
             self._wake_out.recv(_WAKE_BYTES_MAX)
         if self._zap is not None and self._zap.socket in ready:
             self._zap.serve()
+        if self._arrivals is not None and self._arrivals in ready:
+            self._look_at_arrivals()
         for host, hosts, problem in self._resolver.answers():
             for link in self._links.values():
                 if link.host == host:

@@ -111,7 +111,7 @@ class Waits:
     def _held_here(self) -> bool:
         """Of each channel that is not in step here, somebody says that it holds the state, at this head, beyond it or a
         few entries before it."""
-        lacking, recent = self.log.lacking(), {past.entry.parent for past in self.log.past}
+        lacking, recent = self.log.lacking(), self.log.recent()
         for record in alive_records(self.ctx):
             if key_of(record) >= self.log.state.key or record.head in recent:
                 told = {state.channel for state in record.states}

@@ -44,7 +44,7 @@ from dlc.integrations import saved
 from dlc.integrations.options import check_options, takes_options
 from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
-from dlc.train.diloco import DiLoCo
+from dlc.train.diloco import DiLoCo, skipped
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _weigh(self, *_: object) -> None:
         """Before a step that is made: its round weighs a step as the mean of those that it will have counted."""
+        if skipped(self.diloco.inner):
+            return
         before = self.diloco.inner_step
         period = [*self._trained][-before:] if before else []
         self._trained.append(self._sequences)

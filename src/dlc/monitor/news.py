@@ -23,7 +23,7 @@ def _news(event: Mapping[str, Any]) -> str:
             return waiting_text(*told, event.get("waited_s", 0.0), event.get("advice", ""))
         case "history_lost":
             return (
-                "another part of the swarm had the longer history: "
+                "the swarm goes by another history: "
                 f"{event['rounds']} rounds and {event['tokens']:.0f} tokens of ours are set aside"
             )
         case "digest_mismatch":

@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 import torch
@@ -90,20 +92,31 @@ class Sweep:
         self.known = len(self.tally.violations)
         """What an earlier run of the sweep found: it was told then, and the sweep went on."""
         self.out: TextIO = sys.stderr if args.json else sys.stdout
+        self.interrupted = False
 
     def run(self) -> int:
-        interrupted = False
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler:  # else it is ignored, as in the background of a shell
+            signal.signal(signal.SIGINT, self._interrupt)
         try:
             for outcome in outcomes(self.job, self.tally.left(self.end), self.args.jobs, self._more):
                 self._take(outcome)
         except KeyboardInterrupt:
-            interrupted = True
+            self.interrupted = True
         self.state.save(self.job, self.tally, now=True)
         self._summary()
-        return INTERRUPTED if interrupted else 1 if self.tally.violations else 0
+        if not self.interrupted:
+            signal.signal(signal.SIGINT, before)
+        return INTERRUPTED if self.interrupted else 1 if self.tally.violations else 0
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The first Ctrl-C ends the sweep within a moment; another would only cut that short, and is not heard."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.interrupted = True
+        raise KeyboardInterrupt
 
     def _more(self) -> bool:
-        enough = len(self.tally.violations) - self.known >= self.args.max_failures
+        enough = self.interrupted or len(self.tally.violations) - self.known >= self.args.max_failures
         return not enough and time.monotonic() < self.began + self.args.seconds
 
     def _take(self, outcome: Outcome) -> None:

@@ -221,6 +221,7 @@ class Checker:
         node = process.node
         if node.ctx.stale and node.coordinator.phase != IDLE:
             raise Violation("I7", f"{process.voter} coordinates while it is stale")
+        self.paths.heard(process)
         self._events += 1
         if self._events % LIMITS_EVERY == 0 and (over := limits.over(process)):
             raise Violation("memory", f"{process.voter} keeps {over}")

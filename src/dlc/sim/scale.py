@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm.cells import grid_of
-from dlc.comm.gossip import Gossip, absorb, after_giving, decoded, encoded
+from dlc.comm.gossip import Gossip, absorb, give_away
 from dlc.comm.graphs import contraction, hops, neighbours
 from dlc.comm.grid import Grid
 from dlc.comm.groups import GroupDone, GroupFailed
@@ -148,20 +148,18 @@ def gossip(graph: str, n: int, seed: int) -> Mixed:
     zs, weights = _beginning(graph, n, seed), [1.0] * n
     mean = torch.stack(zs).double().mean(0)
     steps = hops(n) if graph == "exponential" else GOSSIP_STEPS
-    room, before = torch.empty(GOSSIP_NUMEL), _distance(zs, mean)
+    before = _distance(zs, mean)
     sent = sum(h.control_bytes for h in hosts)
     for t in range(steps):
         for i, host in enumerate(hosts):
             gifts = [(to, weights[i] * share) for to, share in neighbours(graph, voters, host.voter, t, seed)]
             if gifts:
-                payloads = encoded(grid, zs[i])
-                told = decoded(grid, payloads, torch.empty(GOSSIP_NUMEL))
-                weights[i] = after_giving(zs[i], weights[i], sum(w for _, w in gifts), told)
+                payloads, weights[i] = give_away(grid, zs[i], weights[i], sum(w for _, w in gifts))
                 _give(net, host, machines[i], gifts, t, payloads)
         net.until(lambda: not any(m.unsettled for m in machines), LIMIT_S)
         for i, machine in enumerate(machines):
             for share in machine.arrivals().taken:
-                weights[i] = absorb(zs[i], weights[i], share.weight, decoded(grid, share.payloads, room))
+                weights[i] = absorb(grid, zs[i], weights[i], share)
     ratio = _distance(zs, mean) / before
     measured = ratio ** (1 / steps) if ratio > 1e-5 else 0.0
     sent = sum(h.control_bytes for h in hosts) - sent

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,9 @@ def outcomes(job: Job, seeds: Iterable[int], jobs: int, more: Callable[[], bool]
             yield play(job, seed)
         return
     # Spawned and not forked: torch's threads do not survive a fork.
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    context = multiprocessing.get_context("spawn")
+    theirs, mine = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(jobs, context, initializer=_begin_worker, initargs=(theirs,))
     waiting: set[Future[Outcome]] = set()
     todo = iter(seeds)
     try:
@@ -180,18 +183,19 @@ def outcomes(job: Job, seeds: Iterable[int], jobs: int, more: Callable[[], bool]
             for future in done:
                 yield future.result()
     finally:
+        mine.close()  # nobody waits for what the workers are at
         pool.shutdown(wait=True, cancel_futures=True)
+        theirs.close()
 
 
-def _begin_worker() -> None:
+def _begin_worker(collector: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that collects
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(collector,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A worker whose collector was killed would wait for its next seed for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _end_with(collector: Connection) -> None:
+    """It sends nothing, and closes its end when it collects no more, or is killed: a worker would finish its seed for
+    nobody, and wait for the next one for ever."""
+    collector.poll(None)
+    os._exit(1)

@@ -88,8 +88,10 @@ class Truth:
         if process in self.corrupt:
             self.corrupt[process] = True
             return ""
-        if head in self._lost or sound <= len([p for p in self.corrupt if p.running]):
-            self.corrupt[process] = True  # nobody can tell: from here on it holds what the others take for true
+        taken = self.taken_for_true(head, event.channel, process.node.log.attached[event.channel].state.digest())
+        if head in self._lost or taken or sound <= len([p for p in self.corrupt if p.running]):
+            # Nobody can tell, or could tell elsewhere, where a run went on with it: it is to hold what the others do.
+            self.corrupt[process] = True
             return ""
         return f"is told that its state of {event.channel} is wrong, though {sound} others hold the same"
 

@@ -26,6 +26,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.comm.grid import Grid
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, ConfigError, DlcError
 from dlc.flat import finite
@@ -232,13 +233,14 @@ class Averaging:
         self._inner_step, self._loss_sum = 0, 0.0
         self._parts.tell.event("diverged", t=self._t, in_a_row=self._diverged)
         log.warning("the loss is not finite; the inner steps since the last exchange are undone")
+        self._view.scatter(self._vector)
+        self._inner = self._parts.engine.inner_loop()
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
                 f"the loss was not finite {DIVERGED_MAX} times in a row (last after step {self._t}): found the run "
-                "anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+                'anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer inner.warmup_steps, or '
+                "inner.clip_norm above 0"
             )
-        self._view.scatter(self._vector)
-        self._inner = self._parts.engine.inner_loop()
 
     def _average(self, stop: threading.Event) -> None:
         """`scratch` holds the parameters."""
@@ -323,6 +325,12 @@ class Averaging:
                 except DlcError as error:  # the peer has left already, and everybody knows
                     log.debug("%s", error)
         self._left = True
+
+
+def unsaid(grid: Grid, chunk: int, own: Tensor) -> Tensor:
+    """What the codec cannot say of `own`, a peer's chunk of a vector: added to the mean of what was said, it stays with
+    that peer. Otherwise each exchange would lose all that is below the codec's resolution, of all peers alike."""
+    return own - grid.coder.decode(grid.coder.encode(own), grid.elems(chunk))
 
 
 def exchange_of(peer: Peer, parts: Parts) -> Exchange:

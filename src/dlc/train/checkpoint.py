@@ -7,6 +7,7 @@ tensors and meta data, so a file that is cut short or altered raises CheckpointE
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,17 +22,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dlc.errors import CheckpointError, UsageError
+from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.train.shelf import META, demand_room, list_checkpoints
 
 FORMAT = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write ends by where others filled the disk meanwhile, or where a quota has it."""
 _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 
 def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Write a checkpoint in place of `path`. `meta` is JSON; tensors of any device, dtype and strides.
 
-    CheckpointError: it could not be written, and the file that was there before still is.
+    CheckpointError: it could not be written, and the file that was there before still is; NoRoom: for that reason.
     """
     target = Path(path)
     temporary = _beside(target)
@@ -49,7 +52,8 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
         os.replace(temporary, target)
         _fsync(target.parent)
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"the checkpoint {target} could not be written ({e}); what was there is kept") from e
+        kind = NoRoom if _tells_full(e) else CheckpointError
+        raise kind(f"the checkpoint {target} could not be written ({e}); what was there is kept") from e
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -80,10 +84,14 @@ def keep_last(folder: str | Path, k: int, pattern: str = "*.safetensors") -> lis
     if k < 1:
         raise UsageError(f"at least one checkpoint must be kept, not {k}")
     old = list_checkpoints(folder, pattern)[:-k]
-    left_over = [path for path in Path(folder).glob(".*.tmp-*") if path.is_file()]
-    for path in [*old, *left_over]:
+    for path in [*old, *left_over(folder)]:
         path.unlink(missing_ok=True)
     return old
+
+
+def left_over(folder: str | Path) -> list[Path]:
+    """Temporary files of a folder into which nobody is saving."""
+    return [path for path in Path(folder).glob(".*.tmp-*") if path.is_file()]
 
 
 def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path], object] = lambda folder: None) -> None:
@@ -112,6 +120,11 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tells_full(error: OSError | SafetensorError) -> bool:
+    """safetensors names the number in the text only."""
+    return getattr(error, "errno", None) in FULL or any(f"(os error {number})" in str(error) for number in FULL)
 
 
 def _demand_room(target: Path, tensors: Iterable[Tensor]) -> None:

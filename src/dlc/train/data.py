@@ -7,7 +7,8 @@ tokens); block i of a stream is its tokens [i * seq_len, (i + 1) * seq_len), the
 both input and label: the model predicts token j + 1 from tokens up to j, so a block has seq_len - 1 targets.
 
 **Split.** By the names of the documents (see `packing`). Where that leaves one side without a block (a single text, a
-few of them) that side is dropped, and the last 5 % of the other side's blocks are validation. Of a few large texts much
+few of them) that side is dropped, and the last 5 % of the other side's blocks are validation. So a run's split depends
+on its seq_len, and whoever measures in blocks of another length cuts the same two sides anew. Of a few large texts much
 may be held out: that is told.
 
 **Order.** Which block stands at training position k (0, 1, 2, ... without end) is a pure function of (seed, k): epoch
@@ -100,12 +101,15 @@ def blocks_of(
     seed: int = 0,
     shards: int = 0,
     segment_blocks: int = 1,
+    split_seq_len: int | None = None,
     cache: Path | None = None,
 ) -> Blocks:
     """The blocks of a source: streamed in `shards`, with `segment_blocks` in a lease, or read as a whole where that is
-    0, in an order that `seed` gives."""
+    0, in an order that `seed` gives. `split_seq_len`: as in `BlockSource`; a stream is split by names alone."""
     if not shards:
-        return BlockSource(place.source, seq_len, seed, tokenizer=tokenizer, place=place, cache=cache)
+        return BlockSource(
+            place.source, seq_len, seed, tokenizer=tokenizer, place=place, split_seq_len=split_seq_len, cache=cache
+        )
     check_seq_len(seq_len)
     return StreamSource(datasets_io.Stream(place, shards), seq_len, tokenizer, segment_blocks, cache)
 
@@ -118,9 +122,11 @@ def open_documents(place: Place) -> Documents:
 class BlockSource:
     """Blocks of a source that is read, and tokenised, at creation.
 
-    source:     as in `DataSpec`; `place` says more of it.
-    tokenizer:  bytes if not given.
-    cache:      folder for what another tokenizer makes; None: it is held in memory.
+    source:         as in `DataSpec`; `place` says more of it.
+    tokenizer:      bytes if not given.
+    split_seq_len:  of the run whose validation side is measured here, where that has blocks of another length: which
+                    tokens are held out can depend on it.
+    cache:          folder for what another tokenizer makes; None: it is held in memory.
 
     DataError: the source is missing, unreadable, empty, or too short for one block of each side.
     """
@@ -133,20 +139,28 @@ class BlockSource:
         *,
         tokenizer: Tokenizer | None = None,
         place: Place | None = None,
+        split_seq_len: int | None = None,
         cache: Path | None = None,
     ) -> None:
         check_seq_len(seq_len)
+        split_seq_len = split_seq_len or seq_len
         self.tokens_per_block, self._seed = seq_len, seed
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         streams = tokenise(open_documents(place or Place(str(source))), self.tokenizer, cache)
         self._metas = (streams.train_meta, streams.held_meta)
-        self._measured = streams.held_meta if len(streams.held) >= seq_len else streams.train_meta
+        self._measured = streams.held_meta if len(streams.held) >= split_seq_len else streams.train_meta
         """Of the side that the validation blocks are from, as `_split` takes them."""
         if not sum(meta.text_bytes for meta in self._metas):
             raise DataError(f"the data source {source} holds no text; give a file or folder with text in it")
-        self._train, self._validation = _split(streams.train, streams.held, seq_len, str(source))
+        train, validation = _split(streams.train, streams.held, split_seq_len, str(source))
+        self._train, self._validation = _blocks(train.reshape(-1), seq_len), _blocks(validation.reshape(-1), seq_len)
         self.n_blocks = len(self._train)
         self.n_validation_blocks = len(self._validation)
+        if not self.n_validation_blocks:
+            raise DataError(
+                f"the run holds out {validation.size} tokens of {source} for validation, fewer than a block of "
+                f"{seq_len}: give a smaller seq_len"
+            )
         log.info(
             "%s has %d blocks of %d tokens to train on, and %d held out",
             source,

@@ -172,7 +172,7 @@ class DataParallel:
             self._gradients.drop()
             if pending is not None:
                 with contextlib.suppress(DlcError):
-                    self._parts.peer.withdraw(CHANNEL)
+                    self._take_back()
             raise
         return loss, sound, pending
 
@@ -187,10 +187,14 @@ class DataParallel:
             if stop.is_set():
                 self._stopped_at = min(self._stopped_at, now)
             if now >= self._stopped_at + LAST_ROUND_S:
-                if not parts.peer.withdraw(CHANNEL):
-                    self._vector = torch.empty_like(self._vector)  # the peer may still send the other
+                self._take_back()
                 return False
         return True
+
+    def _take_back(self) -> None:
+        """What is offered: it is not waited for."""
+        if not self._parts.peer.withdraw(CHANNEL):
+            self._vector = torch.empty_like(self._vector)  # the peer may still send the other
 
     def _tell_step(self, loss: float, tokens: int, seconds: float) -> None:
         tell, t = self._parts.tell, self.position.t
@@ -216,7 +220,8 @@ class DataParallel:
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
                 f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {self._why}. Found the run "
-                "anew with a lower inner.lr or a longer inner.warmup_steps, or with codec bf16 or fp32"
+                'anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer inner.warmup_steps, or '
+                "codec bf16 or fp32"
             )
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:

@@ -18,9 +18,6 @@ from blake3 import blake3
 from dlc.errors import DataError
 from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, list_files, text_of
 
-JSON_ENCODING = "utf8"
-"""By this name, since datasets heeds `encoding_errors` for any but "utf-8"."""
-
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote this folder."""
@@ -54,11 +51,14 @@ class Rows:
 
 
 class Stream:
-    """A dataset, or jsonl, parquet or text files, read as they come, in `shards` parts."""
+    """A dataset, or jsonl, parquet or text files, read as they come, in `shards` parts.
+
+    Of jsonl files each row is a line, as "text", to be read by `line_text`: `datasets` gives up where one is torn.
+    """
 
     def __init__(self, place: Place, shards: int) -> None:
         self.place, self.shards = place, shards
-        self._whole, said = _stream(place, shards)
+        self._whole, said, self.lines = _stream(place, shards)
         self.identity = blake3(f"{place}\0{said}".encode()).digest()
         """Changes with the files or the dataset, as far as can be told without reading it."""
 
@@ -69,31 +69,31 @@ class Stream:
         return split_dataset_by_node(self._whole, rank=s, world_size=self.shards)
 
 
-def _stream(place: Place, shards: int) -> tuple[Any, str]:
-    """The whole of it, and what is known of its content."""
+def _stream(place: Place, shards: int) -> tuple[Any, str, bool]:
+    """The whole of it, what is known of its content, and whether its rows are lines of jsonl."""
     if place.source.startswith(DATASETS):
-        return _load(place, streaming=True), ""
+        return _load(place, streaming=True), "", False
     if is_saved(Path(place.source).expanduser()):
         rows = _saved(place)
-        return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint
+        return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint, False
     paths = [path for _, path in list_files(place.source)]
     check_used(place, paths)
-    kinds = {{".jsonl": "json", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
+    kinds = {{".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
     if len(kinds) > 1:
         raise DataError(
             f"{place.source} holds files of several kinds ({', '.join(sorted(kinds))}): a stream needs one kind; "
             "name a folder with one, or set data.streaming = false"
         )
     kind = kinds.pop()
-    reading: dict[str, str] = {}
-    # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
+    builder, reading = kind, dict[str, str]()
     if kind != "parquet":
-        reading |= {"encoding": JSON_ENCODING if kind == "json" else "utf-8", "encoding_errors": "replace"}
-    if kind == "text":
-        reading["sample_by"] = "document"
+        # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
+        builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}
+        reading["sample_by"] = "line" if kind == "jsonl" else "document"
     files = [as_pattern(path) for path in paths]
-    said = " ".join(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in paths)
-    return _called(place, kind, data_files=files, split="train", streaming=True, **reading), said
+    said = " ".join([builder, *(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in paths)])
+    rows = _called(place, builder, data_files=files, split="train", streaming=True, **reading)
+    return rows, said, kind == "jsonl"
 
 
 def _load(place: Place, streaming: bool) -> Any:

@@ -54,6 +54,12 @@ log = logging.getLogger(__name__)
 _NESTEROV = OuterSpec()
 
 
+def skipped(inner: torch.optim.Optimizer) -> bool:
+    """In a hook of its step: whether a GradScaler has it skip this one. With `fused=True` its kernel does that, so the
+    step is made all the same. Waits for the device, as a GradScaler does with other optimizers."""
+    return bool(getattr(inner, "found_inf", False))
+
+
 def rounds_made(peer: TrainPeer, channel: str, timeout_s: float | None) -> int:
     """Of the run, before the channel is open; a peer that was joined with `hold` may have heard of none of them yet."""
     if not peer.position(channel).t:
@@ -157,7 +163,7 @@ class DiLoCo:
         t = int(saved["t"])
         here = rounds_made(self._peer, self._channel, timeout_s)
         if here == t:
-            self._outer.state.restore(saved["image"].numpy().data.toreadonly())
+            self._outer.state.restore(saved["image"].cpu().numpy().data.toreadonly())
         elif 0 < here < t:
             log.warning(
                 "the state given is of round %d, but the run has gone on from round %d: what is newer is not used; to "
@@ -219,7 +225,8 @@ class DiLoCo:
                 self._steps = 0
 
     def _after_step(self, *_: object) -> None:
-        self._stepped()
+        if not skipped(self.inner):
+            self._stepped()
 
     def _stepped(self) -> RoundReport | None:
         """Count an inner step, and do what is due after it."""
@@ -342,8 +349,8 @@ class DiLoCo:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; `t` is only information, since the swarm may have gone on. Saved with
-        inner=False, it leaves the inner optimizer as it is.
+        """Take back what `state_dict` gave, on whatever device it was loaded; `t` is only information, since the swarm
+        may have gone on. Saved with inner=False, it leaves the inner optimizer as it is.
 
         The steps that were in no round then are taken up where the state was saved with outer=True and the run stands
         where it stood: the model goes on from them. Otherwise it stays at the swarm's parameters, and they are lost;
@@ -354,7 +361,7 @@ class DiLoCo:
         residual, local = state.get("residual"), state.get("local")
         self._outer.outgoing.check_residual(residual)
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
-            self._outer.take_up(local)
+            self._outer.take_up(local.cpu())
             self._steps, self._skipped = int(state["steps"]), 0
         else:
             inner_step = max(0, int(state["inner_step"]))
@@ -367,7 +374,7 @@ class DiLoCo:
 
     def _stands_at(self, image: Tensor) -> bool:
         """Whether the inner steps began at the outer state of this image."""
-        return blake3(image.numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
+        return blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
 
 
 __all__ = ["DiLoCo", "NotFinite"]

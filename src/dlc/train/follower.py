@@ -26,7 +26,9 @@ def follow(group: Group) -> None:
         told = json.loads(group.text())
         spec = RunSpec.from_dict(told["spec"])
         seed_peer(spec.seed, f"{told['peer']} rank {group.rank}")
-        _obey(group, replica_of(told["parallel"], spec, group, model_of(spec)))
+        model = model_of(spec)
+        group.meet()
+        _obey(group, replica_of(told["parallel"], spec, group, model))
 
 
 def _obey(group: Group, replica: Replica) -> None:
@@ -43,12 +45,12 @@ def _obey(group: Group, replica: Replica) -> None:
             case Order.GATHER:
                 replica.gather(None)
             case Order.EVALUATE:
-                replica.evaluate(list(receive_tensors(group).values()))
+                replica.evaluate([batch for _, batch in receive_tensors(group)])
             case Order.STEP if loop is not None:
                 step, n, s = numbers
                 loop.shared_step(group.give(torch.empty(n, s, dtype=torch.int64)), step)
             case Order.LOAD if loop is not None:
-                loop.load(receive_tensors(group))
+                loop.take(receive_tensors(group))
             case Order.SAVE if loop is not None:
                 loop.tensors()
             case _:

@@ -1,8 +1,7 @@
 """The strategy "moshpit": a group of a grid averages at each exchange, along another axis each time; see `dlc.Moshpit`.
 
 After as many exchanges as the grid has axes, everybody's inner steps of the first of them are in everybody's model, if
-nobody failed. Members count with equal weights. What the codec cannot say of a peer's parameters stays in that peer's:
-otherwise each exchange would lose all inner steps below the codec's resolution, those of all peers alike.
+nobody failed. Members count with equal weights. What the codec cannot say of a peer's parameters stays in that peer's.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from dlc.comm.gossip import decoded, encoded
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import UsageError
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +39,6 @@ class Grids:
 
     def step(self, t: int, vector: Tensor) -> Averaged:
         before = vector.clone()
-        unsaid = before - decoded(self._grid(vector), encoded(self._grid(vector), before), torch.empty_like(before))
         try:
             report = self._moshpit.step(vector, timeout_s=self._timeout_s)
         except UsageError as error:  # fewer peers than the grid needs: there may be more of them later
@@ -51,7 +47,7 @@ class Grids:
             self._warned = True
             return Averaged(t, (), {self._me: str(error)})
         self._warned = False
-        vector.add_(unsaid.mul_(vector != before))  # but where nobody gave anything, and all of it is there still
+        self._keep_unsaid(vector, before)
         missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
         return Averaged(
             t=t,
@@ -63,8 +59,12 @@ class Grids:
             waiting_s=sum(group.waiting_s for group in report.rounds),
         )
 
-    def _grid(self, vector: Tensor) -> Grid:
-        return Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
+    def _keep_unsaid(self, vector: Tensor, before: Tensor) -> None:
+        """Add what the codec rounded off of mine; but where nobody gave anything, and all of it is there still."""
+        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
+        for chunk in range(grid.n_chunks):
+            part = slice(*grid.span(chunk))
+            vector[part].add_(unsaid(grid, chunk, before[part]).mul_(vector[part] != before[part]))
 
     def own(self) -> dict[str, Tensor]:
         return {}

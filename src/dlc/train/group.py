@@ -3,7 +3,7 @@
 A site is one `torchrun` group and one peer. Orders and samples go through Gloo on the CPU, where waiting costs nothing
 and may last as long as a round does; gradients and parameters through NCCL between GPUs, else through Gloo too.
 
-Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, on all.
+Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet` on all.
 """
 
 from __future__ import annotations
@@ -91,15 +91,23 @@ class Group:
         data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(size, dtype=torch.uint8)
         return bytes(self.give(data).tolist()).decode()
 
+    def meet(self) -> None:
+        """All wait for each other: NCCL gives up after ten minutes, and one of them may be downloading a model."""
+        dist.all_reduce(torch.zeros(1), group=self._orders)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do at once. SiteLost: one of them is gone."""
+        """Around what all ranks do at once. SiteLost: one of them is gone.
+
+        What fails on this rank alone (its memory is full) leaves the others in the middle of it: they hear no orders,
+        and NCCL's own end would wait for them.
+        """
         try:
             yield
         except RuntimeError as error:
+            self._lost = True
             if not _is_loss(error):
                 raise
-            self._lost = True
             raise SiteLost(
                 f"a process of this site of {self.size} has ended, and the site with it (torchrun names the first that "
                 "failed); the same command goes on from the newest checkpoint"
@@ -108,7 +116,7 @@ class Group:
     def close(self) -> None:
         """On rank 0 tells the others to leave; the group can be used no more."""
         if self._lost:
-            return  # nothing would answer
+            return  # nothing would answer: torchrun ends the others once this process has ended
         with contextlib.suppress(SiteLost), self.together():
             if self.rank == 0:
                 self.tell(Order.END)
@@ -122,10 +130,10 @@ def send_tensors(group: Group, tensors: dict[str, Tensor]) -> None:
         group.give(tensor.detach().cpu().contiguous())
 
 
-def receive_tensors(group: Group) -> dict[str, Tensor]:
-    """On the others, what `send_tensors` sends; on the CPU."""
-    listed = json.loads(group.text())
-    return {name: group.give(torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in listed}
+def receive_tensors(group: Group) -> Iterator[tuple[str, Tensor]]:
+    """On the others, what `send_tensors` sends, one after the other; on the CPU. All of them must be taken."""
+    for name, dtype, shape in json.loads(group.text()):
+        yield name, group.give(torch.empty(shape, dtype=getattr(torch, dtype)))
 
 
 def _is_loss(error: RuntimeError) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +240,8 @@ class InnerLoop:
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is not None:
-            return torch.autocast(self.device.type, dtype=self._autocast)
+            # A cache would keep all weights in 16 bits until the loss is there, though each is of use in one layer.
+            return torch.autocast(self.device.type, dtype=self._autocast, cache_enabled=False)
         return contextlib.nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -256,13 +257,15 @@ class InnerLoop:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave; CheckpointError where it belongs to other parameters."""
-        saved = {field: tensors[key] for key, field in _SCALER.items() if key in tensors}
-        if saved and self._scaler is not None:
-            values = {"scale": float(saved["scale"]), "_growth_tracker": int(saved["_growth_tracker"])}
-            self._scaler.load_state_dict(self._scaler.state_dict() | values)
+        self.take(tensors.items())
+
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The same of tensors that come one after the other; each is done with when the next is asked for."""
+        scaler: dict[str, Tensor] = {}
         state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
+        for key, value in named:
             if key in _SCALER:
+                scaler[_SCALER[key]] = value
                 continue
             index, _, name = key.partition(".")
             if not index.isdecimal() or int(index) >= len(self._params):
@@ -271,10 +274,18 @@ class InnerLoop:
                 raise CheckpointError(f"the optimizer state {key!r} has shape {tuple(value.shape)} of another model")
             state.setdefault(int(index), {})[name] = self._placed(value, self._params[int(index)])
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        if scaler and self._scaler is not None:
+            values = {"scale": float(scaler["scale"]), "_growth_tracker": int(scaler["_growth_tracker"])}
+            self._scaler.load_state_dict(self._scaler.state_dict() | values)
 
     def _placed(self, value: Tensor, like: Tensor) -> Tensor:
         """Of a checkpoint, for the state of parameter `like`: a copy, since the optimizer writes into it."""
-        return value.clone()
+        return placed(value, like)
+
+
+def placed(value: Tensor, like: Tensor) -> Tensor:
+    """A copy where `like` is, without one on the host before; where a number belongs, the optimizer knows."""
+    return value.to(like.device, copy=True) if value.dim() else value.clone()
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:

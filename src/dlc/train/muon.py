@@ -3,17 +3,30 @@
 Muon (torch.optim.Muon) moves a matrix along its orthogonalised momentum. That is meant for matrices that map one hidden
 space to another; embeddings, the output head, vectors and scalars are AdamW's. Muon's steps are scaled to the size of
 AdamW's (`match_rms_adamw`, arXiv:2502.16982, section 2.2), so that one learning rate and weight decay serve both.
+
+The experts of a mixture are matrices, too, but transformers keeps those of a layer stacked in one parameter, which
+torch.optim.Muon does not take: `StackedMuon` moves each of them for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlc.errors import ConfigError
+
+EXPERTS = "Experts"
+"""How the classes of transformers end that stack a layer's experts along the first dimension of their parameters."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration; they, its steps and the least norm are those of torch.optim.Muon."""
+NEWTON_SCHULZ_STEPS = 5
+NORM_MIN = 1e-7
+ELEMENTS_AT_ONCE = 1 << 26
+"""Of a stack, at most, but for a larger matrix: bounds what its step takes of memory."""
 
 
 class Joint(torch.optim.Optimizer):
@@ -46,8 +59,53 @@ class Joint(torch.optim.Optimizer):
             first += size
 
 
+class StackedMuon(torch.optim.Optimizer):
+    """What torch.optim.Muon, with `match_rms_adamw`, does with each of n matrices, for parameters [n, a, b]."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as in `Joint`
+        """One step; `closure` must be None."""
+        if closure is not None:
+            raise ValueError("a stacked optimizer takes no closure")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(p.grad)
+                    self._move(p, p.grad, state["momentum_buffer"], group)
+
+    def _move(self, p: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        a, b = p.shape[1:]
+        count = max(1, ELEMENTS_AT_ONCE // (a * b))
+        for theta, g, m in zip(*(torch.split(x, count) for x in (p, grad, buffer)), strict=True):
+            m.lerp_(g, 1 - momentum)
+            update = orthogonal(g.lerp(m, momentum))
+            theta.mul_(1 - lr * group["weight_decay"])
+            theta.add_(update, alpha=-0.2 * math.sqrt(max(a, b)) * lr)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The orthogonal factor of each of [n, a, b], about, in bf16: singular values of 0.7 to 1.2, by Newton-Schulz
+    iterations x = (p + q g + r g^2) x with g = x x^T. Zero stays zero."""
+    p, q, r = NEWTON_SCHULZ
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_MIN)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=q, alpha=r), x, beta=p)
+    return x.mT if tall else x
+
+
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable 2-D parameters but for embeddings and the output head.
+    """Trainable 2-D parameters but for embeddings, the output head, and stacked biases of experts.
 
     The head is known by `get_output_embeddings` of transformers models; in a module without it, it counts as hidden.
     """
@@ -56,7 +114,19 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     head = find() if callable(find) else None
     if head is not None:
         outer |= {id(parameter) for parameter in head.parameters()}
+    outer |= {id(parameter) for parameter in _of_stacked_experts(model)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in outer]
+
+
+def stacked_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable 3-D parameters of experts, one matrix of each after the other; other 3-D parameters, such as those of
+    convolutions, are none."""
+    return [p for p in _of_stacked_experts(model) if p.requires_grad and p.dim() == 3]
+
+
+def _of_stacked_experts(model: nn.Module) -> list[nn.Parameter]:
+    experts = (module for module in model.modules() if type(module).__name__.endswith(EXPERTS))
+    return [p for module in experts for p in module.parameters(recurse=False)]
 
 
 def muon_and_adamw(
@@ -70,15 +140,21 @@ def muon_and_adamw(
     fused: bool,
 ) -> Joint:
     """`groups`: AdamW's parameter groups of the whole model, from which the hidden matrices are taken out."""
-    hidden = hidden_matrices(model)
-    if not hidden:
+    hidden, stacked = hidden_matrices(model), stacked_matrices(model)
+    if not hidden and not stacked:
         raise ConfigError('the model has no hidden matrices for inner.optimizer "muon": choose "adamw"')
-    taken = {id(p) for p in hidden}
+    taken = {id(p) for p in (*hidden, *stacked)}
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rest = [group for group in rest if group["params"]]
-    parts: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-    ]
+    parts: list[torch.optim.Optimizer] = []
+    if hidden:
+        parts.append(
+            torch.optim.Muon(
+                hidden, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if stacked:
+        parts.append(StackedMuon(stacked, lr=lr, weight_decay=weight_decay, momentum=momentum))
     if rest:
         parts.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=fused or None))
     return Joint(parts)

@@ -6,7 +6,7 @@
 
 Pairs are a matching of the members that is drawn from the run's seed and the step. A partner that does not come within
 `gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Momentum and slow weights are each
-peer's own, and differ.
+peer's own, and differ. What the codec cannot say of a peer's d and phi stays in the means that it takes itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
+from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, RoundTimeout
 from dlc.mesh import Group
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
 
 
 def noloco_step(
@@ -70,6 +71,7 @@ class Pairs:
                     clock() - began,
                     report.waiting_s,
                 )
+                self._keep_unsaid(both, d)
             except RoundTimeout:
                 averaged = Averaged(t, (), {partner: "did not come"}, 0, 0, clock() - began, clock() - began)
         mean_d, mean_phi = both[: len(d)], both[len(d) :]
@@ -77,6 +79,14 @@ class Pairs:
         noloco_step(self._phi, self._m, d, mean_d, mean_phi, lr, mu, gossip.pull)
         vector.copy_(self._phi)
         return averaged
+
+    def _keep_unsaid(self, means: Tensor, d: Tensor) -> None:
+        """means: of d and phi, as all_reduce gave them."""
+        n, grid = d.numel(), Grid(means.numel(), usual_chunk_elems(means.numel()), self._spec.codec)
+        for chunk in range(grid.n_chunks):
+            start, stop = grid.span(chunk)
+            own = torch.cat((d[start:stop], self._phi[max(0, start - n) : max(0, stop - n)]))
+            means[start:stop].add_(unsaid(grid, chunk, own))
 
     def _partner(self, t: int) -> str:
         """Of this step; empty where this peer is left over."""

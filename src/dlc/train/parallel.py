@@ -24,7 +24,7 @@ from dlc.errors import ConfigError
 from dlc.flat import FlatView, flatten_tensors, unflatten_into
 from dlc.runspec import RunSpec
 from dlc.train.group import Group
-from dlc.train.inner import InnerLoop, StepResult, evaluate
+from dlc.train.inner import InnerLoop, StepResult, evaluate, placed
 from dlc.train.setup import inner_loop_of
 
 
@@ -109,7 +109,7 @@ class Replica:
 
     def placed(self, value: Tensor, like: Tensor) -> Tensor:
         """A whole tensor of the optimizer's state as the parameter `like` lies on this rank; no memory is shared."""
-        return value.clone()
+        return placed(value, like)
 
 
 def replica_of(parallel: str, spec: RunSpec, group: Group, model: nn.Module) -> Replica:
@@ -145,8 +145,14 @@ class SiteLoop(InnerLoop):
         return self.weighted_step([(rows[which], group.size * share) for which, share in pieces], step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """As `InnerLoop.tensors`, whole; on all ranks at once."""
-        return {name: self._replica.whole(tensor).cpu() for name, tensor in super().tensors().items()}
+        """As `InnerLoop.tensors`, whole; on all ranks at once. Rank 0 alone gets them: a host that holds them once for
+        each of its ranks may run out of memory."""
+        named: dict[str, Tensor] = {}
+        for name, tensor in super().tensors().items():
+            whole = self._replica.whole(tensor)
+            if self._group.rank == 0:
+                named[name] = whole.cpu()
+        return named
 
     def _meanwhile(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return self._replica.meanwhile(last)

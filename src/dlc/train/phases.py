@@ -29,7 +29,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from dlc.errors import DlcError
+from dlc.errors import DataError, DlcError
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
@@ -252,12 +252,15 @@ class Phases:
         return self._spec.overlap != "none" and not ends
 
     def _step_beyond(self, offered: int, overlaps: bool) -> bool:
-        """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone."""
+        """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone; or
+        its samples cannot be read, which the next phase finds out again, once the round has what was offered to it."""
         try:
             self._step(len(self._done) - offered if overlaps else None)
             return True
         except NotFinite:
             self._undo_beyond(offered)
+            return False
+        except DataError:
             return False
 
     def _undo_beyond(self, offered: int) -> None:
@@ -325,7 +328,7 @@ class Phases:
                 elif (self._outer.moved() and not self._rebase()) or not self._step():
                     return
                 self._calls.hear()
-        except NotFinite:
+        except (NotFinite, DataError):
             self.drop()
 
     def start_again(self) -> None:
@@ -340,9 +343,10 @@ class Phases:
         t = self._outer.position.t
         self._tell.event("diverged", t=t, in_a_row=self._diverged)
         log.warning("the loss is not finite; those inner steps are undone, and not contributed")
+        self.inner = self._new_inner()
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
                 f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {t}): "
-                "found the run anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+                'found the run anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer '
+                "inner.warmup_steps, or inner.clip_norm above 0"
             )
-        self.inner = self._new_inner()

@@ -15,8 +15,11 @@ the round. So one peer that goes on from a round's end trains on as if it had ne
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
 have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its
 length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the round counts, whenever it was written;
-so what is of a later round than the one that is saved, hence of a history that was given up, is moved away. Writing may
-fail (a full disk): that is logged, the older checkpoints stay, and training goes on.
+so what is of a later round than the one that is saved, hence of a history that was given up, is moved away.
+
+A new checkpoint is written before the oldest goes. Where the disk has no room for that, the oldest go first, but never
+the newest that is known to be whole. Writing may fail all the same: that is logged, what is there stays, and training
+goes on.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dlc.errors import CheckpointError, ConfigError, UsageError
+from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import bytes_tensor, keep_last, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import bytes_tensor, keep_last, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import FOLDER, NAMES, file_of, list_checkpoints, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
@@ -230,10 +233,19 @@ def check_same_model(saved: Saved, view: FlatView) -> None:
 
 
 class Saver:
-    """Writes checkpoints of one run, one at a time, in a thread beside the training."""
+    """Writes checkpoints of one run, one at a time, in a thread beside the training.
+
+    last: the one that the training goes on from.
+    """
 
     def __init__(
-        self, state_dir: Path, spec: RunSpec, layout: Mapping[str, str], kept: int = KEPT, data: str = ""
+        self,
+        state_dir: Path,
+        spec: RunSpec,
+        layout: Mapping[str, str],
+        kept: int = KEPT,
+        data: str = "",
+        last: Path | None = None,
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
@@ -241,7 +253,7 @@ class Saver:
         self._folder = folder_of(state_dir, spec)
         self._layout, self._data = list(layout.items()), data
         self._thread: threading.Thread | None = None
-        self.last: Path | None = None
+        self.last = last
         """The newest one that is whole on disk."""
 
     @property
@@ -275,7 +287,7 @@ class Saver:
             "data": self._data,
         }
         try:
-            save_checkpoint(path, tensors, meta)
+            self._write(path, tensors, meta)
             # Those of later rounds are of a history that was given up: nobody must prefer them.
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
@@ -285,6 +297,25 @@ class Saver:
             return None
         self.last = path
         return path
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        while True:
+            try:
+                return save_checkpoint(path, tensors, meta)
+            except NoRoom:
+                if not self._make_room():
+                    raise
+
+    def _make_room(self) -> bool:
+        """Delete what is needed least of this run, if there is such a thing."""
+        spare = left_over(self._folder)
+        if self.last is not None and self.last.exists():
+            spare += [path for path in list_checkpoints(self._folder, NAMES) if not path.samefile(self.last)]
+        if not spare:
+            return False
+        log.info("the disk has no room for one more checkpoint: %s is deleted first", spare[0])
+        spare[0].unlink(missing_ok=True)
+        return True
 
     def _of_this_run(self, path: Path) -> bool:
         """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what

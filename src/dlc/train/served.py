@@ -29,6 +29,7 @@ from dlc.errors import DlcError, RoundTimeout
 from dlc.handles import Checkpoint, Position
 from dlc.peer import Peer
 from dlc.server import ServerClient, ServerReport
+from dlc.train.checkpoint import bytes_tensor
 from dlc.train.data import first_block
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer import OuterState, pseudo_gradient, theta_of
@@ -43,7 +44,7 @@ WAIT_SLICE_S = 0.2
 """Between two looks at `stop` and at what the peer has to say, while an exchange is waited for."""
 STOP_S = 5.0
 """An exchange that is near is waited for, when the training is to stop."""
-_BLOCKS = "blocks"
+_BLOCKS, _HISTORY = "blocks", "history"
 
 
 class Served:
@@ -61,6 +62,8 @@ class Served:
         self._first_block = first_block(self._spec.seed, parts.peer.id)
         self._blocks = 0
         """Drawn so far, by this process and those before it."""
+        self._history = b""
+        """What theta is part of (`ServerClient.history`)."""
         self._diverged = self._exchanges = 0
 
     @property
@@ -74,6 +77,7 @@ class Served:
         if saved is not None:
             self._theta.copy_(theta_of(saved.image))
             self._blocks = int(saved.own[_BLOCKS]) if _BLOCKS in saved.own else 0
+            self._history = saved.own[_HISTORY].numpy().tobytes() if _HISTORY in saved.own else b""
             self.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
         spec = self._spec
@@ -84,11 +88,14 @@ class Served:
             codec=spec.codec,
             chunk_elems=spec.chunk_elems,
             step=saved.t if saved is not None else 0,
+            history=self._history,
         )
         self._client.begin()
         report = self._wait(None)
         assert report is not None
         self._adopt(report)
+        if report.rounds_lost:  # at full phases: how many steps this trainer made in each is not kept
+            self._parts.tell.history_lost(report.rounds_lost, float(report.rounds_lost * spec.tokens_per_round))
         return self._position
 
     def ready(self) -> bool:
@@ -193,6 +200,7 @@ class Served:
         """The model becomes what was pulled."""
         assert self._client is not None
         self._client.read(self._theta)
+        self._history = self._client.history()
         self._view.scatter(self._theta)
         digest = blake3(self._theta.numpy().data.cast("B")).digest()
         self._position = Position(report.step, 0.0, b"", None, digest)
@@ -203,13 +211,14 @@ class Served:
         self._parts.tell.work_dropped(self._position.t, steps, tokens)
         self._parts.tell.event("diverged", t=self._position.t, in_a_row=self._diverged)
         log.warning("the loss is not finite; those inner steps are undone, and not pushed")
+        self._view.scatter(self._theta)
+        self.inner = self._parts.engine.inner_loop()
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
                 f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {self._position.t}): "
-                "found the run anew with a lower inner.lr, a longer inner.warmup_steps, or inner.clip_norm above 0"
+                'found the run anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer '
+                "inner.warmup_steps, or inner.clip_norm above 0"
             )
-        self._view.scatter(self._theta)
-        self.inner = self._parts.engine.inner_loop()
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:
         """Nothing is left over: each phase ends in its exchange."""
@@ -226,7 +235,7 @@ class Served:
         return Checkpoint(b"", self._position.t, 0.0, self._position.digest, state.export())
 
     def local(self) -> Local:
-        own = {_BLOCKS: torch.tensor([self._blocks], device="cpu")}
+        own = {_BLOCKS: torch.tensor([self._blocks], device="cpu"), _HISTORY: bytes_tensor(self._history)}
         return Local(self.inner.tensors(), None, random_state(self._parts.engine.device), own)
 
     def close(self) -> None:

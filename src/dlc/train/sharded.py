@@ -38,9 +38,8 @@ class Sharded(Replica):
 
     def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
         self.spec, self.group = spec, group
-        model.to(group.device)
         mesh = init_device_mesh(group.device.type, (group.size,))
-        for layer in layers_of(model):
+        for layer in layers_of(model):  # which takes each to the device: the whole model may have no room there
             fully_shard(layer, mesh=mesh)
         self.model = self.forward = model
         self._root = fully_shard(model, mesh=mesh)  # the same object

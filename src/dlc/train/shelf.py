@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dlc.errors import CheckpointError, ConfigError, UsageError
+from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 
 FOLDER, NAMES = "checkpoints", f"t-{'[0-9]' * 8}.safetensors"
@@ -124,10 +124,10 @@ def _tensor_bytes(text: str) -> int:
 
 
 def demand_room(target: Path, needed: int) -> None:
-    """CheckpointError: the disk of `target` cannot take so many bytes, so that it need not be filled to find out."""
+    """NoRoom: the disk of `target` cannot take so many bytes, so that it need not be filled to find out."""
     free = free_bytes(next(folder for folder in (target, *target.absolute().parents) if os.path.isdir(folder)))
     if free is not None and free < needed:
-        raise CheckpointError(
+        raise NoRoom(
             f"{target} could not be written: it takes {needed / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB "
             "free; what was there is kept"
         )

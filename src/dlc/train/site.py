@@ -39,9 +39,11 @@ class SiteEngine(Engine):
     def __init__(self, spec: RunSpec, group: Group, peer: str) -> None:
         check_fits(spec, group.size, group.parallel)
         super().__init__(spec, group.device)
+        del self.view  # it would keep the whole parameters, which are cut into parts one layer after the other
         with group.together():
             group.tell(Order.RUN)
             group.text(json.dumps({"spec": spec.to_dict(), "peer": peer, "parallel": group.parallel}))
+            group.meet()
             self._replica = replica_of(group.parallel, spec, group, self.model)
         self._group = group
         self.view: FlatView = SiteView(self._replica)

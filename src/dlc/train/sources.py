@@ -9,7 +9,8 @@ Documents have names, by which they are split into training and validation: that
 with "/" between folders; for a record of a jsonl or parquet file its line or row too ("part-0.jsonl/17"); or the number
 of a dataset's row. So a corpus in a few large tables is split as one in a thousand is.
 Bytes are taken as they are: nothing has to be valid UTF-8. A record or row whose text is null is no document: tables of
-millions of rows have such, and a stream shows them when all have trained for long.
+millions of rows have such, and a stream shows them when all have trained for long. Nor is a torn line of jsonl in a
+stream; a file that is read as a whole is refused for one, since that comes before anything is trained.
 """
 
 from __future__ import annotations
@@ -289,6 +290,34 @@ def text_of(row: Mapping[str, object], field: str, source: str, at: str) -> byte
 def tell_of_nulls(source: str, field: str) -> None:
     """Once of each source."""
     log.warning('%s has rows whose "%s" is null; they are passed over', source, field)
+
+
+def line_text(line: str, field: str, source: str, at: str, first: bool) -> bytes | None:
+    """The text of a line of a jsonl stream; None where it is null, or the line no record of that kind.
+
+    DataError: it is no such record, and the `first` at this place, so that the others may be none either.
+    """
+    try:
+        record = json.loads(line.removeprefix("\ufeff"))
+        text = record[field] if first else record.get(field)
+        if text is not None:
+            return encoded(text, field, f"{source}, {at}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, DataError) as e:
+        if first:
+            raise DataError(
+                f'{source}, {at}: its first line is no JSON object with a string as "{field}" ({e}): '
+                "set data.text_field"
+            ) from e
+        tell_of_torn(source, field)
+        return None
+    tell_of_nulls(source, field)
+    return None
+
+
+@functools.cache
+def tell_of_torn(source: str, field: str) -> None:
+    """Once of each source."""
+    log.warning('%s has lines that are no JSON object with a string as "%s"; they are passed over', source, field)
 
 
 def encoded(text: object, field: str, where: str) -> bytes:

@@ -34,7 +34,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.train.datasets_io import Stream
 from dlc.train.packing import is_validation
-from dlc.train.sources import Piece, cut, text_of
+from dlc.train.sources import Piece, cut, line_text, text_of
 from dlc.train.tokens import Ids, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -237,14 +237,20 @@ class _Reader:
 
     def group(self) -> tuple[Mark, list[Piece]] | None:
         """The next documents, with the mark before them; None: the shard has ended."""
-        source = self._stream.place.source
+        stream, source, at = self._stream, self._stream.place.source, f"shard {self._s}"
+        field = stream.place.text_field
         mark = Mark(self._state, self.epoch, self._document, 0)
         pieces: list[Piece] = []
         try:
             if self._iterator is None:
                 self._iterator = iter(self._rows)
             for row in self._iterator:
-                text = text_of(row, self._stream.place.text_field, source, f"shard {self._s}")
+                if not stream.lines:
+                    text = text_of(row, field, source, at)
+                elif row["text"].strip():
+                    text = line_text(row["text"], field, source, at, first=not self._document)
+                else:
+                    continue
                 if text is not None:
                     pieces += cut(f"{self._s}/{self._document}", text)
                 self._document += 1
@@ -256,7 +262,7 @@ class _Reader:
         except DataError:
             raise
         except Exception as e:  # network, hub, pyarrow and datasets have no common base
-            raise DataError(f"the stream {source} broke off in shard {self._s}: {type(e).__name__}: {e}") from e
+            raise DataError(f"the stream {source} broke off in {at}: {type(e).__name__}: {e}") from e
         return mark, pieces
 
 

@@ -8,6 +8,7 @@
 - The inner optimizer's state is local and survives rounds, and so does what int8 and int4 lose of a contribution.
 - `stop` ends it within seconds: where the next round is near, our work is offered to it first. A
   consistent copy is taken, the leave announced, then the files are written.
+- So does an error, after which nothing more is offered: what was counted until then is kept.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlc.comm.events import RoundDone
-from dlc.errors import UsageError
+from dlc.errors import DlcError, UsageError
 from dlc.report import RoundReport
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
-from dlc.train.group import Group
+from dlc.train.group import Group, SiteLost
 from dlc.train.model import save_model
 from dlc.train.packing import TOKENS
 from dlc.train.rng import seed_peer
@@ -52,6 +53,8 @@ HEADS_KEPT = 256
 """More rounds than are ever told of late."""
 EVAL_BLOCKS = 64
 CHECKPOINT_EVERY = 10
+INTERRUPTED, FAILED = "interrupted", "failed"
+"""Reasons of an end that is not the run's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +62,12 @@ class Summary:
     """How the training ended on this peer."""
 
     reason: str
-    """"rounds" or "tokens" (the limit that was reached), or "interrupted"."""
+    """"rounds" or "tokens" (the limit that was reached), "interrupted", or "failed", by what `run` raises."""
     t: int
     digest: str
     """Of the outer state after round `t`, hex."""
     validation_loss: float | None
-    """Nats per token at the end; None if interrupted."""
+    """Nats per token at the end; None if interrupted or failed."""
     tokens: float
     """Of all peers together."""
     waited_s: float
@@ -128,7 +131,8 @@ class Trainer:
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         if resume is not None:
             self._same_data.goes_on(resume)
-        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine)
+        last = resume.path if resume is not None else None
+        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, last)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
         calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
@@ -138,13 +142,26 @@ class Trainer:
         self._told: deque[str] = deque(maxlen=HEADS_KEPT)
         """Heads of the rounds that were reported; their numbers come again where another history wins."""
         self._saved_t = self._validated_t = 0
+        self._to_save = False
+        """The model is what the swarm held, or later, and its end is not saved yet."""
         self._waited_s = 0.0
         self._bytes_sent = self._bytes_received = 0
 
     def run(self, stop: threading.Event) -> Summary:
-        """Train until the run's limit or `stop`. DlcError: the training diverged, or the peer had to leave."""
+        """Train until the run's limit or `stop`.
+
+        DlcError: the training diverged, the data could not be read on, or the peer had to leave. Where that comes after
+        the beginning, what was counted is saved first; and it is no UsageError then.
+        """
         try:
             return self._run(stop)
+        except Exception as error:
+            if not self._to_save:
+                raise
+            self._save_at(error, stop)
+            if isinstance(error, UsageError):  # what was given was good enough to begin with
+                raise DlcError(str(error)) from error
+            raise
         finally:
             self.strategy.close()
 
@@ -157,8 +174,21 @@ class Trainer:
             else:
                 self._tell.phase("waiting")
                 stop.wait(LEASE_LOOK_S)
-        self.strategy.wind_up(reason == "interrupted", stop)
+        self.strategy.wind_up(reason == INTERRUPTED, stop)
         return self._finish(reason, stop)
+
+    def _save_at(self, error: Exception, stop: threading.Event) -> None:
+        """The training ends by `error`, which is what people have to hear of, whatever else goes wrong here.
+
+        A site saves nothing where one of its processes is gone, or may wait for this one in the middle of a step.
+        """
+        if isinstance(error, SiteLost) or (isinstance(self._engine, SiteEngine) and not isinstance(error, DlcError)):
+            return
+        try:
+            self.strategy.wind_up(False, stop)
+            self._finish(FAILED, stop)
+        except Exception as another:
+            log.warning("what was trained since the last checkpoint (%s) is not saved: %s", self._saver.last, another)
 
     def _open(self) -> None:
         self._tell.event("phase", phase="syncing")
@@ -170,11 +200,12 @@ class Trainer:
         self._tell.synced(position.t)
         if position.t == 0 or self._resume is not None:  # others know the loss already, and a newcomer has to hurry
             self._validate()
+        self._to_save = True
 
     def _over(self, stop: threading.Event) -> str | None:
         """Why the training is over, or None."""
         position = self.strategy.position
-        return self.spec.over(position.t, position.tokens) or ("interrupted" if stop.is_set() else None)
+        return self.spec.over(position.t, position.tokens) or (INTERRUPTED if stop.is_set() else None)
 
     def _now_and_then(self, t: int, stop: threading.Event) -> None:
         for other in self._same_data.look(self._peer.members()):
@@ -231,16 +262,18 @@ class Trainer:
 
     def _finish(self, reason: str, stop: threading.Event) -> Summary:
         self._hear()
-        self._tell.phase("leaving")
+        if reason != FAILED:  # the peer may have left already
+            self._tell.phase("leaving")
         position, frozen = self._last()
-        interrupted = reason == "interrupted"
-        if interrupted:
+        early = reason in (INTERRUPTED, FAILED)
+        if early:
             self._peer.leave()
-        loss = None if interrupted else self._validate()
+        loss = None if early else self._validate()
         self._saver.finish()
         saved = self._saver.save(frozen, self.strategy.local()) is not None
         model = self._save_model()
-        if not interrupted:
+        self._to_save = False
+        if not early:
             self._linger(stop)
             self._peer.leave()
         summary = Summary(

@@ -13,6 +13,7 @@ from dlc.compat.hivemind.averaging import DecentralizedAverager
 from dlc.compat.hivemind.compression import (
     BlockwiseQuantization,
     CompressionBase,
+    CompressionInfo,
     Float16Compression,
     NoCompression,
     PerTensorCompression,
@@ -20,6 +21,7 @@ from dlc.compat.hivemind.compression import (
     RoleAdaptiveCompression,
     ScaledFloat16Compression,
     SizeAdaptiveCompression,
+    TensorRole,
     Uniform8BitQuantization,
 )
 from dlc.compat.hivemind.dht import DHT, set_run_key
@@ -33,27 +35,46 @@ from dlc.compat.hivemind.optim import (
     TrainingStateAverager,
 )
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID
-from dlc.compat.hivemind.refused import MOE, NotOffered, attribute_hook
+from dlc.compat.hivemind.refused import INSIDE, MOE, NotOffered, attribute_hook
 from dlc.compat.hivemind.utils import (
     DHTExpiration,
+    MSGPackSerializer,
     PerformanceEMA,
+    SerializerBase,
     ValueWithExpiration,
     get_dht_time,
     get_logger,
+    log_visible_maddrs,
     use_hivemind_log_handler,
 )
 
-__getattr__ = attribute_hook(__name__, dict.fromkeys(NAMES, MOE))
+OF_NETWORK = (
+    "BatchTensorDescriptor",
+    "MPFuture",
+    "P2P",
+    "P2PContext",
+    "P2PHandlerError",
+    "PeerInfo",
+    "TensorDescriptor",
+    "TimedStorage",
+    "deserialize_torch_tensor",
+    "serialize_torch_tensor",
+)
+"""Of Hivemind's own network, not offered."""
+
+__getattr__ = attribute_hook(__name__, {**dict.fromkeys(NAMES, MOE), **dict.fromkeys(OF_NETWORK, INSIDE)})
 
 __all__ = [
     "BlockwiseQuantization",
     "CompressionBase",
+    "CompressionInfo",
     "DHT",
     "DHTExpiration",
     "DecentralizedAverager",
     "Float16Compression",
     "GradScaler",
     "GradientAverager",
+    "MSGPackSerializer",
     "Multiaddr",
     "NoCompression",
     "NotOffered",
@@ -65,7 +86,9 @@ __all__ = [
     "Quantile8BitQuantization",
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
+    "SerializerBase",
     "SizeAdaptiveCompression",
+    "TensorRole",
     "TrainingAverager",
     "TrainingStateAverager",
     "Uniform8BitQuantization",
@@ -75,6 +98,7 @@ __all__ = [
     "dht",
     "get_dht_time",
     "get_logger",
+    "log_visible_maddrs",
     "moe",
     "optim",
     "p2p",

@@ -81,6 +81,11 @@ def parse_multiaddr(text: str) -> str:
     return join_address(*parse_address(f"[{host}]:{named['tcp']}" if ":" in host else f"{host}:{named['tcp']}"))
 
 
+def is_address(given: object) -> bool:
+    """A text, or what is written as a multiaddress, such as one of the library of that name."""
+    return isinstance(given, str) or str(given).startswith("/")
+
+
 def tcp_of(maddrs: Iterable[str]) -> list[str]:
     """HOST:PORT of each of them; those of QUIC and UDP, which Hivemind's programs list beside TCP, are left out."""
     return [parse_multiaddr(text) for text in map(str, maddrs) if not _elsewhere(text)]
@@ -113,4 +118,4 @@ __getattr__ = attribute_hook(
     dict.fromkeys(("P2P", "P2PContext", "P2PDaemonError", "P2PHandlerError", "PeerInfo", "ServicerBase"), INSIDE),
 )
 
-__all__ = ["AddressError", "Multiaddr", "PeerID", "initial_of", "parse_multiaddr", "tcp_of"]
+__all__ = ["AddressError", "Multiaddr", "PeerID", "initial_of", "is_address", "parse_multiaddr", "tcp_of"]

@@ -13,7 +13,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dlc.comm.detector import HEARTBEATS_MAX
+from dlc.comm.ids import Voter
 from dlc.comm.loans import borrow, give_back, lend
+from dlc.comm.mesh import Mesh
+from dlc.comm.service import Members
 from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import Group, GroupCall
@@ -109,8 +113,11 @@ class PeerSwarm:
         return self._peer.address
 
     def present(self) -> frozenset[str]:
-        alive = {member.id for member in self._peer.members() if member.alive and not member.left}
-        return frozenset(alive | {self.id})
+        def read(mesh: Mesh, now: float) -> frozenset[str]:
+            members = mesh.ground.members
+            return frozenset(r.voter.peer for r in members.records() if _lives(members, r.voter))
+
+        return self._peer.mesh.ask(read) | {self.id}
 
     # ---------------------------------------------------------------- notices
 
@@ -124,7 +131,7 @@ class PeerSwarm:
     def notices(self, prefix: str) -> list[Notice]:
         return self._peer.mesh.ask(
             lambda mesh, now: [
-                Notice(author, key, posted.value)
+                Notice(author, key, posted.value, _lives(mesh.ground.members, posted.author))
                 for key in mesh.board.keys(prefix)
                 for author, posted in mesh.board.get(key).items()
             ]
@@ -229,6 +236,11 @@ class PeerSwarm:
         self._peer.leave()
         for listener in tuple(self._listeners):
             listener()  # so that whoever waits for news learns that there will be none
+
+
+def _lives(members: Members, voter: Voter) -> bool:
+    """As far as is known; in swarms too large to ping all of them it answered once, and nobody has found it dead."""
+    return members.alive(voter) or (len(members.records()) > HEARTBEATS_MAX and members.up(voter))
 
 
 def _cancel(call: GroupCall) -> None:

@@ -30,6 +30,8 @@ class Notice(NamedTuple):
     """Peer id."""
     key: str
     value: bytes
+    lives: bool = True
+    """The process that wrote it is alive; not one of before, of a peer that was started again under its name."""
 
 
 @dataclass(frozen=True)

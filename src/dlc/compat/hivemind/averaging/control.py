@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
-from collections.abc import Generator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from enum import Enum
 from typing import Any
 
+from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.timed_storage import get_dht_time
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class AveragingStage(Enum):
     """With a result, an error, or cancelled."""
 
 
-class StepControl(Future[Any]):
+class StepControl(AwaitableFuture[Any]):
     """A future of what was gathered, `{peer id: data}`, whose step can be watched, triggered and cancelled.
 
     scheduled_time: until when a group waits for more members; deadline: when the step gives up. Both count as
@@ -93,9 +92,6 @@ class StepControl(Future[Any]):
         cancelled = super().cancel()
         self._changed.set()
         return cancelled
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self).__await__()
 
     def _warn_if_begun(self, what: str) -> None:
         if self.began_allreduce:

@@ -89,9 +89,9 @@ class Directory:
 
     def others(self) -> dict[str, Entry]:
         """Entries of the averagers that are alive, without mine, by peer id."""
-        present, found = self._swarm.present(), {}
+        found = {}
         for notice in self._swarm.notices(self._key):
-            if notice.author in present and notice.author != self._swarm.id:
+            if notice.lives and notice.author != self._swarm.id:
                 entry = self._read(notice.author, notice.value)
                 if entry is not None:
                     found[notice.author] = entry

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 ANSWER_S = 30.0
 """How long a donor may take to collect its state."""
 HOLD_S = 6 * 3600.0
-"""How long it holds a state while its loader is here; what was fetched, or has no loader, is given back at once."""
+"""How long it holds a state while the process that loads it lives; what was fetched, or has no loader, is given back
+at once."""
 STATE_BYTES_MAX = 1 << 36
 """Of one state: what a donor says is allocated."""
 LOOK_S = 0.5
@@ -149,9 +150,8 @@ class Sharing:
         with suppress(SwarmClosed):
             while not self._closed:
                 heard = self._heard
-                present = self._swarm.present()
                 asked = self._swarm.notices(f"want/{self._prefix}/{self._swarm.id}")
-                wanted = [notice for notice in asked if notice.author in present]
+                wanted = [notice for notice in asked if notice.lives]
                 self._give_back({notice.value.decode(errors="replace") for notice in wanted})
                 for notice in wanted:
                     nonce = notice.value.decode(errors="replace")

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from dlc.comm.codecs import get_codec
-from dlc.compat.hivemind.refused import refuse
+from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
 
 Key = Any
 """Name or index of a tensor."""
@@ -160,6 +160,11 @@ class PerTensorCompression(CompressionBase):
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
         return self.tensor_compressions[info.key].choose_compression(info)
 
+
+__getattr__ = attribute_hook(
+    __name__,
+    dict.fromkeys(("deserialize_tensor_stream", "deserialize_torch_tensor", "serialize_torch_tensor"), INSIDE),
+)
 
 __all__ = [
     "BlockwiseQuantization",

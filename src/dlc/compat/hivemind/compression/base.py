@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dlc.compat.hivemind.compression import CompressionBase, CompressionInfo, NoCompression, TensorRole
+from dlc.compat.hivemind.compression import CompressionBase, CompressionInfo, Key, NoCompression, TensorRole
 
-__all__ = ["CompressionBase", "CompressionInfo", "NoCompression", "TensorRole"]
+__all__ = ["CompressionBase", "CompressionInfo", "Key", "NoCompression", "TensorRole"]

@@ -13,9 +13,10 @@ from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
 from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
-from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, tcp_of
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, is_address, tcp_of
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
 from dlc.compat.hivemind.swarm import Swarm
+from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.timed_storage import DHTExpiration, ValueWithExpiration, get_dht_time
 from dlc.errors import UsageError
 
@@ -88,7 +89,7 @@ class DHT:
         log: bool = False,
         **of_hivemind: Any,
     ) -> None:
-        if isinstance(initial_peers, str) or not all(isinstance(peer, str) for peer in initial_peers or ()):
+        if isinstance(initial_peers, str) or not all(map(is_address, initial_peers or ())):
             raise TypeError("initial_peers is a list of addresses")
         for name in of_hivemind:
             if name in REFUSED and of_hivemind[name]:
@@ -257,7 +258,7 @@ def _first(maddrs: Iterable[str], what: str) -> str:
 def _maybe_future(value: T, wanted: bool) -> T | Future[T]:
     if not wanted:
         return value
-    future: Future[T] = Future()
+    future: AwaitableFuture[T] = AwaitableFuture()
     future.set_result(value)
     return future
 

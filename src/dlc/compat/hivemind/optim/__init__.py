@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlc.compat.hivemind.optim.grad_averager import GradientAverager
+from dlc.compat.hivemind.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
 from dlc.compat.hivemind.optim.optimizer import Optimizer
 from dlc.compat.hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
@@ -13,6 +13,7 @@ from dlc.compat.hivemind.optim.training_averager import TrainingAverager
 __all__ = [
     "GradScaler",
     "GradientAverager",
+    "GradientAveragerFactory",
     "Optimizer",
     "PowerSGDGradientAverager",
     "ProgressTracker",

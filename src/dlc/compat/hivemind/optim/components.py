@@ -40,7 +40,7 @@ class Components:
         """Model <- copies."""
         for main, copy in zip(self.main, self.optimized, strict=True):
             main.copy_(copy)
-        self.versions[:] = _versions(self.main)
+        self.versions[:] = versions(self.main)
         if self.shown:
             self._show()
 
@@ -60,7 +60,7 @@ class Components:
     @property
     def written(self) -> bool:
         """The program has written to the model, whatever it was."""
-        return self.main is not self.optimized and self.versions != _versions(self.main)
+        return self.main is not self.optimized and self.versions != versions(self.main)
 
     def changed(self) -> bool:
         """The program has changed values of the model, by a checkpoint, say, or a limit; what it does by way of `.data`
@@ -69,7 +69,7 @@ class Components:
             return False
         if any(where is not None for where in self.changes()):
             return True
-        self.versions[:] = _versions(self.main)
+        self.versions[:] = versions(self.main)
         return False
 
     @torch.no_grad()
@@ -78,26 +78,26 @@ class Components:
         if self.main is self.optimized:
             return [None] * len(self.main)
         each = zip(self.main, self.shown or self.optimized, self.versions, strict=True)
-        return [None if main._version == before else _differ(main, shown, whole) for main, shown, before in each]
+        return [None if main._version == before else differ(main, shown, whole) for main, shown, before in each]
 
     @property
     def current(self) -> tuple[Tensor, ...]:
         """The copies, but with values of the model where the program has changed those."""
         each = zip(self.main, self.optimized, self.changes(), strict=True)
-        return tuple(copy if where is None else _merged(main, copy, where) for main, copy, where in each)
+        return tuple(copy if where is None else merged(main, copy, where) for main, copy, where in each)
 
     @torch.no_grad()
     def take(self, changes: Iterable[Tensor | None]) -> None:
         """Copies <- the model, where it was changed."""
         for main, copy, where in zip(self.main, self.optimized, changes, strict=True):
             if where is not None:
-                copy.copy_(_merged(main, copy, where))
+                copy.copy_(merged(main, copy, where))
 
     def take_over(self, whole: bool = False) -> None:
         """Copies <- what the program has changed of the model; whole: as of `changes`."""
         if self.written:
             self.take(self.changes(whole))
-            self.versions[:] = _versions(self.main)
+            self.versions[:] = versions(self.main)
 
     @torch.no_grad()
     def load_gradients(self) -> None:
@@ -146,14 +146,14 @@ def build(
     sched = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(opt)
     if sched is not None and sched.optimizer is not opt:
         raise UsageError("the scheduler is of another optimizer")
-    return Components(opt, sched, main, optimized, _versions(main), [])
+    return Components(opt, sched, main, optimized, versions(main), [])
 
 
-def _versions(params: Iterable[Tensor]) -> list[int]:
+def versions(params: Iterable[Tensor]) -> list[int]:
     return [param._version for param in params]
 
 
-def _differ(main: Tensor, shown: Tensor, whole: bool) -> Tensor | None:
+def differ(main: Tensor, shown: Tensor, whole: bool = False) -> Tensor | None:
     """Where the values differ, on the device of `shown`; None: nowhere. NaN is the same as itself here."""
     now = main.detach().to(shown.device)
     if whole:
@@ -164,7 +164,7 @@ def _differ(main: Tensor, shown: Tensor, whole: bool) -> Tensor | None:
 
 
 @torch.no_grad()
-def _merged(main: Tensor, copy: Tensor, where: Tensor) -> Tensor:
+def merged(main: Tensor, copy: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, main.to(copy.device, copy.dtype), copy)
 
 
@@ -181,4 +181,4 @@ def _host_copy(param: Tensor) -> Tensor:
     return copy
 
 
-__all__ = ["Components", "build"]
+__all__ = ["Components", "build", "differ", "merged", "versions"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.errors import UsageError
 
 INDEX = "__tensor__"
@@ -101,8 +102,20 @@ def load(opt: Optimizer, metadata: Any, mine: Sequence[Tensor], loaded: Sequence
             tensor.copy_(value)
 
 
+def state_infos(
+    params: Sequence[Tensor], names: Sequence[Any], extra: Sequence[Tensor], statistics: Sequence[Tensor]
+) -> list[CompressionInfo]:
+    """Of the tensors of a state, by which their compression is chosen."""
+    named = zip(params, names, strict=True)
+    return [
+        *(CompressionInfo.from_tensor(param, name, TensorRole.PARAMETER) for param, name in named),
+        *(CompressionInfo.from_tensor(tensor, i) for i, tensor in enumerate(extra)),
+        *(CompressionInfo.from_tensor(tensor, i, TensorRole.OPTIMIZER) for i, tensor in enumerate(statistics)),
+    ]
+
+
 def _params(opt: Optimizer) -> list[Tensor]:
     return [param for group in opt.param_groups for param in group["params"]]
 
 
-__all__ = ["dump", "initialize", "load"]
+__all__ = ["dump", "initialize", "load", "state_infos"]

@@ -24,6 +24,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.compat.hivemind.averaging.averager import PATIENCE_S_MIN
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim.grad_averager import GradientAverager
@@ -57,7 +58,7 @@ class LowRank:
     """fp32 [rows, columns]: what the rounds so far left out of this peer's sums."""
 
     def __post_init__(self) -> None:
-        self.q, self.error = self.start, torch.zeros(self.rows, self.columns, dtype=torch.float32)
+        self.q, self.error = self.start, vectors.zeros(self.rows * self.columns).view(self.rows, self.columns)
 
     def keep(self, q: Tensor, error: Tensor) -> None:
         """Of a round; what is not finite (an overflow of the loss scale) is forgotten, and does not come again."""
@@ -100,7 +101,8 @@ class PowerSGDGradientAverager(GradientAverager):
             saved = 1 - averager_rank * (rows + columns) / max(parameter.numel(), 1)
             if parameter.dim() > 1 and saved >= min_compression_ratio:
                 generator = torch.Generator().manual_seed(index)
-                start = torch.randn(columns, averager_rank, generator=generator, dtype=torch.float32)
+                shape = columns, averager_rank
+                start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
                 self._low[index] = LowRank(rows, columns, start)
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         """Q and error of the round that was just made."""

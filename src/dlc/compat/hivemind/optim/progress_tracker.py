@@ -198,9 +198,8 @@ class ProgressTracker:
 
     def _others(self) -> list[LocalTrainingProgress]:
         swarm, found = self._swarm, []
-        present = swarm.present()
         for notice in swarm.notices(self._key):
-            if notice.author in present and notice.author != swarm.id:
+            if notice.lives and notice.author != swarm.id:
                 try:
                     found.append(_checked(LocalTrainingProgress(*MSGPackSerializer.loads(notice.value))))
                 except (ValueError, TypeError):

@@ -27,14 +27,21 @@ from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
-from dlc.compat.hivemind.optim.components import Components, build
+from dlc.compat.hivemind.optim.components import Components, build, differ, merged, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
-from dlc.compat.hivemind.optim.optimizer_state import dump, load
+from dlc.compat.hivemind.optim.optimizer_state import dump, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.errors import DlcError, SwarmClosed, UsageError
 
 log = logging.getLogger(__name__)
+
+LRSchedulerBase = LRScheduler
+Parameters = Iterable[Tensor]
+ParamGroups = Iterable[dict[str, Any]]
+OptimizerFactory = Callable[[Parameters | ParamGroups], TorchOptimizer]
+SchedulerFactory = Callable[[TorchOptimizer], LRScheduler]
+"""Types for annotations, and for schedules of one's own, that Hivemind's programs import from here."""
 
 
 class Update:
@@ -46,7 +53,12 @@ class Update:
         self.averaged: list[Tensor] = []
         """Means that the local tensors are to take."""
         self.before: list[Tensor] = []
-        """With the delta rule, what was averaged: only the change is taken over."""
+        """What was averaged: with the delta rule, only the change is taken over; without it, of the parameters, where
+        the program may change them meanwhile: what it did change is not overwritten."""
+        self.outdated = False
+        """Another state was loaded meanwhile, of which there is no mean."""
+        self.versions: list[int] = []
+        """Of the parameters, when what is in the background began, if they are the model's own."""
         self.owes_step = self.averages = False
         """The optimizer's step is done in the background; a round is a part of it."""
         self.future: Future[None] | None = None
@@ -188,6 +200,8 @@ class TrainingStateAverager(DecentralizedAverager):
             if update.owes_step:
                 with self.lock_optimizer:
                     self.parts.hold()
+            if not self.offload_optimizer:
+                update.versions = versions(self.parts.main)
             update.future = in_background(lambda: self._guard(later), "update")
             self._updates.append(update)
 
@@ -196,6 +210,12 @@ class TrainingStateAverager(DecentralizedAverager):
         for update in list(self._updates):
             if update.future is not None:
                 update.future.exception()  # raised where the update is applied
+
+    def _wait_for_steps(self) -> None:
+        """Return when no step of the optimizer is owed."""
+        for update in list(self._updates):
+            if update.future is not None and update.owes_step and not update.stepped:
+                update.future.exception()
 
     @property
     def busy(self) -> bool:
@@ -223,6 +243,9 @@ class TrainingStateAverager(DecentralizedAverager):
     ) -> None:
         with self.lock_optimizer:
             if optimizer_step:
+                if not self.delta_rule_averaging:
+                    for other in list(self._updates):
+                        other.before = []  # a mean overwrites what this step changes, as without the delta rule
                 if scaler is None:
                     self.optimizer.step()
                 else:
@@ -241,8 +264,9 @@ class TrainingStateAverager(DecentralizedAverager):
         with self.lock_optimizer, torch.no_grad(), self.get_tensors() as averaged:
             for average, local in zip(averaged, self._local_tensors(), strict=True):
                 average.copy_(local)
-            if self.delta_rule_averaging:
-                update.before = [average.clone() for average in averaged]
+            if self.delta_rule_averaging or update.versions:
+                kept = averaged if self.delta_rule_averaging else averaged[: len(update.versions)]
+                update.before = [average.clone() for average in kept]
         if control is None or control.triggered or control.done():  # after the copy: its patience is for the others
             control = self.schedule_step(gather=epoch, **opts)
             control.number = number
@@ -258,22 +282,25 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def _apply_finished(self, changed: bool, whole: bool = False) -> None:
         """changed: the program has changed the model; whole: it has loaded it, so that no mean is of it any more."""
-        if changed and self._updates and not self._told:
+        if changed and self._updates:
+            self._tell_changed()
+        for update in [update for update in self._updates if update.done]:
+            self._updates.remove(update)
+            if update.future is not None:
+                update.future.result()  # an error of the optimizer itself
+            update.outdated = update.outdated or (changed and whole)
+            self._apply(update, whole)
+        if not any(update.owes_step for update in self._updates):
+            with self.lock_optimizer:
+                self.parts.release()
+
+    def _tell_changed(self) -> None:
+        if not self._told:
             self._told = True
             log.warning(
                 "%s: the program has changed the model while an update was on its way; what it changed stays",
                 self.prefix,
             )
-        for update in [update for update in self._updates if update.done]:
-            self._updates.remove(update)
-            if update.future is not None:
-                update.future.result()  # an error of the optimizer itself
-            if changed and whole:
-                update.averaged = []
-            self._apply(update, whole)
-        if not any(update.owes_step for update in self._updates):
-            with self.lock_optimizer:
-                self.parts.release()
 
     def _take_over(self, whole: bool = False) -> None:
         """Of a model that the program has changed, unless the copies are worked with now."""
@@ -283,19 +310,29 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def _apply(self, update: Update, whole: bool = False) -> None:
         """Bring what was done into the model, but for what the program has changed there."""
-        if not (update.stepped or update.averaged):
-            return
         with self.lock_optimizer, torch.no_grad():
+            means = [] if update.outdated else update.averaged
+            if not (update.stepped or means):
+                return
             changes = self.parts.changes(whole)
-            if update.averaged:
-                for i, (local, mean) in enumerate(zip(self._local_tensors(), update.averaged, strict=True)):
-                    if update.before:
-                        carry(local, update.before[i], mean)
-                    else:
-                        local.copy_(mean)
+            if means:
+                self._take_means(update, means)
             if self.offload_optimizer:
                 self.parts.take(changes)
                 self.parts.apply()
+
+    def _take_means(self, update: Update, means: list[Tensor]) -> None:
+        """Local tensors <- means; with the delta rule, what local steps have changed meanwhile is kept on top, and
+        without it what the program has changed of the parameters stays."""
+        for i, (local, mean) in enumerate(zip(self._local_tensors(), means, strict=True)):
+            if self.delta_rule_averaging:
+                carry(local, update.before[i], mean)
+                continue
+            written = i < len(update.before) and local._version != update.versions[i]
+            where = differ(local, update.before[i]) if written else None
+            local.copy_(mean if where is None else merged(local, mean, where))
+            if where is not None:
+                self._tell_changed()
 
     def _update_scheduler(self) -> None:
         """Bring the schedule to `local_epoch`."""
@@ -324,9 +361,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def get_current_state(self) -> tuple[Any, ...]:
         """Parameters, extra tensors and the optimizer's state, after what is still done in the background."""
-        for update in list(self._updates):
-            if update.future is not None and update.owes_step and not update.stepped:
-                update.future.exception()  # waits; its epoch is counted already
+        self._wait_for_steps()  # their epochs are counted already
         with self.lock_optimizer, torch.no_grad():
             state, statistics = dump(self.optimizer)
             pairs = zip(self.parts.current, self.parts.optimized, strict=True)
@@ -337,15 +372,12 @@ class TrainingStateAverager(DecentralizedAverager):
                 "group_bits": self.get_group_bits(),
                 "optimizer_metadata": state,
             }
-        infos = [CompressionInfo.from_tensor(t, name, TensorRole.PARAMETER)
-                 for t, name in zip(self.main_parameters, self.parameter_names, strict=True)]  # fmt: skip
-        infos += [CompressionInfo.from_tensor(t, i) for i, t in enumerate(self.extra_tensors)]
-        infos += [CompressionInfo.from_tensor(t, i, TensorRole.OPTIMIZER) for i, t in enumerate(statistics)]
+        infos = state_infos(self.main_parameters, self.parameter_names, self.extra_tensors, statistics)
         return metadata, [*tensors, *statistics], infos
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Take over parameters, statistics, epoch and schedule of the best donor; returns them, or None: there is no
-        donor, or none that is as far as this peer."""
+        donor, or none that is as far as this peer. A mean that is on its way is then not taken over."""
         if not wait:
             return in_background(lambda: self.load_state_from_peers(timeout=timeout), "load")
         loaded = super().load_state_from_peers(timeout=timeout)
@@ -356,7 +388,10 @@ class TrainingStateAverager(DecentralizedAverager):
         if type(epoch) is not int or epoch < self.local_epoch:
             log.warning("%s: the state of the other peer is of epoch %r, this peer is further", self.prefix, epoch)
             return None
+        self._wait_for_steps()
         with self.lock_optimizer:
+            for update in list(self._updates):
+                update.outdated = True
             mine = [*self.parts.optimized, *self.extra_tensors]
             own = self._hyperparameters()
             load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
@@ -373,7 +408,9 @@ class TrainingStateAverager(DecentralizedAverager):
         What is still done in the background counts first, but for a model that the program has loaded meanwhile.
         """
         self.wait_for_delayed_updates()
-        self._apply_finished(self.parts.written, whole=True)  # loaded, though it may be what was there
+        now = [] if self.offload_optimizer else versions(self.parts.main)
+        written = any(update.versions != now for update in self._updates)
+        self._apply_finished(written or self.parts.written, whole=True)  # loaded, though it may be what was there
         self._take_over(whole=True)
         with self.lock_optimizer:
             own = self._hyperparameters()
@@ -414,4 +451,13 @@ def _steps_of(scheduler: Any) -> int:
     return _steps_of(scheduler._schedulers[0])  # all that are chained are stepped together
 
 
-__all__ = ["GradScaler", "TrainingStateAverager"]
+__all__ = [
+    "GradScaler",
+    "LRSchedulerBase",
+    "OptimizerFactory",
+    "ParamGroups",
+    "Parameters",
+    "SchedulerFactory",
+    "TorchOptimizer",
+    "TrainingStateAverager",
+]

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
-from dlc.compat.hivemind.optim.optimizer_state import dump, initialize, load
+from dlc.compat.hivemind.optim.optimizer_state import dump, initialize, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 
 
@@ -103,23 +103,25 @@ class TrainingAverager(DecentralizedAverager):
         yield from (CompressionInfo.from_tensor(t, i) for i, t in enumerate(self.extra_tensors))
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """Parameters, extra tensors, and the optimizer's state."""
+        """(metadata, tensors, what they are): parameters, extra tensors, and the optimizer's state."""
         with torch.no_grad():
             metadata, state = dump(self.opt)
             tensors = [t.detach().cpu().clone() for t in (*self._params(), *self.extra_tensors)]
         meta = {"step": self.local_step, "group_bits": self.get_group_bits(), "optimizer_metadata": metadata}
-        return meta, [*tensors, *state]
+        return meta, [*tensors, *state], state_infos(self._params(), self.parameter_names, self.extra_tensors, state)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
-        """Take over what `get_current_state` of another peer gives; returns it, or None where there is none."""
+        """Take over what `get_current_state` of another peer gives; returns it, or None where there is none.
+
+        A step that is on its way is waited for: its mean is of what was there before."""
         if not wait:
             return in_background(lambda: self.load_state_from_peers(timeout=timeout), "load")
         loaded = super().load_state_from_peers(timeout=timeout)
         if loaded is not None:
             metadata, tensors = loaded
-            mine = [*self._params(), *self.extra_tensors]
-            load(self.opt, metadata["optimizer_metadata"], mine, tensors)
-            self.local_step = int(metadata["step"])
+            with self.lock_averager_step:
+                load(self.opt, metadata["optimizer_metadata"], [*self._params(), *self.extra_tensors], tensors)
+                self.local_step = max(self.local_step, int(metadata["step"]))
         return loaded
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def in_background(work: Callable[[], T], name: str) -> Future[T]:
+class AwaitableFuture(Future[T]):
+    """A future that a coroutine may await, too, as it may those of Hivemind."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+
+def in_background(work: Callable[[], T], name: str) -> AwaitableFuture[T]:
     """Run `work` on a daemon thread; its result, or what it raises, is the future's."""
-    future: Future[T] = Future()
+    future: AwaitableFuture[T] = AwaitableFuture()
 
     def run() -> None:
         try:
@@ -26,4 +34,4 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-__all__ = ["in_background"]
+__all__ = ["AwaitableFuture", "in_background"]
