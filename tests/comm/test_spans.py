@@ -7,14 +7,14 @@ import torch
 
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.servermessages import Push, Update
+from dlc.comm.servermessages import Origin, Push, Update
 from dlc.comm.spans import Spans, assign
 from dlc.comm.spanstate import Optimizer, SpanState
 from dlc.errors import ConfigError, ProtocolError
 from dlc.train.outer_step import Adam, Nesterov, Sgd
 
 SPANS = Spans(Grid(1000, 64, "fp32"), 3)
-ORIGIN = b"o" * 16
+ORIGIN = Origin(b"o" * 16)
 
 
 def state(optimizer: Optimizer, span: int = 1, seed: int = 0) -> SpanState:

@@ -188,7 +188,8 @@ class Trainer:
             self.strategy.wind_up(False, stop)
             self._finish(FAILED, stop)
         except Exception as another:
-            log.warning("what was trained since the last checkpoint (%s) is not saved: %s", self._saver.last, another)
+            why = "" if str(another) == str(error) else f": {another}"
+            log.warning("what was trained since the last checkpoint (%s) is not saved%s", self._saver.last, why)
 
     def _open(self) -> None:
         self._tell.event("phase", phase="syncing")
