@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --n 8 --every 20 --minutes 10
     python benchmarks/chaos.py --n 8 --sites 4 --minutes 10
+    python benchmarks/chaos.py --overlap delayed --fragments 2
     python benchmarks/chaos.py --seed 7 --print-schedule
 
 First an undisturbed run of the same length, then one with faults: SIGKILL (and a restart in the same state directory
@@ -48,6 +49,7 @@ from _paced import paced_join
 from dlc.demo import ONE_THREAD, free_addresses
 from dlc.monitor.children import Children
 from dlc.monitor.feed import Feed
+from dlc.pacespec import OVERLAPS
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 
 SETTLE_S = 40.0
@@ -79,6 +81,8 @@ def spec(args: argparse.Namespace) -> RunSpec:
     return RunSpec(
         run="chaos",
         sync_every=args.sync_every,
+        overlap=args.overlap,
+        fragments=args.fragments,
         chunk_elems=1024,
         seed=args.seed,
         model=ModelSpec(config=config),
@@ -257,7 +261,7 @@ def run(
         finish(swarm)
         lives = list(swarm.lives.values())
         run_spec = spec(args)
-        step_tokens = run_spec.tokens_per_round / run_spec.sync_every
+        step_tokens = run_spec.tokens_per_round / run_spec.steps_per_round
         where = losses(lives, span, marks, args.step, step_tokens)
         return {
             "problems": problems(lives, span, args.stuck, may_fork),
@@ -312,6 +316,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of schedule and run (default 0)")
     parser.add_argument("--step", type=float, default=0.5, help="seconds of an inner step (default 0.5)")
     parser.add_argument("--sync-every", type=int, default=8, help="inner steps in a round (default 8)")
+    parser.add_argument("--overlap", choices=OVERLAPS, default="none", help="inner steps during rounds (default none)")
+    parser.add_argument("--fragments", type=int, default=1, help="parts with rounds of their own (default 1)")
     parser.add_argument("--stuck", type=float, default=20.0, help="seconds without a round that fail (default 20)")
     parser.add_argument("--share", type=float, default=0.98, help="of the throughput to keep (default 0.98)")
     parser.add_argument("--print-schedule", action="store_true", help="print the faults, and exit")

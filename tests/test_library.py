@@ -118,6 +118,49 @@ def test_three_peers_with_sgd_inside_follow_one_process_with_the_joint_batch() -
 
 
 @pytest.mark.parametrize(
+    "options", [{"overlap": "delayed"}, {"overlap": "eager"}, {"overlap": "delayed", "fragments": 2}]
+)
+def test_a_newcomer_that_comes_while_a_delayed_round_is_on_its_way_takes_part(options: dict[str, Any]) -> None:
+    """The first has offered and steps on, the second has not; each of the three has a contribution in both rounds."""
+    nets, start = [model() for _ in range(3)], flat(model())
+    data = [itertools.cycle(xs) for xs in batches(3)]
+
+    def follow(peer: dlc.Peer, me: int) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(nets[me].parameters(), lr=0.1)
+        return dlc.DiLoCo(nets[me], inner, peer, 4, codec="fp32", chunk_elems=20, patience_s=ROUND_S, **options)
+
+    def steps(opt: dlc.DiLoCo, n: int) -> None:
+        for _ in range(n):
+            loss_of(nets[opts.index(opt)], next(data[opts.index(opt)])).backward()
+            assert opt.step() is None, "nobody waits, and no round ends"
+            opt.zero_grad()
+
+    phase = 4 // options.get("fragments", 1)
+    with swarm(2) as peers, ThreadPoolExecutor(3) as pool:
+        opts = list(pool.map(follow, peers, range(2)))
+        steps(opts[0], phase + 1)
+        with dlc.Peer.join(peers[0].address, timeouts=PATIENT, join_timeout_s=JOIN_S) as late:
+            opts.append(follow(late, 2))
+            assert opts[2].t == 0 and torch.equal(flat(nets[2]), start)
+            steps(opts[2], phase)
+            steps(opts[1], phase)
+            one = list(pool.map(dlc.DiLoCo.flush, opts))
+            steps(opts[0], phase - 2)
+            steps(opts[1], phase - 1)
+            steps(opts[2], phase - 1)
+            for me, opt in enumerate(opts):
+                loss_of(nets[me], next(data[me])).backward()
+                opt.step()
+            two = list(pool.map(dlc.DiLoCo.flush, opts))
+            assert len({peer.position("train").digest for peer in (*peers, late)}) == 1
+    for reports in (one, two):
+        assert all(r is not None and r.complete and len(r.contributors) == 3 for r in reports)
+        assert len({r.head for r in reports if r is not None}) == 1
+    if "fragments" not in options:  # else steps on the part that had its round before come on top
+        assert all(torch.equal(flat(nets[0]), flat(net)) for net in nets) and not torch.equal(flat(nets[0]), start)
+
+
+@pytest.mark.parametrize(
     ("other", "why"),
     [
         (dlc.OuterSpec(lr=0.5), "lr 0.7, here 0.5"),

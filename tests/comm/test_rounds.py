@@ -15,6 +15,7 @@ from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
 from dlc.comm.ids import Ballot, Voter
+from dlc.comm.log import Log
 from dlc.comm.node import Node
 from dlc.errors import ProtocolError
 from dlc.sim.schedule import TRAIN
@@ -460,3 +461,46 @@ def test_newcomers_are_heard_before_a_voter_is_convicted_by_another(monkeypatch:
     assert agenda._digest(TRAIN, offer.digest, offers) is None
     told[newcomer.voter] = offer.digest
     assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest
+
+
+def test_a_voter_out_of_reach_may_break_a_tie_as_long_as_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong state, with the lower digest, and a right one; the third voter has been silent for a little more than
+    T_dead."""
+    stage = Stage(3, inner_s=3.0)
+    process, wrong, silent = stage.peers()
+    agenda, members = process.node.coordinator.agenda, process.node.members
+    offer = offer_of(process, stage)
+    told = {wrong.voter: bytes(32)}
+    monkeypatch.setattr(agenda_module, "told_digest", lambda record, head, channel: told.get(record.voter))
+    alive = members.alive
+    monkeypatch.setattr(members, "alive", lambda voter: voter != silent.voter and alive(voter))
+    offers = {process.voter: (offer, agenda.ctx.now)}
+    agenda.enter()
+    assert agenda._digest(TRAIN, offer.digest, offers) is None
+    log = process.node.log
+    log.state = dataclasses.replace(log.state, electorate=(process.voter, wrong.voter))
+    assert agenda._digest(TRAIN, offer.digest, offers) in (bytes(32), offer.digest), "it is no voter any more"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_that_my_forced_ballot_decided_is_no_news_of_others_however_late_it_is_heard(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator answers one who is behind by what was decided, and names nobody but itself."""
+    stage = Stage(3, inner_s=3.0)
+    process, coordinator, _ = stage.peers()
+    node, slot = process.node, process.node.slot
+    state = dataclasses.replace(node.log.state, electorate=(process.voter, coordinator.voter))
+    entry = node.coordinator.agenda._entry(CONFIG, "", 0, (), msg.GridSpec(0, 0, ""), b"", 0)
+    entry = dataclasses.replace(entry, electorate=state.electorate, trainers=state.electorate)
+    ballot, deciders = Ballot(1, coordinator.voter), state.electorate
+    slot.plan = msg.Plan(node.log.head, ballot, deciders, entry, b"", (), (), (), ())
+    slot.accepted = (ballot, msg.Decree(entry, ()))
+    monkeypatch.setattr(node.log, "commit", partial(Log.commit, node.log))  # unseen by those who check what is decided
+    before = node.log.learned_run = -1.0
+    shown = msg.Commit(entry, (coordinator.voter,))
+    decided = msg.Commit(entry, deciders)
+    node.applier.receive_commit(coordinator.voter, decided if first else shown)
+    assert (node.log.learned_run == before) is first and node.log.head == entry.hash
+    node.applier.receive_commit(coordinator.voter, shown if first else decided)
+    assert node.log.learned_run == before

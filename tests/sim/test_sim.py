@@ -236,6 +236,12 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # one of two died when both had voted; the other, alone and therefore slow to judge, went on by force after
         # T_evict, took its own COMMIT for word from the dead one, and waited T_evict once more
         (108167363, 2, 8, FAULTS),
+        # five decided by force; to two of them the coordinator first answered something late by "it is decided", naming
+        # nobody but itself, and then came the decision: they waited T_evict once more
+        (52189, 2, 10, FAULTS),
+        # a wrong state and a right one, while the third voter, with the right one, was out of reach for a second: the
+        # tie convicted the right one
+        (52588, 2, 10, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

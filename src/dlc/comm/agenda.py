@@ -221,18 +221,19 @@ class Agenda:
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
         others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
         for one that somebody else here has, as they cannot give theirs away. Where states differ, all who hold one and
-        live are heard before anybody is convicted, newcomers, too, that come to this head with the voters. Ties, where
-        all have reported or patience is over, go to the lowest; but one who may just have died does not convict me by a
-        tie: either it is heard of again, or its word counts no more.
+        live are heard before anybody is convicted, newcomers, too, that come to this head with the voters, and voters
+        that are silent, until the electorate goes on without them. Ties, where all have reported or patience is over,
+        go to the lowest; but one who may just have died does not convict me by a tie: either it is heard of again, or
+        its word counts no more.
         """
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
             reports[self.ctx.me] = mine
-        unheard, newcomers, witnesses = 0, 0, list[bytes]()
+        unheard, others, witnesses = 0, 0, list[bytes]()
         for record in self.ctx.members.records():
             voter, told = record.voter, told_digest(record, self.log.head, channel)
             alive = self.ctx.members.alive(voter)
-            if voter in reports or not (alive or told):
+            if voter in reports:
                 continue
             if told and not (alive and can_vote(record)):
                 witnesses.append(told)
@@ -241,8 +242,9 @@ class Agenda:
             elif told is None:
                 holds = any(s.channel == channel for s in record.states)
                 votes_here = voter in self.log.state.electorate
-                unheard += votes_here and (holds or voter in self.log.state.trainers)
-                newcomers += holds and not votes_here
+                awaited = votes_here and (holds or voter in self.log.state.trainers)
+                unheard += awaited and alive
+                others += holds and not votes_here if alive else awaited and not self.ctx.members.gone(voter)
         told_of = set(reports.values())
         votes = [*reports.values(), *(digest for digest in witnesses if digest in told_of)]
         digest = _most_common(votes)
@@ -250,7 +252,7 @@ class Agenda:
         if tie and any(told == digest and self.ctx.members.suspect(v) for v, told in reports.items()):
             return None
         dissent = len(told_of) > 1
-        unheard += newcomers if dissent else 0
+        unheard += others if dissent else 0
         if not digest or not unheard or 2 * votes.count(digest) > len(votes) + unheard:
             self._unheard.pop(channel, None)
             return digest
