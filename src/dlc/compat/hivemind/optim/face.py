@@ -71,9 +71,9 @@ class TorchFace(torch.optim.Optimizer):
         self.state_averager.parts.zero_main_gradients(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer inside, and the epoch."""
+        """Of the optimizer inside, and the epoch: that of the model, which is saved beside it."""
         state = self.opt.state_dict()
-        state["state"] = {**state["state"], "local_epoch": self.local_epoch}
+        state["state"] = {**state["state"], "local_epoch": self.state_averager.epoch_of_model}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -61,6 +61,8 @@ class Update:
         """Of the parameters, when what is in the background began, if they are the model's own."""
         self.owes_step = self.averages = False
         """The optimizer's step is done in the background; a round is a part of it."""
+        self.counts = False
+        """Its epoch is counted in `local_epoch`."""
         self.future: Future[None] | None = None
         """Where it is done in the background."""
 
@@ -176,6 +178,7 @@ class TrainingStateAverager(DecentralizedAverager):
         update = Update()
         number, epoch = self.next_round, self.local_epoch  # as they are now: what is in the background comes later
         update.owes_step, update.averages = delay_optimizer_step and optimizer_step, averaging_round
+        update.counts = increment_epoch
 
         def optimize() -> None:
             if wait_for_trigger is not None:
@@ -216,6 +219,13 @@ class TrainingStateAverager(DecentralizedAverager):
         for update in list(self._updates):
             if update.future is not None and update.owes_step and not update.stepped:
                 update.future.exception()
+
+    @property
+    def epoch_of_model(self) -> int:
+        """The epoch whose parameters the model has: steps in the background are in `local_epoch` from their beginning,
+        and in the model of an offloaded optimizer when a later `step` brings them there."""
+        owed = [u for u in self._updates if u.owes_step and (self.offload_optimizer or not u.stepped)]
+        return self.local_epoch - sum(update.counts for update in owed)
 
     @property
     def busy(self) -> bool:
