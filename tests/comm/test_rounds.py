@@ -443,7 +443,9 @@ def test_a_coordinator_listens_for_others_states_however_old_the_offers_are(monk
     assert draft is None or draft.entry.kind != ROUND
     offers = {process.voter: (offer, agenda.ctx.now - 100.0)}
     assert agenda._digest(TRAIN, offer.digest, offers) is None
-    agenda.ctx.now += 3.1 * members.t_dead_s
+    agenda.ctx.now += 3.1 * members.t_dead_s  # asleep
+    assert agenda._digest(TRAIN, offer.digest, offers) is None
+    agenda.ctx.running_s += 3.1 * members.t_dead_s
     assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest
 
 
@@ -482,25 +484,63 @@ def test_a_voter_out_of_reach_may_break_a_tie_as_long_as_it_is_one(monkeypatch: 
     assert agenda._digest(TRAIN, offer.digest, offers) in (bytes(32), offer.digest), "it is no voter any more"
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_that_my_forced_ballot_decided_is_no_news_of_others_however_late_it_is_heard(
-    first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator answers one who is behind by what was decided, and names nobody but itself."""
+def test_that_my_forced_ballot_decided_is_no_news_of_others_and_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is behind by that entry is answered with it, and with who decided it: its COMMIT may be lost, or later."""
     stage = Stage(3, inner_s=3.0)
-    process, coordinator, _ = stage.peers()
-    node, slot = process.node, process.node.slot
-    state = dataclasses.replace(node.log.state, electorate=(process.voter, coordinator.voter))
+    process, coordinator, behind = stage.peers()
+    node, slot, head = process.node, process.node.slot, process.node.log.head
+    deciders = (process.voter, coordinator.voter)
     entry = node.coordinator.agenda._entry(CONFIG, "", 0, (), msg.GridSpec(0, 0, ""), b"", 0)
-    entry = dataclasses.replace(entry, electorate=state.electorate, trainers=state.electorate)
-    ballot, deciders = Ballot(1, coordinator.voter), state.electorate
-    slot.plan = msg.Plan(node.log.head, ballot, deciders, entry, b"", (), (), (), ())
+    entry = dataclasses.replace(entry, electorate=deciders, trainers=deciders)
+    ballot = Ballot(1, coordinator.voter)
+    slot.plan = msg.Plan(head, ballot, deciders, entry, b"", (), (), (), ())
     slot.accepted = (ballot, msg.Decree(entry, ()))
     monkeypatch.setattr(node.log, "commit", partial(Log.commit, node.log))  # unseen by those who check what is decided
     before = node.log.learned_run = -1.0
-    shown = msg.Commit(entry, (coordinator.voter,))
-    decided = msg.Commit(entry, deciders)
-    node.applier.receive_commit(coordinator.voter, decided if first else shown)
-    assert (node.log.learned_run == before) is first and node.log.head == entry.hash
-    node.applier.receive_commit(coordinator.voter, shown if first else decided)
-    assert node.log.learned_run == before
+    sent: list[Any] = []
+    monkeypatch.setattr(node.ctx, "send", lambda to, m: sent.append((to, m)))
+    node.applier.receive_commit(coordinator.voter, msg.Commit(entry, deciders))
+    assert node.log.head == entry.hash and node.log.learned_run == before
+    node.inbox._slot_message(behind.voter, msg.Nack(head, ballot))
+    assert sent[-1] == (behind.voter, msg.Commit(entry, deciders))
+
+
+def test_a_plan_of_an_outdated_ballot_convicts_nobody() -> None:
+    """Its coordinator slept; the others have promised another one a higher ballot."""
+    stage = Stage(3, inner_s=3.0)
+    slow, plan = stage.planned()
+    process, other = (p for p in stage.peers() if p is not slow)
+    node, slot = process.node, process.node.slot
+    assert node.log.head == plan.head and node.log.attached[plan.entry.channel].synced
+    slot.plan, slot.promised = None, Ballot(5, other.voter)
+    node.inbox._slot_message(slow.voter, dataclasses.replace(plan, digest=bytes(32)))
+    assert slot.plan is None and node.log.attached[plan.entry.channel].synced
+
+
+def test_who_is_being_repaired_says_nothing_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its READY, with the digest it has now, none, won a tie, or made others wait for a minute."""
+    stage = Stage(3, inner_s=3.0)
+    process, repaired, _ = stage.peers()
+    log, agenda = process.node.log, process.node.coordinator.agenda
+    offer = offer_of(process, stage)
+    log.state = dataclasses.replace(log.state, electorate=(process.voter, repaired.voter))
+    monkeypatch.setattr(agenda_module, "told_digest", lambda record, head, channel: None)
+    agenda.enter()
+    agenda.ctx.running_s += 3.1 * process.node.members.t_dead_s
+    offers = {process.voter: (offer, agenda.ctx.now), repaired.voter: (dataclasses.replace(offer, digest=b""), 0.0)}
+    assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest
+
+
+def test_what_a_coordinator_listened_for_counts_for_that_round_only() -> None:
+    stage = Stage(3, inner_s=3.0)
+    process = stage.peers()[0]
+    agenda = process.node.coordinator.agenda
+    stage.until(lambda: TRAIN in process.node.exchange.offered)
+    agenda._listened_s(TRAIN)
+    agenda.ctx.running_s += 5.0
+    assert agenda._listened_s(TRAIN) >= 5.0
+    agenda.enter()
+    assert agenda._listened_s(TRAIN) >= 5.0, "slots of other channels may be short"
+    agenda.applied(TRAIN)
+    agenda.enter()
+    assert agenda._listened_s(TRAIN) == 0.0

@@ -66,7 +66,7 @@ class Agenda:
         self.diverged: tuple[str, bytes] | None = None
         """(channel, digest): most voters report another state than mine; I must not coordinate before repair."""
         self._ready: dict[str, dict[Voter, tuple[Ready, float]]] = {}
-        self._slot_since = 0.0
+        self._slot_since = self._slot_since_run = 0.0
         self._heads: deque[tuple[float, bytes]] = deque(maxlen=RECENT_HEADS_MAX)
         """My heads, and since when."""
         self._seated: dict[Voter, float] = {}
@@ -85,9 +85,10 @@ class Agenda:
 
     def enter(self) -> None:
         self._ready = {}
-        self._slot_since = self.ctx.now
+        self._slot_since, self._slot_since_run = self.ctx.now, self.ctx.running_s
         if self._heads and self.log.after(self._heads[-1][1]) is None:
             self._heads.clear()  # a snapshot, perhaps of another history
+            self._unheard.clear()
         self._heads.append((self.ctx.now, self.log.head))
         self.diverged = None
         electorate = self.log.state.electorate
@@ -122,6 +123,7 @@ class Agenda:
 
     def applied(self, channel: str) -> None:
         """A round of this channel was applied: the next inner phase of its contributors begins."""
+        self._unheard.pop(channel, None)
         self._counted_at.update({(channel, part.voter): self.ctx.now for part in self.log.past[-1].entry.roster})
 
     def ready(self, voter: Voter, m: Ready) -> None:
@@ -245,6 +247,8 @@ class Agenda:
                 awaited = votes_here and (holds or voter in self.log.state.trainers)
                 unheard += awaited and alive
                 others += holds and not votes_here if alive else awaited and not self.ctx.members.gone(voter)
+        if any(reports.values()):  # who is being repaired has none
+            reports = {v: digest for v, digest in reports.items() if digest}
         told_of = set(reports.values())
         votes = [*reports.values(), *(digest for digest in witnesses if digest in told_of)]
         digest = _most_common(votes)
@@ -263,13 +267,12 @@ class Agenda:
         return digest if listened_s >= (t_dead_s if len(votes) > 1 else ALONE_PATIENCE * t_dead_s) else None
 
     def _listened_s(self, channel: str) -> float:
-        """For how long others could have told their states at my head, and too few have: in this slot, and in those
-        before it, which may each be too short. How old the offers are says nothing of that."""
-        now = self.ctx.now
-        before_s, looked = self._unheard.get(channel, (0.0, self._slot_since))
-        if self._slot_since - looked > DISSENT_PATIENCE_S:
-            before_s = 0.0
-        listened_s = before_s + now - max(looked, self._slot_since)
+        """For how long, of this process's running time, others could have told their states at my head, and too few
+        have: in this slot, and in those since the channel's last round, which may each be too short. How old the offers
+        are says nothing of that."""
+        now, began = self.ctx.running_s, self._slot_since_run
+        before_s, looked = self._unheard.get(channel, (0.0, began))
+        listened_s = before_s + now - max(looked, began)
         self._unheard[channel] = listened_s, now
         return listened_s
 

@@ -37,9 +37,7 @@ class Applier:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
         self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
-        self._shown: tuple[bytes, frozenset[Voter], float] | None = None
-        """An entry of which it is not known whether my forced ballot decided it: its hash, who has to have voted for it
-        then, and `Log.learned_run` before it."""
+        self._decision: msg.Commit | None = None
 
     def committed(self, entry: Entry, holders: list[Voter]) -> None:
         """I coordinated the decision of this entry: tell everyone, and apply it."""
@@ -63,9 +61,7 @@ class Applier:
                 self._decided(m)
                 self.apply(entry, *bytes_of)
                 return
-        if entry.hash == log.head:
-            self._confirmed(m)
-        elif entry.depth > log.state.depth:
+        if entry.depth > log.state.depth and entry.hash != log.head:
             # I lack bytes, or more than this entry: catch up from one who holds them.
             alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
             self.sync.start(hint=alive[0] if alive else None)
@@ -73,18 +69,15 @@ class Applier:
     def _decided(self, m: msg.Commit) -> None:
         """Deciding with others makes this process part of the living run. They may have done it without my vote, or
         long after it; but a forced ballot of mine is no news of those whom it left out."""
-        log, deciders = self.log, self.slot.forced(m.entry)
-        log.active = True
-        self._shown = None
-        if not deciders or deciders != set(m.holders):
-            self._shown = (m.entry.hash, deciders, log.learned_run) if deciders else None
-            log.learned_run = self.ctx.running_s
+        self.log.active = True
+        self._decision = m
+        if not self.slot.forced(m.entry, m.holders):
+            self.log.learned_run = self.ctx.running_s
 
-    def _confirmed(self, m: msg.Commit) -> None:
-        """Of the entry at which I stand. That those of my forced ballot decided it may be heard later than somebody who
-        stands there, too, and names no holder but itself."""
-        if self._shown is not None and self._shown[:2] == (m.entry.hash, frozenset(m.holders)):
-            self.log.learned_run, self._shown = self._shown[2], None
+    def last_decision(self) -> msg.Commit:
+        """My last entry, and who decided it, as far as I was told: for those who are behind by it."""
+        entry, told = self.log.past[-1].entry, self._decision
+        return told if told is not None and told.entry.hash == entry.hash else msg.Commit(entry, (self.ctx.me,))
 
     def _bytes_of(self, entry: Entry) -> tuple[tuple[bytes, ...], tuple[msg.Result, ...]] | None:
         """All results of this round, if I hold them: as candidates of the current plan, or as what I accepted."""

@@ -88,7 +88,7 @@ class Inbox:
         if head != self.log.head:
             # The sender is behind by the last entry: show it. Anything else is mended by records and sync.
             if self.log.past and self.log.past[-1].entry.parent == head and sender != self.ctx.me:
-                self.ctx.send(sender, msg.Commit(self.log.past[-1].entry, (self.ctx.me,)))
+                self.ctx.send(sender, self.applier.last_decision())
             return
         if sender != self.ctx.me:
             check_slot_message(m, self.log.state)
@@ -115,7 +115,8 @@ class Inbox:
                 coordinator.drop()
             slot.receive_plan(sender, m)
             coordinator.agenda.silent(m.mute)
-            self.applier.check_digest(sender, m)
+            if slot.plan is not None and slot.plan.ballot == m.ballot:  # of an outdated ballot it is nobody's word
+                self.applier.check_digest(sender, m)
         elif isinstance(m, msg.Held):
             coordinator.receive_held(sender, m)
 

@@ -270,13 +270,13 @@ class Slot:
         decree = self.accepted[1] if self.accepted is not None else None
         return decree.entry.digest if decree is not None and decree.entry.kind == OPEN else b""
 
-    def forced(self, entry: Entry) -> frozenset[Voter]:
-        """The deciders of the forced ballot in which I voted for it, or none. They are no quorum, so no ordinary ballot
-        has the same."""
+    def forced(self, entry: Entry, holders: Iterable[Voter]) -> bool:
+        """These voted for it in a forced ballot, and I with them; nobody else did. Its deciders are no quorum, so no
+        ordinary ballot has the same."""
         plan, accepted = self.plan, self.accepted
         if plan is None or accepted is None or accepted[0] != plan.ballot or accepted[1].entry.hash != entry.hash:
-            return frozenset()
-        return frozenset(plan.deciders)
+            return False
+        return bool(plan.deciders) and set(plan.deciders) == set(holders)
 
     def _send_vote(self) -> None:
         assert self.accepted is not None

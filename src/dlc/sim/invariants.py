@@ -68,6 +68,8 @@ class Checker:
         self._values: dict[tuple[bytes, Ballot], bytes] = {}
         self._decided: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes]]] = {}
         """By slot: the ballot, who decided in it, and the entry."""
+        self._ordinary: dict[bytes, dict[Ballot, frozenset[Voter]]] = {}
+        """By slot: who had promised an ordinary ballot that got a plan."""
         self._forced: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes, int]]] = {}
         """By slot: the votes in forced ballots, their deciders, the entry, and how many had been decided before."""
         self._pasts: dict[str, Past] = {}
@@ -130,8 +132,12 @@ class Checker:
             self._voted(process, m)
         elif isinstance(m, msg.Promise | msg.Plan | msg.Prepare) and process.node.ctx.stale:
             raise Violation("I7", f"{process.voter} is stale and sends {type(m).__name__}")
-        if isinstance(m, msg.Plan) and self._truth.corrupt:
-            self._planned(m)
+        if isinstance(m, msg.Plan):
+            if not m.deciders:
+                promised = frozenset(process.node.coordinator.promises)
+                self._ordinary.setdefault(m.head, {}).setdefault(m.ballot, promised)
+            if self._truth.corrupt:
+                self._planned(m)
 
     def _voted(self, process: Process, m: msg.Held) -> None:
         node, voter = process.node, process.voter
@@ -176,8 +182,8 @@ class Checker:
 
         That is: after the one, and in a ballot between the two, a forced ballot without any of its deciders got a vote
         for the entry of the other, or a quorum without any of them decided it (which only a forced ballot does not
-        intersect). These were all out of reach, nobody else can know what they decided, and those votes outrank theirs
-        when one of them comes back.
+        intersect), or, whenever it was, promised the ballot in which the other entry got a vote. These were all out of
+        reach, nobody else can know what they decided, and those votes outrank theirs when one of them comes back.
         """
         voters, value = self._votes[key], self._values[key]
         if deciders:
@@ -200,7 +206,14 @@ class Checker:
                 then < ballot < key[1] and voted == value and not quorum & others
                 for ballot, quorum, voted in decided[number + 1 :]
             )
-            if not (by_force or by_quorum):
+            outranked = any(
+                then < ballot < key[1]
+                and self._values.get((head, ballot)) == value
+                and promised
+                and not promised & others
+                for ballot, promised in self._ordinary.get(head, {}).items()
+            )
+            if not (by_force or by_quorum or outranked):
                 raise Violation("I1", f"slot {head[:3].hex()}: {sorted(others)} and {sorted(deciding)} differ")
         decided.append((key[1], deciding, value))
 
