@@ -193,6 +193,9 @@ def test_experts_are_refused_by_name(name: str) -> None:
         getattr(hivemind.moe, name)
     with pytest.raises(AttributeError):
         hivemind.no_such_name  # noqa: B018
+    below = "client" if name.startswith("Remote") else "server"
+    with pytest.raises(hivemind.NotOffered, match=rf"hivemind\.moe\.{below}\.{name}"):
+        getattr(importlib.import_module(f"dlc.compat.hivemind.moe.{below}"), name)
 
 
 @pytest.mark.parametrize(
