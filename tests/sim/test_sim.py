@@ -242,7 +242,7 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a wrong state and a right one, while the third voter, with the right one, was out of reach for a second: the
         # tie convicted the right one
         (52588, 2, 10, FAULTS),
-        # three decided by force, in a long partition, and the one that knew it died; four others, two of these with them,
+        # three decided by force, in a long partition, and the one that knew it died; five, two of these among them,
         # decided what had been voted for before in a ballot that outranks it: a check too strict
         (108826494, 2, 8, FAULTS),
     ],
