@@ -42,6 +42,10 @@ class Engine:
 THEIRS = Engine()
 
 
+class WrongMean(RuntimeError):
+    """A round has returned at all processes, and in some of them with something else than the mean of all."""
+
+
 class HivemindSites:
     """Processes that average `numel` numbers; leaving it ends them and all that they started.
 
@@ -78,12 +82,12 @@ class HivemindSites:
         self._workers.__exit__(kind, error, at)
 
     def round(self) -> float:
-        """Seconds of the slowest, from the trigger on. RuntimeError where a mean is wrong."""
+        """Seconds of the slowest, from the trigger on. WrongMean where a mean is wrong."""
         self._all("prepare", "prepared")
         return max(one["ended"] - one["began"] for one in self._averaged("round"))
 
     def step(self) -> float:
-        """Seconds from the first call of `averager.step` to the last return. RuntimeError where a mean is wrong."""
+        """Seconds from the first call of `averager.step` to the last return. WrongMean where a mean is wrong."""
         self._all("fill", "filled")
         told = self._averaged("step")
         seconds: float = max(one["ended"] for one in told) - min(one["began"] for one in told)
@@ -91,9 +95,9 @@ class HivemindSites:
 
     def _averaged(self, line: str) -> list[dict[str, Any]]:
         told = self._all(line, "done")
-        for one in told:
+        for name, one in zip(self._names, told, strict=True):
             if not one["right"] or one["contributors"] != len(self._names):
-                raise RuntimeError(f"{self._engine}: not the mean of all: {one}")
+                raise WrongMean(f"{self._engine}: not the mean of all: {one}; {self._workers.said(name)}")
         return told
 
     def _all(self, line: str, event: str) -> list[dict[str, Any]]:
