@@ -64,7 +64,7 @@ class Site:
             self.dht,
             start=True,
             prefix="bench",
-            target_group_size=options.n,
+            target_group_size=None if options.open else options.n,
             min_group_size=options.n,
             compression=compression.Float16Compression(),
             **({} if options.matchmaking is None else {"min_matchmaking_time": options.matchmaking}),
@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--peers", default="", help="addresses that another printed")
     parser.add_argument("--host", default="127.0.0.1", help="IPv4 address to listen on")
     parser.add_argument("--module", default="hivemind", help="what is imported (default hivemind)")
+    parser.add_argument("--open", action="store_true", help="no target_group_size")
     parser.add_argument("--key", default="", help="a run key, for a module that knows such")
     parser.add_argument("--matchmaking", type=float, help="min_matchmaking_time, s (default: the module's own)")
     for name in ("--numel", "--rank", "--n"):

@@ -49,16 +49,22 @@ class WrongMean(RuntimeError):
 class HivemindSites:
     """Processes that average `numel` numbers; leaving it ends them and all that they started.
 
-    matchmaking_s: `min_matchmaking_time`; None: not given, the default of the module.
+    matchmaking_s: `min_matchmaking_time`; None: not given, the default of the module. open_: no `target_group_size`.
     """
 
     def __init__(
-        self, places: Sequence[Place], numel: int, engine: Engine = THEIRS, matchmaking_s: float | None = MATCH_S
+        self,
+        places: Sequence[Place],
+        numel: int,
+        engine: Engine = THEIRS,
+        matchmaking_s: float | None = MATCH_S,
+        open_: bool = False,
     ) -> None:
         self._engine = engine.module
         self._names = [f"site-{rank}" for rank in range(len(places))]
         self._workers = Workers(str(SCRIPT), engine.python)
         more = ["--module", engine.module]
+        more += ["--open"] if open_ else []
         more += ["--key", engine.run_key] if engine.run_key else []
         more += [] if matchmaking_s is None else ["--matchmaking", str(matchmaking_s)]
         addresses: list[str] = []
