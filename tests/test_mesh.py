@@ -70,6 +70,25 @@ def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
         assert all(r.owned == {peers[0].id: 1.0} for r in told) and "2 of 2 peers" in told[0].summary()
 
 
+def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector() -> None:
+    with swarm(3, log=False) as peers, ThreadPoolExecutor(3) as pool:
+        know_each_other(peers)
+        given = [torch.full((5000,), float(i)) for i in range(3)]
+        groups = [dlc.Group(p, "flat", codec="fp32", matchmaking_s=MEET_S) for p in peers]
+        calls = [
+            groups[i].begin(given[i], weight=3.0, contributes=i != 2, receives=i != 0, timeout_s=LONG_S)
+            for i in range(3)
+        ]
+        assert all(report.complete for report in pool.map(GroupCall.wait, calls))
+        assert [calls[i]._call.vector is given[i] for i in range(3)] == [True, True, False]
+        assert calls[0].mean is None
+        for call in calls[1:]:
+            assert call.mean is not None and torch.equal(call.mean, torch.full((5000,), 0.5))
+        assert [torch.equal(vector, torch.full((5000,), float(i))) for i, vector in enumerate(given)] == [True] * 3
+        with pytest.raises(UsageError, match="at least one element"):
+            groups[0].begin(torch.empty(0))
+
+
 def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leaves_says_so() -> None:
     with swarm(2, log=False) as peers:
         x = torch.ones(8)

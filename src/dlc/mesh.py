@@ -97,6 +97,12 @@ class GroupCall(Unpicklable):
             self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
 
     @property
+    def mean(self) -> Tensor | None:
+        """Of `Group.begin`, once `wait` has returned: the mean, flat fp32 on the CPU, which is the caller's. None: none
+        was wanted."""
+        return self._call.out
+
+    @property
     def group(self) -> str:
         """A name that only this group of this key has; empty before there is a mean."""
         return f"{self._outcome.leader}/{self._outcome.nonce}" if self._outcome is not None else ""
@@ -258,7 +264,46 @@ class Group:
         async_op:    return a `GroupCall` at once.
         """
         many = writable_tensors(tensors)
+        vector = flatten_tensors(many) if contributes else None
         numel = sum(t.numel() for t in many)
+        handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)
+        if async_op:
+            return handle
+        try:
+            return handle.wait()
+        except KeyboardInterrupt:
+            handle.cancel()
+            raise
+
+    def begin(
+        self,
+        vector: Tensor,
+        *,
+        weight: float = 1.0,
+        gather: bytes = b"",
+        contributes: bool = True,
+        receives: bool = True,
+        timeout_s: float = 60.0,
+    ) -> GroupCall:
+        """As `all_reduce` with async_op, of one flat fp32 vector on the CPU, and without copies of it: it is sent from
+        where it lies, others may ask for it after the end, too, so nobody may ever change it again. The mean is another
+        vector, `GroupCall.mean`."""
+        flat = vector if contributes else None
+        return self._begin(flat, vector.numel(), [], weight, gather, "", "", receives, timeout_s)
+
+    def _begin(
+        self,
+        vector: Tensor | None,
+        numel: int,
+        many: list[Tensor],
+        weight: float,
+        gather: bytes,
+        tag: str,
+        label: str,
+        receives: bool,
+        timeout_s: float,
+    ) -> GroupCall:
+        """The mean of `vector` (None: not contributed), of so many elements, into `many`."""
         if not numel:
             raise UsageError("all_reduce needs at least one element")
         if not 0 <= weight <= WEIGHT_MAX:
@@ -270,7 +315,7 @@ class Group:
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
             grid=Grid(numel, usual_chunk_elems(numel), self.codec),
-            vector=flatten_tensors(many) if contributes else None,
+            vector=vector,
             out=vectors.empty(numel) if receives else None,
             weight=float(weight),
             owns=self.owns,
@@ -282,11 +327,4 @@ class Group:
             budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
             gather=gather,
         )
-        handle = GroupCall(self.peer, self.name, call, many)
-        if async_op:
-            return handle
-        try:
-            return handle.wait()
-        except KeyboardInterrupt:
-            handle.cancel()
-            raise
+        return GroupCall(self.peer, self.name, call, many)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
+from dlc.compat.hivemind.swarm import Notice, Outcome, Parts, Terms
 from dlc.errors import RoundTimeout, SwarmClosed
 
 HASTE_S = 0.05
@@ -145,7 +145,7 @@ class FakeSwarm:
         self.listeners.append(changed)
         return lambda: self.listeners.remove(changed)
 
-    def average(self, key: str, parts: Sequence[tuple[Tensor, str]], terms: Terms) -> Outcome | None:
+    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome | None:
         town, seat = self.town, Seat(self.id, terms, time.monotonic() + terms.patience_s)
         with town.lock:
             self._check()
@@ -169,8 +169,8 @@ class FakeSwarm:
             if group.outcome is None:
                 raise RoundTimeout("the others did not come")
         if terms.contributes:
-            for (vector, _), mean in zip(parts, group.means, strict=True):
-                vector.copy_(mean)
+            for index, ((vector, codec), mean) in enumerate(zip(parts, group.means, strict=True)):
+                parts[index] = mean.clone().view(vector.shape), codec
         return group.outcome
 
     def _over(self, seat: Seat) -> bool:

@@ -443,6 +443,18 @@ def test_what_was_changed_meanwhile_is_carried_over_and_the_others_mean_replaces
     assert same_bits(before, before.clone()) and not same_bits(before, mean)
 
 
+def test_a_tensor_that_nobody_has_changed_has_the_mean_in_its_bits_beside_one_that_was_changed() -> None:
+    """The sum of what was and of the difference would round: 1e8 + (3 - 1e8) is 0 in fp32."""
+    peer = averager(Town(), [torch.tensor([1.0, 2.0]), torch.tensor([1e8]), torch.ones(2, 3).T.bfloat16()])
+    before = peer._snapshot()
+    with peer.get_tensors() as tensors:
+        tensors[0][1] += 1.0
+    mean = [(torch.tensor([5.0, 5.0, 3.0, *[7.0] * 6]), before[0][1])]
+    peer._take(before, mean, Outcome((peer.peer_id,), {}, {}, None), -1)
+    assert [t.flatten().tolist() for t in of(peer)] == [[5.0, 6.0], [3.0], [7.0] * 6]
+    assert before[0][0].tolist() == [1.0, 2.0, 1e8, *[1.0] * 6], "others may ask for it still"
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_a_peer_whose_tensors_are_not_finite_has_the_mean_of_the_others(alpha: float) -> None:
     """It is not in that mean: who computes it refuses what is not finite."""

@@ -759,8 +759,7 @@ def average_that_waits(monkeypatch: pytest.MonkeyPatch, peer: Any) -> tuple[thre
     def average(key: str, parts: list[tuple[Tensor, str]], terms: Terms) -> Outcome:
         began.set()
         assert on.wait(WAIT_S)
-        for vector, _ in parts:
-            vector.fill_(-7.0)
+        parts[:] = [(torch.full_like(vector, -7.0), codec) for vector, codec in parts]
         return Outcome((name,), {name: terms.data}, {}, None)
 
     monkeypatch.setattr(peer.dht.swarm, "average", average)

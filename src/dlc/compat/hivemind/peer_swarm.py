@@ -11,14 +11,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from dlc.comm.detector import HEARTBEATS_MAX
 from dlc.comm.ids import Voter
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.comm.mesh import Mesh
 from dlc.comm.service import Members
-from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
+from dlc.compat.hivemind.swarm import Notice, Outcome, Parts, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
@@ -153,7 +151,7 @@ class PeerSwarm:
 
     # ---------------------------------------------------------------- averages
 
-    def average(self, key: str, parts: Sequence[tuple[Tensor, str]], terms: Terms) -> Outcome | None:
+    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome | None:
         self._hello()
         missing: dict[str, str] = {}
         first: GroupReport | None = None
@@ -169,19 +167,20 @@ class PeerSwarm:
                 owns=terms.owns,
                 expected=terms.expected if first is None else None,
             )
-            call = group.all_reduce(
+            call = group.begin(
                 vector,
                 weight=terms.weight,
                 gather=terms.data,
                 contributes=terms.contributes,
                 receives=terms.contributes,
                 timeout_s=group.matchmaking_s + terms.budget_s,
-                async_op=True,
             )
             terms.when_given_up(partial(_cancel, call))
             report = self._waited(call, terms)
             if report is None:
                 return None
+            if call.mean is not None:
+                parts[index] = call.mean, codec
             first = first or report
             if terms.contributes:  # who receives nothing cannot know
                 missing.update({absent.peer: absent.reason for absent in report.missing})

@@ -7,13 +7,15 @@ show up under one key, and bytes that are held for others to fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 from torch import Tensor
 
+Parts = list[tuple[Tensor, str]]
+"""Flat fp32 CPU vectors, each with the name of its codec."""
 NAME_CHARS_MAX = 64
 """Of a prefix within the key of a notice."""
 
@@ -107,11 +109,13 @@ class Swarm(Protocol):
         """`changed` is called, on a thread of the peer, when notices or members change; the result ends that."""
         ...
 
-    def average(self, key: str, parts: Sequence[tuple[Tensor, str]], terms: Terms) -> Outcome | None:
-        """Wait for a group of those who call this with one key, and average with it, in place.
+    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome | None:
+        """Wait for a group of those who call this with one key, and average with it.
 
-        A part is a flat fp32 CPU vector and the name of its codec; all members have the same. None: too few came, or
-        the caller gave up. DlcError: the exchange failed. In both cases the parts are not to be used.
+        A part is a flat fp32 CPU vector and the name of its codec; all members have the same. In the list the mean, a
+        vector of its own, takes the place of each. What was given is sent from where it lies, and others may ask for it
+        after the end, too: nobody may ever change it again. None: too few came, or the caller gave up. DlcError: the
+        exchange failed. In both cases the parts are not to be used.
         """
         ...
 

@@ -33,7 +33,7 @@ from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.p2p import PeerID
-from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
+from dlc.compat.hivemind.swarm import Outcome, Parts, Terms, key_of
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.compat.hivemind.utils.timed_storage import get_dht_time
@@ -213,7 +213,7 @@ class DecentralizedAverager(Announced):
         control.stage = AveragingStage.LOOKING_FOR_GROUP
         with self._averaging:
             before = self._snapshot()
-            parts = [(flat.clone(), codec) for flat, codec in before]
+            parts = list(before)
             outcome = self._average(control, parts, data)
             if outcome is None:
                 if control.cancelled():
@@ -230,8 +230,8 @@ class DecentralizedAverager(Announced):
             log.warning("%s: what %s gave to be gathered cannot be read; None stands for it", self.prefix, peer[:8])
             return None
 
-    def _average(self, control: StepControl, parts: list[tuple[Tensor, str]], data: bytes) -> Outcome | None:
-        """Make of the parts their means; None: there was no group."""
+    def _average(self, control: StepControl, parts: Parts, data: bytes) -> Outcome | None:
+        """Put the mean of each part in its place in the list; None: there was no group."""
         return self.dht.swarm.average(self._key(control), parts, self._terms(control, data))
 
     def _key(self, control: StepControl) -> str:
@@ -259,14 +259,12 @@ class DecentralizedAverager(Announced):
             formed=formed,
         )
 
-    def _snapshot(self) -> list[tuple[Tensor, str]]:
-        """The tensors as flat vectors, those of each codec in one."""
+    def _snapshot(self) -> Parts:
+        """The tensors as flat vectors, those of each codec in one. Nobody changes them: they are what is sent."""
         with self.get_tensors() as tensors:
             return [(flatten_tensors([tensors[i] for i in self._of[codec]]), codec) for codec in self._of]
 
-    def _take(
-        self, before: list[tuple[Tensor, str]], means: list[tuple[Tensor, str]], outcome: Outcome, number: int
-    ) -> None:
+    def _take(self, before: Parts, means: Parts, outcome: Outcome, number: int) -> None:
         """Tensors <- means of round `number`; what the caller has changed since the snapshot is kept on top."""
         self.last_outcome = outcome
         if outcome.missing:
@@ -281,9 +279,17 @@ class DecentralizedAverager(Announced):
                 many = [tensors[i] for i in self._of[codec]]
                 if self._averaging_alpha != 1.0:
                     mean = torch.where(old.isfinite(), old + self._averaging_alpha * (mean - old), mean)
-                now = flatten_tensors(many)
-                unflatten_into(mean if same_bits(now, old) else carry(now, old, mean), many)
+                sizes = [t.numel() for t in many]
+                for tensor, was, new in zip(many, torch.split(old, sizes), torch.split(mean, sizes), strict=True):
+                    now = _flat(tensor)
+                    unflatten_into(new if same_bits(now, was) else carry(now.clone(), was, new), [tensor])
             self.last_updated = get_dht_time()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """As a fp32 CPU vector: itself where it is one, otherwise a copy."""
+    plain = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.detach().view(-1) if plain else flatten_tensors([tensor])
 
 
 def _checked(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

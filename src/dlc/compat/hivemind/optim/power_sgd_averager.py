@@ -29,7 +29,7 @@ from dlc.compat.hivemind.averaging.averager import PATIENCE_S_MIN
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim.grad_averager import GradientAverager
 from dlc.compat.hivemind.refused import refuse
-from dlc.compat.hivemind.swarm import Outcome, key_of
+from dlc.compat.hivemind.swarm import Outcome, Parts, key_of
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.errors import UsageError
 from dlc.flat import finite, flatten_tensors, unflatten_into
@@ -40,8 +40,6 @@ DEPENDENT = 1e-6
 """A column of which the others leave less than this share of its length is theirs already: the rest is rounding."""
 BLOCK_ELEMS = 1 << 18
 """Of a product that is made at once: it stays in the cache while one column after the other is added."""
-
-Parts = list[tuple[Tensor, str]]
 
 
 @dataclass
@@ -113,6 +111,7 @@ class PowerSGDGradientAverager(GradientAverager):
     def _average(self, control: StepControl, parts: Parts, data: bytes) -> Outcome | None:
         if not self._low:
             return super()._average(control, parts, data)
+        parts[:] = [(flat.clone(), codec) for flat, codec in parts]
         swarm, terms, tensors = self.dht.swarm, self._terms(control, data), self._views(parts)
         sums = {i: low.error + tensors[i].view(low.rows, low.columns) for i, low in self._low.items()}
 
