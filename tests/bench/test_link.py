@@ -135,7 +135,13 @@ def test_a_site_that_dies_in_the_middle_is_no_closed_port(monkeypatch: pytest.Mo
             measure(site.address, KEYED, SMALL, say=say)
 
 
-def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stood_still", [False, True])
+def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, stood_still: bool
+) -> None:
+    if stood_still:  # when this host looks again, everything is over, and nobody has told that the site is gone
+        monkeypatch.setattr(transfer_module, "DRAIN_S", 0.0)
+        monkeypatch.setattr(link_module, "MOVE_SHARE", 0.0)
     real = transfer_module.Transfer.receive
     with contextlib.ExitStack() as living:
         site = living.enter_context(serving())

@@ -106,12 +106,14 @@ class Stream:
         self._bulk = join_address(parse_address(self._address)[0], bulk_port)
 
     def ping(self, seconds: float) -> list[float]:
-        """Round-trip times, in seconds; at least one."""
+        """Round-trip times, in seconds; at least one. Raises MeasureFailed where none comes."""
         pinger = Pinger(self._session, seconds, clock())
         while not pinger.done(clock()):
             for message in pinger.tick(clock()):
                 self._send(message)
             for event in self._poll(pinger.next_deadline() - clock()):
+                if isinstance(event, LinkEvent) and event.kind != "connected":
+                    raise MeasureFailed(self._silent())
                 message_in = self._message(event)
                 if message_in is not None:
                     pinger.receive(message_in, clock())
@@ -153,6 +155,7 @@ class Stream:
                 raise MeasureFailed(self._silent())
             self._transport.forget(self._bulk)  # what is still on the way must not disturb what is measured next
             self._counted = 0
+            self.ping(0.0)  # slow, or dead since? After a standstill of this host nothing has told yet
         return transfer
 
     def _fill(self, transfer: Transfer) -> None:
