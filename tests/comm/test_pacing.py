@@ -17,7 +17,7 @@ import dlc.comm.driver as driver
 import dlc.comm.links as links
 from dlc.comm import tcp
 from dlc.comm.effects import Pace
-from dlc.comm.links import CONGESTION_CONTROL
+from dlc.comm.links import CONGESTION_CONTROL, LOOPBACK_CONGESTION_CONTROL
 from dlc.peer import Peer
 from tests.comm.test_transport import WAIT_S, Node, pump
 from tests.helpers import wait_until
@@ -132,26 +132,27 @@ def test_a_rate_that_is_none_is_refused(pair: tuple[Node, Node], rate: float) ->
 
 
 @linux
-def test_control_links_and_loopback_are_left_as_they_are(pair: tuple[Node, Node]) -> None:
+def test_control_links_are_left_as_they_are(pair: tuple[Node, Node]) -> None:
     a, b = pair
     a.transport.send_control(b.address, [b"x"])
     connect(a, b)
     pump(lambda: b.messages(), a, b)
     assert a.transport._links["control", b.address]._tcp is None
-    sock = descriptor(a.transport, b.bulk_address)
-    with socket.socket() as fresh:
-        default = fresh.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16)
-    assert sock.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16) == default
 
 
 @linux
-def test_far_bulk_links_ask_for_bbr(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+@pytest.mark.parametrize(
+    ("near", "control"), [(False, CONGESTION_CONTROL), (True, LOOPBACK_CONGESTION_CONTROL)], ids=["far", "loopback"]
+)
+def test_bulk_links_ask_for_a_congestion_control(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, near: bool, control: str
+) -> None:
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: near)
     a, b = pair
     connect(a, b)
     sock = descriptor(a.transport, b.bulk_address)
     with socket.socket() as fresh:
-        tcp.set_congestion(fresh, CONGESTION_CONTROL)  # where it is not allowed, both keep the system's
+        tcp.set_congestion(fresh, control)  # where it is not allowed, both keep the system's
         expected = fresh.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16)
     assert sock.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16) == expected
 

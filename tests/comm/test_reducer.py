@@ -303,12 +303,44 @@ def test_non_finite_contributions_are_refused(codec: str, bad: float) -> None:
     turn.xs[1][17] = bad
     reducer = ChunkReducer(turn.grid, 0, roster_of(turn.weights))
     answers = [reducer.offer(i, turn.payload(i, 0)) for i in range(3)]
-    assert answers == [None, "refused: not finite", None]
-    assert reducer.refused == {1: "refused: not finite"}
     assert (reducer.complete, reducer.missing()) == (True, ()), "nothing to wait for"
-    assert reducer.held_bytes == 2 * turn.grid.wire_bytes(0)
+    if turn.grid.coder.sum_tells:
+        assert answers == [None, None, None], "the sum will tell"
+    else:
+        assert answers == [None, "refused: not finite", None]
+        assert reducer.held_bytes == 2 * turn.grid.wire_bytes(0)
     payload, included = reducer.close()
+    assert reducer.refused == {1: "refused: not finite"}
     assert (payload, included) == turn.reduce(0, [0, 2])
+
+
+@each_codec
+@pytest.mark.parametrize("weights", [[7.0, 7.0, 7.0], [3.0, 0.0, 5.0]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_of_contributions_that_are_not_finite_none_is_in_the_mean(codec: str, weights: list[float], bad: float) -> None:
+    """Also where infinities of both signs meet, where one has no weight, and where another is beyond the wire type."""
+    turn = make_round(codec, 3, 40, 40)
+    turn.weights = weights
+    turn.xs[0][3] = FP32_MAX
+    turn.xs[1][[0, 39]] = bad
+    turn.xs[2][0] = -bad
+    reducer = ChunkReducer(turn.grid, 0, roster_of(weights))
+    for i in (2, 1, 0):
+        reducer.offer(i, turn.payload(i, 0))
+    payload, included = reducer.close()
+    assert (payload, included) == turn.reduce(0, [0])
+    assert reducer.refused == {1: "refused: not finite", 2: "refused: not finite"}
+
+
+@each_codec
+def test_where_no_contribution_is_finite_there_is_no_mean(codec: str) -> None:
+    turn = make_round(codec, 2, 8, 8)
+    reducer = ChunkReducer(turn.grid, 0, roster_of(turn.weights))
+    for i in range(2):
+        turn.xs[i][i] = math.nan
+        reducer.offer(i, turn.payload(i, 0))
+    assert reducer.close() == (b"", ())
+    assert reducer.refused == {0: "refused: not finite", 1: "refused: not finite"}
 
 
 @pytest.mark.parametrize("difference", [-4, -1, 1, 4])

@@ -18,6 +18,7 @@ common in `codecbase.py`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ __all__ = ["CODECS", "CastCodec", "Codec", "Payload", "get_codec"]
 class CastCodec(Codec):
     """Elements converted to a torch floating type, rounded to nearest, ties to even; nothing else in the frame."""
 
+    sum_tells = True
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.dtype = dtype
@@ -44,13 +47,17 @@ class CastCodec(Codec):
     def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
         x = x.detach()
-        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device="cpu")
-        wire = payload.view(self.dtype)
-        wire.copy_(x)
+        payload, wire = self._cast(x)
         if self.dtype is not torch.float32 and not all_finite(wire):
             limit = torch.finfo(self.dtype).max
             wire.copy_(torch.where(torch.isfinite(x), x.clamp(-limit, limit), x))
         return sealed(payload)
+
+    def _cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(payload, the same memory in the wire type)."""
+        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device="cpu")
+        wire = payload.view(self.dtype)
+        return payload, wire.copy_(x)
 
     def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
         view = self._view(payload, numel)
@@ -64,6 +71,14 @@ class CastCodec(Codec):
         else:
             product.copy_(view).mul_(weight)
         acc.add_(product)
+
+    def combine_usual(
+        self, parts: Sequence[tuple[Payload, float]], divisor: float, acc: Tensor, scratch: Tensor
+    ) -> memoryview | None:
+        self._mean(parts, divisor, acc, scratch)
+        # A mean of finite numbers of the wire type is no greater than they are, but for (k + 5) 2^-24 of it (reducer.py):
+        # that is rounded away again, with fewer than 4,000 contributors.
+        return sealed(self._cast(acc)[0]) if all_finite(acc) else None
 
     def finite(self, payload: Payload, numel: int) -> bool:
         return all_finite(self._view(payload, numel))

@@ -369,7 +369,6 @@ class Exchange:
             reasons[part.voter] = reason
         if own is not None:
             self._take(self.ctx.me, self._encode(own, chunk))
-        reasons |= {roster[i].voter: reason for i, reason in reducer.refused.items()}
         self._close(chunk, reducer, reasons)
 
     def _given_up(self, part: Part) -> str | None:
@@ -408,6 +407,7 @@ class Exchange:
         plan = self.plan
         payload, included = reducer.close(self._workspace[1] if self._workspace else None)
         roster = plan.entry.roster
+        reasons |= {roster[i].voter: reason for i, reason in reducer.refused.items()}
         excluded = tuple(Excluded(v, r) for v, r in sorted(reasons.items()))
         header = ChunkHeader(
             base=self._plan_base,

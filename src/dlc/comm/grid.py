@@ -27,9 +27,9 @@ which must fit a header together. 17e9 elements in the largest chunks."""
 USUAL_CHUNKS = 512
 USUAL_ELEMS_MIN, USUAL_ELEMS_MAX = 1 << 14, 1 << 18
 LARGE_CHUNKS = 64
-LOOPBACK_CHUNK_ELEMS = 1 << 18
-"""1 MiB of fp32, what a second-level cache holds: where peers share a host, the work per chunk counts for more than the
-first and the last chunk of a round, which nothing overlaps."""
+LOOPBACK_CHUNK_ELEMS = 1 << 19
+"""2 MiB of fp32, 1 MiB of fp16: where peers share a host, the work per message counts for more than the first and the
+last chunk of a round, which nothing overlaps. What is larger by far falls out of the processor's caches."""
 
 
 def usual_chunk_elems(numel: int, most: int = 0) -> int:

@@ -255,9 +255,13 @@ class Reduction:
     def _no_contribution(self, i: int, why: str) -> None:
         """What of it is here counts, the rest of its chunks are closed without it."""
         self._absent.setdefault(i, why)
+        self._close_without()
+        self._open()
+
+    def _close_without(self) -> None:
+        """Who may have been waited for is absent now."""
         for chunk in sorted(self._reducers):
             self._close_if_complete(chunk)
-        self._open()
 
     def _close_if_complete(self, chunk: int) -> None:
         """The caller opens others then."""
@@ -266,8 +270,8 @@ class Reduction:
             return
         del self._reducers[chunk]
         payload, included = reducer.close(self._workspace)
-        for i in reducer.refused:
-            self._absent.setdefault(i, reducer.refused[i])
+        refused = {i: why for i, why in reducer.refused.items() if i not in self._absent}
+        self._absent |= refused
         if not included:
             self._empty.add(chunk)
             self.parcels.holdings.refuse(self._key(RESULT), chunk, NOBODY)
@@ -278,6 +282,10 @@ class Reduction:
         self.outcome.reduced += 1
         self.parcels.holdings.put(parcel.key, parcel)
         self._take_result(parcel)
+        for i in refused.keys() & self._contributions.keys():
+            self.parcels.stop(self._contributions[i])
+        if refused:
+            self._close_without()
 
     # ---------------------------------------------------------------- as a receiver
 

@@ -74,6 +74,8 @@ CONTROL_PENDING_BYTES_MAX = 16 << 20
 
 CONGESTION_CONTROL = "bbr"
 """Of bulk links beyond this host, where the system has it: random loss does not slow it down."""
+LOOPBACK_CONGESTION_CONTROL = "cubic"
+"""Of those within it, where the system's own may be bbr: nothing is lost there, and bbr's pacing makes chunks wait."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
@@ -286,8 +288,7 @@ class Link:
         self._tcp, self._acked_bytes = tcp.duplicate(fd, host, self._port), 0
         if self._tcp is None:
             return
-        if not is_loopback(host):
-            tcp.set_congestion(self._tcp, CONGESTION_CONTROL)
+        tcp.set_congestion(self._tcp, LOOPBACK_CONGESTION_CONTROL if is_loopback(host) else CONGESTION_CONTROL)
         if self._rate_Bps is not None:
             tcp.pace(self._tcp, self._rate_Bps)
 

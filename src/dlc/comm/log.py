@@ -38,6 +38,11 @@ CHAIN_MAX = 1 << 16
 class Sink(Protocol):
     """Takes the means of one committed round of a channel without state."""
 
+    @property
+    def out(self) -> Tensor | None:
+        """Where the means are to be decoded (fp32, CPU, contiguous, as long as the vector); None: each is looked at and
+        forgotten."""
+
     def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None: ...
 
 
@@ -142,7 +147,7 @@ class Log:
         if entry.kind == ROUND and attached and attached.synced:
             self._step(attached, [Past(entry, hashes, results)])
         elif entry.kind == ROUND and sink is not None:
-            self.at_length(lambda: sink.step(entry.t, means(entry, results)), 4 * entry.numel)
+            self.at_length(lambda: sink.step(entry.t, means(entry, results, sink.out)), 4 * entry.numel)
         for channel, other in self.attached.items():
             if other.synced and self.is_open(channel):
                 other.passed.append((self.head, other.digest))
@@ -254,12 +259,16 @@ def counted_of(entry: Entry, results: Sequence[Result]) -> tuple[Part, ...]:
     return counted_parts(entry.roster, zip(sizes, (r.header.included for r in results), strict=True))
 
 
-def means(entry: Entry, results: Sequence[Result]) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed. The memory of one is used again for
-    the next."""
+def means(
+    entry: Entry, results: Sequence[Result], out: Tensor | None = None
+) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Decoded fp32 means of a round, chunk by chunk; None where nobody contributed.
+
+    out: a vector that they are decoded into, in their places; else the memory of one is used again for the next.
+    """
     grid, codec = grid_of(entry), get_codec(entry.codec)
-    decoded = vectors.empty(min(grid.chunk_elems, grid.numel))
+    decoded = vectors.empty(min(grid.chunk_elems, grid.numel)) if out is None else out
     for result in results:
         start, stop = grid.span(result.header.chunk)
-        out = decoded[: stop - start]
-        yield start, stop, codec.decode_result(result.payload, stop - start, out) if result.header.included else None
+        into = decoded[: stop - start] if out is None else out[start:stop]
+        yield start, stop, codec.decode_result(result.payload, stop - start, into) if result.header.included else None

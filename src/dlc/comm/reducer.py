@@ -2,7 +2,8 @@
 
 Encoded contributions are held as they came until the owner closes the chunk; then they are summed **in roster
 order**, so the result does not depend on the order of arrival. A contribution that is late, of the wrong size or
-not finite is left out, and the weights of those present are renormalised.
+not finite is left out, and the weights of those present are renormalised. Of most codecs one that is not finite shows
+in the sum, which is made once more without it then: looking at each contribution would be a fifth of the work.
 
     x_i: contribution i, decoded to fp32     w_i: its weight     k: how many are present
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -84,7 +85,8 @@ class ChunkReducer:
 
     def offer(self, index: int, payload: Payload) -> str | None:
         """Take the contribution of roster[index]. None: accepted; else the reason why not, and nothing changed but
-        `refused`. A refusal is final: a contributor's vector is frozen, so sending again can't mend it.
+        `refused`. A refusal is final: a contributor's vector is frozen, so sending again can't mend it. One that is not
+        finite may be found out by `close` only.
 
         IndexError where the roster has no such index.
         """
@@ -105,7 +107,8 @@ class ChunkReducer:
     def _fault(self, payload: Payload) -> str | None:
         if memoryview(payload).nbytes != self._wire_bytes:
             return WRONG_SIZE
-        return None if self.grid.coder.finite(payload, self._numel) else NOT_FINITE
+        coder = self.grid.coder
+        return None if coder.sum_tells or coder.finite(payload, self._numel) else NOT_FINITE
 
     def missing(self) -> tuple[int, ...]:
         """Indexes from which nothing has come, in roster order. Those refused are not among them."""
@@ -140,16 +143,30 @@ class ChunkReducer:
             raise RuntimeError(f"chunk {self.chunk} is closed already")
         self._closed = True
         held, self._held = self._held, {}
+        workspace = workspace or Workspace(self.grid)
+        if self.grid.coder.sum_tells:
+            mean = self._mean(held, workspace, usual=True)
+            if mean is not None:
+                return mean
+            for i in [i for i, payload in held.items() if not self.grid.coder.finite(payload, self._numel)]:
+                self._refused[i] = NOT_FINITE
+                del held[i]
+        return self._mean(held, workspace) or (b"", ())
+
+    def _mean(
+        self, held: Mapping[int, Payload], workspace: Workspace, usual: bool = False
+    ) -> tuple[memoryview, tuple[int, ...]] | None:
+        """The encoded mean and who is in it. None where no weight is positive, or where it is not as usual."""
         included = tuple(sorted(held))
         weights, divisor = scaled_weights([self.roster[i].weight for i in included])
         if divisor == 0:
-            return b"", ()
-        coder = self.grid.coder
-        workspace = workspace or Workspace(self.grid)
-        acc, scratch = workspace.acc[: self._numel], workspace.scratch
+            return None
         clip = clip_factors(self.norms or [0.0] * len(self.roster))
         parts = [(held[i], _fp32(w * clip[i])) for i, w in zip(included, weights, strict=True)]
-        return coder.combine(parts, divisor, acc, scratch), included
+        coder = self.grid.coder
+        combine = coder.combine_usual if usual else coder.combine
+        payload = combine(parts, divisor, workspace.acc[: self._numel], workspace.scratch)
+        return None if payload is None else (payload, included)
 
 
 def scaled_weights(weights: Sequence[float]) -> tuple[list[float], float]:

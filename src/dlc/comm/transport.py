@@ -67,6 +67,8 @@ IDENT_BYTES_MAX = 200
 CLOSE_POLL_S = 0.05
 _ARRIVALS = "inproc://arrivals"
 _WAKE_BYTES_MAX = 4096
+_POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
+"""As plain numbers: pyzmq's are of a class that takes a microsecond for each `&` and `|`."""
 
 
 class Transport:
@@ -200,7 +202,7 @@ class Transport:
         self._events = []
         for address in want_write:
             link = self._links.get(("bulk", address))
-            if link is not None and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLOUT:
+            if link is not None and link.socket is not None and ready.get(link.socket, 0) & _POLLOUT:
                 events.append(Writable(address))
         return events
 
@@ -324,20 +326,20 @@ class Transport:
 
     def _wait(self, timeout_s: float, want_write: Collection[str], bulk: bool = True) -> dict[Any, int]:
         wanted = set(want_write)
-        watched: list[tuple[Any, int]] = [(self._control, zmq.POLLIN), (self._wake_out, zmq.POLLIN)]
+        watched: list[tuple[Any, int]] = [(self._control, _POLLIN), (self._wake_out, _POLLIN)]
         if bulk:
-            watched.append((self._bulk, zmq.POLLIN))
+            watched.append((self._bulk, _POLLIN))
         if self._zap is not None:
-            watched.append((self._zap.socket, zmq.POLLIN))
+            watched.append((self._zap.socket, _POLLIN))
         if self._arrivals is not None:
-            watched.append((self._arrivals, zmq.POLLIN))
+            watched.append((self._arrivals, _POLLIN))
         for (lane, address), link in self._links.items():
             if link.socket is not None:
                 write = link.pending if lane == "control" else address in wanted
-                read = zmq.POLLIN if bulk or lane == "control" else 0
+                read = _POLLIN if bulk or lane == "control" else 0
                 if read or write:
-                    watched.append((link.socket, read | (zmq.POLLOUT if write else 0)))
-                watched.append((link.monitor, zmq.POLLIN))
+                    watched.append((link.socket, read | (_POLLOUT if write else 0)))
+                watched.append((link.monitor, _POLLIN))
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
     def _serve(self, ready: dict[Any, int], now: float) -> None:
@@ -359,21 +361,23 @@ class Transport:
                 link.flush()
 
     def _take_control(self, ready: dict[Any, int], events: list[Event]) -> None:
-        room = self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
+        room = CONTROL_MESSAGES_MAX
+        if self._control in ready:
+            room = self._take(self._control, "control", None, room, events)
         for (lane, address), link in self._links.items():
-            if lane == "control" and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLIN:
+            if lane == "control" and link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
                 room = self._take(link.socket, "control", address, room, events)
 
     def _take_bulk(self, ready: dict[Any, int], events: list[Event]) -> None:
         sources: list[tuple[zmq.Socket[bytes], str | None]] = [(self._bulk, None)] if self._bulk in ready else []
         for (lane, to), link in self._links.items():
-            if lane == "bulk" and link.socket is not None and ready.get(link.socket, 0) & zmq.POLLIN:
+            if lane == "bulk" and link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
                 sources.append((link.socket, to))
         room = BULK_MESSAGES_MAX
         for sock, address in sources:
             while room and self._take(sock, "bulk", address, 1, events) == 0:
                 room -= 1
-                if int(self._control.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                if int(self._control.getsockopt(_EVENTS)) & _POLLIN:
                     self._take(self._control, "control", None, CONTROL_MESSAGES_MAX, events)
 
     def _take(self, sock: zmq.Socket[bytes], lane: Lane, address: str | None, room: int, events: list[Event]) -> int:

@@ -98,6 +98,8 @@ class ToyState:
 class Means:
     """Takes the means of one all-reduce; satisfies dlc.comm.log.Sink."""
 
+    out = None
+
     def __init__(self) -> None:
         self.t = 0
         self.chunks: list[tuple[int, int, Tensor | None]] = []
