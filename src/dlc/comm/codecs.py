@@ -76,7 +76,7 @@ class CastCodec(Codec):
         self, parts: Sequence[tuple[Payload, float]], divisor: float, acc: Tensor, scratch: Tensor
     ) -> memoryview | None:
         self._mean(parts, divisor, acc, scratch)
-        # A mean of finite numbers of the wire type is no greater than they are, but for (k + 5) 2^-24 of it (reducer.py):
+        # A mean of finite numbers of the wire type is no greater than they are, but for (k + 5) 2^-24 of it, see reducer:
         # that is rounded away again, with fewer than 4,000 contributors.
         return sealed(self._cast(acc)[0]) if all_finite(acc) else None
 
