@@ -76,8 +76,8 @@ class CastCodec(Codec):
         self, parts: Sequence[tuple[Payload, float]], divisor: float, acc: Tensor, scratch: Tensor
     ) -> memoryview | None:
         self._mean(parts, divisor, acc, scratch)
-        # A mean of finite numbers of the wire type is no greater than they are, but for (k + 5) 2^-24 of it, see reducer:
-        # that is rounded away again, with fewer than 4,000 contributors.
+        # No mean of finite numbers of the wire type is greater than they are by more than (k + 5) 2^-24 of it, which is
+        # rounded away again where fewer than 4,000 contribute.
         return sealed(self._cast(acc)[0]) if all_finite(acc) else None
 
     def finite(self, payload: Payload, numel: int) -> bool:
