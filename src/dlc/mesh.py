@@ -128,6 +128,8 @@ class GroupCall(Unpicklable):
         self._error = error
         self._ended = clock()
         self._mesh.unlisten(self._told)
+        # Nobody looks at these any more: a vector, and what may hold this call in turn, so that both would stay for long.
+        self._call.vector = self._call.expected = None
         self._over.set()
 
     def _made(self, outcome: Outcome) -> GroupReport:
@@ -264,8 +266,8 @@ class Group:
         async_op:    return a `GroupCall` at once.
         """
         many = writable_tensors(tensors)
-        vector = flatten_tensors(many) if contributes else None
         numel = sum(t.numel() for t in many)
+        vector = flatten_tensors(many, vectors.recycled(numel)) if contributes else None
         handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)
         if async_op:
             return handle
@@ -314,9 +316,9 @@ class Group:
             raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
-            grid=Grid(numel, usual_chunk_elems(numel), self.codec),
+            grid=Grid(numel, usual_chunk_elems(numel, self.peer.spec.chunk_elems), self.codec),
             vector=vector,
-            out=vectors.empty(numel) if receives else None,
+            out=vectors.recycled(numel) if receives else None,
             weight=float(weight),
             owns=self.owns,
             label=label,

@@ -43,7 +43,7 @@ from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
 from dlc.comm.parcels import DEAD, LATE, LEFT, WRONG_SIZE, Intake, Parcels
 from dlc.comm.partition import Member
-from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace, decode_mean
+from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace
 from dlc.comm.service import ServiceNews
 
 CONTRIBUTION, RESULT = 0, 1
@@ -329,11 +329,10 @@ class Reduction:
             return
         if chunk not in self._results_left:
             return
-        mean = self._checked(parcel, giver)
-        if mean is None:
+        if not self._sound(parcel, giver):
             return
         start, stop = self.grid.span(chunk)
-        self.out[start:stop].copy_(mean)
+        self.grid.coder.decode_result(parcel.payload, stop - start, self.out[start:stop])
         self._results_left.discard(chunk)
         self._count(parcel)
         self._look()
@@ -346,24 +345,24 @@ class Reduction:
             peer = self.seats[i].voter.peer
             self.outcome.included[peer] = self.outcome.included.get(peer, 0) + elems
 
-    def _checked(self, parcel: Parcel, giver: int | None) -> Tensor | None:
-        """The mean, if this result can be one of this group."""
+    def _sound(self, parcel: Parcel, giver: int | None) -> bool:
+        """Whether this result can be one of this group."""
         included = parcel.included
         sound = bool(included) and all(a < b for a, b in zip(included, included[1:], strict=False))
         sound = sound and all(i in self._contributors for i in included)
         if sound:
             weight = math.fsum(self.seats[i].weight for i in included)
             sound = abs(weight - parcel.weight) <= WEIGHT_SLACK * weight
-        sound = sound and self.grid.coder.finite(parcel.payload, self.grid.elems(parcel.chunk))
+        sound = sound and self.grid.coder.finite_result(parcel.payload, self.grid.elems(parcel.chunk))
         if sound:
-            return decode_mean(self.grid, parcel.chunk, parcel.payload)
+            return True
         if giver is not None:
             self.ground.dropped[self.seats[giver].voter.peer, "a result that cannot be"] += 1
             self.parcels.stop(self._results[giver])
             self._no_results(giver, "refused: a result that cannot be")
         else:
             self._fail("the mean is not finite")
-        return None
+        return False
 
     def _no_results(self, giver: int, why: str) -> None:
         """This owner gives none: others stand in for what is lacking."""

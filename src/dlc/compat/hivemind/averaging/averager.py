@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.meetings import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.announced import Announced, check_bits, infos_of
@@ -262,7 +263,10 @@ class DecentralizedAverager(Announced):
     def _snapshot(self) -> Parts:
         """The tensors as flat vectors, those of each codec in one. Nobody changes them: they are what is sent."""
         with self.get_tensors() as tensors:
-            return [(flatten_tensors([tensors[i] for i in self._of[codec]]), codec) for codec in self._of]
+            parts = [([tensors[i] for i in indices], codec) for codec, indices in self._of.items()]
+            return [
+                (flatten_tensors(many, vectors.recycled(sum(t.numel() for t in many))), codec) for many, codec in parts
+            ]
 
     def _take(self, before: Parts, means: Parts, outcome: Outcome, number: int) -> None:
         """Tensors <- means of round `number`; what the caller has changed since the snapshot is kept on top."""
