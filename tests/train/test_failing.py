@@ -203,6 +203,29 @@ def test_gradients_that_others_may_still_fetch_are_not_overwritten(
     assert torch.equal(run.params(), run.peer.theta()) and torch.equal(offered[-1], before[0])
 
 
+def test_nor_are_those_that_wait_when_nobody_can_be_told_of_the_step(tmp_path: Path) -> None:
+    """The terminal is gone, after backward: the gradient is offered, and a plan names it."""
+    run = Run(FakePeer(parallel_in(tmp_path)), tmp_path / "state")
+    contribute, offered, before = run.peer.contribute, list[Tensor](), list[Tensor]()
+
+    def noted(channel: str, vector: Any, **options: Any) -> Any:
+        offered.append(vector)
+        return contribute(channel, vector, **options)
+
+    def gone() -> None:
+        before.append(offered[-1].clone())
+        run.peer.pass_round(torch.ones(run.peer.state.numel))
+        run.peer.planned = True
+        raise OSError("Input/output error")
+
+    run.peer.contribute = noted  # type: ignore[method-assign]
+    run.on_step = {3: gone}
+    with pytest.raises(OSError, match="Input/output"):
+        run.go()
+    assert len(offered) == 3 and run.all("end")[0]["t"] == 3
+    assert torch.equal(run.params(), run.peer.theta()) and torch.equal(offered[-1], before[0])
+
+
 def test_who_never_was_in_step_saves_nothing(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = FakePeer(spec)
 

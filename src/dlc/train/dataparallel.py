@@ -23,7 +23,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -119,16 +119,17 @@ class DataParallel:
                 CHANNEL, self._vector, weight=float(tokens), upto=upto, after=after, filling=filling
             )
 
-        loss, sound, pending = self._gradient(batches, offer)
-        if not sound and (pending is None or parts.peer.withdraw(CHANNEL)):
-            self._tell_diverged()
-            return
-        if sound:
-            self._tell_step(loss, tokens, parts.clock() - began)
-        pending = pending or offer(None)
-        since = parts.clock()
-        if not self._wait(pending, stop):
-            return
+        with self._untouched():
+            loss, sound, pending = self._gradient(batches, offer)
+            if sound:
+                self._tell_step(loss, tokens, parts.clock() - began)
+            elif pending is None or parts.peer.withdraw(CHANNEL):
+                self._tell_diverged()
+                return
+            pending = pending or offer(None)
+            since = parts.clock()
+            if not self._wait(pending, stop):
+                return
         waited_s = parts.clock() - since
         if pending.report is not None:
             parts.calls.on_round(pending.report, pending.counted, loss if pending.counted else None, waited_s)
@@ -167,13 +168,8 @@ class DataParallel:
         try:
             loss = self._inner.gradient(batches, GRADIENT_SCALE, begin)
             sound = math.isfinite(loss) and self._gradients.end()
+        finally:
             self._gradients.drop()
-        except BaseException:
-            self._gradients.drop()
-            if pending is not None:
-                with contextlib.suppress(DlcError):
-                    self._take_back()
-            raise
         return loss, sound, pending
 
     def _wait(self, pending: Pending, stop: threading.Event) -> bool:
@@ -190,6 +186,16 @@ class DataParallel:
                 self._take_back()
                 return False
         return True
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Around all of an offer: whatever ends it early, the model is pulled into memory that nobody else reads."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(DlcError):
+                self._take_back()
+            raise
 
     def _take_back(self) -> None:
         """What is offered: it is not waited for."""
