@@ -311,6 +311,22 @@ def test_a_swarm_that_is_started_again_takes_the_newest_checkpoint_though_an_old
         assert not any(isinstance(news, Paused) for news in trainer.news), "it waits, but for no helper"
 
 
+def test_the_wait_for_checkpoints_begins_anew_where_the_first_trainer_went_away_again() -> None:
+    older, newer = checkpoints()
+    net = Net()
+    net.start("h8")
+    first = net.start("t0", **older)
+    net.run(serverpeer.START_S / 2)
+    net.kill(first)
+    net.run(10 * serverpeer.START_S)
+    net.start("t0", **older)
+    net.run(serverpeer.START_S / 2)
+    assert not net.owners(0)
+    net.start("t1", **newer)
+    net.until(net.at_rest, 60.0, "a first assignment")
+    assert net.owner(0).service.step == newer["step"]
+
+
 def test_a_trainer_that_is_a_member_and_still_reads_its_checkpoint_is_waited_for_and_not_for_ever() -> None:
     _, newer = checkpoints()
     for ready in (True, False):

@@ -45,6 +45,8 @@ class Seeder:
             self.claims.make(span, seat, seeding.state, self.host.me, None)
             return
         trainers = self.host.living(TRAINER)
+        if not trainers:
+            seeding.began = self.host.now  # they may come again much later, with others
         if self.host.now >= seeding.asked_at + ASK_S:
             seeding.asked_at = self.host.now
             self.host.cast([v for v in trainers if v not in seeding.stakes], AskStake(span))
