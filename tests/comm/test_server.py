@@ -343,6 +343,24 @@ def test_a_trainer_that_is_a_member_and_still_reads_its_checkpoint_is_waited_for
         assert net.owner(0).service.step == (3 if ready else 0)
 
 
+def test_it_is_waited_for_though_another_was_started_twice_meanwhile() -> None:
+    """The word of a process that is gone is not that of one that has said nothing yet."""
+    _, newer = checkpoints()
+    net = Net()
+    net.lost = lambda source, target, message: isinstance(message, sm.Stake) and source.name == "t1"
+    net.start("h8")
+    first = net.start("t0")
+    net.start("t1", **newer)
+    net.run(serverpeer.START_S / 3)
+    net.kill(first)
+    net.start("t0")
+    net.run(serverpeer.START_S / 3)
+    assert not net.owners(0)
+    net.lost = lambda source, target, message: False
+    net.until(net.at_rest, 60.0, "a first assignment")
+    assert net.owner(0).service.step == newer["step"]
+
+
 def test_who_comes_with_a_newer_checkpoint_than_the_swarm_went_on_from_is_told() -> None:
     older, newer = checkpoints()
     assert (older["step"], newer["step"]) == (1, 3)

@@ -57,7 +57,7 @@ class Seeder:
         if not told:
             return
         newest = max(s.version for s in told.values())
-        all_told = len(seeding.stakes) >= len(trainers)
+        all_told = seeding.stakes.keys() >= set(trainers)
         if self.host.now < seeding.began + self._patience_s(span, newest, all_told):
             return
         giver = min(v for v, s in told.items() if s.version == newest)
