@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,26 @@ def test_an_export_without_room_fails_at_once_and_into_an_empty_folder_fills_it(
     assert {"config.json", "model.safetensors"} <= names and "model.new" not in names and out.stat().st_ino == before
 
 
+def test_an_export_beside_a_peer_that_saves_takes_what_is_the_newest_by_then(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torch takes seconds to load, and in them the peer may save, and delete what was the newest before."""
+    state = tmp_path / "state"
+    shutil.copytree(trained.state, state)
+    before = saver.chosen(state, None).path
+    after = before.with_name(saver.name_of(2))
+    monkeypatch.setattr("dlc.cli.export.demand_room", lambda out, needed: before.rename(after))
+    assert printed(capsys, "export", str(state), "--out", str(tmp_path / "out"))["checkpoint"] == str(after)
+    after.unlink()
+    after.symlink_to(before)
+    assert "cannot be read" in fails(capsys, "eval", str(state)), "there, and cannot be read: no other is looked for"
+
+
 def test_what_cannot_be_used_is_told_in_one_line(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "there is no checkpoint in" in fails(capsys, "export", str(tmp_path), "--out", str(tmp_path / "o"))
-    assert "no model folder" in fails(capsys, "eval", str(tmp_path / "nowhere"))
+    assert "no checkpoint, state directory or model" in fails(capsys, "eval", str(tmp_path / "nowhere"))
     assert "16 positions" in fails(capsys, "eval", str(trained.state), "--seq-len", "99")
     assert "at least 1" in fails(capsys, "eval", str(trained.state), "--blocks", "0")
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")

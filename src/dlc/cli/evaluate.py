@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import STDLIB, DataSpec
-from dlc.train.shelf import model_folder
+from dlc.train.shelf import HUB_NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ def evaluate_model(args: argparse.Namespace) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
-    if not os.path.exists(os.path.expanduser(args.model)):
-        model_folder(args.model)
+    if not (os.path.exists(os.path.expanduser(args.model)) or HUB_NAME.fullmatch(args.model)):
+        raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
 
     from transformers.utils.logging import disable_progress_bar
 

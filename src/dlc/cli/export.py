@@ -15,8 +15,8 @@ def export(args: argparse.Namespace) -> int:
     out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
-    file = file_of(Path(args.checkpoint).expanduser())
-    demand_room(out, model_bytes(file))  # here, and all above: before torch is loaded, which takes seconds
+    named = Path(args.checkpoint).expanduser()
+    demand_room(out, model_bytes(file_of(named)))  # here, and all above: before torch is loaded, which takes seconds
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +26,7 @@ def export(args: argparse.Namespace) -> int:
     from dlc.train.tokens import load_tokenizer
 
     disable_progress_bar()
-    restored = of_checkpoint(chosen(file, None))
+    restored = of_checkpoint(chosen(named, None))  # a peer that trains may have replaced what was the newest
     tokenizer = load_tokenizer(restored.tokenizer)
     folder = out / "model.new" if out.exists() else out  # which may be no folder that one can rename: a disk of its own
     save_model(restored.model, folder, tokenizer)

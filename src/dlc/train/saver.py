@@ -25,6 +25,7 @@ goes on.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
@@ -121,7 +122,7 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             continue
         if spec is None or saved.leads_to(spec):
             return saved
-        log.warning("%s is past the end of this run, which does not go on from it", path)
+        log.warning("%s is past the end of this run, which does not go on from it; for that give more rounds", path)
     return None
 
 
@@ -136,11 +137,21 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 
     CheckpointError: there is none, it cannot be read, or it leads nowhere (tells what differs).
     """
-    path = file_of(path)
-    saved = read(path)
+    saved = _read_newest(path)
     if spec is not None:
         demand_way(saved, spec)
     return saved
+
+
+def _read_newest(path: Path) -> Saved:
+    """As `chosen`. Beside a peer that trains, the file that was the newest may be gone before it is read."""
+    while True:
+        file = file_of(path)
+        try:
+            return read(file)
+        except CheckpointError:
+            if file == path or os.path.lexists(file):
+                raise
 
 
 def demand_way(saved: Saved, spec: RunSpec) -> None:

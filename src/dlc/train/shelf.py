@@ -82,11 +82,19 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
             same[0].extend(files)
         else:
             runs.append((spec, files))
-    times = {path: path.stat().st_mtime_ns for _, files in runs for path in files}
+    times = {path: _written_ns(path) for _, files in runs for path in files}
     by_time = sorted((files for _, files in runs), key=lambda files: max(times[file] for file in files), reverse=True)
     return [
         path for files in by_time for path in sorted(files, key=lambda file: (file.name, times[file]), reverse=True)
     ]
+
+
+def _written_ns(path: Path) -> int:
+    """When; 0 where it is gone, as the older ones of a peer that trains may be at any moment."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def spec_of(file: Path) -> RunSpec | None:
