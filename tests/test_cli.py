@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import logging
@@ -45,14 +46,37 @@ def fails(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, said.err
 
 
-@pytest.mark.parametrize("command", ["join", "key", "status", "export", "eval", "demo"])
+@pytest.mark.parametrize("command", ["join", "key", "status", "export", "eval", "bench", "bench matrix", "demo"])
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert exit.value.code == 0
     said = capsys.readouterr().out
     assert f"  dlc {command}" in said and "--log-level" in said
     assert (command != "demo") or "--n-peers" in said
+
+
+def test_every_option_of_every_command_is_described() -> None:
+    def described(one: argparse.ArgumentParser) -> list[str]:
+        """Its name, and those of the commands below it."""
+        seen = [one.prog]
+        for action in one._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                seen += [name for below in action.choices.values() for name in described(below)]
+            else:
+                assert action.help, f"{one.prog}: {action.option_strings}"
+        return seen
+
+    assert {"dlc join", "dlc demo", "dlc bench codec"} <= set(described(parser(demo_wanted=True)))
+
+
+def test_what_a_library_logs_is_on_stderr_once() -> None:
+    program = (
+        "import huggingface_hub.utils.logging as hub; from dlc.cli import main; main(['key']);"
+        "hub.get_logger('huggingface_hub.x').warning('no way to the hub')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stderr.count("no way to the hub") == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +113,10 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
     [
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
-        (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer"),
+        (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer 127.0.0.1:1; did you mean --peers?"),
+        (["join", "--peer=127.0.0.1:1"], "did you mean --peers?"),
+        (["bench", "codec", "--devise", "cpu"], "usage: dlc bench codec"),
+        (["key", "run.key"], "unrecognized arguments: run.key\n"),
         (["join", "--rounds", "-1"], "negative"),
         (["join", "--keep", "0"], "below 1"),
         (["join", "--profile", "traces:0"], "below 1"),
@@ -122,7 +149,7 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--advertise", "0.0.0.0:4600"], "nobody can dial 0.0.0.0"),
         (["join", "--advertise", "host:0"], "advertise host without a port"),
         (["join", "--config", "nowhere.toml"], "nowhere.toml"),
-        (["join", "--key-file", "nowhere.key", "--device", "cpu"], "dlc key > nowhere.key"),
+        (["join", "--key-file", "nowhere.key", "--device", "cpu"], "copy it from a host of the run"),
         (["status", "--peers", "x"], "no address"),
         (["status"], "--peers"),
         (["eval", "model", "--split", "test"], "--split says what is read of a --source"),

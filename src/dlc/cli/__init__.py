@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser(demo_wanted="demo" in words[:1]).parse_args(words)
     _stand_in()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and all came twice
     logging.getLogger("dlc").setLevel(args.log_level.upper())
     try:
         code = _run(args)

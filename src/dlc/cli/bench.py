@@ -103,13 +103,17 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--peers", type=given, metavar="HOST:PORT,...", help="all hosts, this one included; the same list on each"
     )
-    reduce.add_argument("--n-peers", type=count, metavar="N", help="with --peers: default: as many as are listed")
     reduce.add_argument(
-        "--listen", type=given, default=LOOPBACK, metavar="HOST:PORT", help="with --peers: where this host is"
+        "--n-peers", type=count, metavar="N", help="with --peers: how many take part (default: all listed)"
+    )
+    reduce.add_argument(
+        "--listen", type=given, default=LOOPBACK, metavar="HOST:PORT", help="with --peers: where this host listens"
     )
     reduce.add_argument("--advertise", type=given, metavar="HOST[:PORT]", help="with --peers: what others dial")
     _add_key(reduce, listens=True)
-    reduce.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per peer (default 100)")
+    reduce.add_argument(
+        "--mb", type=float, default=100.0, metavar="MB", help="MB (10^6 bytes) of fp32 per peer (default 100)"
+    )
     reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
     reduce.add_argument("--rounds", type=count, default=5, metavar="R", help="timed rounds (default 5)")
     reduce.add_argument("--pause", type=pause, default=0.0, metavar="S", help="between rounds (default 0)")
@@ -129,7 +133,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     )
 
     codec = _tool(tools, "codec", "time encoding and decoding on this host, and what each codec loses", CODEC_EXAMPLE)
-    codec.add_argument("--mb", type=float, default=64.0, help="MB (10^6 bytes) of fp32 (default 64)")
+    codec.add_argument("--mb", type=float, default=64.0, metavar="MB", help="MB (10^6 bytes) of fp32 (default 64)")
     codec.add_argument(
         "--device", default="auto", help="auto (default: the CPU, and CUDA where there is one), cpu, cuda"
     )
@@ -146,6 +150,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _tool(tools: Any, name: str, what: str, example: str) -> argparse.ArgumentParser:
+    from dlc.cli.options import LEVELS
+
     tool: argparse.ArgumentParser = tools.add_parser(
         name,
         help=what,
@@ -153,7 +159,9 @@ def _tool(tools: Any, name: str, what: str, example: str) -> argparse.ArgumentPa
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tool.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=argparse.SUPPRESS)
+    tool.add_argument(
+        "--log-level", choices=LEVELS, default=argparse.SUPPRESS, help="what goes to stderr (default info)"
+    )
     return tool
 
 

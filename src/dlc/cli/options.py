@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -86,6 +87,18 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Nothing is left over for the parser above, which would not know what options there are."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [
+                name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS
+            ]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
 
 def parser(demo_wanted: bool) -> Parser:

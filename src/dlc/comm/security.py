@@ -66,7 +66,8 @@ def load_run_key(source: str | bytes | Path) -> bytes:
             text = file.read(KEY_FILE_BYTES_MAX).decode("latin-1")
     except FileNotFoundError:
         raise KeyFileError(
-            f"there is no run key file {path}; make one with `dlc key > {path}` and copy it to every host of the run"
+            f"there is no run key file {path}; copy it from a host of the run, or for a new run make it with "
+            f"`dlc key > {path}` and copy it to every host"
         ) from None
     except OSError as error:
         raise KeyFileError(f"the run key file {path} cannot be read: {error.strerror}") from None
