@@ -172,7 +172,8 @@ NEWS: list[tuple[dict[str, Any], str]] = [
     ({"event": "history_lost", "rounds": 7, "tokens": 5120.0}, "7 rounds and 5120 tokens of ours are set aside"),
     ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
     ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),
-    ({"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192}, "3 inner steps of ours (192 tokens)"),
+    ({"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192}, "3 inner steps of ours (192 tokens) are dropped"),
+    ({"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64}, "1 inner step of ours (64 tokens) is dropped"),
     ({"event": "diverged", "t": 4, "in_a_row": 1}, "not finite"),
 ]
 """Events that a user must hear of, and what is said."""
@@ -292,6 +293,7 @@ END = {
 class TestSinks:
     def test_a_log_tells_all_that_goes_wrong(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO")
+        assert sentence({"event": "member", "peer": "abcdefghij", "change": "left"}) == "peer abcdefgh has left"
         sink = LogLines()
         for event, _ in NEWS:
             sink.take(event)

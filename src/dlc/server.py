@@ -300,7 +300,8 @@ def _log_notice(news: ServiceNews) -> None:
         log.log(logging.WARNING if news.serious else logging.INFO, "%s", news.text)
     elif isinstance(news, Paused) and news.spans:
         what = f"span {news.spans[0]}" if len(news.spans) == 1 else f"{len(news.spans)} spans"
-        log.warning("training pauses: no helper serves %s of the parameters; start one: dlc join --role helper", what)
+        start = "dlc join --peers HOST:PORT --role helper"
+        log.warning("training pauses: no helper serves %s of the parameters; start one: %s", what, start)
     elif isinstance(news, Paused):
         log.info("all parameters are served again")
 

@@ -34,6 +34,8 @@ LOG_STEP_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.5
 TIMED_WIDTH = 60
 """Columns of a terminal from which on lines of the log have room for the time."""
+CHANGES = {"suspect": "does not answer", "left": "has left"}
+"""Of members, in words that are not just their names."""
 Event = dict[str, Any]
 
 
@@ -205,7 +207,8 @@ def sentence(event: Event) -> str:
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f} nats per token"
             return f"validation after round {event['t']}: {loss}"
         case "member":
-            return f"peer {event['peer'][:8]} is {event['change']}"
+            change = event["change"]
+            return f"peer {event['peer'][:8]} {CHANGES.get(change, f'is {change}')}"
         case "end":
             moved = f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}"
             early = {"interrupted": "left the run", "failed": "the training failed, and left the run"}

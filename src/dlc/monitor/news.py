@@ -34,7 +34,8 @@ def _news(event: Mapping[str, Any]) -> str:
                 "our state was replaced, or its samples went to others"
             )
         case "work_dropped":
-            return f"{event['steps']} inner steps of ours ({event['tokens']} tokens) are dropped; others train them"
+            steps, are = ("1 inner step", "is") if event["steps"] == 1 else (f"{event['steps']} inner steps", "are")
+            return f"{steps} of ours ({event['tokens']} tokens) {are} dropped; others train them"
         case "diverged":
             return f"the loss was not finite ({event['in_a_row']} in a row): those inner steps are undone"
     return ""
