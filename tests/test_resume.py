@@ -337,4 +337,5 @@ def test_an_end_that_could_not_be_saved_is_no_success(
     config = tmp_path / "RUN.toml"
     config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
     assert main(["join", "--config", str(config), "--state-dir", str(tmp_path / "a"), "--device", "cpu"]) == 4
-    assert "the end was not saved whole" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the end was not saved whole" in said and "the same command goes on from it" in said

@@ -62,14 +62,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALL
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dlc demo`."""
-    parser.add_argument("--n-peers", type=int, default=3, metavar="N", help="peers at the start (default 3)")
+    n_help = f"peers at the start, {PEERS_MIN} to {PEERS_MAX} (default 3)"
+    parser.add_argument("--n-peers", type=int, default=3, metavar="N", help=n_help)
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="R", help=f"outer rounds (default {ROUNDS})")
     parser.add_argument(
         "--sync-every", type=int, default=SYNC_EVERY, metavar="H", help=f"inner steps per round (default {SYNC_EVERY})"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default 0)")
     parser.add_argument(
-        "--out", type=path, default=Path("dlc-demo"), metavar="DIR", help="for picture, result and logs"
+        "--out",
+        type=path,
+        default=Path("dlc-demo"),
+        metavar="DIR",
+        help="for picture, result and logs (default dlc-demo)",
     )
     parser.add_argument("--keep", action="store_true", help="keep the peers' state directories")
     parser.add_argument("--json", action="store_true", help="print the result as JSON; all else goes to stderr")

@@ -145,8 +145,10 @@ def introduce(
             raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
         if waits and clock() >= say_at:
             say_at = clock() + DESK_SAYS_EVERY_S
-            log.warning("there is no run yet: whoever joins by %s first begins it, and is looked on at from then on; "
-                        "waiting for %.0f s", lobby.record.control[0], clock() - began)  # fmt: skip
+            waited = clock() - began
+            since = f"; waiting for {waited:.0f} s" if waited >= 1.0 else ""
+            log.warning("there is no run yet: whoever joins by %s first begins it, and is looked on at from then on%s",
+                        lobby.record.control[0], since)  # fmt: skip
         elif clock() >= say_at:
             say_at = clock() + SAY_EVERY_S
             advice = "if they are gone for good, give the address of another member (--peers)"

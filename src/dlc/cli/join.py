@@ -273,7 +273,8 @@ def _train(
         summary = trainer.run(interrupts.stop)
         if summary.model is None or not summary.saved:
             raise DlcError(
-                "the end was not saved whole, as the warnings above say; what was saved before is still there"
+                "the end was not saved whole, as the warnings above say; what was saved before is still there: "
+                "once that is mended, the same command goes on from it"
             )
     finally:
         for sink in reversed(sinks):
