@@ -327,6 +327,22 @@ def test_a_full_disk_stops_neither_the_training_nor_the_leave(
     assert older is not None and older.t == 1
 
 
+def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever changes an option of RUN.toml, or leaves --config and --peers out, begins another run."""
+    caplog.set_level("INFO")
+    spec, config, folder = dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1), tmp_path / "R.toml", "a"
+    words = ["join", "--config", str(config), "--state-dir", str(tmp_path / folder), "--device", "cpu"]
+    for run in (spec, dataclasses.replace(spec, rounds=2), dataclasses.replace(spec, rounds=2, seed=7)):
+        assert "left alone" not in caplog.text, "none is there, or it is of the same run"
+        config.write_text(run.to_toml())
+        assert main(words) == 0
+    left = named(tmp_path / folder, dataclasses.replace(spec, rounds=2), 2)
+    assert f"the checkpoint {left} belongs to another run, and is left alone (seed: 7 now, 0 then)" in caplog.text
+    assert left.exists()
+
+
 def test_an_end_that_could_not_be_saved_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DIFFERENCES_TOLD = 3
 AUTO, NEVER = "auto", "never"
 """Values of --resume; any other is a path."""
 WORK = {TRAINER: "dlc.train.trainer", HELPER: "dlc.server", OBSERVER: "dlc.train.telling"}
@@ -147,6 +148,8 @@ def _take_part(
     interrupts.holds = True
     try:
         found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
+        if args.role == TRAINER and found is None and spec is not None:
+            _tell_other_run(state.path, spec)
         peer, saved = _join_swarm(args, spec, state, found, events)
     except SpecMismatch as error:
         if named is None:
@@ -163,6 +166,16 @@ def _take_part(
         if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
             _tell_awaited(state)
         _train(args, peer, state.path, saved, events, interrupts, group)
+
+
+def _tell_other_run(folder: Path, spec: RunSpec) -> None:
+    from dlc.train import saver
+
+    if (other := saver.of_another_run(folder, spec)) is not None:
+        path, there = other
+        differ = spec.differences(there, "now", "then")
+        some = "; ".join(differ[:DIFFERENCES_TOLD]) + (" ..." if len(differ) > DIFFERENCES_TOLD else "")
+        log.info("the checkpoint %s belongs to another run, and is left alone (%s)", path, some)
 
 
 def _tell_awaited(state: StateDir) -> None:

@@ -126,6 +126,13 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     return None
 
 
+def of_another_run(state_dir: Path, spec: RunSpec) -> tuple[Path, RunSpec] | None:
+    """The newest checkpoint there with its run, where none is of this run, of whatever length."""
+    files = [path for folder in (state_dir / FOLDER).glob("*") for path in list_checkpoints(folder, NAMES)]
+    runs = [(path, there) for path in newest_first(files) if (there := spec_of(path)) is not None]
+    return runs[0] if runs and not any(spec.same_but_length(there) for _, there in runs) else None
+
+
 def _same_but_length(path: Path, spec: RunSpec) -> bool:
     there = spec_of(path)
     return there is not None and spec.same_but_length(there)
