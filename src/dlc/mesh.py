@@ -128,7 +128,7 @@ class GroupCall(Unpicklable):
         self._error = error
         self._ended = clock()
         self._mesh.unlisten(self._told)
-        # Nobody looks at these any more: a vector, and what may hold this call in turn, so that both would stay for long.
+        # Nobody looks at these any more: a vector, and what may hold this call in turn, so that it would stay for long.
         self._call.vector = self._call.expected = None
         self._over.set()
 
