@@ -51,7 +51,7 @@ NOBODY = "no contribution to the mean could be had"
 CONTRIBUTION_SHARE = 0.5
 """Of the group's time, or of what is left of it where an owner is lost, that contributors have; the rest is for the
 results."""
-OPEN_BYTES, OPEN_CHUNKS_MIN = 4 << 20, 8
+OPEN_BYTES, OPEN_CHUNKS_MIN = 16 << 20, 4
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 DONE_AGAIN_S = 1.0
 """Running time after which Done is said again."""
