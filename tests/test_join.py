@@ -172,6 +172,14 @@ def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:
     assert not stranger.events and not differs.events
 
 
+def test_nobody_is_told_to_join_a_run_whose_data_is_not_there(host: Host) -> None:
+    config = Path(host.config(rounds=1))
+    config.write_text(config.read_text().replace(host.text.as_posix(), (host.folder / "nowhere").as_posix()))
+    peer = host.start("a", "--config", str(config))
+    assert peer.exit_code() == 2
+    assert "no data source at" in peer.log() and "others join with" not in peer.log()
+
+
 def test_the_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr("dlc.cli.interrupt.os._exit", ended.append)

@@ -148,8 +148,10 @@ def _take_part(
     interrupts.holds = True
     try:
         found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
-        if args.role == TRAINER and found is None and spec is not None:
-            _tell_other_run(state.path, spec)
+        if args.role == TRAINER and spec is not None:
+            _check_source(spec)
+            if found is None:
+                _tell_other_run(state.path, spec)
         peer, saved = _join_swarm(args, spec, state, found, events)
     except SpecMismatch as error:
         if named is None:
@@ -166,6 +168,15 @@ def _take_part(
         if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
             _tell_awaited(state)
         _train(args, peer, state.path, saved, events, interrupts, group)
+
+
+def _check_source(spec: RunSpec) -> None:
+    """DataError where the run's files are not here, before others are told to join. A hub's are found out later."""
+    from dlc.train.datasets_io import is_dataset
+    from dlc.train.sources import Place, list_files
+
+    if not is_dataset(Place(spec.data.source)):
+        list_files(spec.data.source)
 
 
 def _tell_other_run(folder: Path, spec: RunSpec) -> None:
