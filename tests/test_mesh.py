@@ -12,10 +12,13 @@ import torch
 
 import dlc
 from dlc.comm.cells import grid_of
+from dlc.comm.effects import Effect
 from dlc.comm.meetings import Call
+from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Leg
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import GroupCall
+from dlc.served import Served
 from tests.helpers import wait_until
 from tests.swarm import swarm
 
@@ -86,6 +89,29 @@ def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector
         assert [torch.equal(vector, torch.full((5000,), float(i))) for i, vector in enumerate(given)] == [True] * 3
         with pytest.raises(UsageError, match="at least one element"):
             groups[0].begin(torch.empty(0))
+
+
+def test_a_call_that_begins_as_another_of_its_name_ends_has_none_of_its_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be over at once, with the other's report and a mean that nobody has written."""
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        groups = [dlc.Group(p, "again", codec="fp32", matchmaking_s=MEET_S) for p in peers]
+        first = groups[0].begin(torch.zeros(8), timeout_s=LONG_S)
+        act = Served.act
+
+        def late(mesh: Served[Mesh], fn: Callable[[Mesh, float], list[Effect]]) -> None:
+            monkeypatch.setattr(Served, "act", act)
+            groups[1].begin(torch.full((8,), 2.0), timeout_s=LONG_S).wait(LONG_S)
+            first.wait(LONG_S)
+            mesh.act(fn)
+
+        monkeypatch.setattr(Served, "act", late)
+        second = groups[0].begin(torch.full((8,), 4.0), timeout_s=LONG_S)
+        assert second.stage == "waiting"
+        groups[1].begin(torch.full((8,), 8.0), timeout_s=LONG_S).wait(LONG_S)
+        second.wait(LONG_S)
+        assert first.mean is not None and torch.equal(first.mean, torch.ones(8))
+        assert second.mean is not None and torch.equal(second.mean, torch.full((8,), 6.0))
 
 
 def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leaves_says_so() -> None:

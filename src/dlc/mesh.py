@@ -19,9 +19,11 @@ from torch import Tensor
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.clock import clock
+from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.groups import GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import GATHER_BYTES_MAX, GROUP_MAX, Call, GroupFormed, MeetingFailed
+from dlc.comm.mesh import Mesh
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
@@ -51,12 +53,13 @@ class GroupCall(Unpicklable):
         self._error: DlcError | None = None
         self.members: tuple[str, ...] = ()
         """Peer ids of the group, once it is formed."""
+        self._mesh.act(self._meet)
+
+    def _meet(self, mesh: Mesh, now: float) -> list[Effect]:
+        """On the driver thread. What is told of this key before is of an earlier call: nothing of it is heard."""
+        effects = mesh.meet(self._call, now)
         self._mesh.listen(self._told)
-        try:
-            self._mesh.act(lambda mesh, now: mesh.meet(call, now))
-        except BaseException:
-            self._mesh.unlisten(self._told)
-            raise
+        return effects
 
     @property
     def stage(self) -> Stage:
