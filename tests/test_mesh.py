@@ -16,6 +16,7 @@ from dlc.comm.effects import Effect
 from dlc.comm.meetings import Call
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Leg
+from dlc.comm.service import ServiceNews
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import GroupCall
 from dlc.served import Served
@@ -112,6 +113,24 @@ def test_a_call_that_begins_as_another_of_its_name_ends_has_none_of_its_news(mon
         second.wait(LONG_S)
         assert first.mean is not None and torch.equal(first.mean, torch.ones(8))
         assert second.mean is not None and torch.equal(second.mean, torch.full((8,), 6.0))
+
+
+def test_a_call_that_ends_twice_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled on one thread while the peer leaves on another: the second end must not keep others from theirs."""
+    with swarm(1, log=False) as (peer,):
+        call = dlc.Group(peer, "twice", matchmaking_s=LONG_S).all_reduce(torch.ones(8), async_op=True)
+        assert isinstance(call, GroupCall)
+        unlisten, second = Served.unlisten, [RoundTimeout("the other end")]
+
+        def interrupted(served: Served[Mesh], listener: Callable[[ServiceNews], None]) -> None:
+            if second:
+                call._end(second.pop())
+            unlisten(served, listener)
+
+        monkeypatch.setattr(Served, "unlisten", interrupted)
+        call.cancel()
+        with pytest.raises(RoundTimeout, match="cancelled"):
+            call.wait()
 
 
 def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leaves_says_so() -> None:

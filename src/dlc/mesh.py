@@ -46,7 +46,7 @@ class GroupCall(Unpicklable):
         self._mesh, self._name, self._call, self._tensors = peer.mesh, name, call, tensors
         self._since = clock()
         self._began = self._ended = 0.0
-        self._over = threading.Event()
+        self._over, self._ending = threading.Event(), threading.Lock()
         self._pid = os.getpid()
         self._outcome: Outcome | None = None
         self._report: GroupReport | None = None
@@ -126,7 +126,7 @@ class GroupCall(Unpicklable):
             self._end(news.error)
 
     def _end(self, error: DlcError | None) -> None:
-        if self._over.is_set():
+        if not self._ending.acquire(blocking=False):  # it is cancelled and the peer leaves, on two threads
             return
         self._error = error
         self._ended = clock()
