@@ -95,10 +95,12 @@ class Stage:
         )
 
     def planned(self) -> tuple[Process, msg.Plan]:
-        """Run until a round is planned: its coordinator and the plan."""
+        """Run until a round is planned, that nobody has learned the end of yet: its coordinator and the plan."""
 
         def coordinators() -> list[Process]:
-            return [p for p in self.world.running() if p.node.coordinator.phase == RUN and p.node.slot.plan is not None]
+            depth = max(p.node.log.state.depth for p in self.world.running())
+            newest = [p for p in self.world.running() if p.node.log.state.depth == depth]
+            return [p for p in newest if p.node.coordinator.phase == RUN and p.node.slot.plan is not None]
 
         self.until(lambda: any(_plan(p).entry.kind == ROUND for p in coordinators()))
         process = next(p for p in coordinators() if _plan(p).entry.kind == ROUND)

@@ -269,15 +269,18 @@ STAGE_NUMEL = N_STAGE_CHUNKS * STAGE_CHUNK
 Steps = list[tuple[float, int]]
 
 
-def fills(stage: Stage, process: Process, expected_s: float, steps: Steps) -> None:
-    """From now on what it contributes becomes final in these (seconds after the offer, front)."""
+def fills(stage: Stage, process: Process, expected_s: float, steps: Steps, patience_s: float = 0.0) -> None:
+    """From now on what it contributes becomes final in these (seconds after the offer, front).
+
+    patience_s: of its offers; 0: the round waits for others as long as it pays.
+    """
     contribute = process.node.contribute
 
     def filling(channel: str, x: Tensor, *args: Any, **options: Any) -> Any:
         filling, y = Filling(x.numel(), expected_s), torch.full_like(x, NOT_MADE)
         for delay_s, front in steps:
             stage.world.later(process, delay_s, process.trainer._fill, filling, x, y, front)
-        return contribute(channel, y, *args, **{**options, "filling": filling})
+        return contribute(channel, y, *args, **{**options, "filling": filling, "patience_s": patience_s})
 
     process.node.contribute = filling  # type: ignore[method-assign]
 
@@ -367,7 +370,7 @@ def test_who_dies_in_its_backward_leaves_what_it_had_sent() -> None:
 def test_a_coordinator_that_dies_while_they_fill_is_followed_by_one_that_knows() -> None:
     stage = stage_of(3)
     for process in stage.peers():
-        fills(stage, process, 5.0, [(10.0, 0)])
+        fills(stage, process, 5.0, [(10.0, 0)], patience_s=20.0)
     coordinator, planned = a_plan_that_fills(stage)
     stage.until(lambda: all(p.node.slot.plan is not None for p in stage.world.running()))
     stage.world.crash(coordinator)

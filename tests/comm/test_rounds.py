@@ -11,6 +11,7 @@ import torch
 
 from dlc.comm import agenda as agenda_module
 from dlc.comm import messages as msg
+from dlc.comm import slot
 from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
@@ -18,6 +19,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.node import Node
 from dlc.errors import ProtocolError
+from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TRAIN
 from dlc.sim.world import Process
 from tests.comm.stage import Stage, past_round
@@ -127,13 +129,100 @@ def test_a_lost_commit_is_shown_again_to_the_one_who_lacks_it() -> None:
 
     def first_commit(source: str, target: str, m: Any) -> bool:
         nonlocal lost
-        hit = target == victim.host.name and isinstance(m, msg.Commit) and lost == 0
+        if target != victim.host.name:
+            return False
+        hit = isinstance(m, msg.Commit) and lost == 0
         lost += hit
-        return hit
+        return hit or isinstance(m, msg.Held)
 
     stage.hold = first_commit
     stage.committed(plan.entry.t, stage.peers(), limit_s=5.0)
     assert lost == 1 and victim.node.log.active
+
+
+# ------------------------------------------------------------------ learned by the others' votes
+
+
+def no_commits(source: str, target: str, m: Any) -> bool:
+    return isinstance(m, msg.Commit)
+
+
+def test_whoever_sees_all_votes_need_not_hear_of_the_commit() -> None:
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    stage.hold = no_commits
+    reports = stage.committed(plan.entry.t, stage.peers(), limit_s=5.0)
+    assert len({p.node.log.head for p in stage.peers()}) == 1
+    assert all(not report.missing for report in reports.values())
+    for process in stage.peers():
+        assert set(process.node.applier.last_decision().holders) == {p.voter for p in stage.peers()}
+    assert coordinator.node.log.state.round_of(TRAIN) == plan.entry.t
+
+
+def test_the_vote_that_decides_a_slot_is_none_of_the_next() -> None:
+    """Its ballot and, where no round was decided, its manifest may be the same there."""
+    stage = Stage(3)
+    for _ in range(4):
+        _, plan = stage.planned()
+        stage.committed(plan.entry.t, stage.peers())
+        stage.between_rounds()
+        assert not any(p.node.slot.votes for p in stage.peers())
+
+
+def test_no_member_decides_while_one_that_is_awake_has_not_voted() -> None:
+    """Whom to wait for, and for how long, is the coordinator's affair."""
+    stage = Stage(4)
+    coordinator, plan = stage.planned()
+    lacks = stage.peers(coordinator)[0]
+    stage.hold = lambda s, t, m: no_commits(s, t, m) or (isinstance(m, msg.Held) and lacks.host.name in (s, t))
+    others = stage.peers(lacks, coordinator)
+    stage.until(lambda: all(len(p.node.slot.votes) == 2 for p in others))
+    assert all(p.node.log.state.quorum({*p.node.slot.votes, p.voter}) for p in others)
+    stage.world.run_until(stage.world.now + 1.0)
+    assert {p.node.log.head for p in others} == {plan.head}
+    stage.hold = lambda source, target, m: False
+    stage.release()
+    stage.committed(plan.entry.t, stage.peers(), limit_s=5.0)
+
+
+def test_who_slept_decides_by_no_vote_that_was_sent_before() -> None:
+    """Others may have gone on by force meanwhile, as after any sleep."""
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    sleeper = stage.peers(coordinator)[0]
+    stage.hold = lambda s, t, m: t == sleeper.host.name and isinstance(m, msg.Held | msg.Commit)
+    stage.until(lambda: sleeper.node.slot.accepted is not None)
+    assert sleeper.node.log.head == plan.head
+    stage.until(lambda: len([m for *_, m in stage.held if isinstance(m, msg.Held)]) == 2)
+    stage.world.freeze(sleeper, 20.0)
+    stage.until(lambda: sleeper.awake)
+    assert sleeper.node.log.head == plan.head
+    votes = [(s, m) for s, t, _, *_, m in stage.held if isinstance(m, msg.Held)]
+    for source, vote in votes:
+        voter = next(p.voter for p in stage.peers() if p.host.name == source)
+        stage.world.act(sleeper, lambda now, m=vote, v=voter: sleeper.node.receive(v, m, now))
+    assert len(sleeper.node.slot.votes) == 2 and sleeper.node.log.head == plan.head
+    stage.hold = lambda source, target, m: False
+    stage.all_in((sleeper,), 60.0)
+
+
+def test_where_many_vote_only_the_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot, "VOTES_TOLD_MAX", 2)
+    stage = Stage(3)
+    coordinator, plan = stage.planned()
+    stage.committed(plan.entry.t, stage.peers())
+    told = {t for _, _, t, m in stage.sent if isinstance(m, msg.Held) and m.head == plan.head}
+    assert told <= {coordinator.host.name} and len(told) == 1
+
+
+def test_mutation_a_member_that_decides_by_its_own_vote_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(self: slot.Slot) -> None:
+        if self.accepted is not None and self.plan is not None and self.plan.ballot.voter != self.ctx.me:
+            self._learned(self.accepted[1].entry, [self.ctx.me])
+
+    monkeypatch.setattr(slot.Slot, "_learn", hasty)
+    with pytest.raises(Violation, match="I1"):
+        Stage(3).all_in()
 
 
 def test_everything_twice_and_old_messages_once_more() -> None:

@@ -16,7 +16,7 @@ from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Contrib, Result
-from dlc.comm.reducer import ChunkReducer, decode_mean
+from dlc.comm.reducer import ChunkReducer
 from dlc.comm.sparsecodec import BLOCK, CARRY, LEVELS_BYTES, TopKCodec
 from dlc.errors import ProtocolError
 from dlc.peer import Peer, UsageError
@@ -145,8 +145,8 @@ def test_a_result_is_the_parts_in_roster_order_and_their_weighted_sum(present: l
         for i in included:
             factor = np.float32(weights[i] / total)
             expected += factor * CODEC.decode(payloads[i], stop - start).numpy()
-        mean = decode_mean(grid, chunk, result)
-        assert mean is not None and np.array_equal(mean.numpy(), expected)
+        mean = CODEC.decode_result(result, stop - start)
+        assert np.array_equal(mean.numpy(), expected)
 
 
 def test_norms_clip_joined_parts_too() -> None:
@@ -155,8 +155,8 @@ def test_norms_clip_joined_parts_too() -> None:
     x = numbers(BLOCK)
     for i in range(3):
         assert reducer.offer(i, CODEC.encode(x * (4 if i == 2 else 1))) is None
-    mean = decode_mean(grid, 0, reducer.close()[0])
-    assert mean is not None and torch.allclose(mean, CODEC.decode(CODEC.encode(x), BLOCK), rtol=1e-6)
+    mean = CODEC.decode_result(reducer.close()[0], BLOCK)
+    assert torch.allclose(mean, CODEC.decode(CODEC.encode(x), BLOCK), rtol=1e-6)
 
 
 def test_results_of_a_wrong_length_or_with_a_bad_part_are_refused() -> None:

@@ -262,8 +262,8 @@ def until(world: World, condition: Callable[[], object], limit_s: float = 60.0) 
 class Wire:
     """Hears all that is sent from now on; keeps back pieces while `closed`, as a stalled connection does."""
 
-    def __init__(self, world: World, stalls: type = msg.Piece) -> None:
-        self._stalls = stalls
+    def __init__(self, world: World, stalls: Any = msg.Piece) -> None:
+        self.stalls = stalls
         self.heard: list[tuple[str, str, Any]] = []
         """(source, target, message)."""
         self.closed = False
@@ -273,7 +273,7 @@ class Wire:
 
     def _carried(self, source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
         self.heard.append((source, target, args[-1]))
-        if self.closed and isinstance(args[-1], self._stalls):
+        if self.closed and isinstance(args[-1], self.stalls):
             self._waiting.append((source, target, deliver, *args))
         else:
             self._carry(source, target, deliver, *args, bulk=bulk)
@@ -435,7 +435,8 @@ def test_an_offer_of_a_head_that_the_taker_has_passed_is_taken() -> None:
     wire = Wire(world, stalls=msg.Offer)
     wire.closed = True
     attach()
-    until(world, lambda: wire.answers(late, msg.Offer))
+    until(world, lambda: wire.answers(late, msg.Offer) == 2)  # asked again: the image is in use
+    wire.stalls = msg.Offer | msg.SyncReq  # asked from the new head, the donor would make an image of that
     depth = late.node.log.state.depth
     until(world, lambda: late.node.log.state.depth > depth)
     wire.open()

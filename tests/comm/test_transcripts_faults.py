@@ -77,9 +77,9 @@ def go_to(step: str, cast: Cast) -> None:
         assert leading.phase == WAIT
         return
     if step == "after COMMIT":
-        commits_to_others = commit_only_to(cast.owner)
+        unheard = told_only_to(cast.owner, cast.coordinator)
         waiting = stage.hold
-        stage.hold = lambda s, t, m: waiting(s, t, m) or commits_to_others(s, t, m)
+        stage.hold = lambda s, t, m: waiting(s, t, m) or unheard(s, t, m)
     stage.until(lambda: leading.phase == RUN)
     plan = leading.plan
     assert plan is not None and plan.entry.kind == ROUND
@@ -97,8 +97,15 @@ def go_to(step: str, cast: Cast) -> None:
     assert standing == {head}, "nobody else has heard of the commit yet"
 
 
-def commit_only_to(whom: Process) -> Any:
-    return lambda source, target, m: isinstance(m, msg.Commit) and target != whom.host.name
+def told_only_to(whom: Process, coordinator: Process) -> Any:
+    """Nobody else gets the COMMIT, or learns by the others' votes what it would say."""
+
+    def held(source: str, target: str, m: msg.Message) -> bool:
+        if isinstance(m, msg.Held):
+            return target != coordinator.host.name
+        return isinstance(m, msg.Commit) and target != whom.host.name
+
+    return held
 
 
 def strike(cast: Cast, victims: list[Process], fault: str) -> None:

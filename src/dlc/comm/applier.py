@@ -47,6 +47,11 @@ class Applier:
                 self.ctx.send(record.voter, commit)
         self.receive_commit(self.ctx.me, commit)
 
+    def learned(self, entry: Entry, holders: list[Voter]) -> None:
+        """Another coordinates the decision of this entry, and I saw all votes that it waits for: its COMMIT is on its
+        way to everybody."""
+        self.receive_commit(self.ctx.me, msg.Commit(entry, tuple(holders)))
+
     def receive_commit(self, sender: Voter, m: msg.Commit) -> None:
         entry, log = m.entry, self.log
         if entry.parent == log.head:

@@ -119,6 +119,7 @@ class Inbox:
                 self.applier.check_digest(sender, m)
         elif isinstance(m, msg.Held):
             coordinator.receive_held(sender, m)
+            slot.receive_held(sender, m)
 
     def _sync_message(self, sender: Voter, m: msg.Message) -> None:
         sync = self.sync

@@ -116,7 +116,7 @@ class Node:
         if resumed is not None:
             self.log.install(resumed, (resumed.head,), (resumed.tokens,))
         self.exchange = Exchange(self.ctx, self.log)
-        self.slot = Slot(self.ctx, self.log, self.exchange, config.listed)
+        self.slot = Slot(self.ctx, self.log, self.exchange, config.listed, lambda *told: self.applier.learned(*told))
         self.slot.founder = config.founder
         self.applier = Applier(self.ctx, self.log, self.exchange, self.slot, config.piece_bytes)
         self.coordinator, self.sync = self.applier.coordinator, self.applier.sync
@@ -170,10 +170,10 @@ class Node:
             if size_bytes < AT_LENGTH_BYTES_MIN:
                 work()
                 return
-            # The others need not wait for my step before theirs. A COMMIT is true however early it comes.
-            commits = [e for e in self.ctx.out if _is_commit(e)]
-            self.ctx.out[:] = [e for e in self.ctx.out if not _is_commit(e)]
-            aside(work, [self._routed(e) for e in commits])
+            # The others need not wait for my step before theirs. COMMIT and HELD are true however early they come.
+            decisive = [e for e in self.ctx.out if _is_decisive(e)]
+            self.ctx.out[:] = [e for e in self.ctx.out if not _is_decisive(e)]
+            aside(work, [self._routed(e) for e in decisive])
 
         self.ctx.at_length = self.log.at_length = at_length
 
@@ -513,5 +513,5 @@ class Node:
         return self.members.record(peer)
 
 
-def _is_commit(effect: Effect) -> bool:
-    return isinstance(effect, Send) and isinstance(effect.message, msg.Commit)
+def _is_decisive(effect: Effect) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, msg.Commit | msg.Held)

@@ -32,7 +32,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.codecs import Payload
@@ -41,6 +40,9 @@ from dlc.comm.grid import Grid
 
 WEIGHT_MAX = 2.0**53
 """Weights are counts of tokens; beyond this a float64 no longer counts in ones."""
+
+SUM_TELLS_PARTS_MAX = 2048
+"""Of fewer contributions, all finite, the mean is finite in the wire type, whatever rounding adds."""
 
 DUPLICATE = "duplicate"
 LATE = "late"
@@ -145,7 +147,7 @@ class ChunkReducer:
         held, self._held = self._held, {}
         workspace = workspace or Workspace(self.grid)
         if self.grid.coder.sum_tells:
-            mean = self._mean(held, workspace, usual=True)
+            mean = self._mean(held, workspace, usual=True) if len(held) < SUM_TELLS_PARTS_MAX else None
             if mean is not None:
                 return mean
             for i in [i for i, payload in held.items() if not self.grid.coder.finite(payload, self._numel)]:
@@ -191,16 +193,6 @@ def clip_factors(norms: Sequence[float]) -> list[float]:
     told = [norm for norm in norms if norm > 0]
     median = statistics.median(told) if told else 0.0
     return [min(1.0, median / norm) if norm > 0 else 1.0 for norm in norms]
-
-
-def decode_mean(grid: Grid, chunk: int, payload: Payload) -> Tensor | None:
-    """The mean of a chunk result in fp32, or None for an empty payload: nobody contributed.
-
-    ProtocolError where the payload has another length than the chunk.
-    """
-    if memoryview(payload).nbytes == 0:
-        return None
-    return grid.coder.decode_result(payload, grid.elems(chunk))
 
 
 def _fp32(value: float) -> float:

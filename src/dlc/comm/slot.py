@@ -14,7 +14,7 @@ restarted process is another voter. The state is dropped when the head moves, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
@@ -41,13 +41,23 @@ from dlc.comm.permit import permits
 from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
 
+VOTES_TOLD_MAX = 8
+"""Where no more vote, each tells all others: n^2 small messages save half of the longest round trip of every entry."""
 ROSTER_PARTS_MAX = 1 << 13
 """Parts in all rosters that a promise names: some 80 bytes each, beside the 2 MiB that chunks may take (`grid.py`)."""
 
 
 class Slot:
-    def __init__(self, ctx: Context, log: Log, exchange: Exchange, listed: tuple[str, ...]) -> None:
-        self.ctx, self.log, self.exchange = ctx, log, exchange
+    def __init__(
+        self,
+        ctx: Context,
+        log: Log,
+        exchange: Exchange,
+        listed: tuple[str, ...],
+        learned: Callable[[Entry, list[Voter]], None],
+    ) -> None:
+        """`learned`: called with an entry that others coordinate and that is decided, and the voters that hold it."""
+        self.ctx, self.log, self.exchange, self._learned = ctx, log, exchange, learned
         self.listed = listed
         """Addresses of `--peers`: a founding group must contain them all."""
         self.founder = False
@@ -62,6 +72,8 @@ class Slot:
         self.accepted: tuple[Ballot, Decree] | None = None
         self.accepted_results: tuple[Result, ...] = ()
         self.plan: Plan | None = None
+        self.votes: dict[Voter, tuple[Ballot, bytes]] = {}
+        """The last vote that each of the others told me: ballot and manifest."""
         self.coordinator_heard = 0.0
         """Running time."""
         self.entered = 0.0
@@ -81,6 +93,7 @@ class Slot:
         self.promised = Ballot(0, rank0) if rank0 else LOWEST
         self.seen = self.promised
         self.accepted, self.accepted_results, self.plan = None, (), None
+        self.votes = {}
         self.coordinator_heard = self.entered = self.ctx.running_s
         self.beat = None
         self.blocked_on_digest = False
@@ -244,6 +257,34 @@ class Slot:
         self.accepted = (plan.ballot, Decree(dataclasses.replace(plan.entry, manifest=manifest), hashes))
         self.accepted_results = self.exchange.results()
         self._send_vote()
+        if not plan.deciders and len(self.log.state.electorate) <= VOTES_TOLD_MAX:
+            others = (v for v in self.log.state.electorate if v not in (self.ctx.me, plan.ballot.voter))
+            self.ctx.cast(others, Held(self.log.head, plan.ballot, manifest))
+        self._learn()
+
+    def receive_held(self, sender: Voter, m: Held) -> None:
+        """Another's vote: together with mine it may be the last that was lacking."""
+        if m.head != self.log.head:
+            return  # it was the last that my coordinator lacked: this is another slot by now
+        if sender != self.ctx.me and sender in self.log.state.electorate:
+            known = self.votes.get(sender)
+            if known is None or m.ballot >= known[0]:
+                self.votes[sender] = m.ballot, m.manifest
+                self._learn()
+
+    def _learn(self) -> None:
+        """The coordinator's rule, half a round trip before its COMMIT is here: a quorum voted as I did, and so did all
+        that are awake. Where anybody is waited for, that is the coordinator's affair."""
+        plan, accepted, members = self.plan, self.accepted, self.ctx.members
+        if plan is None or accepted is None or plan.deciders or plan.ballot.voter == self.ctx.me:
+            return
+        if not accepted[0] == plan.ballot == self.promised or not self.may_decide(()):
+            return
+        entry, electorate = accepted[1].entry, self.log.state.electorate
+        same = (plan.ballot, entry.manifest)
+        votes = [v for v in electorate if v == self.ctx.me or self.votes.get(v) == same]
+        if self.log.state.quorum(votes) and all(v in votes for v in electorate if members.awake(v)):
+            self._learned(entry, sorted(votes))
 
     def _state_allows(self, plan: Plan) -> bool:
         """An opening is voted for only by those who hold the first state, so that a quorum has it; and by helpers that
