@@ -13,7 +13,8 @@ rounds are told apart.
 
 The limit is the least time in which the links carry the bytes: each contributor's vector out, each result in, with the
 best division of the work (`dlc.comm.partition`), without headers and latency. Gloo bf16 is timed with the conversion.
-Hivemind has its defaults and fp16 on the wire; its matchmaking before each round is not timed.
+Hivemind has its defaults and fp16 on the wire; its matchmaking before each round is not timed. With --announce S nor is
+our agreement on the round: each is announced S seconds before, as a trainer does before its last inner steps.
 
 The relay is a process of this machine and carries about a gigabit in all, so --scale divides rates *and* bytes: seconds
 stay what they would be, but for the work per byte. Needs root (network namespaces).
@@ -42,6 +43,7 @@ from dlc.comm.codecs import get_codec
 from dlc.comm.partition import Member, optimum
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError
+from dlc.handles import Reduction
 from dlc.peer import Peer
 
 PORT = 7000
@@ -111,6 +113,7 @@ class Engines:
         self.mine = self.vectors[options.rank].clone()
         self.vectors.clear()
         self.work = torch.empty_like(self.mine)
+        self.announced: Reduction | None = None
 
     def meet_gloo(self) -> None:
         import os
@@ -135,8 +138,24 @@ class Engines:
         error = float((ends - self.true).abs().max())
         return {"seconds": seconds, "error": error, "right": error <= TOLERANCE[wire_format(engine)], **more}
 
+    def announce(self, codec: str) -> None:
+        """Let the peers agree on the round, as a trainer does before its last inner steps."""
+        self.announced = self.peer.all_reduce(
+            self.work,
+            name=f"wan-{codec}",
+            codec=codec,
+            timeout_s=LIMIT_S,
+            async_op=True,
+            expected_s=self.options.announce,
+        )
+
     def _ours(self, codec: str) -> dict[str, Any]:
-        report = self.peer.all_reduce(self.work, name=f"wan-{codec}", codec=codec, timeout_s=LIMIT_S)
+        if self.announced is None:
+            report = self.peer.all_reduce(self.work, name=f"wan-{codec}", codec=codec, timeout_s=LIMIT_S)
+        else:
+            self.announced.ready()
+            report = self.announced.wait(LIMIT_S)
+            self.announced = None
         return {"contributors": len(report.contributors), "sent": report.bytes_sent}
 
     def _gloo(self, engine: str) -> dict[str, Any]:
@@ -161,6 +180,7 @@ def worker_main(arguments: list[str]) -> None:
     for name in ("--key", "--listen", "--meet"):
         parser.add_argument(name, required=True)
     parser.add_argument("--peers", default="")
+    parser.add_argument("--announce", type=float, required=True)
     for name in ("--numel", "--rank", "--n"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
@@ -179,6 +199,9 @@ def worker_main(arguments: list[str]) -> None:
             elif word == "rates":
                 up_Bps = engines.peer._ask(lambda node, now: node.exchange.rates.told_up_Bps)
                 say("rates", up_mbit=up_Bps * 8e-6)
+            elif word == "announce":
+                engines.announce(engine)
+                say("announced")
             elif word == "round":
                 say("done", **engines.round(engine))
         engines.peer.leave()
@@ -233,6 +256,7 @@ class Bench:
                 "--meet",
                 f"{first}:{GLOO_PORT}",
             ]
+            words += ["--announce", str(self.options.announce)]
             words += ["--rank", str(rank), "--n", str(len(self.sites)), "--numel", str(self.numel)]
             words += ["--peers", f"{first}:{PORT}"] if rank else []
             self.workers.start(site, *words, within=self.wan.enter(site))
@@ -259,6 +283,9 @@ class Bench:
         if engine == HIVEMIND:
             assert self._hivemind is not None
             return self._hivemind.round()
+        if self.options.announce and engine in TOLERANCE:
+            self.all(f"announce {engine}", "announced")
+            threading.Event().wait(self.options.announce)
         told = self.all(f"round {engine}", "done")
         for site, one in zip(self.sites, told, strict=True):
             if not one["right"] or one["contributors"] != len(self.sites):
@@ -332,6 +359,9 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=2, help="rounds before them; the first is told")
     parser.add_argument("--space", type=float, default=11.0, help="seconds between two rounds")
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before the first round (default 20)")
+    parser.add_argument(
+        "--announce", type=float, default=0.0, help="announce our rounds so many seconds before (default 0: do not)"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.engines = options.engines.split(",")

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlc import collectives
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
+from dlc.handles import Announced
 from dlc.mesh import Group
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
@@ -139,3 +140,88 @@ def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pyte
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(peers[1].all_reduce, torch.zeros(2), timeout_s=ROUND_S)
             assert len(handle.wait(ROUND_S).contributors) == 2 and other.result(ROUND_S).complete
+
+
+# ------------------------------------------------------------------ announced
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in place", "copied"])
+def test_an_announced_all_reduce_is_planned_before_its_tensors_are_ready(dtype: torch.dtype) -> None:
+    with swarm(2) as peers:
+        given = [torch.full((9,), -1.0, dtype=dtype) for _ in peers]
+        handles = [
+            p.all_reduce(x, timeout_s=ROUND_S, async_op=True, expected_s=ROUND_S)
+            for p, x in zip(peers, given, strict=True)
+        ]
+        with pytest.raises(UsageError, match=r"ready\(\)"):
+            handles[0].wait()
+        for peer in peers:
+            wait_until(lambda peer=peer: peer._ask(lambda node, now: node.slot.plan is not None))  # type: ignore[misc]
+        assert not any(handle.done for handle in handles)
+        for i, handle in enumerate(handles):
+            given[i].copy_(torch.arange(9) + 2.0 * i)
+            handle.ready()
+            handle.ready()
+        assert all(handle.wait(ROUND_S).complete for handle in handles)
+    for x in given:
+        assert torch.equal(x.float(), torch.arange(9) + 1.0)
+
+
+def test_who_is_not_ready_in_time_gets_the_mean_of_the_others_and_spoils_nothing() -> None:
+    """The mean comes while its caller still writes the tensors: into memory of its own, until `wait`."""
+    with swarm(4) as peers:
+        dtypes = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
+        given = [torch.full((9,), float(i), dtype=dtype) for i, dtype in enumerate(dtypes)]
+        handles = [
+            p.all_reduce(x, timeout_s=ROUND_S, async_op=True, expected_s=0.1) for p, x in zip(peers, given, strict=True)
+        ]
+        for handle in handles[:2]:
+            handle.ready()
+        wait_until(lambda: all(handle.done for handle in handles))
+        late = sorted((p.id, "late") for p in peers[2:])
+        for i, handle in enumerate(handles):
+            if i >= 2:
+                assert given[i].eq(i).all()
+                given[i].fill_(7.0)
+                if i == 2:
+                    handle.ready()
+            assert sorted((m.peer, m.reason) for m in handle.wait(ROUND_S).missing) == late
+    assert all(bool((x == 0.5).all()) for x in given)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
+def test_where_nobody_was_ready_in_time_the_tensors_stay(copies: bool) -> None:
+    """In these chunks; the means of the others go where they belong."""
+    x = torch.arange(9, dtype=torch.bfloat16 if copies else torch.float32)
+    announced = Announced(torch.full((9,), -1.0) if copies else x, [x], copies, 1.0)
+    out = announced.out
+    out.fill_(float("nan"))
+    out[4:8] = 5.0
+    announced.step(1, iter([(0, 4, None), (4, 8, out[4:8]), (8, 9, None)]))
+    announced.ready()
+    assert announced.missed and x.eq(torch.arange(9)).all()
+    announced.write()
+    announced.write()
+    assert x.tolist() == [0, 1, 2, 3, 5, 5, 5, 5, 8]
+
+
+def test_an_announced_all_reduce_can_be_cancelled_and_its_name_used_again() -> None:
+    with swarm(2) as peers:
+        given = [torch.zeros(9), torch.ones(9)]
+        handle = peers[0].all_reduce(given[0], async_op=True, expected_s=0.1)
+        assert handle.cancel()
+        handle.ready()
+        reports = together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=ROUND_S))
+        if not all(r.complete for r in reports):
+            given = [torch.zeros(9), torch.ones(9)]
+            together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=ROUND_S))
+    assert all(bool((x == 0.5).all()) for x in given)
+
+
+@pytest.mark.parametrize("expected_s", [-1.0, float("nan"), float("inf")])
+def test_an_expectation_that_is_none_is_refused(expected_s: float) -> None:
+    with Peer.join() as peer:
+        with pytest.raises(UsageError, match="expected_s is"):
+            peer.all_reduce(torch.ones(2), async_op=True, expected_s=expected_s)
+        with pytest.raises(UsageError, match="async_op"):
+            peer.all_reduce(torch.ones(2), expected_s=1.0)  # type: ignore[call-overload]

@@ -22,13 +22,13 @@ from dlc.comm.events import ContributionDropped, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.log import Attached, counted_of
+from dlc.comm.log import Attached, Sink, counted_of
 from dlc.comm.node import Node
 from dlc.comm.roles import OBSERVER
 from dlc.comm.state import State
 from dlc.comm.wire import pack
 from dlc.errors import CheckpointError, DlcError, SwarmClosed, UsageError
-from dlc.handles import Checkpoint, Means, Pending, Position
+from dlc.handles import Checkpoint, Pending, Position
 from dlc.runspec import RunSpec
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class Channels(ABC):
         weight: float,
         upto: int,
         patience_s: float,
-        sink: Means | None,
+        sink: Sink | None,
         norm: float = 0.0,
         after: int | None = None,
         filling: Filling | None = None,

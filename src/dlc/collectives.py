@@ -6,6 +6,7 @@ others side by side, and the rounds themselves, bulk included, come one after th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
@@ -20,7 +21,7 @@ from dlc.comm.node import Node
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.flat import flatten_tensors, writable_tensors
-from dlc.handles import Means, Reduction
+from dlc.handles import Announced, Means, Reduction
 from dlc.report import RoundReport
 
 PATIENCE_SHARE = 0.5
@@ -71,6 +72,7 @@ class Collectives(Channels):
         timeout_s: float = 60.0,
         patience_s: float | None = None,
         async_op: Literal[True],
+        expected_s: float = 0.0,
     ) -> Reduction: ...
 
     def all_reduce(
@@ -83,6 +85,7 @@ class Collectives(Channels):
         timeout_s: float = 60.0,
         patience_s: float | None = None,
         async_op: bool = False,
+        expected_s: float = 0.0,
     ) -> RoundReport | Reduction:
         """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
 
@@ -102,14 +105,23 @@ class Collectives(Channels):
         async_op: return a handle at once. The tensors belong to the round until its `wait` has returned: before that
         they are neither to be changed nor to be read. One call of a name may be on its way at a time; those of other
         names go beside it.
+
+        expected_s: with async_op; above 0 the call announces tensors that will hold their values in about so many
+        seconds, when the handle's `ready` is called. The peers agree on the round meanwhile, which takes a round trip
+        between the farthest of them. Who is not ready after three times as long may be left out of the mean, and is
+        named in the report.
         """
+        if not 0 <= expected_s < math.inf:
+            raise UsageError(f"expected_s is {expected_s}: it must be seconds until the tensors are ready, or 0")
+        if expected_s and not async_op:
+            raise UsageError("expected_s announces tensors: it needs async_op=True, and `ready` of the handle")
         many = writable_tensors(tensors)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
         if not weight >= 0 or weight == float("inf"):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
-        reduction = self._reduce(name, many, weight, codec, patience_s)
+        reduction = self._reduce(name, many, weight, codec, patience_s, expected_s)
         return reduction if async_op else _waited(reduction, timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
@@ -151,11 +163,15 @@ class Collectives(Channels):
         exact.unpack(vector, source)
         return report
 
-    def _reduce(self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float) -> Reduction:
+    def _reduce(
+        self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float, expected_s: float = 0.0
+    ) -> Reduction:
         refuse_sparse(codec)
-        vector, own = self._flat_of(name, many)
+        vector, own = self._flat_of(name, many, copy=not expected_s)
         grid = Grid(vector.numel(), usual_chunk_elems(vector.numel(), self.spec.chunk_elems), codec)
-        pending = self._offer(name, vector, grid, weight, 0, patience_s, Means(vector))
+        announced = Announced(vector, many, own, expected_s) if expected_s else None
+        filling = announced.filling if announced is not None else None
+        pending = self._offer(name, vector, grid, weight, 0, patience_s, announced or Means(vector), filling=filling)
 
         def cancel() -> bool:
             def act(node: Node, now: float) -> bool:
@@ -173,10 +189,10 @@ class Collectives(Channels):
         def keep() -> None:
             self._flat[name] = vector
 
-        return Reduction(pending, vector, many if own else [], codec, cancel, keep)
+        return Reduction(pending, vector, many if own else [], codec, cancel, keep, announced)
 
-    def _flat_of(self, name: str, many: list[Tensor]) -> tuple[Tensor, bool]:
-        """One fp32 CPU vector with the values of `many`, and whether it is memory of our own.
+    def _flat_of(self, name: str, many: list[Tensor], copy: bool) -> tuple[Tensor, bool]:
+        """One fp32 CPU vector for the values of `many`, with them if `copy`, and whether it is memory of our own.
 
         A single tensor of that form is used as it is, if other threads may write it. Other vectors are kept from round
         to round: a fresh one costs more in page faults than the copy itself.
@@ -187,7 +203,8 @@ class Collectives(Channels):
             return first.detach().view(-1), False
         kept = self._flat.pop(name, None)
         numel = sum(t.numel() for t in many)
-        return flatten_tensors(many, kept if kept is not None and kept.numel() == numel else None), True
+        vector = kept if kept is not None and kept.numel() == numel else vectors.empty(numel)
+        return (flatten_tensors(many, vector) if copy else vector), True
 
 
 def _patience_s(asked_s: float) -> float:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from dlc.comm import vectors
+from dlc.comm.filling import Filling
 from dlc.comm.ledger import Lease
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
-from dlc.flat import unflatten_into
+from dlc.flat import flatten_tensors, unflatten_into
 from dlc.report import RoundReport
 
 FORKED = "a forked process cannot use its parent's peer: join in the child, or call this in the parent"
@@ -126,9 +128,11 @@ class Reduction(Unpicklable):
         codec: str,
         cancel: Callable[[], bool],
         keep: Callable[[], None],
+        announced: Announced | None = None,
     ) -> None:
+        """`out`: the tensors, where `vector` is memory of our own; `announced`: they may not hold their values yet."""
         self._pending, self._vector, self._out, self._codec = pending, vector, out, codec
-        self._cancel, self._keep = cancel, keep
+        self._cancel, self._keep, self._announced = cancel, keep, announced
         self._cancelled = False
 
     @property
@@ -141,15 +145,27 @@ class Reduction(Unpicklable):
         """Of the round, once it is over. The tensors are written by `wait`, not before."""
         return self._pending.report
 
+    def ready(self) -> None:
+        """The tensors of a call with `expected_s` hold their values now; they are not to be changed before `wait`.
+
+        Of any other call they did from the beginning, and of one that is over or cancelled nothing is taken any more.
+        """
+        if self._announced is not None and not self.done:
+            self._announced.ready()
+
     def wait(self, timeout_s: float | None = None) -> RoundReport:
         """Wait for the round, and write the mean into the tensors. Every further call returns the same report.
 
         RoundTimeout after `timeout_s`: it is still on its way, so wait again or `cancel`. SwarmClosed: this peer has
-        left, or its view of the run was replaced. UsageError: cancelled, or others have other shapes or codecs.
+        left, or its view of the run was replaced. UsageError: cancelled, others have other shapes or codecs, or the
+        tensors were announced and are not `ready`.
         In all these cases the tensors are unchanged, but those of a call on its way are not the caller's yet.
         """
         if self._cancelled:
             raise UsageError(f"the all-reduce {self._pending.channel!r} was cancelled")
+        if self._announced is not None and not (self._announced.given or self._pending.done):
+            name = self._pending.channel
+            raise UsageError(f"the all-reduce {name!r} was announced: call ready() once its tensors hold their values")
         report = self._pending.wait(timeout_s)
         if report is None:
             raise SwarmClosed(
@@ -161,7 +177,9 @@ class Reduction(Unpicklable):
                 f"the round averaged {self._pending.misfit}, but this call has {self._vector.numel()} elements in "
                 f"{self._codec}: all peers must pass the same shapes and codec (the tensors are unchanged)"
             )
-        if self._out:
+        if self._announced is not None and self._announced.missed:
+            self._announced.write()
+        elif self._out:
             unflatten_into(self._vector, self._out)
             self._out = []
             self._keep()
@@ -174,6 +192,50 @@ class Reduction(Unpicklable):
         """
         self._cancelled = self._cancelled or self._cancel()
         return self._cancelled
+
+
+class Announced:
+    """The values of a call that names a round before it has them; and its means, if the round goes on without them.
+
+    They would be written over a contribution that its caller still works on: memory of their own is taken then.
+    """
+
+    def __init__(self, vector: Tensor, many: list[Tensor], copies: bool, expected_s: float) -> None:
+        """`copies`: `vector` is not the memory of `many`."""
+        self.filling = Filling(vector.numel(), expected_s)
+        self.given = self.missed = False
+        self._vector, self._many, self._copies = vector, many, copies
+        self._means = vector
+        self._holes: list[tuple[int, int]] = []
+
+    def ready(self) -> None:
+        """On the caller's thread."""
+        if not self.given:
+            self.given = True
+            if self._copies:
+                flatten_tensors(self._many, self._vector)
+            self.filling.reached(0)
+
+    @property
+    def out(self) -> Tensor:
+        """Where the means go, asked for once, on the driver's thread, when the round is decided. `Sink`."""
+        self.missed = not self.filling.complete
+        if self.missed:
+            self._means = vectors.empty(self._vector.numel())
+        return self._means
+
+    def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None:
+        """`Sink`."""
+        self._holes = [(start, stop) for start, stop, mean in means if mean is None]
+
+    def write(self) -> None:
+        """The means of a round that went on without the values, into the tensors; where there are none, these stay."""
+        if self._means is not self._vector:
+            whole = flatten_tensors(self._many)
+            for start, stop in self._holes:
+                self._means[start:stop] = whole[start:stop]
+            unflatten_into(self._means, self._many)
+            self._means = self._vector
 
 
 class Means:
