@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -168,7 +169,8 @@ class FakePeer:
         if after is not None and after != self.state.t:
             return FakePending(lambda: (None, False), 0, overtaken=True)
         self.fillings.append(filling)
-        self.vectors.append(self.elements(vector).clone())
+        unmade = filling is not None and isinstance(vector, Encoded)  # it has no values yet
+        self.vectors.append(torch.full((vector.numel(),), math.nan) if unmade else self.elements(vector).clone())
         self.weights.append(weight)
         self.norms.append(norm)
         self.patiences_s.append(patience_s)
@@ -176,14 +178,14 @@ class FakePeer:
         frozen, t = self.vectors[-1], self.state.t
         if filling is not None:
             self._front = filling.numel
-            filling.watch(1, lambda: self._filled(filling, self.elements(vector), frozen))
+            filling.watch(1, lambda: self._filled(filling, vector, frozen))
 
         def commit() -> tuple[RoundReport | None, bool]:
             if self.state.t != t:
                 return self._passed, False
             whole = filling is None or filling.complete
             assert whole or (filling is not None and filling.stopped), "its backward is over"
-            offered = self.elements(vector)
+            offered = self.elements(vector) if whole else frozen
             assert not whole or torch.equal(offered, frozen), "the vector changed while it was offered"
             reason = "late" if not whole else self.misses.pop(0) if self.misses else ""
             if reason == "dropped":
@@ -214,10 +216,11 @@ class FakePeer:
     def counts(self, channel: str) -> bool:
         return self.counting
 
-    def _filled(self, filling: Filling, vector: Tensor, frozen: Tensor) -> None:
+    def _filled(self, filling: Filling, vector: Tensor | Encoded, frozen: Tensor) -> None:
         """What is final now; the rest still holds something else."""
         new = slice(filling.front, self._front)
-        frozen[new], self._front = vector[new], filling.front
+        if filling.front < self._front:
+            frozen[new], self._front = self.elements(vector)[new], filling.front
         self.fronts.append(filling.front)
 
     def means(self, vector: Tensor) -> list[tuple[int, int, Tensor | None]]:

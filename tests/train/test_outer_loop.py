@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dlc.runspec import OuterSpec
 from dlc.train.offers import NotFinite, Work
 from dlc.train.outer_loop import OuterLoop
 from dlc.train.outgoing import Hook
+from tests.helpers import wait_until
 from tests.train.fake_peer import FakePeer
 
 STEP = 2.0**-6
@@ -59,6 +62,15 @@ class Model:
 
     def offer(self) -> bool:
         return self.loop.offer(float(len(self.blocks)), self.work)
+
+    def announce(self, steps: int = 1, said: bool = True) -> None:
+        """The next offer, after so many steps; and wait until the peer has heard of it, if it is said at once."""
+        lease = self.loop.newest().lease
+        assert lease is not None
+        blocks = tuple(lease.take(len(self.blocks) + steps)[0])
+        before = len(self.peer.uptos)
+        self.loop.announce(float(len(blocks)), Work(blocks, blocks[-1] + 1), 0.0 if said else 1000.0, 1.0)
+        wait_until(lambda: not said or len(self.peer.uptos) > before)
 
     def settle(self) -> bool:
         """True: something was counted."""
@@ -293,6 +305,89 @@ def test_work_stands_where_only_the_state_was_replaced() -> None:
     assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 2 * STEP))
 
 
+def test_what_was_announced_is_the_offer_and_is_encoded_after_the_last_step() -> None:
+    m = Model()
+    for t in range(3):
+        m.step(2)
+        m.announce()
+        assert m.peer.fillings[-1] is not None and m.peer.vectors[-1].isnan().all()
+        m.step()
+        assert m.offer() and m.peer.fillings[-1].complete
+        assert m.settle() and not m.blocks and len(m.peer.weights) == t + 1
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 9 * STEP)) and m.peer.uptos == [3, 6, 9]
+    assert torch.equal(m.local(), m.peer.theta())
+
+
+def test_a_step_that_ends_before_anything_is_said_makes_an_offer_as_any() -> None:
+    m = Model()
+    m.announce(said=False)
+    m.step()
+    assert m.offer() and m.settle() and m.peer.fillings == [None]
+    assert not [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_announcement_of_other_work_is_taken_back(planned: bool) -> None:
+    """Where a plan names it already, its round goes on without us, and is waited for before the next offer."""
+    m = Model()
+    m.peer.planned = planned
+    m.peer.slices = [2]
+    m.announce(steps=1)
+    m.step(2)
+    assert m.offer() and m.settle() == (not planned)
+    if planned:
+        assert m.offer() and m.settle()
+    (filling, none) = m.peer.fillings
+    assert filling is not None and filling.stopped and none is None
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 2 * STEP)) and not m.blocks
+
+
+def test_of_an_announced_step_that_diverged_nothing_is_sent() -> None:
+    m = Model()
+    m.peer.slices = [1]
+    m.announce()
+    with torch.no_grad():
+        next(m.model.parameters()).fill_(torch.nan)
+    m.step()
+    with pytest.raises(NotFinite):
+        m.offer()
+    m.blocks = []
+    (filling,) = m.peer.fillings
+    assert filling is not None and filling.stopped and m.peer.vectors[0].isnan().all()
+    assert not m.loop.free(0.0), "its round is on its way"
+    assert m.loop.free(0.0)
+    assert m.loop.moved() and m.loop.rebase(m.work)
+    m.step()
+    assert m.offer() and m.settle()
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1 + STEP))
+
+
+def test_a_round_that_passes_during_the_announced_step_is_gone_on_from() -> None:
+    m = Model()
+    m.step()
+    m.announce()
+    m.step()
+    m.others_round()
+    assert m.loop.moved() and m.loop.rebase(m.work) and m.loop.free(0.0)
+    assert m.offer() and m.settle()
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1.25 + 2 * STEP))
+    m.announce()
+    m.step()
+    m.others_round()
+    assert m.offer() and not m.settle()
+    assert m.offer() and m.settle()
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1.5 + 3 * STEP))
+
+
+@pytest.mark.parametrize("options", [{"codec": "int8"}, {"hook": lambda d: d}], ids=["residual", "hook"])
+def test_what_is_told_with_the_values_is_not_announced(options: dict[str, Any]) -> None:
+    m = Model(**options)
+    m.step()
+    m.loop.announce(1.0, m.work, 0.0, 1.0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+    assert m.offer() and m.peer.fillings == [None]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
 def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtype) -> None:
@@ -301,6 +396,9 @@ def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtyp
     steps = 0
     for _ in range(25):
         for _ in range(rng.randint(0, 3)):
+            if rng.random() < 0.3:
+                m.loop.free(0.0)
+                m.announce(steps=rng.choice([1, 1, 2]), said=False)
             m.step()
             steps += 1
             if rng.random() < 0.2:

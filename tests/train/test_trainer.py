@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 import dlc.train.outer_loop
+import dlc.train.phases
 from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
@@ -360,6 +361,69 @@ def test_a_loss_that_is_not_finite_is_not_contributed(
         run.go()
     assert [event["in_a_row"] for event in run.all("diverged")] == list(range(1, DIVERGED_MAX + 1))
     assert not run.peer.vectors
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of any length are long enough for that, and the last of each phase ends when the peer has heard of it."""
+    monkeypatch.setattr(dlc.train.phases, "ANNOUNCED_STEP_S_MIN", 0.0)
+    train_step = InnerLoop.train_step
+
+    def heard_of(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        timers = [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+        for timer in timers:
+            timer.join(60.0)
+        return result
+
+    monkeypatch.setattr(InnerLoop, "train_step", heard_of)
+
+
+@pytest.mark.usefixtures("announced")
+def test_the_last_step_of_a_phase_is_announced_with_what_it_will_be(spec: RunSpec, tmp_path: Path) -> None:
+    run, plain = Run(FakePeer(spec), tmp_path / "a"), Run(FakePeer(spec), tmp_path / "b")
+    run.go()
+    assert [filling is not None and filling.complete for filling in run.peer.fillings] == [True, True]
+    assert run.peer.weights == [spec.tokens_per_round] * 2 and len(run.peer.counted) == 2
+    assert run.peer.uptos == [spec.blocks_per_round, 2 * spec.blocks_per_round]
+    with pytest.MonkeyPatch.context() as never:
+        never.setattr(dlc.train.phases, "ANNOUNCED_STEP_S_MIN", 1e9)
+        plain.go()
+    assert plain.peer.fillings == [None, None] and torch.equal(plain.params(), run.params())
+
+
+@pytest.mark.usefixtures("announced")
+def test_an_announced_step_that_diverges_contributes_nothing(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan names it already: its round goes on without us, is waited for, and the run goes on."""
+    train_step, steps = InnerLoop.train_step, [0]
+
+    def bad_once(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        good = train_step(self, batches, step)
+        steps[0] += 1
+        return dataclasses.replace(good, loss=float("nan")) if steps[0] == H else good
+
+    monkeypatch.setattr(InnerLoop, "train_step", bad_once)
+    run = Run(FakePeer(spec), tmp_path)
+    assert run.go().t == 2 and len(run.all("diverged")) == 1
+    first, *others = run.peer.fillings
+    assert first is not None and first.stopped and len(run.peer.counted) == 1
+    assert all(filling is None or filling.complete for filling in others)
+
+
+@pytest.mark.usefixtures("announced")
+@pytest.mark.parametrize("planned", [False, True])
+def test_who_is_to_stop_in_an_announced_step_contributes_it_or_takes_it_back(
+    spec: RunSpec, tmp_path: Path, planned: bool
+) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.planned = planned
+    run.on_step[H] = run.stop.set
+    summary = run.go()
+    assert summary.reason == "interrupted" and run.peer.left
+    (filling,) = run.peer.fillings
+    assert filling is not None and (filling.stopped or len(run.peer.counted) == 1)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,12 @@ class Outgoing:
         sent = hooked if self._feedback is None else self._feedback.added((hooked,), vector)
         return sent, norm_of(sent) if self._clips else 0.0
 
-    def streamed(self, parts: Iterable[Tensor]) -> tuple[Tensor | Encoded, float]:
-        """The same of a vector that comes part by part, and does not stay: in memory of its own.
+    def announced(self) -> Encoded | None:
+        """What `streamed` will give, before it has values. None: its norm, or what encoding loses, is told with it."""
+        return Encoded(self._grid) if self._feedback is None and not self._clips else None
+
+    def streamed(self, parts: Iterable[Tensor], announced: Encoded | None = None) -> tuple[Tensor | Encoded, float]:
+        """The same of a vector that comes part by part, and does not stay: in memory of its own, or in `announced`.
 
         NotFinite: a part holds NaN or Inf.
         """
@@ -86,7 +90,8 @@ class Outgoing:
         if self._feedback is not None:
             sent = self._feedback.added(seen)
             return sent, norm_of(sent) if self._clips else 0.0
-        encoded = Encoded(self._grid, seen)
+        encoded = announced if announced is not None else Encoded(self._grid)
+        encoded.fill(seen)
         return encoded, math.sqrt(math.fsum(n * n for n in norms))
 
     def _seen(self, parts: Iterable[Tensor], norms: list[float]) -> Iterator[Tensor]:

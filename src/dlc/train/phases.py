@@ -27,7 +27,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dlc.errors import DataError, DlcError
 from dlc.report import RoundReport
@@ -35,7 +35,7 @@ from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
 from dlc.train.inner import InnerLoop
 from dlc.train.loader import Loader
-from dlc.train.offers import NotFinite
+from dlc.train.offers import NotFinite, Work
 from dlc.train.others import Others
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.pace import pace_of
@@ -52,6 +52,13 @@ GROW_EVERY_S = 5.0
 """Between two tries to offer more while a round waits for others: where a plan crosses it, the round waits in vain."""
 LAST_ROUND_S = 5.0
 """A peer that was asked to stop takes part in a round that is no further away than this."""
+ANNOUNCED_S = 0.5
+"""Before the last inner step of a phase should end the others are told that our contribution is about to come: longer
+than it takes to agree on a round, and not so long that a failure in that round is found late."""
+ANNOUNCED_STEP_S_MIN = 0.2
+"""Steps that are shorter would be over before the others have heard of it."""
+OVERRUN_STEPS = 0.5
+"""By so much of an inner step the last one may be longer than usual before the others' patience begins to shrink."""
 PATIENCE_S_MIN = 0.1
 EXCHANGES_KEPT = 8
 """Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
@@ -89,6 +96,8 @@ class Phases:
         self._passed = False
         """A round was committed without the work of this phase."""
         self._exchanges_s: deque[float] = deque(maxlen=EXCHANGES_KEPT)
+        self._offer_s = 0.0
+        """What the last offer took: measuring and encoding."""
         self._leave_at: float | None = None
         self._diverged = 0
 
@@ -154,6 +163,7 @@ class Phases:
     def drop(self) -> None:
         """What is not counted will not be: its blocks go, or went, to others."""
         lost, tokens = len(self._done), self._done.tokens
+        self._outer.retract()
         self._done.keep(0)
         self._supply.forget()
         self._in_step = self._passed = False
@@ -177,7 +187,10 @@ class Phases:
         began, t = self._clock(), self._outer.position.t
         inner = min(self._inner_step if ahead is None else ahead, h - 1)
         step = (t if ahead is None else t + 1) * h + inner
-        result = self.inner.train_step(self._supply.batches(group), step)
+        batches = self._supply.batches(group)
+        if ahead is None and left == 1:
+            self._announce(group, sum(ids.numel() for ids in batches))
+        result = self.inner.train_step(batches, step)
         if result.diverged:
             raise NotFinite(f"the loss of inner step {inner} after round {t} is not finite")
         self._done.add(group, result.tokens, result.loss)
@@ -199,6 +212,20 @@ class Phases:
         )
         return True
 
+    def _announce(self, group: Sequence[int], tokens: int) -> None:
+        """The last inner step of a phase begins, on these blocks: what `exchange` will offer is known, but its values.
+
+        Not where it may not be the last one: others are further back than we, or a deadline is what counts.
+        """
+        step_s, outer = self._tell.step_s, self._outer
+        if outer.waiting or self._passed or self._spec.sync_mode != "steps" or self._overlaps() or self._too_early():
+            return
+        if step_s >= ANNOUNCED_STEP_S_MIN:
+            blocks = (*self._done.work.blocks, *group)
+            in_s = max(0.0, step_s - ANNOUNCED_S)
+            expected_s = step_s - in_s + OVERRUN_STEPS * step_s + self._offer_s
+            outer.announce(float(self._done.tokens + tokens), Work(blocks, blocks[-1] + 1), in_s, expected_s)
+
     # ---------------------------------------------------------------- rounds
 
     def exchange(self, stop: threading.Event) -> None:
@@ -208,9 +235,17 @@ class Phases:
         self._tell.phase("overlapping" if overlaps else "waiting")
         since = offered_at = tried_at = clock()
         stepped_s, patience_s, may_step = 0.0, self._patience_s(), True
+        while not outer.free(WAIT_SLICE_S):
+            self._calls.listen()
+            if self._gives_up(stop):
+                outer.give_up()
+                self.drop()
+                return
+        began = clock()
         if not outer.offer(float(done.tokens), done.work):
             self.drop()
             return
+        self._offer_s = clock() - began
         offered, slice_s = len(done), 0.0 if overlaps else WAIT_SLICE_S
         while not outer.wait(slice_s):
             slice_s = WAIT_SLICE_S

@@ -46,6 +46,10 @@ class Pending(Protocol):
     """A contribution that was offered to the next round; `report` and `counted` are set before `wait` returns."""
 
     @property
+    def done(self) -> bool:
+        """Its round is over, or nothing was offered: `wait` returns at once."""
+
+    @property
     def counted(self) -> bool:
         """Once waited for: the contribution is part of that round."""
 
