@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dlc.comm.events import Waiting
+from dlc.comm.filling import Filling
 from dlc.comm.timeouts import Timeouts
 from dlc.errors import DlcError
 from dlc.peer import Peer
@@ -180,3 +182,41 @@ def test_without_a_quorum_inner_steps_go_on_and_all_of_them_count(tmp_path: Path
     assert steps + ahead <= len(left.all("step")) + H
     counted = sum(c["weight"] for e in left.all("round") for c in e["contributors"] if c["peer"] == left.peer.id)
     assert len(left.all("step")) * 2 * 16 == counted + summary.setbacks.tokens_dropped
+
+
+def test_rounds_of_steps_that_take_their_time_are_agreed_upon_before_these_end(
+    tmp_path: Path, paced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All offers of all peers are whole, and none is made twice."""
+    spec = dataclasses.replace(spec_of(tmp_path, rounds=5), sync_every=3)
+    pupils: list[Pupil] = []
+    planned: list[bool] = []
+    reached = Filling.reached
+
+    def noted(filling: Filling, start: int) -> None:
+        nodes = [pupil.peer._node for pupil in pupils]
+        mine = next(node for node in nodes for o in list(node.exchange.offered.values()) if o.filling is filling)
+        planned.append(mine.slot.plan is not None)
+        reached(filling, start)
+
+    monkeypatch.setattr(Filling, "reached", noted)
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            for i in range(3):
+                listed = pupils[0].peer.address if pupils else ""
+                pupils.append(Pupil(spec, tmp_path / str(i), 0.3, listed, Timeouts()))
+            ends = [pool.submit(pupil.go) for pupil in pupils]
+            wait_until(lambda: all(end.done() for end in ends), DEADLINE_S, "all trainers end")
+        finally:
+            for pupil in pupils:
+                pupil.stop.set()
+        summaries = [end.result() for end in ends]
+    assert {s.reason for s in summaries} == {"rounds"} and len({(s.t, s.digest) for s in summaries}) == 1
+    rounds = {event["t"]: event for pupil in pupils for event in pupil.all("round")}
+    tokens: Counter[str] = Counter()
+    for event in rounds.values():
+        assert all(c["fraction"] == 1.0 for c in event["contributors"])
+        tokens.update({c["peer"]: c["weight"] for c in event["contributors"]})
+    for pupil, summary in zip(pupils, summaries, strict=True):
+        assert len(pupil.all("step")) * 32 == tokens[pupil.peer.id] + summary.setbacks.tokens_dropped
+    assert sum(planned) >= 6, f"hardly a round was planned before the last step of its contributors ended: {planned}"
