@@ -122,7 +122,11 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             continue
         if spec is None or saved.leads_to(spec):
             return saved
-        log.warning("%s is past the end of this run, which does not go on from it; for that give more rounds", path)
+        log.warning(
+            "%s is past the end of this run, which goes on from an older checkpoint, or begins anew at round 0; "
+            "to go on from this one, give more rounds",
+            path,
+        )
     return None
 
 
