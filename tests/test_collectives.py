@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlc import collectives
+from dlc import collectives, handles
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.handles import Announced
@@ -225,3 +225,21 @@ def test_an_expectation_that_is_none_is_refused(expected_s: float) -> None:
             peer.all_reduce(torch.ones(2), async_op=True, expected_s=expected_s)
         with pytest.raises(UsageError, match="async_op"):
             peer.all_reduce(torch.ones(2), expected_s=1.0)  # type: ignore[call-overload]
+
+
+def test_a_ready_that_was_interrupted_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy may fail, too: the tensors may be a GPU's."""
+    x = torch.arange(9, dtype=torch.bfloat16)
+    announced = Announced(torch.full((9,), -1.0), [x], True, 1.0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as now:
+        now.setattr(handles, "flatten_tensors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            announced.ready()
+    assert not announced.given and not announced.filling.complete
+    announced.ready()
+    assert announced.given and announced.filling.complete
+    assert announced.out.eq(torch.arange(9)).all()

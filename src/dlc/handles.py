@@ -209,11 +209,11 @@ class Announced:
         self._holes: list[tuple[int, int]] = []
 
     def ready(self) -> None:
-        """On the caller's thread."""
-        if not self.given:
-            self.given = True
+        """On the caller's thread. Where it is interrupted, or the copy fails, it may be called again."""
+        if not self.filling.complete:
             if self._copies:
                 flatten_tensors(self._many, self._vector)
+            self.given = True
             self.filling.reached(0)
 
     @property
