@@ -188,7 +188,7 @@ def test_rounds_of_steps_that_take_their_time_are_agreed_upon_before_these_end(
     tmp_path: Path, paced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All offers of all peers are whole, and none is made twice."""
-    spec = dataclasses.replace(spec_of(tmp_path, rounds=5), sync_every=3)
+    spec = dataclasses.replace(spec_of(tmp_path, rounds=8), sync_every=3)
     pupils: list[Pupil] = []
     planned: list[bool] = []
     reached = Filling.reached
@@ -220,3 +220,26 @@ def test_rounds_of_steps_that_take_their_time_are_agreed_upon_before_these_end(
     for pupil, summary in zip(pupils, summaries, strict=True):
         assert len(pupil.all("step")) * 32 == tokens[pupil.peer.id] + summary.setbacks.tokens_dropped
     assert sum(planned) >= 6, f"hardly a round was planned before the last step of its contributors ended: {planned}"
+
+
+def test_a_last_step_that_takes_much_longer_than_the_others_costs_a_lone_trainer_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nobody to go on without it: its round would be one with nobody in it, and the run a round shorter."""
+    train_step, steps = InnerLoop.train_step, [0]
+
+    def step(self: InnerLoop, batches: Any, number: int) -> StepResult:
+        steps[0] += 1
+        time.sleep(8.0 if steps[0] == 6 else 0.25)
+        return train_step(self, batches, number)
+
+    monkeypatch.setattr(InnerLoop, "train_step", step)
+    spec = dataclasses.replace(spec_of(tmp_path, rounds=2), sync_every=3)
+    alone = Pupil(spec, tmp_path / "alone", 0.0, "", Timeouts())
+    try:
+        summary = alone.go()
+    finally:
+        alone.peer.leave()
+    assert [event["counted"] for event in alone.all("round")] == [True, True]
+    assert (summary.t, summary.tokens) == (2, 2 * spec.tokens_per_round)
+    assert not summary.setbacks.tokens_dropped

@@ -32,6 +32,8 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
+ANOTHER = FakeMember(status={"t": 1 << 20, "inner": 0, "of": H, "step_s": 1.0})
+"""A trainer that is not in step with us."""
 Event = dict[str, Any]
 
 
@@ -382,6 +384,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("announced")
 def test_the_last_step_of_a_phase_is_announced_with_what_it_will_be(spec: RunSpec, tmp_path: Path) -> None:
     run, plain = Run(FakePeer(spec), tmp_path / "a"), Run(FakePeer(spec), tmp_path / "b")
+    run.peer.others = plain.peer.others = [ANOTHER]
     run.go()
     assert [filling is not None and filling.complete for filling in run.peer.fillings] == [True, True]
     assert run.peer.weights == [spec.tokens_per_round] * 2 and len(run.peer.counted) == 2
@@ -390,6 +393,13 @@ def test_the_last_step_of_a_phase_is_announced_with_what_it_will_be(spec: RunSpe
         never.setattr(dlc.train.phases, "ANNOUNCED_STEP_S_MIN", 1e9)
         plain.go()
     assert plain.peer.fillings == [None, None] and torch.equal(plain.params(), run.params())
+
+
+@pytest.mark.usefixtures("announced")
+def test_a_lone_trainer_announces_nothing(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.go()
+    assert run.peer.fillings == [None, None] and len(run.peer.counted) == 2
 
 
 @pytest.mark.usefixtures("announced")
@@ -406,6 +416,7 @@ def test_an_announced_step_that_diverges_contributes_nothing(
 
     monkeypatch.setattr(InnerLoop, "train_step", bad_once)
     run = Run(FakePeer(spec), tmp_path)
+    run.peer.others = [ANOTHER]
     assert run.go().t == 2 and len(run.all("diverged")) == 1
     first, *others = run.peer.fillings
     assert first is not None and first.stopped and len(run.peer.counted) == 1
@@ -418,7 +429,7 @@ def test_who_is_to_stop_in_an_announced_step_contributes_it_or_takes_it_back(
     spec: RunSpec, tmp_path: Path, planned: bool
 ) -> None:
     run = Run(FakePeer(spec), tmp_path)
-    run.peer.planned = planned
+    run.peer.planned, run.peer.others = planned, [ANOTHER]
     run.on_step[H] = run.stop.set
     summary = run.go()
     assert summary.reason == "interrupted" and run.peer.left

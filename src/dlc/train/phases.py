@@ -215,12 +215,13 @@ class Phases:
     def _announce(self, group: Sequence[int], tokens: int) -> None:
         """The last inner step of a phase begins, on these blocks: what `exchange` will offer is known, but its values.
 
-        Not where it may not be the last one: others are further back than we, or a deadline is what counts.
+        Not where it may not be the last one: others are further back than we, or a deadline is what counts. Nor alone:
+        there is nobody to agree with, and where the step took too long its round would be one with nobody in it.
         """
         step_s, outer = self._tell.step_s, self._outer
         if outer.waiting or self._passed or self._spec.sync_mode != "steps" or self._overlaps() or self._too_early():
             return
-        if step_s >= ANNOUNCED_STEP_S_MIN:
+        if step_s >= ANNOUNCED_STEP_S_MIN and self._others.steps_s():
             blocks = (*self._done.work.blocks, *group)
             in_s = max(0.0, step_s - ANNOUNCED_S)
             expected_s = step_s - in_s + OVERRUN_STEPS * step_s + self._offer_s
