@@ -398,7 +398,9 @@ def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtyp
         for _ in range(rng.randint(0, 3)):
             if rng.random() < 0.3:
                 m.loop.free(0.0)
-                m.announce(steps=rng.choice([1, 1, 2]), said=False)
+                m.loop.retract()
+                if m.peer._pending is None or m.peer._pending.done:
+                    m.announce(steps=rng.choice([1, 1, 2]), said=rng.random() < 0.5)
             m.step()
             steps += 1
             if rng.random() < 0.2:

@@ -219,7 +219,7 @@ def test_rounds_of_steps_that_take_their_time_are_agreed_upon_before_these_end(
         tokens.update({c["peer"]: c["weight"] for c in event["contributors"]})
     for pupil, summary in zip(pupils, summaries, strict=True):
         assert len(pupil.all("step")) * 32 == tokens[pupil.peer.id] + summary.setbacks.tokens_dropped
-    assert sum(planned) >= 6, f"hardly a round was planned before the last step of its contributors ended: {planned}"
+    assert sum(planned) >= 3, f"hardly a round was planned before the last step of its contributors ended: {planned}"
 
 
 def test_a_last_step_that_takes_much_longer_than_the_others_costs_a_lone_trainer_no_round(

@@ -171,11 +171,17 @@ class Node:
                 work()
                 return
             # The others need not wait for my step before theirs. COMMIT and HELD are true however early they come.
-            decisive = [e for e in self.ctx.out if _is_decisive(e)]
-            self.ctx.out[:] = [e for e in self.ctx.out if not _is_decisive(e)]
+            decisive = [e for e in self.ctx.out if self._is_decisive(e)]
+            self.ctx.out[:] = [e for e in self.ctx.out if not self._is_decisive(e)]
             aside(work, [self._routed(e) for e in decisive])
 
         self.ctx.at_length = self.log.at_length = at_length
+
+    def _is_decisive(self, effect: Effect) -> bool:
+        """Of what others wait for; what I send to myself never leaves."""
+        if not isinstance(effect, Send) or effect.to == self.me.peer:
+            return False
+        return isinstance(effect.message, msg.Commit | msg.Held)
 
     def breathe(self, now: float, sender: Voter | None = None, message: msg.Message | None = None) -> list[Effect]:
         """In the middle of an event that takes long: one of `messages.PROOFS`, or what time itself makes membership do.
@@ -511,7 +517,3 @@ class Node:
 
     def record_of(self, peer: PeerId) -> msg.Record | None:
         return self.members.record(peer)
-
-
-def _is_decisive(effect: Effect) -> bool:
-    return isinstance(effect, Send) and isinstance(effect.message, msg.Commit | msg.Held)

@@ -285,13 +285,14 @@ class OuterLoop:
 
         self._announced = Announcement(sent, filling, weight, work, contribute, in_s)
 
-    def retract(self) -> None:
-        """Nothing comes of what was announced, if anything was."""
-        announced, self._announced = self._announced, None
-        if announced is None:
+    def retract(self, but: tuple[float, Work] | None = None) -> None:
+        """Nothing comes of what was announced, if anything was; unless it was the offer of this weight and work."""
+        announced = self._announced
+        if announced is None or (announced.weight, announced.work) == but:
             return
-        pending = announced.over()
         announced.filling.stop()
+        pending = announced.over()
+        self._announced = None
         if pending is not None and not self._peer.withdraw(self._channel):
             self._taken_back = pending
 
@@ -304,11 +305,11 @@ class OuterLoop:
         return self._taken_back is None
 
     def _taken_up(self, weight: float, work: Work) -> tuple[Announcement, Pending] | None:
-        """The announcement of just this offer, if it was made and its round is not over; none stands afterwards."""
+        """The announcement of just this offer, if it was made and its round is not over; no other stands afterwards."""
+        self.retract(but=(weight, work))
         announced = self._announced
         pending = announced.over() if announced is not None else None
-        same = announced is not None and (announced.weight, announced.work) == (weight, work)
-        if announced is None or pending is None or pending.done or not same:
+        if announced is None or pending is None or pending.done:
             self.retract()
             return None
         return announced, pending
@@ -355,7 +356,7 @@ class OuterLoop:
         except BaseException:
             self.adopt()
             raise
-        self.displaced, self._announced = True, None
+        self.displaced = True
         self._origin.spend(by=lambda: self._peer.counts(self._channel))
         if taken is None:
             self._send(None, sent, 0, norm, weight, work)
@@ -363,6 +364,7 @@ class OuterLoop:
             announced, pending = taken
             self._offer = Offer(pending, 0, None, sent, work)
             announced.filling.reached(0)
+            self._announced = None
         return True
 
     def _parts(self) -> Iterable[Tensor]:

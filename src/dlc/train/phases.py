@@ -57,8 +57,10 @@ ANNOUNCED_S = 0.5
 than it takes to agree on a round, and not so long that a failure in that round is found late."""
 ANNOUNCED_STEP_S_MIN = 0.2
 """Steps that are shorter would be over before the others have heard of it."""
-OVERRUN_STEPS = 0.5
-"""By so much of an inner step the last one may be longer than usual before the others' patience begins to shrink."""
+OVERRUN_STEPS = 2.0
+"""So many inner steps the last one may take longer than usual; the others wait for three times as long, and T_chunk."""
+EXPECTED_S_MIN = 2.0
+"""Told at least: a host may hang for some seconds, and its work should not have to wait for the next round."""
 PATIENCE_S_MIN = 0.1
 EXCHANGES_KEPT = 8
 """Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
@@ -224,7 +226,7 @@ class Phases:
         if step_s >= ANNOUNCED_STEP_S_MIN and self._others.steps_s():
             blocks = (*self._done.work.blocks, *group)
             in_s = max(0.0, step_s - ANNOUNCED_S)
-            expected_s = step_s - in_s + OVERRUN_STEPS * step_s + self._offer_s
+            expected_s = max(EXPECTED_S_MIN, step_s - in_s + OVERRUN_STEPS * step_s + self._offer_s)
             outer.announce(float(self._done.tokens + tokens), Work(blocks, blocks[-1] + 1), in_s, expected_s)
 
     # ---------------------------------------------------------------- rounds
@@ -236,6 +238,7 @@ class Phases:
         self._tell.phase("overlapping" if overlaps else "waiting")
         since = offered_at = tried_at = clock()
         stepped_s, patience_s, may_step = 0.0, self._patience_s(), True
+        outer.retract(but=(float(done.tokens), done.work))
         while not outer.free(WAIT_SLICE_S):
             self._calls.listen()
             if self._gives_up(stop):
