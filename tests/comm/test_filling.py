@@ -308,7 +308,7 @@ def test_a_backward_of_twice_the_expected_time_costs_nobody_a_chunk() -> None:
     """Nothing moves for longer than a silence may last, and than a coordinator waits before it plans anew."""
     stage = stage_of(3)
     for process in stage.peers():
-        fills(stage, process, 6.0, [(12.0, STAGE_NUMEL // 2), (12.5, 0)])
+        fills(stage, process, 6.0, [(12.0, STAGE_NUMEL // 2), (12.5, 0)], patience_s=20.0)
     _, planned = a_plan_that_fills(stage)
     assert planned.fill_s == 6.0
     reports = stage.committed(planned.entry.t, stage.peers(), 60.0)
@@ -320,7 +320,7 @@ def test_a_backward_of_twice_the_expected_time_costs_nobody_a_chunk() -> None:
 def test_chunks_flow_while_the_rest_is_made() -> None:
     stage = stage_of(3)
     for process in stage.peers():
-        fills(stage, process, 4.0, evenly(4.0))
+        fills(stage, process, 4.0, evenly(4.0), patience_s=20.0)
     _, planned = a_plan_that_fills(stage)
     stage.sent.clear()
     stage.until(lambda: all(len(p.node.exchange.held) >= 4 for p in stage.peers()))
@@ -353,7 +353,7 @@ def test_who_dies_in_its_backward_leaves_what_it_had_sent() -> None:
     """The checker finds that each mean is exactly that of those it names."""
     stage = stage_of(3)
     for process in stage.peers():
-        fills(stage, process, 3.0, evenly(3.0))
+        fills(stage, process, 3.0, evenly(3.0), patience_s=20.0)
     coordinator, planned = a_plan_that_fills(stage)
     dying = stage.peers(coordinator)[0]
     stage.until(lambda: len(coordinator.node.exchange.held) >= 2)
