@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import dlc.train.phases
 from dlc.comm.events import Waiting
 from dlc.comm.filling import Filling
 from dlc.comm.timeouts import Timeouts
@@ -234,6 +235,8 @@ def test_a_last_step_that_takes_much_longer_than_the_others_costs_a_lone_trainer
         return train_step(self, batches, number)
 
     monkeypatch.setattr(InnerLoop, "train_step", step)
+    monkeypatch.setattr(dlc.train.phases, "EXPECTED_S_MIN", 0.1)  # others would not wait for as long as it takes
+    monkeypatch.setattr(dlc.train.phases, "OVERRUN_STEPS", 0.5)
     spec = dataclasses.replace(spec_of(tmp_path, rounds=2), sync_every=3)
     alone = Pupil(spec, tmp_path / "alone", 0.0, "", Timeouts())
     try:
