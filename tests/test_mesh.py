@@ -341,6 +341,26 @@ def test_a_moshpit_average_that_lacks_nothing_says_of_which_group_it_comes(monke
     assert [call.gather for call in made] == [b"grid", b"gridgroup of 6.0"]
 
 
+def test_two_that_are_a_cycle_apart_meet_in_the_later_one() -> None:
+    """Of two of equal speed each waited for the other in its own cycle, both in vain and for ever."""
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(1) as pool:
+        know_each_other(peers)
+        ahead = dlc.Moshpit(peers[0], group_size=2, codec="fp32", matchmaking_s=MEET_S)
+        assert ahead.step(torch.ones(4)).peers == 1
+        behind = dlc.Moshpit(peers[1], group_size=2, codec="fp32", matchmaking_s=MEET_S)
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in peers), LONG_S)
+        for whole in (False, True):
+            mine, other = torch.zeros(4), torch.ones(4)
+            go = dlc.Moshpit.average if whole else dlc.Moshpit.step
+            waits = pool.submit(go, behind, other, timeout_s=LONG_S)
+            wait_until(lambda: peers[0].mesh.ask(lambda m, _: m.board.keys("meet/moshpit/moshpit#")), LONG_S)
+            reports = [go(ahead, mine, timeout_s=LONG_S), waits.result(LONG_S)]
+            assert [(r.cycle, len(r.rounds), r.failed) for r in reports] == [(reports[0].cycle, 1, ())] * 2
+            assert torch.equal(mine, torch.full((4,), 0.5)) and torch.equal(mine, other)
+            assert not whole or all(r.complete for r in reports), "all of it was made in the later one"
+            ahead._course.cycle += 1  # a round alone
+
+
 def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with swarm(1, log=False) as (peer,):
         with pytest.raises(UsageError, match="group_size is 65: it must be 2 to 64"):

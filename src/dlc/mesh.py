@@ -328,6 +328,7 @@ class Group:
             target=self.target_size or 0,
             least=self.min_size,
             expected=self._expected,
+            show_to=self.peers if self.target_size is None else None,
             patience_s=self.matchmaking_s,
             budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
             gather=gather,

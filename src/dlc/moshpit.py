@@ -11,6 +11,7 @@ whoever fails costs its own group a moment (Ryabinin et al. 2021, arXiv 2103.032
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
-from dlc.comm.ids import Voter
-from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call
+from dlc.comm.ids import PeerId
+from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call, GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
@@ -122,8 +123,7 @@ class Moshpit:
                     f"{leg.cells.n} peers in {leg.cells.dims} dimensions make groups of up to {largest}; a group has "
                     f"at most {GROUP_MAX} members: give more dims, or a lower group_size"
                 )
-            complete = complete and leg.axis == len(axes)
-            axes.append(leg.axis)
+            unbroken = complete and leg.axis == len(axes)
             call = Call(
                 key=leg.key,
                 grid=grid,
@@ -132,27 +132,33 @@ class Moshpit:
                 weight=weight,
                 label=label,
                 least=1,
-                expected=leg.peers,
+                expected=partial(self._awaited, leg),
+                show_to=leg.peers,
                 patience_s=self.matchmaking_s,
                 budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
-                gather=leg.word(label) if complete else b"",
+                gather=leg.word(label) if unbroken else b"",
             )
             handle = GroupCall(self.peer, leg.key, call, [])
             try:
                 report = handle.wait()
             except RoundTimeout as error:
+                if isinstance(error.__cause__, GoneOn):
+                    cycle = cycle if axes else -1
+                    continue
                 failed.append(str(error))
-                complete = False
+                unbroken = False
             except KeyboardInterrupt:
                 handle.cancel()
                 raise
             else:
                 assert call.out is not None
                 rounds.append(report)
-                complete = complete and report.complete and leg.whole(report.gathered)
+                unbroken = unbroken and report.complete and leg.whole(report.gathered)
                 z = call.out
                 if whole:
                     weight, label = report.weight, handle.group
+            axes.append(leg.axis)
+            complete = unbroken
             last = self._course.passed() or not whole
         unflatten_into(z, many)
         return MoshpitReport(
@@ -175,18 +181,23 @@ class Moshpit:
             up = mesh.ground.members.up
             here = [p.author for p in mesh.board.get(self._key).values() if up(p.author)]
             members = sorted({self.peer.id, *(voter.peer for voter in here)})
-            prefix = BOARD_PREFIX + self._course.prefix
-            waiting = [
-                key.removeprefix(BOARD_PREFIX)
-                for key in mesh.board.keys(prefix)
-                if any(self._waits(mesh, posted.author) for posted in mesh.board.get(key).values())
-            ]
-            return self._course.leg(members, self.peer.id, waiting)
+            return self._course.leg(members, self.peer.id, self._waiting(mesh))
 
         return self._mesh.ask(look)
 
-    def _waits(self, mesh: Mesh, author: Voter) -> bool:
-        return author != self.peer.voter and mesh.ground.members.up(author)
+    def _awaited(self, leg: Leg) -> frozenset[PeerId]:
+        """On the driver thread."""
+        return self._mesh.ask(lambda mesh, now: self._course.awaited(leg, self._waiting(mesh)))
+
+    def _waiting(self, mesh: Mesh) -> dict[str, set[PeerId]]:
+        """By key: which of the others wait under it."""
+        up, waiting = mesh.ground.members.up, dict[str, set[PeerId]]()
+        for key in mesh.board.keys(BOARD_PREFIX + self._course.prefix):
+            authors = [posted.author for posted in mesh.board.get(key).values()]
+            others = {author.peer for author in authors if author != self.peer.voter and up(author)}
+            if others:
+                waiting[key.removeprefix(BOARD_PREFIX)] = others
+        return waiting
 
     def _show(self) -> None:
         """Tell everybody that this peer is here; again only now and then."""

@@ -12,7 +12,7 @@ import torch
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.grid import Grid
 from dlc.comm.groups import GroupDone, GroupFailed
-from dlc.comm.meetings import Call, MeetingFailed
+from dlc.comm.meetings import Call, GoneOn, MeetingFailed
 from dlc.comm.moshpit import Course
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
@@ -119,6 +119,18 @@ def test_a_round_is_whole_with_everybody_at_first_and_with_one_of_each_cell_late
     assert not second.whole(dict.fromkeys(("p0", "p4"), second.mark))
     other = Course("m", None, 2).leg(["p0", "p1", "p2", "p3"], "p0", ())
     assert other.key == first.key and not other.whole({"p0": other.mark, "p1": first.mark})
+
+
+def test_who_waits_does_not_wait_for_those_in_later_cycles_and_follows_where_nobody_else_is_left() -> None:
+    course = Course("m", None, 1)
+    names = ["p0", "p1", "p2"]
+    leg = course.leg(names, "p0", ())
+    assert course.awaited(leg, {"moshpit/m#0.0/0": {"p1"}, "moshpit/other#4.0/0": {"p2"}}) == {"p0", "p1", "p2"}
+    assert course.awaited(leg, {"moshpit/m#1.0/0": {"p2"}}) == {"p0", "p1"}
+    with pytest.raises(GoneOn):
+        course.awaited(leg, {"moshpit/m#1.0/0": {"p2"}, "moshpit/m#2.0/0": {"p1"}})
+    alone = Course("m", 2, None).leg(["p0"], "p0", ())
+    assert course.awaited(alone, {"moshpit/m#1.0/0": {"p2"}}) == {"p0"}
 
 
 def test_a_round_in_which_those_of_one_cell_come_of_two_groups_is_not_whole() -> None:

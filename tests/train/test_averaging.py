@@ -119,7 +119,15 @@ def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options
     one = school.add(Pupil(spec, tmp_path / "0"))
     two = school.add(Pupil(spec, tmp_path / "1", one.peer.address))
     school.acquainted()
+    both = threading.Barrier(2)
+
+    def together(event: Event) -> None:
+        """Neither is through with its eight exchanges before the other begins."""
+        if event["event"] == "step" and event["step"] == 0:
+            both.wait(DEADLINE_S)
+
     for pupil in (one, two):
+        pupil.on_event = together
         school.start(pupil)
     summaries = school.summaries()
     assert {s.reason for s in summaries} == {"rounds"}
@@ -378,7 +386,7 @@ def test_steps_below_the_codecs_resolution_move_slow_weights_as_far_as_exact_mea
     with swarm(2, log=False) as peers:
         for peer in peers:
             wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
-        many, vectors = [Pairs(peer, spec) for peer in peers], [torch.ones(1000) for _ in peers]
+        many, vectors = [Pairs(peer, spec, list) for peer in peers], [torch.ones(1000) for _ in peers]
         for pair, vector in zip(many, vectors, strict=True):
             pair.begin(vector)
         for t in range(1, rounds + 1):
@@ -389,3 +397,30 @@ def test_steps_below_the_codecs_resolution_move_slow_weights_as_far_as_exact_mea
             assert all(len(averaged.partners) == 1 for averaged in told)
     for vector in vectors:
         torch.testing.assert_close(vector - 1.0, exact - 1.0, rtol=0.02, atol=1e-5)
+
+
+def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
+    """Of two of equal speed the one waited for step t, the other for t + 1, both in vain and for ever."""
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=gossip)
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        handovers = [Handover(peer, "train", 10) for peer in peers]
+        ahead, behind = (Pairs(peer, spec, handover.standings) for peer, handover in zip(peers, handovers, strict=True))
+        vectors = [torch.ones(10), torch.ones(10)]
+        for pair, vector in zip((ahead, behind), vectors, strict=True):
+            pair.begin(vector)
+        waits = pool.submit(behind.step, 3, vectors[1])
+
+        def wishes(mesh: Mesh, now: float) -> list[str]:
+            return mesh.board.keys("meet/train/noloco")
+
+        wait_until(lambda: peers[0].mesh.ask(wishes), DEADLINE_S, "the one behind waits")
+        handovers[0].stand(3, vectors[0])
+        told = [ahead.step(4, vectors[0]), waits.result(DEADLINE_S)]
+        assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(4, 1), (4, 1)]
+        handovers[0].stand(4, vectors[0])  # the one behind hears of it before it asks, and asks for the step after
+        wait_until(lambda: [s.t for s in handovers[1].standings()] == [4], DEADLINE_S, "it is known there")
+        both = [pool.submit(ahead.step, 5, vectors[0]), pool.submit(behind.step, 4, vectors[1])]
+        assert [(f.result(DEADLINE_S).t, len(f.result().partners)) for f in both] == [(5, 1), (5, 1)]

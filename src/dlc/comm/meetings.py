@@ -77,11 +77,17 @@ class Call:
     expected: tuple[PeerId, ...] | Callable[[], Collection[PeerId]] | None = None
     """Whom it waits for as long as they are up; None: everybody, or only for the target where there is one. A function
     is asked again whenever something has changed, and must be quick; where it raises, the meeting fails."""
+    show_to: tuple[PeerId, ...] | None = None
+    """Who is told that it waits; None: those named in `expected`, if it waits for them alone, or else everybody."""
     patience_s: float = 5.0
     """How long it waits for others."""
     budget_s: float = 60.0
     """How long the exchange may take, from Begin on."""
     gather: bytes = b""
+
+
+class GoneOn(Exception):
+    """For `Call.expected` to raise: those whom it waits for are in a later group, and will not come."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,8 @@ class Meeting:
         self._shunned: dict[Voter, float] = {}
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
-        to = call.expected if isinstance(call.expected, tuple) and not call.target else None
+        named = call.expected if isinstance(call.expected, tuple) and not call.target else None
+        to = named if call.show_to is None else call.show_to
         board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
 
     # ---------------------------------------------------------------- who waits

@@ -2,7 +2,9 @@
 
 Rounds are named (cycle, axis), a cycle being one round along each axis. Nobody hands these names out: each peer counts
 for itself, and joins the furthest cycle in which it sees others wait: within a cycle nobody skips a round, since others
-that wait in the next may be of lines that are quicker. The grid is that of the membership when the cycle began here;
+that wait in the next may be of lines that are quicker. Who waits itself meanwhile does not wait for those that it sees
+in a later cycle, and goes there where nobody else is left: two of equal speed, a cycle apart, would pass each other by
+for ever. The grid is that of the membership when the cycle began here;
 who dies in it is not waited for, who comes takes part in the next.
 
 Who has been through whole rounds only has all that its cell stands for, and says so to its next group with the `mark`
@@ -18,13 +20,14 @@ one who forms the next group divides by those who come with it (cells.py says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.ids import PeerId
+from dlc.comm.meetings import GoneOn
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,18 @@ class Course:
         parts = tuple(map(frozenset, holders.values()))
         mark = blake3("\0".join([str(cells.sides), *self._members]).encode()).digest(8)
         return Leg(self.cycle, self.axis, f"{self.prefix}{self.cycle}.{self.axis}/{line}", peers, cells, mark, parts)
+
+    def awaited(self, leg: Leg, waiting: Mapping[str, Collection[PeerId]]) -> frozenset[PeerId]:
+        """Who may still come to this round. waiting: the others who wait, by key. GoneOn: they are all further."""
+        further = set[PeerId]()
+        for key, peers in waiting.items():
+            place = self._place(key)
+            if place is not None and place[0] > leg.cycle:
+                further.update(peers)
+        left = frozenset(leg.peers) - further
+        if len(left) == 1 and len(leg.peers) > 1:
+            raise GoneOn
+        return left
 
     def passed(self) -> bool:
         """The round is over; True if it was the last of its cycle."""
