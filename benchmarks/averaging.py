@@ -1,6 +1,6 @@
 """Averaging without the log over emulated links: Moshpit and gossip in pairs, beside what the links allow.
 
-    python benchmarks/averaging.py [--peers 8] [--mb 25] [--rate-mbit 200] [--dims 1,3] [--rounds 5]
+    python benchmarks/averaging.py [--peers 8] [--mb 25] [--rate-mbit 200] [--dims 1,3 | --dims ""] [--no-gossip] ...
 
 needs root and iproute2: each peer is a process in a network namespace (`_wan.py`). With B bytes per vector on the wire
 (--mb, fp16) and equal links of rate r, the least times are
@@ -9,7 +9,7 @@ needs root and iproute2: each peer is a process in a network namespace (`_wan.py
     gossip, one exchange in pairs     B / r
 
 Every result is checked: Moshpit's is the exact mean, gossip's weights sum to the number of peers. Each engine is run in
-turn, so that what else the machine does hits all.
+turn, so that what else the machine does hits all; but each then learns of the links from the others' rounds, too.
 """
 
 from __future__ import annotations
@@ -50,9 +50,16 @@ class Engines:
         self.true = torch.stack([vector_of(i, options.numel)[:1024] for i in range(options.n)]).mean(0)
         self.pits = {
             f"moshpit-{dims}": dlc.Moshpit(self.peer, f"d{dims}", dims=dims, matchmaking_s=30.0)
-            for dims in map(int, options.dims.split(","))
+            for dims in dims_of(options)
         }
         self.gossip = dlc.Gossip(self.peer, graph="random-pairs")
+
+    def known(self) -> int:
+        """Peers that are up here, and on every grid: whoever has not heard of all takes no mean for the exact one."""
+        on_grids = self.peer.mesh.ask(
+            lambda mesh, now: [len(mesh.board.get(f"moshpit/{pit.name}")) for pit in self.pits.values()]
+        )
+        return min([sum(m.alive for m in self.peer.members()), *on_grids])
 
     def round(self, engine: str) -> dict[str, Any]:
         work = self.mine.clone()
@@ -64,8 +71,12 @@ class Engines:
             report = self.pits[engine].average(work, timeout_s=LIMIT_S)
             error = float((work[:1024] - self.true).abs().max())
             right = report.complete and error < TOLERANCE
-            more = {"sent": report.bytes_sent, "waiting": sum(r.waiting_s for r in report.rounds)}
+            more = {"sent": report.bytes_sent, "summary": report.summary(), "error": error}
         return {"seconds": time.perf_counter() - start, "right": right, **more}
+
+
+def dims_of(options: argparse.Namespace) -> list[int]:
+    return [int(dims) for dims in options.dims.split(",") if dims]
 
 
 def vector_of(rank: int, numel: int) -> torch.Tensor:
@@ -87,7 +98,7 @@ def worker_main(arguments: list[str]) -> None:
         for line in sys.stdin:
             word, _, engine = line.strip().partition(" ")
             if word == "members":
-                say("members", alive=sum(m.alive for m in engines.peer.members()))
+                say("members", alive=engines.known())
             elif word == "round":
                 say("done", **engines.round(engine))
         engines.peer.leave()
@@ -132,8 +143,8 @@ class Bench:
 def bounds(options: argparse.Namespace) -> dict[str, float]:
     """Seconds, by engine."""
     once = 2 * options.numel / (options.rate_mbit * 1e6 / 8)
-    found = {"gossip": once}
-    for dims in map(int, options.dims.split(",")):
+    found = {"gossip": once} if options.gossip else {}
+    for dims in dims_of(options):
         found[f"moshpit-{dims}"] = once * sum(2 * (m - 1) / m for m in grid_of(options.peers, dims=dims).sides)
     return found
 
@@ -147,7 +158,10 @@ def main() -> int:
     parser.add_argument("--mb", type=float, default=25.0, help="of one vector on the wire, fp16 (default %(default)s)")
     parser.add_argument("--rate-mbit", type=float, default=200.0, help="of every link, both ways")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="round trip between two sites")
-    parser.add_argument("--dims", default="1,3", help="dimensions of Moshpit's grids (default %(default)s)")
+    parser.add_argument(
+        "--dims", default="1,3", help='dimensions of Moshpit\'s grids (default %(default)s); "" for none'
+    )
+    parser.add_argument("--gossip", action=argparse.BooleanOptionalAction, default=True, help="gossip in pairs, too")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each engine; one more before them")
     parser.add_argument("--space", type=float, default=1.0, help="seconds between two rounds")
     parser.add_argument("--json", action="store_true")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dlc.comm.effects import Effect, Pace
+from dlc.comm.giftpace import GiftPace
 from dlc.comm.gossip import VECTORS_MAX, Gossip, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Parcel, Pull, Taken, Withdraw
+from dlc.comm.pacing import PLAN_SHARE, UNPACED_BPS
+from dlc.comm.partition import Load
 from dlc.comm.sketch import SLICE_ELEMS, distance, from_bytes, sketch, to_bytes
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
@@ -334,6 +340,55 @@ def test_no_more_vectors_than_some_are_on_their_way() -> None:
         giver.step("ring", [giver.host.voter, other.host.voter])
     assert len(giver.machine.unsettled) == VECTORS_MAX == len(giver.host.mesh.parcels.holdings._held)
     net.until(lambda: giver.machine.free(others[-1].host.voter), 15.0)
+
+
+def paced(net: MeshNet, host: Host, pace: GiftPace, takers: list[Host]) -> dict[str, float | None]:
+    host.mesh.ground.wake(net.now)
+    pace.follow([taker.voter for taker in takers])
+    return {effect.peer: effect.rate_Bps for effect in host.mesh.ground.drain() if isinstance(effect, Pace)}
+
+
+def test_gifts_share_the_link_and_none_goes_faster_than_its_taker_can_take_it() -> None:
+    net = MeshNet(1)
+    giver, one, two, three = net.add(4)
+    told: list[float] = []
+    ground = giver.mesh.ground
+    ground.tell_rates = lambda: told.append(net.now)
+    pace = GiftPace(ground)
+    assert paced(net, giver, pace, [one]) == {} and ground.rates.measuring, "its link is not known: TCP finds out"
+    assert paced(net, giver, pace, []) == {} and len(told) == 1 and not ground.rates.measuring
+    ground.rates.told_up_Bps = 10e6
+    two.record = dataclasses.replace(two.record, down_Bps=2e6)
+    three.record = dataclasses.replace(three.record, down_Bps=9e6)
+    net.version += 1
+    assert paced(net, giver, pace, [one]) == {one.name: PLAN_SHARE * 10e6}
+    assert paced(net, giver, pace, [one, two]) == {one.name: PLAN_SHARE * 5e6, two.name: PLAN_SHARE * 2e6}
+    assert paced(net, giver, pace, [two]) == {one.name: None, two.name: PLAN_SHARE * 2e6}
+    assert paced(net, giver, pace, [two]) == {}
+    assert paced(net, giver, pace, [three]) == {two.name: None, three.name: PLAN_SHARE * 9e6}
+    assert paced(net, giver, pace, []) == {three.name: None} and len(told) == 2
+    ground.rates.told_up_Bps = UNPACED_BPS
+    assert paced(net, giver, pace, [one]) == {} == paced(net, giver, pace, []), "timers cost more than they save"
+    ground.rates.begin(net.now, Load(1e6, 1e6))  # of a group
+    assert paced(net, giver, pace, [two]) == {} == paced(net, giver, pace, [])
+    assert ground.rates.measuring and len(told) == 3
+
+
+def test_a_gossip_paces_its_gifts_until_they_are_settled() -> None:
+    net = MeshNet(1)
+    one, two = walkers(net, 2)
+    one.host.mesh.ground.rates.told_up_Bps = 1e6
+    paces: list[tuple[str, float | None]] = []
+    carry_out = net.carry_out
+
+    def heard(host: Host, effects: Sequence[Effect]) -> None:
+        paces.extend((effect.peer, effect.rate_Bps) for effect in effects if isinstance(effect, Pace))
+        carry_out(host, effects)
+
+    net.carry_out = heard  # type: ignore[method-assign]
+    one.step("ring", [one.host.voter, two.host.voter])
+    net.until(lambda: settled([one, two]))
+    assert paces == [(two.host.name, PLAN_SHARE * 1e6), (two.host.name, None)]
 
 
 @pytest.mark.parametrize("again", [False, True])

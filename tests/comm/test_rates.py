@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from dlc.comm.partition import Load
-from dlc.comm.rates import POINTS_MAX, STEP_MAX, TOLD_CHANGE, WINDOW_S, FAST_Bps, Meter, Rates
+from dlc.comm.rates import POINTS_MAX, STEP_MAX, TOLD_FALL, TOLD_RISE, WINDOW_S, FAST_Bps, Meter, Rates
 
 TICK_S = 0.1
 RTT_S = 0.05
@@ -247,12 +247,20 @@ def test_a_rate_beyond_any_link_is_told_as_such() -> None:
 def test_small_changes_are_not_told() -> None:
     site = known(5e6, 5e6)
     told = site.rates.told_up_Bps
-    site.up_Bps = 5e6 * (1 + TOLD_CHANGE / 2)
+    site.up_Bps = 5e6 * (1 + TOLD_RISE / 2)
     assert site.round(paced=False, waits_s=0.005) > told
     assert site.rates.told_up_Bps == told
-    site.up_Bps = 5e6 * (1 + 2 * TOLD_CHANGE)
+    site.up_Bps = 5e6 * (1 + 2 * TOLD_RISE)
     site.round(paced=False, waits_s=0.005)
     assert site.rates.told_up_Bps == site.rates.up.Bps
+
+
+def test_an_estimate_that_is_a_little_too_high_is_told_anew() -> None:
+    """By a trial, say: what a round found then was not told, and the link was overfilled in each round after it."""
+    site = known(5e6, 5.2e6)
+    assert site.rates.told_up_Bps == pytest.approx(5.2e6, rel=0.01)
+    assert site.round() < 5.2e6 * (1 - TOLD_FALL)
+    assert site.rates.told_up_Bps == site.rates.up.Bps == pytest.approx(5e6, rel=0.025)
 
 
 def test_a_connection_made_anew_counts_from_nothing() -> None:

@@ -44,6 +44,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.comm.giftpace import GiftPace
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.holdings import Holding
@@ -166,6 +167,7 @@ class Gossip:
         """Whom the owner will give to in its next step: links to them are opened beforehand."""
         self.bytes_sent = self.bytes_received = 0
         self.closed = False
+        self._pace = GiftPace(ground)
 
     # ---------------------------------------------------------------- the owner
 
@@ -195,6 +197,7 @@ class Gossip:
             given = Given(share, self._serial, self._vector, keep_s, self.ground.running_s + keep_s)
             self._given[to] = given
             self._push(given)
+        self._pace.follow(self._given)
 
     def arrivals(self) -> Arrivals:
         """What came, and came back, since the last call: the caller takes it into its mass."""
@@ -290,6 +293,7 @@ class Gossip:
             holding = self.parcels.holdings.held(self._key(given.vector))
             self.bytes_sent += holding.sent_bytes if holding is not None else 0
             self.parcels.holdings.release(self._key(given.vector), "the gift is withdrawn")
+        self._pace.follow(self._given)
 
     # ---------------------------------------------------------------- taking
 

@@ -8,8 +8,9 @@
   the sender's name (`Ground.dropped`).
 - **Patience** follows from what was measured: the longest pause between two parcels lately, or what is to be expected
   of a link such as the holder's record tells. Silent for longer: asked again, what was in the air may have been lost
-  with a connection. Silent ASKS_MAX times in a row: given up. `Coming` breaks a silence, as does a parcel. No intake
-  lasts beyond its own end, so nobody waits for ever.
+  with a connection. Silent ASKS_MAX times in a row: given up. `Coming` breaks a silence, as does a parcel, of whatever
+  is wanted of the same holder: all of it leaves by one connection, in the order in which it was asked for, and what is
+  asked for again while it waits there comes twice. No intake lasts beyond its own end, so nobody waits for ever.
 
 All of it in running time: while I was not scheduled, parcels lay unread in my own sockets.
 """
@@ -81,6 +82,8 @@ class Parcels:
         self.ground = ground
         self.holdings = Holdings(ground)
         self._intakes: dict[tuple[Key, Voter], Intake] = {}
+        self._heard_run: dict[Voter, float] = {}
+        """When each holder last gave me something, or said that it will."""
         self._look_run = 0.0
 
     # ---------------------------------------------------------------- wanting
@@ -149,7 +152,7 @@ class Parcels:
         gap_s = now - intake.parcel_run
         intake.gap_s = max(gap_s, GAP_DECAY * intake.gap_s) if intake.received_bytes else 0.0
         intake.active_s += gap_s
-        intake.heard_run = intake.parcel_run = now
+        self._heard_run[sender] = intake.parcel_run = now
         intake.asks = 0
         intake.received_bytes += size
         self.ground.rates.received(self.ground.now, size)
@@ -159,7 +162,7 @@ class Parcels:
     def receive_coming(self, sender: Voter, m: Coming) -> None:
         intake = self._intakes.get((m.key, sender))
         if intake is not None:
-            intake.heard_run = intake.parcel_run = self.ground.running_s
+            self._heard_run[sender] = intake.parcel_run = self.ground.running_s
             intake.asks = 0
 
     def receive_no_parcel(self, sender: Voter, m: NoParcel) -> None:
@@ -180,7 +183,7 @@ class Parcels:
                 continue
             if running_s >= intake.until_run:
                 self._fail(intake, LATE)
-            elif running_s - intake.heard_run > self.silence_s(intake):
+            elif running_s - max(intake.heard_run, self._heard_run.get(intake.holder, 0.0)) > self.silence_s(intake):
                 self._silent(intake)
 
     def _silent(self, intake: Intake) -> None:
@@ -205,6 +208,7 @@ class Parcels:
     def member_gone(self, voter: Voter, why: str) -> None:
         """It died or left: what is wanted of it will not come."""
         self.holdings.drop_asker(voter)
+        self._heard_run.pop(voter, None)
         for intake in [i for i in self._intakes.values() if i.holder == voter]:
             self._fail(intake, why)
 

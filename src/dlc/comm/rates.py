@@ -77,8 +77,9 @@ GIVE = 0.85
 STEP_MAX, STEP_FULL, STEP_MIN = 0.2, 0.05, 0.01
 """Of a trial: 1 + this is the factor by which the estimate rises. On a link that never was short; that was overfilled
 by a round without pacing, which may have lost much of what it carried; that a paced round found short."""
-TOLD_CHANGE = 0.05
-"""A rate is told anew if it differs by this from the one told before."""
+TOLD_RISE, TOLD_FALL = 0.05, 0.01
+"""A rate is told anew if it is by so much more, or less, than the one told before: what a trial found to be too much
+overfills the link in every round until that is told."""
 
 
 class Sample(Protocol):
@@ -185,7 +186,7 @@ class Rates:
     def __init__(self) -> None:
         self.up, self.down = Estimate(), Estimate()
         self.told_up_Bps, self.told_down_Bps = 0.0, 0.0
-        """What my record says; changed at the end of a round or a probe, by more than TOLD_CHANGE."""
+        """What my record says; changed at the end of a round or a probe, by more than TOLD_RISE or TOLD_FALL."""
         self._measuring = False
         self._asked_Bps = Load(0.0, 0.0)
         self._received, self._handed, self._acked = Meter(), Meter(), Meter()
@@ -324,4 +325,4 @@ class Rates:
 
 
 def _told(told_Bps: float, now_Bps: float) -> float:
-    return now_Bps if abs(now_Bps - told_Bps) > TOLD_CHANGE * told_Bps else told_Bps
+    return told_Bps if -TOLD_FALL * told_Bps <= now_Bps - told_Bps <= TOLD_RISE * told_Bps else now_Bps
