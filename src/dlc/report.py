@@ -73,7 +73,7 @@ class RoundReport:
     seconds: float
     """From this peer's own ready to the commit."""
     waiting_s: float
-    """Part of `seconds` before the plan: waiting for other peers."""
+    """Part of `seconds` before the plan, waiting for other peers, and before any of what this one offered was final."""
     reduce_s: float
     """Part of `seconds` from the plan to the last byte of the result."""
     ballots: int

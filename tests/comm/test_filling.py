@@ -315,6 +315,8 @@ def test_a_backward_of_twice_the_expected_time_costs_nobody_a_chunk() -> None:
     assert all(r.ballots == 1 and not r.missing and len(r.contributors) == 3 for r in reports.values())
     fetched = [m for at_s, _, _, m in stage.sent if isinstance(m, msg.Fetch)]
     assert not fetched, "what is not made yet is not missing"
+    waited = [(r.waiting_s, r.seconds - r.waiting_s) for r in reports.values()]
+    assert all(waiting_s > 11.9 and exchange_s < 4.0 for waiting_s, exchange_s in waited), waited
 
 
 def test_chunks_flow_while_the_rest_is_made() -> None:
@@ -330,7 +332,8 @@ def test_chunks_flow_while_the_rest_is_made() -> None:
         m.chunk for _, source, _, m in stage.sent if isinstance(m, Contrib) and source == stage.peers()[0].host.name
     ]
     assert order == sorted(order, reverse=True) and len(order) > 1
-    stage.committed(planned.entry.t, stage.peers())
+    reports = stage.committed(planned.entry.t, stage.peers())
+    assert all(r.waiting_s < 2.0 and r.seconds >= 4.0 for r in reports.values()), "bytes moved from the first chunk on"
 
 
 def test_a_trainer_that_hangs_in_its_backward_is_late_for_what_it_did_not_make() -> None:

@@ -43,6 +43,7 @@ def account(
     ]
     missing += [Missing(voter.peer, reason, 1.0) for voter, reason in sorted(absent.items())]
     seconds = now - mine.since if mine else 0.0
+    waited_s = mine.waited_s if mine else None
     return RoundReport(
         channel=entry.channel,
         t=entry.t,
@@ -53,7 +54,7 @@ def account(
         bytes_sent=traffic.bytes_sent,
         bytes_received=traffic.bytes_received,
         seconds=seconds,
-        waiting_s=min(seconds, max(0.0, mine.started - mine.since)) if mine and mine.started is not None else seconds,
+        waiting_s=seconds if waited_s is None else min(seconds, waited_s),
         reduce_s=reduce_s,
         ballots=max(1, traffic.ballots),
         paths=dict(paths),

@@ -61,6 +61,15 @@ class Offered:
     """When its first plan was seen."""
     filling: Filling | None = None
     """None: all of it is final."""
+    first_final: float | None = None
+    """When some of a filling was final first."""
+
+    @property
+    def waited_s(self) -> float | None:
+        """Until there was a plan and something to send for it; None: there has not been both."""
+        if self.started is None or (self.filling is not None and self.first_final is None):
+            return None
+        return max(0.0, self.started - self.since, (self.first_final or self.since) - self.since)
 
     @property
     def given_up(self) -> bool:
@@ -205,6 +214,10 @@ class Exchange:
 
     def filled(self) -> None:
         """More of what I offer is final, or nothing more will be."""
+        for offered in self.offered.values():
+            filling = offered.filling
+            if offered.first_final is None and filling is not None and filling.front < filling.numel:
+                offered.first_final = self.ctx.now
         plan = self.plan
         mine = self._mine(plan) if plan is not None else None
         if plan is None or mine is None:
