@@ -234,10 +234,10 @@ def picture(results: list[Result], path: str) -> None:
                     options: dict[str, Any] = {"color": f"C{i}", "alpha": 0.7, "label": arm if n == 0 else None}
                     by_time.plot([max(0.0, at) for at, _, _ in curve], [loss for _, _, loss in curve], **options)
                     by_bytes.plot([sent / 1e6 for _, sent, _ in curve], [loss for _, _, loss in curve], **options)
-        by_time.set(xlabel="seconds", ylabel="validation loss, nats per token", title=condition)
+        by_time.set(xlabel="seconds", xscale="symlog", ylabel="validation loss, nats per token", title=condition)
         by_bytes.set(xlabel="MB sent per peer", xscale="symlog")
-        by_time.legend()
-    figure.savefig(path, dpi=120)
+        by_time.legend(loc="lower left")
+    figure.savefig(path, dpi=80)
 
 
 def main() -> int:
