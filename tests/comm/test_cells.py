@@ -121,14 +121,29 @@ def test_a_round_is_whole_with_everybody_at_first_and_with_one_of_each_cell_late
     assert other.key == first.key and not other.whole({"p0": other.mark, "p1": first.mark})
 
 
-def test_who_waits_does_not_wait_for_those_in_later_cycles_and_follows_where_nobody_else_is_left() -> None:
+def test_who_waits_follows_those_in_later_cycles_and_in_a_later_round_only_where_nobody_else_is_left() -> None:
     course = Course("m", None, 1)
     names = ["p0", "p1", "p2"]
     leg = course.leg(names, "p0", ())
     assert course.awaited(leg, {"moshpit/m#0.0/0": {"p1"}, "moshpit/other#4.0/0": {"p2"}}) == {"p0", "p1", "p2"}
-    assert course.awaited(leg, {"moshpit/m#1.0/0": {"p2"}}) == {"p0", "p1"}
     with pytest.raises(GoneOn):
-        course.awaited(leg, {"moshpit/m#1.0/0": {"p2"}, "moshpit/m#2.0/0": {"p1"}})
+        course.awaited(leg, {"moshpit/m#1.0/0": {"p2"}})
+    many = Course("m", None, 2)
+    six = [f"p{i}" for i in range(6)]
+    assert many.leg(six, "p0", ()).cells.sides == (3, 2)
+    many.passed()
+    second = many.leg([*six, "p6"], "p0", ())
+    assert second.peers == ("p0", "p3")
+    assert many.awaited(second, {"moshpit/m#1.0/0": {"p1"}}) == {"p0", "p3"}, "not of its line"
+    with pytest.raises(GoneOn):
+        many.awaited(second, {"moshpit/m#1.0/0": {"p3"}})
+    three = Course("m", None, 2)
+    nine = [f"p{i}" for i in range(9)]
+    three.leg(nine, "p0", ())
+    three.passed()
+    later = three.leg(nine, "p0", ())
+    assert later.peers == ("p0", "p3", "p6")
+    assert three.awaited(later, {"moshpit/m#1.0/0": {"p3"}}) == {"p0", "p6"}
     alone = Course("m", 2, None).leg(["p0"], "p0", ())
     assert course.awaited(alone, {"moshpit/m#1.0/0": {"p2"}}) == {"p0"}
 
