@@ -300,3 +300,18 @@ def test_some_of_equal_speed_that_are_a_cycle_behind_the_others_meet_them(behind
         net.clock.at(net.now + 0.1 + (0.0 if i < behind else 2.0), stepper.begin)
     net.run(300.0)
     assert all(4 in stepper.sizes for stepper in many), [stepper.sizes for stepper in many]
+
+
+@pytest.mark.xfail(strict=True, reason="a wish is shown to its own line only, and within a cycle nobody follows")
+@pytest.mark.parametrize("behind", [(0, 3), (0, 1)])
+def test_some_of_equal_speed_that_are_a_round_behind_the_others_in_a_cycle_meet_them(behind: tuple[int, ...]) -> None:
+    """On two axes: those of a diagonal meet nobody, for ever; those of a line meet each other only."""
+    net = MeshNet(1)
+    hosts = net.add(4)
+    names = [host.name for host in hosts]
+    many = [Stepper(net, host, names, 4.0, 10.0, 2) for host in hosts]
+    for i, stepper in enumerate(many):
+        stepper.course.axis = 0 if i in behind else 1
+        net.clock.at(net.now + 0.1 + (0.0 if i in behind else 2.0), stepper.begin)
+    net.run(300.0)
+    assert all(stepper.sizes[-4:] == [2] * 4 for stepper in many), [stepper.sizes for stepper in many]
