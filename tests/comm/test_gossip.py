@@ -374,6 +374,51 @@ def test_gifts_share_the_link_and_none_goes_faster_than_its_taker_can_take_it() 
     assert ground.rates.measuring and len(told) == 3
 
 
+def test_a_group_that_begins_beside_gifts_keeps_its_own_measuring_and_its_own_pace() -> None:
+    net = MeshNet(1)
+    giver, one, two = net.add(3)
+    ground = giver.mesh.ground
+    ground.rates.told_up_Bps = 10e6
+    pace = GiftPace(ground)
+    assert paced(net, giver, pace, [one]) == {one.name: PLAN_SHARE * 10e6}
+    ground.rates.begin(net.now, Load(3e6, 3e6))  # of a group with both, which has paced them as its plan says
+    assert paced(net, giver, pace, [one, two]) == {}, "what the group's plan gives them is less"
+    assert ground.rates._asked_Bps == Load(3e6, 3e6)
+    assert paced(net, giver, pace, []) == {}, "nothing is lifted in the middle of the group"
+    assert ground.rates.measuring, "the group learns at its end, and no probe begins before"
+    ground.rates.end()
+    assert not ground.rates.measuring
+
+
+def test_a_group_is_measured_without_the_time_before_it_in_which_a_gift_stood_still() -> None:
+    net = MeshNet(1)
+    giver, one = net.add(2)
+    rates = giver.mesh.ground.rates
+    pace = GiftPace(giver.mesh.ground)
+    paced(net, giver, pace, [one])
+    net.run(60.0)  # its taker is down
+    rates.begin(net.now, Load(0.0, 0.0))
+    for _ in range(100):  # ten seconds of 1 MB/s
+        net.run(0.1)
+        rates.sent(net.now, 100_000, more=True)
+    rates.end()
+    assert rates.told_up_Bps == pytest.approx(1e6, rel=0.05)
+
+
+def test_gifts_without_a_pause_between_them_tell_of_the_link_too() -> None:
+    """There is always one on its way where each step takes what is there, and the link of who gives so is not known."""
+    net = MeshNet(1)
+    giver, one, two = net.add(3)
+    rates = giver.mesh.ground.rates
+    pace = GiftPace(giver.mesh.ground)
+    for i in range(100):
+        paced(net, giver, pace, [[one, two], [two], [two, one], [one]][i % 4])
+        for _ in range(10):  # each takes a second
+            net.run(0.1)
+            rates.sent(net.now, 100_000, more=True)
+    assert rates.told_up_Bps == pytest.approx(1e6, rel=0.05)
+
+
 def test_a_gossip_paces_its_gifts_until_they_are_settled() -> None:
     net = MeshNet(1)
     one, two = walkers(net, 2)

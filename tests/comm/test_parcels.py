@@ -82,6 +82,47 @@ def test_what_waits_behind_other_parcels_of_its_holder_is_not_asked_for_again_no
     assert (net.sent["Pull"], net.sent["Parcel"]) == (2, 4 + GRID.n_chunks)
 
 
+def test_what_was_lost_is_asked_for_again_though_its_holder_goes_on_with_what_was_asked_for_later() -> None:
+    """The later goes on for as long as its owner likes, and an owner's contributors have half of a group's time."""
+    net, later = MeshNet(1), Key("k", 1, 0)
+    holder, host = net.add(2)
+    net.act(holder, lambda mesh, now: hold(mesh, now, KEY, later))
+    lost, other = Taker(net, host, holder), Taker(net, host, holder, later)
+    net.tamper = lambda source, target, m: None if isinstance(m, Pull) else m
+    lost.want(range(4))
+    net.tamper = lambda source, target, m: m
+    for chunk in range(20):
+        other.want([chunk])
+        net.run(SILENCE_S_MIN / 2)
+        assert len(other.taken) == chunk + 1
+    assert sorted(lost.taken) == list(range(4)) and not lost.failed
+
+
+def test_a_holder_that_has_one_thing_not_yet_is_asked_again_for_another_that_was_lost() -> None:
+    """Results that wait for somebody's contribution are asked for again and again: `Coming` is all that is heard. What
+    had pauses of its own has a longer patience, which did not end before the group's time for contributions did."""
+    net, other = MeshNet(1), Key("k", 1, 0)
+    holder, host = net.add(2)
+
+    def offer(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        mesh.parcels.holdings.hold(other, Holding(GRID, 1e9))
+        return [*mesh.ground.drain(), *hold(mesh, now)]
+
+    net.act(holder, offer)
+    lost, coming = Taker(net, host, holder), Taker(net, host, holder, other)
+    lost.want(range(4))
+    net.until(lambda: len(lost.taken) == 4)
+    lost.intake.gap_s = 1.0
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) else m
+    lost.want(range(4, 8))
+    coming.want(range(4))
+    net.run(SILENCE_S_MIN / 2)
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: len(lost.taken) == 8 or lost.failed, 30.0)
+    assert not (lost.failed or coming.failed)
+
+
 def test_of_too_much_that_is_asked_for_as_much_as_there_is_room_for_is_sent() -> None:
     """Several vectors may be pulled by one peer at once."""
     net = MeshNet(1)

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,15 +20,18 @@ from torch import Tensor
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm.graphs import pairs
+from dlc.comm.ids import Voter
+from dlc.comm.meetings import GoneOn
 from dlc.comm.mesh import Mesh
-from dlc.errors import ConfigError, DlcError
+from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.handover import Handover, Standing
 from dlc.peer import Peer
-from dlc.report import GossipReport
+from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
-from dlc.train import averaging, gifts, saver
+from dlc.train import averaging, gifts, noloco, saver
+from dlc.train.averaging import Averaged
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import Pairs, noloco_step
@@ -424,3 +428,65 @@ def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
         wait_until(lambda: [s.t for s in handovers[1].standings()] == [4], DEADLINE_S, "it is known there")
         both = [pool.submit(ahead.step, 5, vectors[0]), pool.submit(behind.step, 4, vectors[1])]
         assert [(f.result(DEADLINE_S).t, len(f.result().partners)) for f in both] == [(5, 1), (5, 1)]
+
+
+def taking_turns(peers: list[Peer], spec: RunSpec, turns: int) -> tuple[list[int], list[Averaged]]:
+    """Where two stand of whom one trains while the other would exchange, each as often; and its exchanges."""
+    handovers = [Handover(peer, "train", 10) for peer in peers]
+    many = [Pairs(peer, spec, handover.standings) for peer, handover in zip(peers, handovers, strict=True)]
+    ts, told, vector = [0, 0], list[Averaged](), torch.ones(10)
+    for i, pair in enumerate(many):
+        pair.begin(vector)
+        handovers[i].stand(0, vector)
+    for _ in range(turns):
+        for i, pair in enumerate(many):
+            heard = [ts[1 - i]]
+            wait_until(lambda i=i, h=heard: [s.t for s in handovers[i].standings()] == h, DEADLINE_S, "it is heard")
+            told.append(pair.step(max(ts[i] + 1, ts[1 - i]), vector.clone()))
+            ts[i] = told[-1].t
+            handovers[i].stand(ts[i], vector)
+    return ts, told
+
+
+def test_two_that_never_meet_count_their_own_exchanges_only() -> None:
+    """Each counted the other's, too: a run ended after half of its training, and so did its schedule."""
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=0.05)
+    with swarm(2, log=False) as peers:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        ts, told = taking_turns(peers, RunSpec(strategy="gossip", codec="fp32", gossip=gossip), 5)
+        assert not any(averaged.partners for averaged in told) and max(ts) <= 6
+
+
+def test_nobody_waits_for_an_exchange_beyond_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=8)
+    done = [Standing(Voter("other", 1), 8, 8, None)]
+    pair = Pairs(cast(Peer, None), spec, lambda: done)
+    monkeypatch.setattr(Pairs, "_partner", lambda self, t: "other")
+    pair.begin(torch.ones(10))
+    assert pair._pair(8)[1] == "", "the other has ended"
+
+
+def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = cast(Peer, SimpleNamespace(id="me"))
+    pair = Pairs(me, RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco")), list)
+    pair.begin(torch.ones(10))
+    now, passed = [100.0], iter([True, False])
+    monkeypatch.setattr(noloco, "clock", lambda: now[0])
+
+    class Waits:
+        """In place of a group: five seconds, until the partner is seen elsewhere; then one."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def all_reduce(self, both: Tensor, **options: Any) -> GroupReport:
+            error = RoundTimeout("nobody came")
+            if next(passed):
+                error.__cause__ = GoneOn()
+            now[0] += 5.0 if error.__cause__ else 1.0
+            raise error
+
+    monkeypatch.setattr(noloco, "Group", Waits)
+    monkeypatch.setattr(Pairs, "_partner", lambda self, t: "other")
+    averaged = pair.step(1, torch.ones(10))
+    assert (averaged.seconds, averaged.waiting_s) == (6.0, 6.0)

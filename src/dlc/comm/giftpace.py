@@ -15,6 +15,9 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.pacing import PLAN_SHARE, RATE_MIN_BPS, UNPACED_BPS
 from dlc.comm.partition import Load
 
+TELL_S = 10.0
+"""Where there is always a gift on its way, what was seen is learned from so often."""
+
 
 class GiftPace:
     """Of one gossip. A group or a round that is on its way has its own plan: beside it nothing is paced here."""
@@ -23,33 +26,44 @@ class GiftPace:
         self._ground = ground
         self._takers: tuple[Voter, ...] = ()
         self._paced: set[PeerId] = set()
-        self._measures = False
+        self._since: float | None = None
+        """When measuring began; None: it has not."""
+        self._changed = False
+        """What is paced is not what it should be, because of a plan."""
 
     def follow(self, takers: Collection[Voter]) -> None:
         """These have something of mine to come."""
-        if tuple(takers) == self._takers:
-            return
-        self._takers = tuple(takers)
-        if not takers:
-            self._end()
-        elif self._measures or not self._ground.rates.measuring:
-            self._begin()
+        if tuple(takers) != self._takers:
+            self._takers, self._changed = tuple(takers), True
+            self.look()
 
-    def _begin(self) -> None:
+    def look(self) -> None:
+        """A plan may have ended."""
+        if self._ground.rates.planned:  # what it lifts at its end may be taken up again
+            self._changed, self._since = True, None
+        elif self._changed:
+            self._changed = False
+            self._pace()
+
+    def close(self) -> None:
+        """Nothing of mine is to come any more. Nobody looks again: all is lifted now, beside a plan, too."""
+        self._takers, self._changed = (), False
+        self._pace()
+
+    def _pace(self) -> None:
+        now, rates = self._ground.now, self._ground.rates
+        if self._since is not None and (not self._takers or now - self._since >= TELL_S):
+            self._since = None
+            rates.end(gifts=True)
+            self._ground.tell_rates()
         found = {taker.peer: self._rate_Bps(taker) for taker in self._takers}
         paced = {peer: rate_Bps for peer, rate_Bps in found.items() if rate_Bps is not None}
         self._lift(self._paced - paced.keys())
         self._ground.out.extend(Pace(peer, rate_Bps) for peer, rate_Bps in paced.items())
-        self._paced, self._measures = set(paced), True
-        self._ground.rates.begin(self._ground.now, Load(sum(paced.values()), 0.0))
-
-    def _end(self) -> None:
-        self._lift(self._paced)
-        self._paced = set()
-        if self._measures:
-            self._measures = False
-            self._ground.rates.end()
-            self._ground.tell_rates()
+        self._paced = set(paced)
+        if self._takers:
+            self._since = now if self._since is None else self._since
+            rates.begin(now, Load(sum(paced.values()), 0.0), gifts=True)
 
     def _lift(self, peers: Collection[PeerId]) -> None:
         self._ground.out.extend(Pace(peer, None) for peer in sorted(peers))

@@ -228,6 +228,7 @@ class Gossip:
             self.parcels.stop(coming.intake)
             self._settle(coming.intake.holder, coming.gift.serial, "this gossip is closed")
         self._coming.clear()
+        self._pace.close()
 
     # ---------------------------------------------------------------- giving
 
@@ -397,6 +398,7 @@ class Gossip:
     # ---------------------------------------------------------------- time and members
 
     def tick(self) -> None:
+        self._pace.look()
         now, members = self.ground.now, self.ground.members
         for given in list(self._given.values()):
             to = given.share.peer

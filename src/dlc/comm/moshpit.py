@@ -2,10 +2,11 @@
 
 Rounds are named (cycle, axis), a cycle being one round along each axis. Nobody hands these names out: each peer counts
 for itself, and joins the furthest cycle in which it sees others wait: within a cycle nobody skips a round, since others
-that wait in the next may be of lines that are quicker. Who waits itself meanwhile does not wait for those that it sees
-in a later cycle, and goes there where nobody else is left: two of equal speed, a cycle apart, would pass each other by
-for ever. The grid is that of the membership when the cycle began here;
-who dies in it is not waited for, who comes takes part in the next.
+that wait in the next may be of lines that are quicker. Who waits itself meanwhile for the first round of a cycle goes
+where it sees any of its line in a later one: of equal speed, a cycle apart, they would pass each other by for ever,
+also some who are together here. In a later round, which has something to lose, it goes where nobody else is left, and
+does not wait for those who are further. The grid is that of the membership when the cycle began here; who dies in it
+is not waited for, who comes takes part in the next.
 
 Who has been through whole rounds only has all that its cell stands for, and says so to its next group with the `mark`
 of the grid and the name of its last group (`Call.gather`): a round was whole if everybody in it says the same of the
@@ -107,14 +108,14 @@ class Course:
         return Leg(self.cycle, self.axis, f"{self.prefix}{self.cycle}.{self.axis}/{line}", peers, cells, mark, parts)
 
     def awaited(self, leg: Leg, waiting: Mapping[str, Collection[PeerId]]) -> frozenset[PeerId]:
-        """Who may still come to this round. waiting: the others who wait, by key. GoneOn: they are all further."""
+        """Who may still come to this round. waiting: the others who wait, by key. GoneOn: that is where they are."""
         further = set[PeerId]()
         for key, peers in waiting.items():
             place = self._place(key)
             if place is not None and place[0] > leg.cycle:
                 further.update(peers)
         left = frozenset(leg.peers) - further
-        if len(left) == 1 and len(leg.peers) > 1:
+        if len(left) < len(leg.peers) and (leg.axis == 0 or len(left) == 1):
             raise GoneOn
         return left
 

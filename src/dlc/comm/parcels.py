@@ -8,9 +8,11 @@
   the sender's name (`Ground.dropped`).
 - **Patience** follows from what was measured: the longest pause between two parcels lately, or what is to be expected
   of a link such as the holder's record tells. Silent for longer: asked again, what was in the air may have been lost
-  with a connection. Silent ASKS_MAX times in a row: given up. `Coming` breaks a silence, as does a parcel, of whatever
-  is wanted of the same holder: all of it leaves by one connection, in the order in which it was asked for, and what is
-  asked for again while it waits there comes twice. No intake lasts beyond its own end, so nobody waits for ever.
+  with a connection. Silent ASKS_MAX times in a row: given up. `Coming` breaks a silence, as does a parcel, also one of
+  another intake from the same holder that was asked for before: all of it leaves by one connection, in the order in
+  which it was asked for, and what is asked for again while it waits there comes twice. What was asked for later goes
+  before it only where the holder did not have it yet, and said so. No intake lasts beyond its own end, so nobody waits
+  for ever.
 
 All of it in running time: while I was not scheduled, parcels lay unread in my own sockets.
 """
@@ -65,9 +67,12 @@ class Intake:
         self.spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         self.taken, self.failed = taken, failed
         self.todo: collections.deque[int] = collections.deque()
-        self.in_flight: dict[int, None] = {}
+        self.in_flight: dict[int, float] = {}
+        """Chunks, and when each was asked for first."""
         self.received_bytes = 0
-        self.heard_run = self.parcel_run = 0.0
+        self.asked_run = self.heard_run = self.parcel_run = 0.0
+        self.coming = False
+        """The holder did not have it when it was asked."""
         self.gap_s = 0.0
         self.asks = 0
         """Silences in a row."""
@@ -82,8 +87,8 @@ class Parcels:
         self.ground = ground
         self.holdings = Holdings(ground)
         self._intakes: dict[tuple[Key, Voter], Intake] = {}
-        self._heard_run: dict[Voter, float] = {}
-        """When each holder last gave me something, or said that it will."""
+        self._heard: dict[Voter, tuple[float, float]] = {}
+        """Of the last parcel of each holder: when it was asked for, and when it came."""
         self._look_run = 0.0
 
     # ---------------------------------------------------------------- wanting
@@ -110,9 +115,10 @@ class Parcels:
         chunks = []
         while intake.todo and len(intake.in_flight) < window:
             chunk = intake.todo.popleft()
-            intake.in_flight[chunk] = None
+            intake.in_flight[chunk] = self.ground.running_s
             chunks.append(chunk)
         if chunks:
+            intake.asked_run = self.ground.running_s
             self.ground.send(intake.holder, Pull(intake.key, intake.spec, tuple(chunks)))
 
     def _window(self, intake: Intake) -> int:
@@ -147,12 +153,12 @@ class Parcels:
                 f"{sender} sent {size} bytes as chunk {m.chunk} of {m.key.channel!r}, "
                 f"which has {intake.grid.wire_bytes(m.chunk)}"
             )
-        del intake.in_flight[m.chunk]
-        now = self.ground.running_s
+        asked_run, now = intake.in_flight.pop(m.chunk), self.ground.running_s
         gap_s = now - intake.parcel_run
         intake.gap_s = max(gap_s, GAP_DECAY * intake.gap_s) if intake.received_bytes else 0.0
         intake.active_s += gap_s
-        self._heard_run[sender] = intake.parcel_run = now
+        self._heard[sender] = (asked_run, now)
+        intake.heard_run = intake.parcel_run = now
         intake.asks = 0
         intake.received_bytes += size
         self.ground.rates.received(self.ground.now, size)
@@ -162,8 +168,8 @@ class Parcels:
     def receive_coming(self, sender: Voter, m: Coming) -> None:
         intake = self._intakes.get((m.key, sender))
         if intake is not None:
-            self._heard_run[sender] = intake.parcel_run = self.ground.running_s
-            intake.asks = 0
+            intake.heard_run = intake.parcel_run = self.ground.running_s
+            intake.asks, intake.coming = 0, True
 
     def receive_no_parcel(self, sender: Voter, m: NoParcel) -> None:
         intake = self._intakes.get((m.key, sender))
@@ -183,15 +189,23 @@ class Parcels:
                 continue
             if running_s >= intake.until_run:
                 self._fail(intake, LATE)
-            elif running_s - max(intake.heard_run, self._heard_run.get(intake.holder, 0.0)) > self.silence_s(intake):
+            elif running_s - self._heard_of(intake) > self.silence_s(intake):
                 self._silent(intake)
+
+    def _heard_of(self, intake: Intake) -> float:
+        """Since when its holder is silent."""
+        asked_run, heard_run = self._heard.get(intake.holder, (0.0, 0.0))
+        if intake.coming or asked_run <= intake.asked_run:
+            intake.heard_run = max(intake.heard_run, heard_run)
+        return intake.heard_run
 
     def _silent(self, intake: Intake) -> None:
         intake.asks += 1
         if intake.asks > ASKS_MAX:
             self._fail(intake, LATE)
             return
-        intake.heard_run = self.ground.running_s
+        intake.asked_run = intake.heard_run = self.ground.running_s
+        intake.coming = False
         self.ground.send(intake.holder, Pull(intake.key, intake.spec, tuple(intake.in_flight)))
 
     def silence_s(self, intake: Intake) -> float:
@@ -208,7 +222,7 @@ class Parcels:
     def member_gone(self, voter: Voter, why: str) -> None:
         """It died or left: what is wanted of it will not come."""
         self.holdings.drop_asker(voter)
-        self._heard_run.pop(voter, None)
+        self._heard.pop(voter, None)
         for intake in [i for i in self._intakes.values() if i.holder == voter]:
             self._fail(intake, why)
 

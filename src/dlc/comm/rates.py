@@ -187,7 +187,7 @@ class Rates:
         self.up, self.down = Estimate(), Estimate()
         self.told_up_Bps, self.told_down_Bps = 0.0, 0.0
         """What my record says; changed at the end of a round or a probe, by more than TOLD_RISE or TOLD_FALL."""
-        self._measuring = False
+        self._measuring = self._of_gifts = False
         self._asked_Bps = Load(0.0, 0.0)
         self._received, self._handed, self._acked = Meter(), Meter(), Meter()
         self._received_bytes, self._handed_bytes, self._acked_bytes = 0, 0, 0
@@ -205,24 +205,27 @@ class Rates:
 
     # ---------------------------------------------------------------- a round
 
-    def begin(self, now: float, asked_Bps: Load) -> None:
+    def begin(self, now: float, asked_Bps: Load, gifts: bool = False) -> None:
         """The data plane of a plan begins, which asks so much of my link (0: nothing in particular).
 
-        A later plan of the same slot goes on measuring.
+        A later plan of the same slot goes on measuring. gifts: of these; nothing where a plan is measured, and a plan
+        begins anew: it would be told from the time, too, in which they stood still.
         """
-        self._asked_Bps = asked_Bps
-        if self._measuring:
+        if gifts and self.planned:
             return
-        self._measuring, self._sampled = True, False
+        self._asked_Bps = asked_Bps
+        if self._measuring and gifts == self._of_gifts:
+            return
+        self._measuring, self._of_gifts, self._sampled = True, gifts, False
         self._received.begin(now, self._received_bytes)
         self._handed.begin(now, self._handed_bytes)
         self._message_bytes = self._looks = self._waiting = 0
         self._first_handed = self._last_handed = now
         self._backlog_s, self._more = 0.0, False
 
-    def end(self) -> None:
-        """The slot is over: learn from it."""
-        if not self._measuring:
+    def end(self, gifts: bool = False) -> None:
+        """The slot is over: learn from it. gifts: or these are, if it is they that are measured."""
+        if not self._measuring or gifts != self._of_gifts:
             return
         self._measuring = False
         by_messages = max(WINDOW_BYTES_MIN, WINDOW_MESSAGES * self._message_bytes)
@@ -255,8 +258,13 @@ class Rates:
 
     @property
     def measuring(self) -> bool:
-        """A round, or a group's, is on its way."""
+        """A round, or a group's, is on its way, or gifts."""
         return self._measuring
+
+    @property
+    def planned(self) -> bool:
+        """A round, or a group's, is on its way."""
+        return self._measuring and not self._of_gifts
 
     @property
     def unsure(self) -> bool:

@@ -6,7 +6,8 @@
 
 Pairs are a matching of the members that is drawn from the run's seed and the step. A partner that does not come within
 `gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Where the partner of a step has
-passed it, this peer takes the partner's next one instead: who is a step behind would stay so, and meet nobody.
+passed it, this peer tries the partner's next one instead: who is a step behind would stay so, and meet nobody. If it
+meets nobody there either, it has taken no more than its own step: two that never meet would count each other's.
 Momentum and slow weights are each peer's own, and differ. What the codec cannot say of a peer's d and phi stays in the
 means that it takes itself.
 """
@@ -58,15 +59,19 @@ class Pairs:
         gossip, began = self._spec.gossip, clock()
         d = vector - self._phi
         both = torch.cat((d, self._phi))
-        averaged = None
+        averaged, own_t, waited_s = None, t, 0.0
         while averaged is None:
             t, partner = self._pair(t)
+            tried = clock()
             averaged = self._with(partner, t, both, d) if partner else Averaged(t, ())
+            waited_s += clock() - tried if averaged is None else averaged.waiting_s
+        if not averaged.partners:
+            averaged = replace(averaged, t=own_t)
         mean_d, mean_phi = both[: len(d)], both[len(d) :]
         lr, mu = gossip.outer_lr, gossip.outer_momentum
         noloco_step(self._phi, self._m, d, mean_d, mean_phi, lr, mu, gossip.pull)
         vector.copy_(self._phi)
-        return replace(averaged, seconds=clock() - began)
+        return replace(averaged, seconds=clock() - began, waiting_s=waited_s)
 
     def _with(self, partner: PeerId, t: int, both: Tensor, d: Tensor) -> Averaged | None:
         """Means over the pair in the place of `both`, d and phi; None: the partner has gone on meanwhile."""
@@ -97,9 +102,9 @@ class Pairs:
 
     def _pair(self, t: int) -> tuple[int, PeerId]:
         """The step to be taken, `t` or one that nobody to be met has left behind, and with whom; empty where this peer
-        is left over."""
+        is left over, or none is left before the end of the run."""
         while True:
-            partner = self._partner(t)
+            partner = self._partner(t) if t <= (self._spec.rounds or t) else ""
             passed = self._passed(partner, t)
             if passed is None:
                 return t, partner
