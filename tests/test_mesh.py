@@ -299,8 +299,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, rounds: Sequence[tuple[int, int]])
     made: list[Call] = []
 
     class Met:
-        def __init__(self, peer: object, key: str, call: Call, answers: object) -> None:
-            self.call, self.group, self.members = call, f"group of {key}", ("a", "b")
+        def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
+            self.call, self.group, self.members, self.waited_s = call, f"group of {key}", ("a", "b"), 0.0
             made.append(call)
 
         def wait(self) -> SimpleNamespace:
@@ -313,7 +313,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, rounds: Sequence[tuple[int, int]])
     parts = (frozenset("a"), frozenset("b"))
     legs = [Leg(c, axis, f"{c}.{axis}", ("a", "b"), cells, b"grid", parts) for c, axis in rounds]
     pit = object.__new__(dlc.Moshpit)
-    pit.peer, pit.name, pit.codec, pit.matchmaking_s = None, "m", "fp32", 1.0  # type: ignore[assignment]
+    pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
     pit._course = course  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
@@ -358,7 +358,24 @@ def test_two_that_are_a_cycle_apart_meet_in_the_later_one() -> None:
             assert [(r.cycle, len(r.rounds), r.failed) for r in reports] == [(reports[0].cycle, 1, ())] * 2
             assert torch.equal(mine, torch.full((4,), 0.5)) and torch.equal(mine, other)
             assert not whole or all(r.complete for r in reports), "all of it was made in the later one"
-            ahead._course.cycle += 1  # a round alone
+            assert not any(r.absent for r in reports) and all(r.waiting_s <= r.seconds for r in reports)
+            ahead._course.cycle += 1  # an averaging alone
+
+
+def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:
+    with swarm(3, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        peers.sort(key=lambda p: p.id)
+        pits = [dlc.Moshpit(p, dims=1, codec="fp32", matchmaking_s=1.0) for p in peers]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 3 for p in peers), LONG_S)
+        alone = pits[0].step(torch.ones(4))
+        assert alone.absent == dict.fromkeys((peers[1].id, peers[2].id), "did not come")
+        assert 0.0 < alone.waiting_s <= alone.seconds and alone.to_dict()["absent"] == alone.absent
+        assert f"{peers[1].id[:8]} did not come" in alone.summary()
+        wait_until(lambda: all(shown(p, "place/moshpit/moshpit") == 1 for p in peers), LONG_S)
+        two = list(pool.map(lambda pit: pit.step(torch.ones(4)), pits[1:]))
+        assert [report.absent for report in two] == [{peers[0].id: "had gone on to a later round"}] * 2
+        assert all(len(report.rounds[0].contributors) == 2 for report in two)
 
 
 def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +384,7 @@ def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(mo
             dlc.Moshpit(peer, group_size=65)
         pit = dlc.Moshpit(peer, dims=1, matchmaking_s=0.1)
         names = sorted([peer.id, *(f"p{i}" for i in range(64))])
-        monkeypatch.setattr(pit, "_leg", lambda: pit._course.leg(names, peer.id, ()))
+        monkeypatch.setattr(pit, "_members", lambda mesh: names)
         with pytest.raises(UsageError, match="65 peers in 1 dimensions make groups of up to 65; .* give more dims"):
             pit.average(torch.ones(4))
         assert pit.step(torch.ones(4)).rounds  # with whom it meets

@@ -42,8 +42,11 @@ EXCHANGE_S_MIN = 2.0
 class GroupCall(Unpicklable):
     """An all-reduce on its way; for one thread. The tensors belong to it until `wait` has returned."""
 
-    def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor]) -> None:
-        self._mesh, self._name, self._call, self._tensors = peer.mesh, name, call, tensors
+    def __init__(
+        self, peer: Peer, name: str, call: Call, tensors: list[Tensor], formed: Callable[[], None] | None = None
+    ) -> None:
+        """formed: called on the driver thread once the group is formed; must be quick and must not raise."""
+        self._mesh, self._name, self._call, self._tensors, self._formed = peer.mesh, name, call, tensors, formed
         self._since = clock()
         self._began = self._ended = 0.0
         self._over, self._ending = threading.Event(), threading.Lock()
@@ -72,6 +75,11 @@ class GroupCall(Unpicklable):
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._over.is_set()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds until the group was formed; until the end where none was; until now."""
+        return (self._began or self._ended or clock()) - self._since
 
     def wait(self, timeout_s: float | None = None) -> GroupReport:
         """Wait for the mean and write it into the tensors. Every further call returns the same report.
@@ -115,6 +123,8 @@ class GroupCall(Unpicklable):
         key = self._call.key
         if isinstance(news, GroupFormed) and news.key == key:
             self._began, self.members = clock(), news.peers
+            if self._formed is not None:
+                self._formed()
         elif isinstance(news, GroupDone) and news.outcome.key == key:
             self._outcome = news.outcome
             self._end(None)
@@ -132,7 +142,7 @@ class GroupCall(Unpicklable):
         self._ended = clock()
         self._mesh.unlisten(self._told)
         # Nobody looks at these any more: a vector, and what may hold this call in turn, so that it would stay for long.
-        self._call.vector = self._call.expected = None
+        self._call.vector = self._call.expected = self._formed = None
         self._over.set()
 
     def _made(self, outcome: Outcome) -> GroupReport:
@@ -152,7 +162,7 @@ class GroupCall(Unpicklable):
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,
             seconds=self._ended - self._since,
-            waiting_s=self._began - self._since,
+            waiting_s=self.waited_s,
         )
 
 
@@ -168,6 +178,7 @@ class Group:
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
                    What it raises ends the call: RoundTimeout, of which it is the `__cause__`.
+    formed:        called on the peer's thread as soon as a group is formed; it must be quick, and must not raise.
     owns:          False: a client, whose link carries its own vector only; others reduce.
 
     Any number of groups of different names may average at the same time; one name does so once at a time.
@@ -185,6 +196,7 @@ class Group:
         codec: str = "fp16",
         owns: bool = True,
         expected: Callable[[], Collection[str]] | None = None,
+        formed: Callable[[], None] | None = None,
     ) -> None:
         if peers is not None and peer.id not in peers:
             raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
@@ -208,6 +220,7 @@ class Group:
         self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
         self.peers = tuple(sorted(set(peers))) if peers is not None else None
         self._expected = self.peers if expected is None else expected
+        self._formed = formed
         self._key = name
         if self.peers is not None:
             self._key += "/" + blake3("\0".join(self.peers).encode()).hexdigest(8)
@@ -333,4 +346,4 @@ class Group:
             budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
             gather=gather,
         )
-        return GroupCall(self.peer, self.name, call, many)
+        return GroupCall(self.peer, self.name, call, many, self._formed)

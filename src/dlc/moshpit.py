@@ -10,7 +10,8 @@ whoever fails costs its own group a moment (Ryabinin et al. 2021, arXiv 2103.032
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
+from dlc.comm.cells import Cells, grid_of, lines_of
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
@@ -25,14 +27,17 @@ from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call, GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.rotation import Place, Turn, next_turn
 from dlc.errors import RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.mesh import EXCHANGE_S_MIN, GroupCall
 from dlc.peer import Peer
+from dlc.places import Places
 from dlc.report import GroupReport, MoshpitReport
 
 PLACE_S = TTL_S_MAX
 """A place is shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""
+NOT_THERE, GONE_ON = "did not come", "had gone on to a later round"
 
 
 class Moshpit:
@@ -66,10 +71,12 @@ class Moshpit:
             raise UsageError(f"matchmaking_s is {matchmaking_s}: it must be above 0")
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
-        self._course = Course(name, group_size, dims)
+        self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
         self._mesh = peer.mesh
-        self._key = f"moshpit/{name}"
-        self._show_at = 0.0
+        self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
+        self._round = 0
+        """Of `step`: the next one."""
+        self._show_at, self._left_at = 0.0, clock()
         self._show()
 
     def average(
@@ -81,109 +88,154 @@ class Moshpit:
         timeout_s: of one round. Raises SwarmClosed; UsageError where there are fewer than 2^dims peers, or so many that
         the grid's groups would be larger than groups can be.
         """
+        many, z, weight = self._checked(tensors, weight)
+        own, own_weight, began = z, weight, clock()
         self._course.begin_cycle()
-        return self._go(tensors, weight, timeout_s, whole=True)
-
-    def step(
-        self, tensors: Tensor | Sequence[Tensor], *, weight: float = 1.0, timeout_s: float = 60.0
-    ) -> MoshpitReport:
-        """Replace `tensors`, in place, by the weighted mean of the group of this round; the next is along another axis.
-
-        Of vectors that change between the rounds: each counts with its own weight only. Errors as in `average`.
-        """
-        return self._go(tensors, weight, timeout_s, whole=False)
-
-    def close(self) -> None:
-        """Be no part of the grid any more."""
-        self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
-
-    # ---------------------------------------------------------------- inside
-
-    def _go(self, tensors: Tensor | Sequence[Tensor], weight: float, timeout_s: float, whole: bool) -> MoshpitReport:
-        many = writable_tensors(tensors)
-        numel = sum(t.numel() for t in many)
-        if not numel:
-            raise UsageError("averaging needs at least one element")
-        if not 0 < weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight}: it must be above 0 and at most 2^53")
-        weight = float(weight)
-        began, grid, z = clock(), Grid(numel, usual_chunk_elems(numel), self.codec), flatten_tensors(many)
         self._show()
-        rounds, failed, axes = list[GroupReport](), list[str](), list[int]()
-        label, complete, last = "", whole, False
-        own, own_weight, cycle = z, weight, -1
+        told = _Told()
+        label, complete, cycle, axes, last = "", True, -1, list[int](), False
         while not last:
             leg = self._leg()
             if cycle not in (-1, leg.cycle):
                 # The others are in a later averaging, in which each vector counts once, with its own weight.
                 z, weight, label, complete = own, own_weight, "", False
             cycle = leg.cycle
-            if whole and not axes and (largest := leg.cells.group_max) > GROUP_MAX:
+            if not axes and (largest := leg.cells.group_max) > GROUP_MAX:
                 raise UsageError(
                     f"{leg.cells.n} peers in {leg.cells.dims} dimensions make groups of up to {largest}; a group has "
                     f"at most {GROUP_MAX} members: give more dims, or a lower group_size"
                 )
             unbroken = complete and leg.axis == len(axes)
-            call = Call(
-                key=leg.key,
-                grid=grid,
-                vector=z,
-                out=vectors.empty(numel),
-                weight=weight,
-                label=label,
-                least=1,
-                expected=partial(self._awaited, leg),
-                show_to=leg.peers,
-                patience_s=self.matchmaking_s,
-                budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
-                gather=leg.word(label) if unbroken else b"",
-            )
-            handle = GroupCall(self.peer, leg.key, call, [])
-            try:
-                report = handle.wait()
-            except RoundTimeout as error:
-                if isinstance(error.__cause__, GoneOn):
-                    cycle = cycle if axes else -1
-                    continue
-                failed.append(str(error))
-                unbroken = False
-            except KeyboardInterrupt:
-                handle.cancel()
-                raise
-            else:
-                assert call.out is not None
-                rounds.append(report)
-                unbroken = unbroken and report.complete and leg.whole(report.gathered)
-                z = call.out
-                if whole:
-                    weight, label = report.weight, handle.group
+            call = self._call(leg.key, z, weight, leg.peers, partial(self._awaited, leg), self.matchmaking_s, timeout_s)
+            call.label, call.gather = label, leg.word(label) if unbroken else b""
+            met = self._meet(call, told)
+            if met is None:
+                cycle = cycle if axes else -1
+                continue
+            told.absent |= dict.fromkeys(set(leg.peers) - {self.peer.id, *met.members}, NOT_THERE)
+            complete = unbroken and met.report is not None and met.report.complete and leg.whole(met.report.gathered)
+            if met.report is not None:
+                z, weight, label = met.mean, met.report.weight, met.group
             axes.append(leg.axis)
-            complete = unbroken
-            last = self._course.passed() or not whole
+            last = self._course.passed()
         unflatten_into(z, many)
-        return MoshpitReport(
-            name=self.name,
-            cycle=leg.cycle,
-            axes=tuple(axes),
-            sides=leg.cells.sides,
-            peers=leg.cells.n,
-            rounds=tuple(rounds),
-            failed=tuple(failed),
-            weight=weight if whole or not rounds else rounds[0].weight,
-            complete=complete and len(axes) == max(1, leg.cells.dims),
-            seconds=clock() - began,
+        complete = complete and len(axes) == max(1, leg.cells.dims)
+        return told.report(self.name, leg.cycle, axes, leg.cells, weight, complete, began)
+
+    def step(
+        self, tensors: Tensor | Sequence[Tensor], *, weight: float = 1.0, timeout_s: float = 60.0
+    ) -> MoshpitReport:
+        """Replace `tensors`, in place, by the weighted mean of the group of this round; the next is along another axis.
+
+        Of vectors that change between the rounds: each counts with its own weight only. Errors as in `average`. A peer
+        waits for `matchmaking_s`, twice that where others are in later rounds and it follows them; but in some rounds
+        for as long as peers of about its own speed train, so that from then on all come together (comm/rotation.py).
+        """
+        many, z, weight = self._checked(tensors, weight)
+        began, told = clock(), _Told()
+        self._show()
+        away_s, met = began - self._left_at, None
+        stop = self._stop(away_s)
+        try:
+            while (
+                left_s := min(stop.turn.patience_s, began + stop.turn.patience_s + self.matchmaking_s - clock())
+            ) > 0:
+                awaited = partial(self._still_awaited, stop.turn, clock())
+                call = self._call(stop.key, z, weight, stop.line, awaited, left_s, timeout_s)
+                met = self._meet(call, told, partial(self._stand_beyond, stop.turn, away_s))
+                if met is not None:
+                    break
+                stop = self._stop(away_s)
+            else:
+                told.failed.append("the others went on to later rounds, and were followed for long enough")
+            told.absent = self._absent(stop.turn, met.members if met is not None else ())
+        finally:
+            self._round, self._left_at = stop.turn.round + 1, clock()
+            self._stand_beyond(stop.turn, away_s)
+        if met is not None and met.report is not None:
+            unflatten_into(met.mean, many)
+            weight = met.report.weight
+        return told.report(self.name, stop.cycle, [stop.axis], stop.cells, weight, False, began)
+
+    def close(self) -> None:
+        """Be no part of the grid any more."""
+        self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
+        self._places.close()
+
+    # ---------------------------------------------------------------- inside
+
+    @staticmethod
+    def _checked(tensors: Tensor | Sequence[Tensor], weight: float) -> tuple[list[Tensor], Tensor, float]:
+        """The tensors, all of them as one vector, and the weight; UsageError where they cannot be averaged."""
+        many = writable_tensors(tensors)
+        if not sum(t.numel() for t in many):
+            raise UsageError("averaging needs at least one element")
+        if not 0 < weight <= WEIGHT_MAX:
+            raise UsageError(f"weight is {weight}: it must be above 0 and at most 2^53")
+        return many, flatten_tensors(many), float(weight)
+
+    def _call(
+        self,
+        key: str,
+        vector: Tensor,
+        weight: float,
+        line: tuple[PeerId, ...],
+        expected: Callable[[], Collection[PeerId]],
+        patience_s: float,
+        timeout_s: float,
+    ) -> Call:
+        numel = vector.numel()
+        return Call(
+            key=key,
+            grid=Grid(numel, usual_chunk_elems(numel), self.codec),
+            vector=vector,
+            out=vectors.empty(numel),
+            weight=weight,
+            least=1,
+            expected=expected,
+            show_to=line,
+            patience_s=patience_s,
+            budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
         )
+
+    def _meet(self, call: Call, told: _Told, formed: Callable[[], None] | None = None) -> _Met | None:
+        """One round; None: it did not come to be, as the others are in later ones."""
+        handle = GroupCall(self.peer, call.key, call, [], formed)
+        report = None
+        try:
+            report = handle.wait()
+        except RoundTimeout as error:
+            if isinstance(error.__cause__, GoneOn):
+                return None
+            told.failed.append(str(error))
+        except KeyboardInterrupt:
+            handle.cancel()
+            raise
+        finally:
+            told.waiting_s += handle.waited_s
+        if report is not None:
+            told.rounds.append(report)
+        assert call.out is not None
+        return _Met(report, call.out, handle.group, handle.members)
+
+    def _members(self, mesh: Mesh) -> list[PeerId]:
+        up = mesh.ground.members.up
+        here = [posted.author for posted in mesh.board.get(self._key).values()]
+        return sorted({self.peer.id, *(voter.peer for voter in here if up(voter))})
+
+    def _show(self) -> None:
+        """Tell everybody that this peer is here; again only now and then."""
+        if clock() >= self._show_at:
+            self._show_at = clock() + PLACE_S / 4
+            self._mesh.act(lambda mesh, now: mesh.post(self._key, b"here", PLACE_S, now))
+
+    # ---------------------------------------------------------------- whole cycles
 
     def _leg(self) -> Leg:
         """The next round, by who is there now and where others wait."""
-
-        def look(mesh: Mesh, now: float) -> Leg:
-            up = mesh.ground.members.up
-            here = [p.author for p in mesh.board.get(self._key).values() if up(p.author)]
-            members = sorted({self.peer.id, *(voter.peer for voter in here)})
-            return self._course.leg(members, self.peer.id, self._waiting(mesh))
-
-        return self._mesh.ask(look)
+        return self._mesh.ask(
+            lambda mesh, now: self._course.leg(self._members(mesh), self.peer.id, self._waiting(mesh))
+        )
 
     def _awaited(self, leg: Leg) -> frozenset[PeerId]:
         """On the driver thread."""
@@ -199,8 +251,90 @@ class Moshpit:
                 waiting[key.removeprefix(BOARD_PREFIX)] = others
         return waiting
 
-    def _show(self) -> None:
-        """Tell everybody that this peer is here; again only now and then."""
-        if clock() >= self._show_at:
-            self._show_at = clock() + PLACE_S / 4
-            self._mesh.act(lambda mesh, now: mesh.post(self._key, b"here", PLACE_S, now))
+    # ---------------------------------------------------------------- single rounds
+
+    def _stop(self, away_s: float) -> _Stop:
+        """The next round, for which this peer waits from now on, after so long a time of training."""
+
+        def look(mesh: Mesh, now: float) -> _Stop:
+            me, members = self.peer.id, self._members(mesh)
+            cells = grid_of(len(members), *self._sides)
+            lines = lines_of(cells, members, me)
+            others = [tuple(peer for peer in line if peer != me) for line in lines]
+            mates = {peer for line in others for peer in line}
+            seen, d = self._places.seen(mesh), len(lines)
+            turn = next_turn(self._round, lambda at: others[at % d], mates, d, seen, self.matchmaking_s, away_s)
+            axis = turn.round % d
+            line = ".".join(map(str, cells.line(members.index(me), axis)))
+            key = f"moshpit/{self.name}#r{turn.round}.{axis}/{line}"
+            return _Stop(turn, key, turn.round // d, axis, tuple(lines[axis]), cells)
+
+        stop = self._mesh.ask(look)
+        self._places.stand(Place(stop.turn.round, True, away_s), stop.turn.mates)
+        return stop
+
+    def _stand_beyond(self, turn: Turn, away_s: float) -> None:
+        self._places.stand(Place(turn.round + 1, False, away_s), turn.mates)
+
+    def _still_awaited(self, turn: Turn, since: float) -> frozenset[PeerId]:
+        """On the driver thread."""
+        return turn.awaited(self._places.ask(), clock() - since) | {self.peer.id}
+
+    def _absent(self, turn: Turn, members: Collection[PeerId]) -> dict[PeerId, str]:
+        """Who was to come to this round and is not one of these, and why."""
+        seen = self._places.ask()
+        return {
+            peer: GONE_ON if seen.last([peer]) > turn.round else NOT_THERE for peer in turn.others.difference(members)
+        }
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A round of `Moshpit.step`."""
+
+    turn: Turn
+    key: str
+    """The group's: peers of the same line meet under it."""
+    cycle: int
+    axis: int
+    line: tuple[PeerId, ...]
+    cells: Cells
+
+
+@dataclass(frozen=True)
+class _Met:
+    """A round that is over."""
+
+    report: GroupReport | None
+    """None: it gave no mean."""
+    mean: Tensor
+    group: str
+    members: tuple[PeerId, ...]
+
+
+@dataclass
+class _Told:
+    """What a report will tell."""
+
+    rounds: list[GroupReport] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    absent: dict[PeerId, str] = field(default_factory=dict)
+    waiting_s: float = 0.0
+
+    def report(
+        self, name: str, cycle: int, axes: Sequence[int], cells: Cells, weight: float, complete: bool, began: float
+    ) -> MoshpitReport:
+        return MoshpitReport(
+            name=name,
+            cycle=cycle,
+            axes=tuple(axes),
+            sides=cells.sides,
+            peers=cells.n,
+            rounds=tuple(self.rounds),
+            failed=tuple(self.failed),
+            absent=dict(sorted(self.absent.items())),
+            weight=weight,
+            complete=complete,
+            seconds=clock() - began,
+            waiting_s=self.waiting_s,
+        )

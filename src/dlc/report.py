@@ -253,11 +253,16 @@ class MoshpitReport:
     """Of each round that gave a mean."""
     failed: tuple[str, ...]
     """Why the others gave none; the vector went on as it was."""
+    absent: Mapping[str, str] = dataclasses.field(hash=False)
+    """Peer id to why it was in none of the groups that it was to be in: it did not come while it was waited for, or had
+    gone on to a later round. Who failed in a group is in that one's `missing`."""
     weight: float
     """Sum of the weights of all that are in the mean, if nobody failed; the peers' number, with weights of 1."""
     complete: bool
     """All rounds of a cycle were made, and everybody's vector is in what came of them: the mean is exact."""
     seconds: float
+    waiting_s: float
+    """Part of them in which this peer waited for others to come."""
 
     @property
     def bytes_sent(self) -> int:
@@ -271,6 +276,7 @@ class MoshpitReport:
         """Plain dicts, lists, strings and numbers, keys in the order of the fields."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rounds"] = [report.to_dict() for report in self.rounds]
+        plain["absent"] = dict(self.absent)
         return plain | {"bytes_sent": self.bytes_sent, "bytes_received": self.bytes_received}
 
     def summary(self) -> str:
@@ -283,7 +289,7 @@ class MoshpitReport:
             f"{self.seconds:.2f} s",
             f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
         ]
-        return "; ".join([*parts, *self.failed])
+        return "; ".join([*parts, *(f"{peer[:8]} {why}" for peer, why in self.absent.items()), *self.failed])
 
 
 def waiting_text(

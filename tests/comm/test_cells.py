@@ -12,7 +12,7 @@ import torch
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.grid import Grid
 from dlc.comm.groups import GroupDone, GroupFailed
-from dlc.comm.meetings import BOARD_PREFIX, Call, GoneOn, MeetingFailed
+from dlc.comm.meetings import Call, GoneOn, MeetingFailed
 from dlc.comm.moshpit import Course
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
@@ -244,74 +244,3 @@ class Walker:
             self.over = True
         else:
             self.net.clock.at(self.net.now, self.go)
-
-
-class Stepper:
-    """One peer that averages step by step in `Course`'s groups, as `dlc.Moshpit` does, and trains between them."""
-
-    def __init__(
-        self, net: MeshNet, host: Host, names: list[str], patience_s: float, train_s: float, dims: int
-    ) -> None:
-        self.net, self.host, self.names = net, host, names
-        self.patience_s, self.train_s = patience_s, train_s
-        self.course = Course("m", None, dims)
-        self.sizes: list[int] = []
-        """Of its groups."""
-        host.heard = self.hear
-
-    def waiting(self) -> dict[str, set[str]]:
-        board, found = self.host.mesh.board, dict[str, set[str]]()
-        for key in board.keys(BOARD_PREFIX + self.course.prefix):
-            if others := board.get(key).keys() - {self.host.name}:
-                found[key.removeprefix(BOARD_PREFIX)] = set(others)
-        return found
-
-    def begin(self) -> None:
-        leg = self.course.leg(self.names, self.host.name, self.waiting())
-        call = Call(
-            leg.key,
-            Grid(4, 4, "fp32"),
-            torch.ones(4),
-            torch.empty(4),
-            expected=lambda: self.course.awaited(leg, self.waiting()),
-            show_to=leg.peers,
-            patience_s=self.patience_s,
-        )
-        self.net.act(self.host, lambda mesh, now: mesh.meet(call, now))
-
-    def hear(self, news: object) -> None:
-        if isinstance(news, MeetingFailed) and isinstance(news.cause, GoneOn):
-            self.net.clock.at(self.net.now, self.begin)
-        elif isinstance(news, GroupDone):
-            self.sizes.append(len(news.outcome.seats))
-            self.course.passed()
-            self.net.clock.at(self.net.now + self.train_s, self.begin)
-
-
-@pytest.mark.parametrize("behind", [1, 2, 3])
-def test_some_of_equal_speed_that_are_a_cycle_behind_the_others_meet_them(behind: int) -> None:
-    """Some who were left together went on without those ahead, and passed them by for ever."""
-    net = MeshNet(1)
-    hosts = net.add(4)
-    names = [host.name for host in hosts]
-    many = [Stepper(net, host, names, 4.0, 10.0, 1) for host in hosts]
-    for i, stepper in enumerate(many):
-        stepper.course.cycle = 0 if i < behind else 1
-        net.clock.at(net.now + 0.1 + (0.0 if i < behind else 2.0), stepper.begin)
-    net.run(300.0)
-    assert all(4 in stepper.sizes for stepper in many), [stepper.sizes for stepper in many]
-
-
-@pytest.mark.xfail(strict=True, reason="a wish is shown to its own line only, and within a cycle nobody follows")
-@pytest.mark.parametrize("behind", [(0, 3), (0, 1)])
-def test_some_of_equal_speed_that_are_a_round_behind_the_others_in_a_cycle_meet_them(behind: tuple[int, ...]) -> None:
-    """On two axes: those of a diagonal meet nobody, for ever; those of a line meet each other only."""
-    net = MeshNet(1)
-    hosts = net.add(4)
-    names = [host.name for host in hosts]
-    many = [Stepper(net, host, names, 4.0, 10.0, 2) for host in hosts]
-    for i, stepper in enumerate(many):
-        stepper.course.axis = 0 if i in behind else 1
-        net.clock.at(net.now + 0.1 + (0.0 if i in behind else 2.0), stepper.begin)
-    net.run(300.0)
-    assert all(stepper.sizes[-4:] == [2] * 4 for stepper in many), [stepper.sizes for stepper in many]

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from dlc.comm.board import REPEAT_MAX_S
-from dlc.comm.mesh import Mesh
 from dlc.gossip import Gossip
 from dlc.handover import Handover
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
-from dlc.sim.meshnet import DETECT_S, Host, MeshNet
+from dlc.sim.meshnet import DETECT_S, MeshNet
+from tests.comm.netpeer import NetPeer
 
 PHASE_S = 67.5 * 60
 """Inner steps between two exchanges of OpenDiLoCo's largest run."""
-
-
-class NetPeer:
-    """A host of the virtual network in place of a `dlc.Peer`, and its mesh in place of a `Served`."""
-
-    def __init__(self, net: MeshNet, host: Host) -> None:
-        self.net, self.host = net, host
-        self.id, self.voter = host.name, host.voter
-
-    @property
-    def mesh(self) -> NetPeer:
-        return self
-
-    def ask(self, fn: Callable[[Mesh, float], Any]) -> Any:
-        return fn(self.host.mesh, self.net.now)
-
-    def act(self, fn: Callable[[Mesh, float], Any]) -> None:
-        self.net.act(self.host, fn)
-
-    def listen(self, listener: Callable[[Any], None]) -> None: ...
-
-    def unlisten(self, listener: Callable[[Any], None]) -> None: ...
 
 
 @pytest.mark.parametrize("end", ["close", "kill", "leave"])

@@ -20,12 +20,14 @@ from torch import Tensor
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm.graphs import pairs
-from dlc.comm.ids import Voter
 from dlc.comm.meetings import GoneOn
 from dlc.comm.mesh import Mesh
+from dlc.comm.roles import TRAINER
+from dlc.comm.rotation import Place, Seen
 from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.handover import Handover, Standing
 from dlc.peer import Peer
+from dlc.places import Places
 from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
@@ -390,7 +392,7 @@ def test_steps_below_the_codecs_resolution_move_slow_weights_as_far_as_exact_mea
     with swarm(2, log=False) as peers:
         for peer in peers:
             wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
-        many, vectors = [Pairs(peer, spec, list) for peer in peers], [torch.ones(1000) for _ in peers]
+        many, vectors = [Pairs(peer, spec) for peer in peers], [torch.ones(1000) for _ in peers]
         for pair, vector in zip(many, vectors, strict=True):
             pair.begin(vector)
         for t in range(1, rounds + 1):
@@ -410,8 +412,7 @@ def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
     with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
         for peer in peers:
             wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
-        handovers = [Handover(peer, "train", 10) for peer in peers]
-        ahead, behind = (Pairs(peer, spec, handover.standings) for peer, handover in zip(peers, handovers, strict=True))
+        ahead, behind = (Pairs(peer, spec) for peer in peers)
         vectors = [torch.ones(10), torch.ones(10)]
         for pair, vector in zip((ahead, behind), vectors, strict=True):
             pair.begin(vector)
@@ -421,30 +422,30 @@ def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
             return mesh.board.keys("meet/train/noloco")
 
         wait_until(lambda: peers[0].mesh.ask(wishes), DEADLINE_S, "the one behind waits")
-        handovers[0].stand(3, vectors[0])
         told = [ahead.step(4, vectors[0]), waits.result(DEADLINE_S)]
         assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(4, 1), (4, 1)]
-        handovers[0].stand(4, vectors[0])  # the one behind hears of it before it asks, and asks for the step after
-        wait_until(lambda: [s.t for s in handovers[1].standings()] == [4], DEADLINE_S, "it is known there")
+        wait_until(lambda: rounds_seen(behind) == [5], DEADLINE_S, "it is known there")
         both = [pool.submit(ahead.step, 5, vectors[0]), pool.submit(behind.step, 4, vectors[1])]
         assert [(f.result(DEADLINE_S).t, len(f.result().partners)) for f in both] == [(5, 1), (5, 1)]
 
 
+def rounds_seen(pair: Pairs) -> list[int]:
+    """To which step each of the others comes next, as far as this one has heard."""
+    return [place.round for place in pair._places.ask().places.values()]
+
+
 def taking_turns(peers: list[Peer], spec: RunSpec, turns: int) -> tuple[list[int], list[Averaged]]:
     """Where two stand of whom one trains while the other would exchange, each as often; and its exchanges."""
-    handovers = [Handover(peer, "train", 10) for peer in peers]
-    many = [Pairs(peer, spec, handover.standings) for peer, handover in zip(peers, handovers, strict=True)]
+    many = [Pairs(peer, spec) for peer in peers]
     ts, told, vector = [0, 0], list[Averaged](), torch.ones(10)
-    for i, pair in enumerate(many):
+    for pair in many:
         pair.begin(vector)
-        handovers[i].stand(0, vector)
-    for _ in range(turns):
+    for turn in range(turns):
         for i, pair in enumerate(many):
-            heard = [ts[1 - i]]
-            wait_until(lambda i=i, h=heard: [s.t for s in handovers[i].standings()] == h, DEADLINE_S, "it is heard")
+            heard = [ts[1 - i] + 1] if turn or i else []
+            wait_until(lambda p=pair, h=heard: rounds_seen(p) == h, DEADLINE_S, "it is heard")
             told.append(pair.step(max(ts[i] + 1, ts[1 - i]), vector.clone()))
             ts[i] = told[-1].t
-            handovers[i].stand(ts[i], vector)
     return ts, told
 
 
@@ -458,24 +459,31 @@ def test_two_that_never_meet_count_their_own_exchanges_only() -> None:
         assert not any(averaged.partners for averaged in told) and max(ts) <= 6
 
 
-def test_nobody_waits_for_an_exchange_beyond_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=8)
-    done = [Standing(Voter("other", 1), 8, 8, None)]
-    pair = Pairs(cast(Peer, None), spec, lambda: done)
-    monkeypatch.setattr(Pairs, "_partner", lambda self, t: "other")
+def alone(place: Place, rounds: int = 0) -> Pairs:
+    """One of two; the other one shows this place."""
+    members = [
+        SimpleNamespace(id=peer, me=peer == "me", alive=True, left=False, role=TRAINER) for peer in ("me", "other")
+    ]
+    peer = SimpleNamespace(id="me", mesh=None, members=lambda: members)
+    spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=rounds)
+    pair = Pairs(cast(Peer, peer), spec)
+    pair._places = cast(Places, SimpleNamespace(ask=lambda: Seen({"other": place}), stand=lambda *_: None))
     pair.begin(torch.ones(10))
-    assert pair._pair(8)[1] == "", "the other has ended"
+    return pair
+
+
+def test_nobody_waits_for_an_exchange_beyond_the_end_of_the_run() -> None:
+    assert not alone(Place(9, False, 1.0), rounds=8)._turn(8, 1.0).others, "the other has ended"
+    assert alone(Place(8, False, 1.0), rounds=8)._turn(8, 1.0).others == {"other"}
 
 
 def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    me = cast(Peer, SimpleNamespace(id="me"))
-    pair = Pairs(me, RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco")), list)
-    pair.begin(torch.ones(10))
     now, passed = [100.0], iter([True, False])
     monkeypatch.setattr(noloco, "clock", lambda: now[0])
+    pair = alone(Place(1, False, 1.0))
 
     class Waits:
-        """In place of a group: five seconds, until the partner is seen elsewhere; then one."""
+        """In place of a group: three seconds, until the partner is seen elsewhere; then one."""
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -483,10 +491,9 @@ def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypat
             error = RoundTimeout("nobody came")
             if next(passed):
                 error.__cause__ = GoneOn()
-            now[0] += 5.0 if error.__cause__ else 1.0
+            now[0] += 3.0 if error.__cause__ else 1.0
             raise error
 
     monkeypatch.setattr(noloco, "Group", Waits)
-    monkeypatch.setattr(Pairs, "_partner", lambda self, t: "other")
     averaged = pair.step(1, torch.ones(10))
-    assert (averaged.seconds, averaged.waiting_s) == (6.0, 6.0)
+    assert (averaged.seconds, averaged.waiting_s) == (4.0, 4.0)

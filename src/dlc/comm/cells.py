@@ -17,9 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dlc.errors import UsageError
+
+T = TypeVar("T")
 
 GROUP_SIZE = 8
 """Usual side: few enough to meet in time, and a failure costs little; many enough that two rounds reach 64 peers."""
@@ -68,6 +72,12 @@ class Cells:
             for axis in range(self.dims):
                 peers[axis, cell[:axis] + cell[axis + 1 :]] += n_peers
         return max(peers.values(), default=1)
+
+
+def lines_of(cells: Cells, members: Sequence[T], me: T) -> list[list[T]]:
+    """Of the peer `me` of the sorted membership: its group along each axis, itself among them; [[me]] of one alone."""
+    index = members.index(me)
+    return [[members[i] for i in cells.group(index, axis)] for axis in range(cells.dims)] or [[me]]
 
 
 def grid_of(n: int, group_size: int | None = None, dims: int | None = None) -> Cells:

@@ -1,4 +1,6 @@
-"""The way of one peer through Moshpit's grid: which group it meets next, and with which weight. Pure.
+"""The way of one peer through whole cycles of Moshpit's grid: which group it meets next, and with which weight. Pure.
+
+It is for vectors that hold still; for those that are trained on between two rounds there is rotation.py.
 
 Rounds are named (cycle, axis), a cycle being one round along each axis. Nobody hands these names out: each peer counts
 for itself, and joins the furthest cycle in which it sees others wait: within a cycle nobody skips a round, since others

@@ -4,7 +4,7 @@
 
 - There is no log, and so no common state: models differ between peers, by the *consensus distance* that every
   exchange tells (the root mean square of how far each is from the mean of all). Nobody is waited for but the few of an
-  exchange, and these for a stated time. Who they are, and what becomes of the vector, is the part of an `Exchange`.
+  exchange, and these for a limited time. Who they are, and what becomes of the vector, is the part of an `Exchange`.
 - A peer that dies takes what it had learned since its last exchange with it, and harms nobody. One that comes later
   takes the model of whoever is furthest (`handover`), and that peer's step.
 - Kept are P1 (no master), P5 (strangers stay out) and P6 (true reports). Not kept: P2 (there is no one model), P7
@@ -343,7 +343,7 @@ def exchange_of(peer: Peer, parts: Parts, handover: Handover) -> Exchange:
     if spec.gossip.update == "noloco":
         from dlc.train.noloco import Pairs
 
-        return Pairs(peer, spec, handover.standings)
+        return Pairs(peer, spec)
     from dlc.train.gifts import Gifts
 
     return Gifts(peer, spec)

@@ -52,11 +52,11 @@ class Grids:
         return Averaged(
             t=t,
             partners=tuple(s.peer for group in report.rounds for s in group.contributors if s.peer != self._me),
-            missing=missing | ({self._me: "; ".join(report.failed)} if report.failed else {}),
+            missing=dict(report.absent) | missing | ({self._me: "; ".join(report.failed)} if report.failed else {}),
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             seconds=report.seconds,
-            waiting_s=sum(group.waiting_s for group in report.rounds),
+            waiting_s=report.waiting_s,
         )
 
     def _keep_unsaid(self, vector: Tensor, before: Tensor) -> None:

@@ -5,16 +5,17 @@
     phi    <- phi + m ;  theta <- phi
 
 Pairs are a matching of the members that is drawn from the run's seed and the step. A partner that does not come within
-`gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Where the partner of a step has
-passed it, this peer tries the partner's next one instead: who is a step behind would stay so, and meet nobody. If it
-meets nobody there either, it has taken no more than its own step: two that never meet would count each other's.
+`gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Who is behind goes on to a step in
+which others wait, or that its partner has not passed, and in some steps waits as long as its partner trains
+(comm/rotation.py): those who have come apart would never meet again. If it meets nobody where it goes, it has taken no
+more than its own step: two that never meet would count each other's.
 Momentum and slow weights are each peer's own, and differ. What the codec cannot say of a peer's d and phi stays in the
 means that it takes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -28,10 +29,11 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
 from dlc.comm.meetings import GoneOn
 from dlc.comm.roles import TRAINER
+from dlc.comm.rotation import Place, Turn, next_turn
 from dlc.errors import CheckpointError, RoundTimeout
-from dlc.handover import Standing
 from dlc.mesh import Group
 from dlc.peer import Peer
+from dlc.places import Places
 from dlc.runspec import RunSpec
 from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
 
@@ -47,45 +49,57 @@ def noloco_step(
 class Pairs:
     """See `averaging.Exchange`."""
 
-    def __init__(self, peer: Peer, spec: RunSpec, standings: Callable[[], list[Standing]]) -> None:
-        """standings: at which step each of the others is."""
-        self._peer, self._spec, self._standings = peer, spec, standings
+    def __init__(self, peer: Peer, spec: RunSpec) -> None:
+        self._peer, self._spec = peer, spec
+        self._places = Places(peer, f"{NAME}/noloco")
         self._phi = self._m = vectors.empty(0)
+        self._left_at = clock()
 
     def begin(self, vector: Tensor) -> None:
         self._phi, self._m = vector.clone(), torch.zeros_like(vector)
 
     def step(self, t: int, vector: Tensor) -> Averaged:
         gossip, began = self._spec.gossip, clock()
+        away_s = began - self._left_at
         d = vector - self._phi
         both = torch.cat((d, self._phi))
-        averaged, own_t, waited_s = None, t, 0.0
+        averaged, waited_s, turn = None, 0.0, self._turn(t, away_s)
         while averaged is None:
-            t, partner = self._pair(t)
             tried = clock()
-            averaged = self._with(partner, t, both, d) if partner else Averaged(t, ())
+            left_s = min(turn.patience_s, began + turn.patience_s + gossip.wait_s - tried)
+            averaged = self._with(turn, left_s, away_s, both, d)
             waited_s += clock() - tried if averaged is None else averaged.waiting_s
+            if averaged is None:
+                turn = self._turn(turn.round, away_s)
         if not averaged.partners:
-            averaged = replace(averaged, t=own_t)
+            averaged = replace(averaged, t=t)
+        self._left_at = clock()
+        self._places.stand(Place(averaged.t + 1, False, away_s))
         mean_d, mean_phi = both[: len(d)], both[len(d) :]
         lr, mu = gossip.outer_lr, gossip.outer_momentum
         noloco_step(self._phi, self._m, d, mean_d, mean_phi, lr, mu, gossip.pull)
         vector.copy_(self._phi)
         return replace(averaged, seconds=clock() - began, waiting_s=waited_s)
 
-    def _with(self, partner: PeerId, t: int, both: Tensor, d: Tensor) -> Averaged | None:
-        """Means over the pair in the place of `both`, d and phi; None: the partner has gone on meanwhile."""
-        gossip, began = self._spec.gossip, clock()
+    def _with(self, turn: Turn, left_s: float, away_s: float, both: Tensor, d: Tensor) -> Averaged | None:
+        """Means over the pair in the place of `both`, d and phi; None: the others have gone on meanwhile."""
+        t, began = turn.round, clock()
+        if not turn.others:
+            return Averaged(t, ())
+        (partner,) = turn.others
+        if left_s <= 0:
+            return Averaged(t, (), {partner: "was followed to later steps for long enough"})
         group = Group(
             self._peer,
             f"{NAME}/noloco",
             peers=(self._peer.id, partner),
-            matchmaking_s=gossip.wait_s,
+            matchmaking_s=left_s,
             codec=self._spec.codec,
-            expected=partial(self._awaited, partner, t),
+            expected=partial(self._awaited, turn, began),
+            formed=partial(self._places.stand, Place(t + 1, False, away_s)),
         )
         try:
-            report = group.all_reduce(both, tag=str(t), timeout_s=gossip.wait_s + EXCHANGE_S)
+            report = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S)
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
@@ -100,25 +114,26 @@ class Pairs:
             waiting_s=report.waiting_s,
         )
 
-    def _pair(self, t: int) -> tuple[int, PeerId]:
-        """The step to be taken, `t` or one that nobody to be met has left behind, and with whom; empty where this peer
-        is left over, or none is left before the end of the run."""
-        while True:
-            partner = self._partner(t) if t <= (self._spec.rounds or t) else ""
-            passed = self._passed(partner, t)
-            if passed is None:
-                return t, partner
-            t = passed + 1
+    def _turn(self, t: int, away_s: float) -> Turn:
+        """The step to be taken, `t` or a later one; with nobody for the one left over, and after the end of the run."""
+        ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == TRAINER)
+        wait_s, others = self._spec.gossip.wait_s, set(ids) - {self._peer.id}
+        turn = next_turn(t, partial(self._partner, ids), others, 1, self._places.ask(), wait_s, away_s)
+        if turn.others:
+            self._places.stand(Place(turn.round, True, away_s))
+        return turn
 
-    def _passed(self, partner: PeerId, t: int) -> int | None:
-        """Where the partner of step `t` stands if it will not come to that; None: it may."""
-        return next((s.t for s in self._standings() if s.voter.peer == partner and s.t >= t), None)
+    def _partner(self, ids: list[PeerId], t: int) -> tuple[PeerId, ...]:
+        """Of these members, in step `t`; none for the one left over, and after the end of the run."""
+        if self._spec.rounds and t > self._spec.rounds:
+            return ()
+        me = ids.index(self._peer.id)
+        partner = pairs(len(ids), t, self._spec.seed)[me]
+        return () if partner == me else (ids[partner],)
 
-    def _awaited(self, partner: PeerId, t: int) -> tuple[PeerId, ...]:
+    def _awaited(self, turn: Turn, since: float) -> frozenset[PeerId]:
         """On the peer's driver thread, while this peer waits."""
-        if self._passed(partner, t) is not None:
-            raise GoneOn
-        return self._peer.id, partner
+        return turn.awaited(self._places.ask(), clock() - since) | {self._peer.id}
 
     def _keep_unsaid(self, means: Tensor, d: Tensor) -> None:
         """means: of d and phi, as all_reduce gave them."""
@@ -127,12 +142,6 @@ class Pairs:
             start, stop = grid.span(chunk)
             own = torch.cat((d[start:stop], self._phi[max(0, start - n) : max(0, stop - n)]))
             means[start:stop].add_(unsaid(grid, chunk, own))
-
-    def _partner(self, t: int) -> PeerId:
-        ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == TRAINER)
-        me = ids.index(self._peer.id)
-        partner = pairs(len(ids), t, self._spec.seed)[me]
-        return "" if partner == me else ids[partner]
 
     def own(self) -> dict[str, Tensor]:
         return {"phi": self._phi, "momentum": self._m}
@@ -143,4 +152,4 @@ class Pairs:
         self._phi, self._m = own["phi"].clone(), own["momentum"].clone()
 
     def close(self) -> None:
-        """Nothing is held between two steps."""
+        self._places.close()

@@ -1,0 +1,124 @@
+"""Whom a peer meets in which round, of groups that change from round to round, while it trains in between. Pure.
+
+Rounds are counted, and the number says who is to meet: a line of Moshpit's grid, a pair. Nobody hands the numbers out,
+and peers come to be at different ones: they differ in speed, one was away, a group went on without another. So each
+shows its `Place` to its mates, all that it may ever meet, and
+
+- who comes to a round goes on to the furthest in which one of them waits, and passes over those that all others of its
+  group have passed;
+- who waits goes on, too, as soon as one of them waits in a later round, or all others of its group have passed its own;
+- nobody waits for those who have passed the round.
+
+Of equal speed, they would still pass each other by for ever where their waits do not overlap. So some cycles are
+patient: in their rounds each waits for those of about its own speed for as long as these train between two rounds; from
+then on they come at the same time. It costs who comes first as much once, and those who are in step nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from dlc.comm.ids import PeerId
+from dlc.comm.meetings import GoneOn
+
+PATIENT, OF_CYCLES = (1, 2), 16
+"""Which of so many cycles are patient: two in a row, as who passes over rounds may pass over one. Where peers of about
+one speed never come to be in step, this costs them an eighth of the time at most."""
+NEAR = 2 / 3
+"""Two are of about one speed where the shorter phase is at least so much of the longer one."""
+ROUND_MAX = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a peer shows of itself."""
+
+    round: int
+    """The one that it waits for, or comes to next."""
+    waits: bool
+    """It waits now; False: it trains, or averages the round before."""
+    away_s: float
+    """For how long it last trained between two rounds."""
+
+    @property
+    def sound(self) -> bool:
+        return 0 <= self.round <= ROUND_MAX and self.away_s >= 0
+
+    def late(self, shown_s: float) -> bool:
+        """Whether it should have come to its round by now, `shown_s` seconds after it showed this."""
+        return not self.waits and shown_s * NEAR > self.away_s
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the others show, of those who are up."""
+
+    places: Mapping[PeerId, Place]
+    late: Collection[PeerId] = ()
+    """Who of them should have come to its round long since."""
+
+    def last(self, peers: Collection[PeerId]) -> int:
+        """Where the last of these is; of one that has shown nothing yet it is not known that it has passed any."""
+        return min((self.places[peer].round if peer in self.places else 0 for peer in peers), default=0)
+
+    def furthest(self, peers: Collection[PeerId]) -> int:
+        """Of the rounds in which some of these wait; -1: none does."""
+        return max((place.round for peer, place in self.places.items() if place.waits and peer in peers), default=-1)
+
+    def akin(self, peers: Collection[PeerId], at: int, away_s: float) -> dict[PeerId, float]:
+        """How long those train who are about as fast as one that does for `away_s`, and have not passed round `at`."""
+        found = dict[PeerId, float]()
+        for peer in self.places.keys() & set(peers) - set(self.late):
+            place = self.places[peer]
+            short, long = sorted((place.away_s, away_s))
+            if place.round <= at and short > 0 and short >= NEAR * long:
+                found[peer] = place.away_s
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One round."""
+
+    round: int
+    others: frozenset[PeerId]
+    """Who is to come."""
+    mates: frozenset[PeerId]
+    """All others that it may meet in some round: they see its place, and it sees theirs."""
+    akin: frozenset[PeerId]
+    """Whom it waits for longer than usual; none but in patient cycles."""
+    usual_s: float
+    """How long it waits for all others that have not passed the round."""
+    patience_s: float
+    """How long it waits for `akin`."""
+
+    def awaited(self, seen: Seen, waited_s: float) -> frozenset[PeerId]:
+        """Who of the others may still come, after so long a wait. GoneOn: they are in a later round."""
+        if seen.furthest(self.mates) > self.round:
+            raise GoneOn
+        left = self.others - {peer for peer in self.others if seen.last([peer]) > self.round}
+        if self.others and not left:
+            raise GoneOn
+        return left if waited_s < self.usual_s else left & self.akin.difference(seen.late)
+
+
+def next_turn(
+    at: int,
+    group: Callable[[int], Collection[PeerId]],
+    mates: Collection[PeerId],
+    cycle: int,
+    seen: Seen,
+    usual_s: float,
+    away_s: float,
+) -> Turn:
+    """The round that a peer waits for from now on, `at` or a later one.
+
+    group: the others of a round. cycle: so many rounds are one. away_s: for how long this peer has trained.
+    """
+    at = max(at, seen.furthest(mates))
+    while seen.last(others := group(at)) > at:
+        at += 1
+    akin = seen.akin(others, at, away_s) if at // cycle % OF_CYCLES in PATIENT else {}
+    patience_s = usual_s + max(akin.values(), default=0.0)
+    return Turn(at, frozenset(others), frozenset(mates), frozenset(akin), usual_s, patience_s)

@@ -1,0 +1,176 @@
+"""Groups that change from round to round, with training between: peers that have come apart find each other again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dlc.comm.meetings import GoneOn
+from dlc.comm.rotation import OF_CYCLES, PATIENT, ROUND_MAX, Place, Seen, Turn, next_turn
+from dlc.moshpit import Moshpit
+from dlc.sim.meshnet import MeshNet
+from tests.comm.netpeer import NetPeer
+from tests.comm.stepper import InPairs, OnGrid, Stepper, Way
+
+PHASE_S = 10.0
+LINES = [("b",), ("c",)]
+"""Of a: on a grid of 2 x 2 with b, c, d."""
+
+
+def trains(round_: int, away_s: float = PHASE_S) -> Place:
+    return Place(round_, False, away_s)
+
+
+def waits(round_: int, away_s: float = PHASE_S) -> Place:
+    return Place(round_, True, away_s)
+
+
+def turn(places: dict[str, Place], at: int = 0, late: tuple[str, ...] = (), line: str = "") -> Turn:
+    """Of a, that is ready to wait for 4 s, and has trained for 10 s; on one line with these, or by LINES."""
+    lines = [tuple(line)] if line else LINES
+    mates = {peer for others in lines for peer in others}
+    return next_turn(at, lambda i: lines[i % len(lines)], mates, len(lines), Seen(places, late), 4.0, PHASE_S)
+
+
+def test_who_comes_goes_where_one_of_its_mates_waits_and_not_where_all_others_of_the_group_have_passed() -> None:
+    assert turn({}).others == {"b"} and turn({}, 1).others == {"c"} and turn({}).mates == {"b", "c"}
+    assert turn({"b": trains(0), "c": trains(1)}).round == 0
+    assert turn({"c": waits(5)}).round == 5, "on the other line"
+    assert turn({"d": waits(5)}).round == 0, "on no line of mine"
+    assert turn({"b": trains(1), "c": trains(1)}).round == 1
+    assert turn({"b": trains(7), "c": trains(6)}).round == 7
+    assert turn({"b": trains(7)}).round == 1, "c may be at any round"
+    assert turn({"b": trains(2), "c": trains(9), "d": trains(9)}, 3, line="bcd").round == 3
+    assert next_turn(4, lambda at: (), (), 1, Seen({}), 4.0, PHASE_S).others == frozenset()
+
+
+def test_who_waits_goes_on_where_one_waits_further_and_where_it_is_left_alone() -> None:
+    here = turn({}, line="bcd")
+
+    def awaited(places: dict[str, Place], waited_s: float = 0.0) -> frozenset[str]:
+        return here.awaited(Seen(places), waited_s)
+
+    assert awaited({}) == {"b", "c", "d"}
+    assert awaited({"b": trains(1), "c": waits(0)}) == {"c", "d"}
+    with pytest.raises(GoneOn):
+        awaited({"b": waits(1)})
+    with pytest.raises(GoneOn):
+        awaited(dict.fromkeys("bcd", trains(2)))
+    assert awaited({"other": waits(9)}) == {"b", "c", "d"}
+    assert awaited({}, 4.0) == frozenset(), "the usual time is over"
+
+
+def test_in_patient_cycles_those_of_about_ones_own_speed_are_waited_for_as_long_as_they_train() -> None:
+    at = PATIENT[0]
+    places = {"b": trains(at, 14.0), "c": trains(0, 16.0), "d": trains(at + 1, 9.0)}
+    here = turn(places, at, line="bcd")
+    assert (here.akin, here.patience_s) == ({"b"}, 18.0), "c is slower by more than a half, d has passed"
+    assert here.awaited(Seen(places), 3.9) == {"b", "c"}
+    assert here.awaited(Seen(places), 4.1) == {"b"}
+    assert here.awaited(Seen(places, ("b",)), 4.1) == frozenset()
+    assert not turn(places, at, ("b",), "bcd").akin
+    assert not turn({"b": Place(0, False, 0.0)}, at, line="b").akin, "how fast it is, is not known yet"
+    for at in range(2 * OF_CYCLES):
+        assert bool(turn({"b": trains(0)}, at, line="b").akin) == (at % OF_CYCLES in PATIENT)
+        assert bool(turn({"b": trains(0)}, 2 * at).akin) == (at % OF_CYCLES in PATIENT), "two rounds are a cycle"
+
+
+def test_who_has_trained_half_as_long_again_as_before_is_late_and_nonsense_is_not_sound() -> None:
+    assert not trains(3).late(14.9) and trains(3).late(15.1) and not waits(3).late(100.0)
+    assert trains(ROUND_MAX).sound
+    nonsense = (trains(-1), trains(ROUND_MAX + 1), trains(0, -1.0), trains(0, float("nan")))
+    assert not any(place.sound for place in nonsense)
+
+
+def test_the_rounds_of_moshpit_go_along_one_axis_after_the_other_of_the_grid_of_those_who_are_up() -> None:
+    net = MeshNet(1)
+    hosts = net.add(4)
+    pits = [Moshpit(NetPeer(net, host), "m", group_size=2) for host in hosts]  # type: ignore[arg-type]
+    net.run(1.0)
+    names = [host.name for host in hosts]
+    first = pits[0]._stop(0.0)
+    assert (first.cycle, first.axis, first.line) == (0, 0, (names[0], names[1]))
+    pits[0]._round += 1
+    second = pits[0]._stop(0.0)
+    assert (second.cycle, second.axis, second.line) == (0, 1, (names[0], names[2])) and second.key != first.key
+    assert second.turn.mates == {names[1], names[2]}
+    pits[3].close()
+    net.run(1.0)
+    third = pits[0]._stop(0.0)
+    assert (third.axis, third.cycle, third.cells.sides) == (0, 1, (3,)), "three peers have one axis"
+
+
+def swarm(net: MeshNet, n: int, patience_s: float, dims: int, slower: float = 1.0) -> list[Stepper]:
+    """n peers whose phases take equally long, but for the first one's. dims: of the grid; 0: in pairs."""
+    many = []
+    for i, host in enumerate(net.add(n)):
+        way: Way = OnGrid(net, host, patience_s, dims) if dims else InPairs(net, host, patience_s)
+        phase_s = PHASE_S * slower if i == 0 else PHASE_S
+        many.append(Stepper(net, host, way, patience_s, lambda s=phase_s: s))  # type: ignore[misc]
+    return many
+
+
+def begin_some_time(net: MeshNet, many: list[Stepper], rng: random.Random) -> None:
+    for stepper in many:
+        net.clock.at(net.now + rng.uniform(0.0, PHASE_S), stepper.begin)
+
+
+GRIDS = [(2, 1), (3, 1), (4, 1), (4, 2), (9, 2), (8, 3)]
+PAIRS = [(2, 0), (4, 0), (7, 0)]
+
+
+@pytest.mark.parametrize(
+    ("n", "dims", "patience_s"), [*((*grid, 2.0) for grid in GRIDS), *((*swarm, 5.0) for swarm in GRIDS + PAIRS)]
+)
+def test_peers_of_equal_speed_come_to_meet_whenever_each_began(n: int, dims: int, patience_s: float) -> None:
+    """Two whose waits do not overlap met at no exchange, for ever; so did the four of two lines each way."""
+    net, rng = MeshNet(n + dims), random.Random(n + dims)
+    many = swarm(net, n, patience_s, dims)
+    begin_some_time(net, many, rng)
+    net.run(60 * PHASE_S)
+    for stepper in many:
+        assert all(r.met == r.others for r in stepper.rounds[-6:]), stepper.rounds
+        assert sum(r.waited_s for r in stepper.rounds) < 5 * PHASE_S
+
+
+@pytest.mark.parametrize("behind", [(0,), (0, 3), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_some_that_are_a_round_behind_the_others_come_to_meet_them(behind: tuple[int, ...], dims: int) -> None:
+    """On two axes those of a diagonal met nobody, for ever, and those of a line each other only."""
+    net = MeshNet(1)
+    many = swarm(net, 4, 4.0, dims)
+    for i, stepper in enumerate(many):
+        assert isinstance(stepper.way, OnGrid)
+        stepper.way.pit._round = 0 if i in behind else 1
+        net.clock.at(net.now + 0.1 + (0.0 if i in behind else 2.0), stepper.begin)
+    net.run(12 * PHASE_S)
+    assert all(r.met == r.others for stepper in many for r in stepper.rounds[-4:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_that_is_three_times_slower_costs_the_others_no_more_than_their_usual_wait(seed: int) -> None:
+    net, rng = MeshNet(seed), random.Random(seed)
+    many = swarm(net, 4, 4.0, 1, slower=3.0)
+    begin_some_time(net, many, rng)
+    net.run(60 * PHASE_S)
+    slow = {many[0].host.name}
+    for stepper in many[1:]:
+        late = stepper.rounds[len(stepper.rounds) // 2 :]
+        assert sum(r.met | slow == r.others for r in late) >= 0.9 * len(late), late
+        assert all(r.waited_s < 2 * 4.0 for r in late)
+
+
+def test_one_that_stays_away_though_it_is_up_is_soon_waited_for_as_usual_only() -> None:
+    net = MeshNet(6)
+    many = swarm(net, 3, 2.0, 1)
+    for stepper in many:
+        net.clock.at(net.now + 0.1, stepper.begin)
+    net.run(PHASE_S / 2)
+    many[0].train_s = lambda: 1e6
+    net.run(40 * PHASE_S)
+    assert len(many[0].rounds) <= 2
+    away = many[0].host.name
+    for stepper in many[1:]:
+        assert sum(r.waited_s > 3.0 for r in stepper.rounds) <= 2, stepper.rounds
+        assert all(r.met == r.others - {away} for r in stepper.rounds[-20:])
