@@ -19,7 +19,7 @@ from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import Lease
-from dlc.comm.reducer import ChunkReducer, Workspace, decode_mean
+from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.state import State
 from dlc.errors import RoundTimeout
 from dlc.handles import Position
@@ -39,7 +39,8 @@ def mean_of(vectors: Sequence[Tensor | Encoded], weights: Sequence[float], grid:
         for index, vector in enumerate(vectors):
             reducer.offer(index, grid.coder.encode(vector[start:stop]))
         payload, _ = reducer.close(workspace)
-        means.append((start, stop, decode_mean(grid, chunk, payload)))
+        mean = grid.coder.decode_result(payload, stop - start) if memoryview(payload).nbytes else None
+        means.append((start, stop, mean))
     return means
 
 

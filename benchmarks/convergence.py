@@ -321,7 +321,9 @@ def main() -> int:
                 print(f"seed {seed}, {arm.name}: {result['loss']:.4f} ({result['seconds']:.0f} s)", file=sys.stderr)
     rows = table(bench, arms, seeds)
     if args.json:
-        print(json.dumps({"rows": rows}))
+        # One seed has no error: JSON has no NaN.
+        plain = [{key: None if value != value else value for key, value in row.items()} for row in rows]
+        print(json.dumps({"rows": plain}))
     else:
         show(rows)
     if args.plot is not None:
