@@ -112,6 +112,12 @@ def test_what_an_optimizer_has_not_may_be_named_with_its_default_or_zero(tmp_pat
     assert (InnerSpec("muon", momentum=0.9).momentum, OuterSpec("adam", eps=1e-8).eps) == (0.9, 1e-8)
 
 
+def test_words_of_other_programs_lead_to_options_that_exist() -> None:
+    names = tuple(options.dotted_names(RunSpec))
+    assert set(options.ELSEWHERE.values()) <= set(names)
+    assert not set(options.ELSEWHERE) & set(names)
+
+
 def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
     spec = RunSpec.from_toml(write(tmp_path, 'run = "mine"\nrounds = 30\n[inner]\nlr = 1\nbetas = [0.8, 0.9]\n'))
     assert spec == RunSpec(run="mine", rounds=30, inner=InnerSpec(lr=1.0, betas=(0.8, 0.9)))
@@ -126,6 +132,10 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[iner]\nlr = 3", "unknown option 'iner'; did you mean 'inner'?"),
         ("[training]\nlr = 3", "unknown option 'training'; the tables are model, data, inner, outer"),
         ("[inner.adam]\nlr = 3", "unknown option 'inner.adam'; did you mean 'inner'?"),
+        ("[inner]\nH = 500", "unknown option 'inner.H'; did you mean 'sync_every'?"),
+        ("local_steps = 500", "unknown option 'local_steps'; did you mean 'sync_every'?"),
+        ("name = 'mine'", "unknown option 'name'; did you mean 'model.name' or 'run'?"),
+        ("[outer]\nouter_lr = 1", "unknown option 'outer.outer_lr'; did you mean 'gossip.outer_lr' or 'outer.lr'?"),
         ("lr = 3", "unknown option 'lr'; did you mean 'inner.lr' or 'outer.lr'?"),
         ("[outer]\nbatch_size = 3", "unknown option 'outer.batch_size'; did you mean 'inner.batch_size'?"),
         ("inner = 3", "inner must be a table, got 3"),

@@ -87,10 +87,43 @@ def from_plain(kind: type[T], plain: Any, path: str = "", names: tuple[str, ...]
     return kind(**values)
 
 
+ELSEWHERE = {
+    "h": "sync_every",
+    "local_steps": "sync_every",
+    "inner_steps": "sync_every",
+    "sync_steps": "sync_every",
+    "name": "run",
+    "run_id": "run",
+    "run_name": "run",
+    "compression": "codec",
+    "max_steps": "rounds",
+    "total_steps": "inner.total_steps",
+    "learning_rate": "inner.lr",
+    "per_device_train_batch_size": "inner.batch_size",
+    "gradient_accumulation_steps": "inner.accumulate",
+    "max_grad_norm": "inner.clip_norm",
+    "torch_compile": "inner.compile",
+    "gradient_checkpointing": "inner.checkpointing",
+    "outer_lr": "outer.lr",
+    "outer_momentum": "outer.momentum",
+    "seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "max_length": "data.seq_len",
+    "dataset": "data.source",
+    "dataset_name": "data.source",
+    "path_model": "model.path",
+    "model_name": "model.name",
+    "model_name_or_path": "model.name",
+}
+"""What OpenDiLoCo, Hivemind, transformers and the papers call an option, by its last part in lower case."""
+
+
 def unknown(name: str, names: tuple[str, ...]) -> str:
     """The sentence for an option that does not exist, with the nearest that does."""
     last = str(name).rpartition(".")[2]
     moved = [known for known in names if known.rpartition(".")[2] == last]
+    if (other := ELSEWHERE.get(last.lower())) in names and other not in moved:
+        moved.append(other)
     similar = difflib.get_close_matches(name, names, n=1) or [
         known for known in names if difflib.get_close_matches(last, [known.rpartition(".")[2]])
     ]
