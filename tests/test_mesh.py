@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from dlc.comm.service import ServiceNews
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import GroupCall
 from dlc.served import Served
+from dlc.sim.meshnet import MeshNet
+from tests.comm.netpeer import NetPeer
 from tests.helpers import wait_until
 from tests.swarm import swarm
 
@@ -293,14 +296,18 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
             assert len(mean.contributors) == 2
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, rounds: Sequence[tuple[int, int]]) -> tuple[dlc.Moshpit, list[Call]]:
+def scripted(
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: Sequence[tuple[int, int]],
+    members: Sequence[tuple[str, ...]] = (("a", "b"),) * 3,
+) -> tuple[dlc.Moshpit, list[Call]]:
     """A Moshpit that goes through these rounds (cycle, axis), and the calls that it makes. In each it meets one other,
     of another cell, who has 10 and as much weight, and has lacked nothing."""
     made: list[Call] = []
 
     class Met:
         def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
-            self.call, self.group, self.members, self.waited_s = call, f"group of {key}", ("a", "b"), 0.0
+            self.call, self.group, self.members, self.waited_s = call, f"group of {key}", members[len(made)], 0.0
             made.append(call)
 
         def wait(self) -> SimpleNamespace:
@@ -316,6 +323,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, rounds: Sequence[tuple[int, int]])
     pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
     pit._course = course  # type: ignore[assignment]
+    pit._places = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
     monkeypatch.setattr("dlc.moshpit.GroupCall", Met)
     monkeypatch.setattr(pit, "_leg", lambda: legs[len(made)])
@@ -376,6 +384,22 @@ def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:
         two = list(pool.map(lambda pit: pit.step(torch.ones(4)), pits[1:]))
         assert [report.absent for report in two] == [{peers[0].id: "had gone on to a later round"}] * 2
         assert all(len(report.rounds[0].contributors) == 2 for report in two)
+
+
+def test_time_in_which_there_were_too_few_for_the_grid_is_no_phase_of_training() -> None:
+    net = MeshNet(1)
+    hosts = net.add(2)
+    pit = dlc.Moshpit(cast(dlc.Peer, NetPeer(net, hosts[0])), "m", dims=1)
+    net.run(60.0)
+    with pytest.raises(UsageError, match="at least 2"):
+        pit.step(torch.ones(4))
+    net.run(10.0)
+    assert pit._places.comes() == pytest.approx(10.0)
+
+
+def test_who_missed_an_averaging_that_was_given_up_is_not_told_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pit, made = scripted(monkeypatch, [(0, 0), (1, 0), (1, 1)], members=[("a",), ("a", "b"), ("a",)])
+    assert pit.average(torch.ones(3)).absent == {} and len(made) == 3
 
 
 def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from dlc.report import Absent, GroupReport, Share
 from dlc.served import Stopped
 
 Stage = Literal["waiting", "running", "done", "failed"]
+Formed = Callable[[tuple[str, ...]], None]
 
 EXCHANGE_S_MIN = 2.0
 """An exchange has at least this long, however little a time limit leaves of it."""
@@ -42,10 +43,7 @@ EXCHANGE_S_MIN = 2.0
 class GroupCall(Unpicklable):
     """An all-reduce on its way; for one thread. The tensors belong to it until `wait` has returned."""
 
-    def __init__(
-        self, peer: Peer, name: str, call: Call, tensors: list[Tensor], formed: Callable[[], None] | None = None
-    ) -> None:
-        """formed: called on the driver thread once the group is formed; must be quick and must not raise."""
+    def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor], formed: Formed | None = None) -> None:
         self._mesh, self._name, self._call, self._tensors, self._formed = peer.mesh, name, call, tensors, formed
         self._since = clock()
         self._began = self._ended = 0.0
@@ -123,8 +121,9 @@ class GroupCall(Unpicklable):
         key = self._call.key
         if isinstance(news, GroupFormed) and news.key == key:
             self._began, self.members = clock(), news.peers
-            if self._formed is not None:
-                self._formed()
+            formed = self._formed
+            if formed is not None:
+                formed(news.peers)
         elif isinstance(news, GroupDone) and news.outcome.key == key:
             self._outcome = news.outcome
             self._end(None)
@@ -178,7 +177,8 @@ class Group:
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
                    What it raises ends the call: RoundTimeout, of which it is the `__cause__`.
-    formed:        called on the peer's thread as soon as a group is formed; it must be quick, and must not raise.
+    formed:        called with the members as soon as a group is formed, on the peer's thread: it must be quick and must
+                   not raise.
     owns:          False: a client, whose link carries its own vector only; others reduce.
 
     Any number of groups of different names may average at the same time; one name does so once at a time.
@@ -196,7 +196,7 @@ class Group:
         codec: str = "fp16",
         owns: bool = True,
         expected: Callable[[], Collection[str]] | None = None,
-        formed: Callable[[], None] | None = None,
+        formed: Formed | None = None,
     ) -> None:
         if peers is not None and peer.id not in peers:
             raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")

@@ -27,10 +27,10 @@ from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call, GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
-from dlc.comm.rotation import Place, Turn, next_turn
+from dlc.comm.rotation import Turn, next_turn
 from dlc.errors import RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
-from dlc.mesh import EXCHANGE_S_MIN, GroupCall
+from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.report import GroupReport, MoshpitReport
@@ -76,7 +76,7 @@ class Moshpit:
         self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
         self._round = 0
         """Of `step`: the next one."""
-        self._show_at, self._left_at = 0.0, clock()
+        self._show_at = 0.0
         self._show()
 
     def average(
@@ -93,12 +93,13 @@ class Moshpit:
         self._course.begin_cycle()
         self._show()
         told = _Told()
-        label, complete, cycle, axes, last = "", True, -1, list[int](), False
+        label, complete, cycle, axes, came, last = "", True, -1, list[int](), set[PeerId](), False
         while not last:
             leg = self._leg()
             if cycle not in (-1, leg.cycle):
                 # The others are in a later averaging, in which each vector counts once, with its own weight.
                 z, weight, label, complete = own, own_weight, "", False
+                told.absent, came = {}, set()
             cycle = leg.cycle
             if not axes and (largest := leg.cells.group_max) > GROUP_MAX:
                 raise UsageError(
@@ -112,13 +113,16 @@ class Moshpit:
             if met is None:
                 cycle = cycle if axes else -1
                 continue
-            told.absent |= dict.fromkeys(set(leg.peers) - {self.peer.id, *met.members}, NOT_THERE)
+            came |= {self.peer.id, *met.members}
+            told.absent |= dict.fromkeys(leg.peers, NOT_THERE)
             complete = unbroken and met.report is not None and met.report.complete and leg.whole(met.report.gathered)
             if met.report is not None:
                 z, weight, label = met.mean, met.report.weight, met.group
             axes.append(leg.axis)
             last = self._course.passed()
         unflatten_into(z, many)
+        told.absent = {peer: why for peer, why in told.absent.items() if peer not in came}
+        self._places.begin()
         complete = complete and len(axes) == max(1, leg.cells.dims)
         return told.report(self.name, leg.cycle, axes, leg.cells, weight, complete, began)
 
@@ -128,30 +132,31 @@ class Moshpit:
         """Replace `tensors`, in place, by the weighted mean of the group of this round; the next is along another axis.
 
         Of vectors that change between the rounds: each counts with its own weight only. Errors as in `average`. A peer
-        waits for `matchmaking_s`, twice that where others are in later rounds and it follows them; but in some rounds
-        for as long as peers of about its own speed train, so that from then on all come together (comm/rotation.py).
+        waits for `matchmaking_s` at most, twice that where others are in later rounds and it follows them; but in two
+        of 16 cycles for as long as it takes those that are not much slower to come (comm/rotation.py).
         """
         many, z, weight = self._checked(tensors, weight)
         began, told = clock(), _Told()
         self._show()
-        away_s, met = began - self._left_at, None
-        stop = self._stop(away_s)
+        away_s, before, mates, met = self._places.comes(), self._round, frozenset[PeerId](), None
         try:
-            while (
-                left_s := min(stop.turn.patience_s, began + stop.turn.patience_s + self.matchmaking_s - clock())
-            ) > 0:
-                awaited = partial(self._still_awaited, stop.turn, clock())
-                call = self._call(stop.key, z, weight, stop.line, awaited, left_s, timeout_s)
-                met = self._meet(call, told, partial(self._stand_beyond, stop.turn, away_s))
-                if met is not None:
-                    break
+            while met is None:
                 stop = self._stop(away_s)
-            else:
-                told.failed.append("the others went on to later rounds, and were followed for long enough")
-            told.absent = self._absent(stop.turn, met.members if met is not None else ())
+                turn, mates = stop.turn, stop.turn.mates
+                left_s = min(turn.patience_s, began + turn.patience_s + self.matchmaking_s - clock())
+                if left_s <= 0:
+                    told.failed.append("the others went on to later rounds, and were followed for long enough")
+                    break
+                before = turn.round + 1
+                self._places.waits(turn)
+                awaited = partial(self._still_awaited, turn, clock())
+                call = self._call(stop.key, z, weight, stop.line, awaited, left_s, timeout_s)
+                met = self._meet(call, told, partial(self._formed, turn, told))
+            if met is None or not met.members:
+                told.absent = self._absent(turn, ())
         finally:
-            self._round, self._left_at = stop.turn.round + 1, clock()
-            self._stand_beyond(stop.turn, away_s)
+            self._round = before
+            self._places.trains(before, mates)
         if met is not None and met.report is not None:
             unflatten_into(met.mean, many)
             weight = met.report.weight
@@ -198,7 +203,7 @@ class Moshpit:
             budget_s=max(EXCHANGE_S_MIN, timeout_s - self.matchmaking_s),
         )
 
-    def _meet(self, call: Call, told: _Told, formed: Callable[[], None] | None = None) -> _Met | None:
+    def _meet(self, call: Call, told: _Told, formed: Formed | None = None) -> _Met | None:
         """One round; None: it did not come to be, as the others are in later ones."""
         handle = GroupCall(self.peer, call.key, call, [], formed)
         report = None
@@ -254,7 +259,7 @@ class Moshpit:
     # ---------------------------------------------------------------- single rounds
 
     def _stop(self, away_s: float) -> _Stop:
-        """The next round, for which this peer waits from now on, after so long a time of training."""
+        """The next round, after so long a time of training."""
 
         def look(mesh: Mesh, now: float) -> _Stop:
             me, members = self.peer.id, self._members(mesh)
@@ -269,12 +274,12 @@ class Moshpit:
             key = f"moshpit/{self.name}#r{turn.round}.{axis}/{line}"
             return _Stop(turn, key, turn.round // d, axis, tuple(lines[axis]), cells)
 
-        stop = self._mesh.ask(look)
-        self._places.stand(Place(stop.turn.round, True, away_s), stop.turn.mates)
-        return stop
+        return self._mesh.ask(look)
 
-    def _stand_beyond(self, turn: Turn, away_s: float) -> None:
-        self._places.stand(Place(turn.round + 1, False, away_s), turn.mates)
+    def _formed(self, turn: Turn, told: _Told, members: tuple[PeerId, ...]) -> None:
+        """On the driver thread."""
+        told.absent = self._absent(turn, members)
+        self._places.averages(turn)
 
     def _still_awaited(self, turn: Turn, since: float) -> frozenset[PeerId]:
         """On the driver thread."""

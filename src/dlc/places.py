@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
+from functools import lru_cache
 
 from dlc.comm.board import TTL_S_MAX
 from dlc.comm.ids import PeerId
 from dlc.comm.mesh import Mesh
-from dlc.comm.rotation import Place, Seen
+from dlc.comm.rotation import Place, Seen, Turn
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
 
 
 class Places:
-    """All peers of one `name` show theirs under it."""
+    """All peers of one `name` show theirs under it: to their mates, or to everybody, who may all be mates."""
 
-    def __init__(self, peer: Peer, name: str) -> None:
-        self._mesh, self._me, self._key = peer.mesh, peer.id, f"place/{name}"
-        self._shown: Place | None = None
+    def __init__(self, peer: Peer, name: str, everybody: bool = False) -> None:
+        self._mesh, self._me, self._key, self._everybody = peer.mesh, peer.id, f"place/{name}", everybody
+        self._away_s = self._exchange_s = 0.0
+        self._left_at, self._met_at = self._now(), 0.0
+        """When I began to train, and to average."""
 
-    def stand(self, place: Place, to: Collection[PeerId] | None = None) -> None:
-        """Show these (None: everybody) where I am, until `close`, or until I am gone."""
-        if place != self._shown:
-            self._shown, value = place, pack(place)
-            self._mesh.act(lambda mesh, now: mesh.post(self._key, value, TTL_S_MAX, now, to))
+    def begin(self) -> None:
+        """I train from now on, whatever I did before."""
+        self._left_at = self._now()
+
+    def comes(self) -> float:
+        """I have trained; for so long."""
+        self._away_s = self._now() - self._left_at
+        return self._away_s
+
+    def waits(self, turn: Turn) -> None:
+        """I do from now on."""
+        self._show(Place(turn.round, True, False, self._away_s, self._exchange_s), turn.mates)
+
+    def averages(self, turn: Turn) -> None:
+        """The group is formed."""
+        self._met_at = self._now()
+        self._show(Place(turn.round + 1, False, True, self._away_s, self._exchange_s), turn.mates)
+
+    def trains(self, before: int, mates: Collection[PeerId]) -> None:
+        """I do from now on; before: which round."""
+        self.begin()
+        if self._met_at:
+            self._exchange_s, self._met_at = self._left_at - self._met_at, 0.0
+        self._show(Place(before, False, False, self._away_s, self._exchange_s), mates)
+
+    def _now(self) -> float:
+        return self._mesh.ask(lambda mesh, now: now)
+
+    def _show(self, place: Place, mates: Collection[PeerId]) -> None:
+        to = None if self._everybody else mates
+        self._mesh.act(lambda mesh, now: mesh.post(self._key, pack(place), TTL_S_MAX, now, to))
 
     def seen(self, mesh: Mesh) -> Seen:
         """On the driver thread."""
@@ -33,12 +61,11 @@ class Places:
         for peer, posted in mesh.board.get(self._key).items():
             if peer == self._me or not mesh.ground.members.up(posted.author):
                 continue
-            with contextlib.suppress(ProtocolError):
-                place = unpack(posted.value, Place)
-                if place.sound:
-                    places[peer] = place
-                    if place.late(mesh.ground.now + TTL_S_MAX - posted.until):
-                        late.add(peer)
+            place = _place(posted.value)
+            if place is not None:
+                places[peer] = place
+                if place.late(mesh.ground.now + TTL_S_MAX - posted.until):
+                    late.add(peer)
         return Seen(places, late)
 
     def ask(self) -> Seen:
@@ -46,4 +73,15 @@ class Places:
         return self._mesh.ask(lambda mesh, now: self.seen(mesh))
 
     def close(self) -> None:
+        """Be at no place any more."""
         self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
+
+
+@lru_cache(maxsize=4096)
+def _place(value: bytes) -> Place | None:
+    """None: it is none."""
+    try:
+        place = unpack(value, Place)
+    except ProtocolError:
+        return None
+    return place if place.sound else None

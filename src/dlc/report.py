@@ -254,8 +254,9 @@ class MoshpitReport:
     failed: tuple[str, ...]
     """Why the others gave none; the vector went on as it was."""
     absent: Mapping[str, str] = dataclasses.field(hash=False)
-    """Peer id to why it was in none of the groups that it was to be in: it did not come while it was waited for, or had
-    gone on to a later round. Who failed in a group is in that one's `missing`."""
+    """Peer id to why it was in none of the groups, though it was to be in one: it did not come while it was waited for,
+    or had gone on to a later round. Of one that followed others it is the last round that tells. Who failed in a group
+    is in that one's `missing`."""
     weight: float
     """Sum of the weights of all that are in the mean, if nobody failed; the peers' number, with weights of 1."""
     complete: bool

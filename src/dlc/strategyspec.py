@@ -49,8 +49,7 @@ class GossipSpec:
     wait_s: float = 2.0
     """How long an exchange waits at most for the neighbours that it is with. 0: it takes what came meanwhile, and inner
     steps never stand still; not for update "noloco". That one waits up to twice as long where it follows others to a
-    later step, and in two of 16 steps up to a phase more for a partner of about its own speed, to come to be in
-    step."""
+    later step, and in two of 16 steps until a partner that is not much slower can be there, to come to be in step."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "gossip.")
@@ -87,8 +86,8 @@ class MoshpitSpec:
     each. 0: as the group size and the number of peers have it."""
     wait_s: float = 5.0
     """How long a peer waits for the members of its group that have not come, above 0; up to twice as long where it
-    follows others to a later exchange. In two of 16 cycles it waits up to a phase more for those of about its own
-    speed, to come to be in step with them."""
+    follows others to a later exchange. In two of 16 cycles it waits until those that are not much slower can be there,
+    to come to be in step with them."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "moshpit.")

@@ -14,7 +14,7 @@ from dlc.comm.groups import GroupDone, GroupFailed
 from dlc.comm.ids import PeerId
 from dlc.comm.meetings import Call, GoneOn, GroupFormed, MeetingFailed
 from dlc.comm.roles import TRAINER
-from dlc.comm.rotation import Place, Turn
+from dlc.comm.rotation import Turn
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
 from dlc.places import Places
@@ -42,6 +42,8 @@ class Way(Protocol):
     """How one peer comes from round to round."""
 
     places: Places
+    least: int
+    """Fewer are no group."""
 
     def turn(self, away_s: float) -> tuple[Turn, str]:
         """The next round, and its group's key."""
@@ -52,6 +54,8 @@ class Way(Protocol):
 
 class OnGrid:
     """As `dlc.Moshpit.step` goes."""
+
+    least = 1
 
     def __init__(self, net: MeshNet, host: Host, patience_s: float, dims: int) -> None:
         self.pit = Moshpit(cast(Peer, NetPeer(net, host)), "m", dims=dims, matchmaking_s=patience_s)
@@ -68,6 +72,8 @@ class OnGrid:
 
 class InPairs:
     """As NoLoCo goes."""
+
+    least = 2
 
     def __init__(self, net: MeshNet, host: Host, patience_s: float) -> None:
         gossip = GossipSpec("random-pairs", "noloco", wait_s=patience_s)
@@ -88,39 +94,48 @@ class InPairs:
 
 
 class Stepper:
-    def __init__(self, net: MeshNet, host: Host, way: Way, patience_s: float, train_s: Callable[[], float]) -> None:
+    """numel: of the vectors, 4 bytes each."""
+
+    def __init__(
+        self, net: MeshNet, host: Host, way: Way, patience_s: float, train_s: Callable[[], float], numel: int = 4
+    ) -> None:
         self.net, self.host, self.way, self.patience_s, self.train_s = net, host, way, patience_s, train_s
-        self.away_s = 0.0
+        self.vector = torch.ones(numel)
         self.rounds: list[Round] = []
         host.heard = self._hear
 
     def begin(self) -> None:
-        self._began = self.net.now
-        self._turn()
+        if not self.host.dead:
+            self._began, self._away_s = self.net.now, self.way.places.comes()
+            self._turn()
 
     def _turn(self) -> None:
         me, since = self.host.name, self.net.now
-        turn, key = self.way.turn(self.away_s)
+        turn, key = self.way.turn(self._away_s)
         self.turn, self.met = turn, frozenset[PeerId]()
         left_s = min(turn.patience_s, self._began + turn.patience_s + self.patience_s - since)
         if left_s <= 0 or not turn.others:
             self._end()
             return
+        self.way.places.waits(turn)
+        numel = self.vector.numel()
         call = Call(
             key,
-            Grid(4, 4, "fp32"),
-            torch.ones(4),
-            torch.empty(4),
+            Grid(numel, max(4, numel // 64), "fp32"),
+            self.vector,
+            torch.empty(numel),
+            least=self.way.least,
             expected=lambda: turn.awaited(self.way.places.ask(), self.net.now - since) | {me},
             show_to=(me, *turn.others),
             patience_s=left_s,
+            budget_s=600.0,
         )
         self.net.act(self.host, lambda mesh, now: mesh.meet(call, now))
 
     def _hear(self, news: object) -> None:
         if isinstance(news, GroupFormed):
             self.met = frozenset(news.peers) - {self.host.name}
-            self.way.places.stand(Place(self.turn.round + 1, False, self.away_s), self.turn.mates)
+            self.way.places.averages(self.turn)
         elif isinstance(news, MeetingFailed) and isinstance(news.cause, GoneOn):
             self.net.clock.at(self.net.now, self._turn)
         elif isinstance(news, GroupDone | GroupFailed | MeetingFailed):
@@ -130,6 +145,5 @@ class Stepper:
         now = self.net.now
         self.rounds.append(Round(self.turn.round, now, self.turn.others, self.met, now - self._began))
         after = self.way.passed(self.turn, bool(self.met))
-        self.way.places.stand(Place(after, False, self.away_s), self.turn.mates)
-        self.away_s = self.train_s()
-        self.net.clock.at(now + self.away_s, self.begin)
+        self.way.places.trains(after, self.turn.mates)
+        self.net.clock.at(now + self.train_s(), self.begin)

@@ -9,7 +9,7 @@ import pytest
 from dlc.comm.meetings import GoneOn
 from dlc.comm.rotation import OF_CYCLES, PATIENT, ROUND_MAX, Place, Seen, Turn, next_turn
 from dlc.moshpit import Moshpit
-from dlc.sim.meshnet import MeshNet
+from dlc.sim.meshnet import Host, MeshNet
 from tests.comm.netpeer import NetPeer
 from tests.comm.stepper import InPairs, OnGrid, Stepper, Way
 
@@ -19,11 +19,15 @@ LINES = [("b",), ("c",)]
 
 
 def trains(round_: int, away_s: float = PHASE_S) -> Place:
-    return Place(round_, False, away_s)
+    return Place(round_, False, False, away_s, 0.0)
 
 
 def waits(round_: int, away_s: float = PHASE_S) -> Place:
-    return Place(round_, True, away_s)
+    return Place(round_, True, False, away_s, 0.0)
+
+
+def averages(before: int, exchange_s: float) -> Place:
+    return Place(before, False, True, PHASE_S, exchange_s)
 
 
 def turn(places: dict[str, Place], at: int = 0, late: tuple[str, ...] = (), line: str = "") -> Turn:
@@ -61,26 +65,43 @@ def test_who_waits_goes_on_where_one_waits_further_and_where_it_is_left_alone() 
     assert awaited({}, 4.0) == frozenset(), "the usual time is over"
 
 
-def test_in_patient_cycles_those_of_about_ones_own_speed_are_waited_for_as_long_as_they_train() -> None:
+def test_in_patient_cycles_those_who_are_not_much_slower_are_waited_for_until_they_can_be_there() -> None:
     at = PATIENT[0]
-    places = {"b": trains(at, 14.0), "c": trains(0, 16.0), "d": trains(at + 1, 9.0)}
-    here = turn(places, at, line="bcd")
-    assert (here.akin, here.patience_s) == ({"b"}, 18.0), "c is slower by more than a half, d has passed"
-    assert here.awaited(Seen(places), 3.9) == {"b", "c"}
-    assert here.awaited(Seen(places), 4.1) == {"b"}
-    assert here.awaited(Seen(places, ("b",)), 4.1) == frozenset()
-    assert not turn(places, at, ("b",), "bcd").akin
-    assert not turn({"b": Place(0, False, 0.0)}, at, line="b").akin, "how fast it is, is not known yet"
+    places = {"b": trains(at, 14.0), "c": trains(0, 16.0), "d": trains(at + 1, 9.0), "e": trains(0, 1.0)}
+    here = turn(places, at, line="bcde")
+    assert (here.quick, here.patience_s) == ({"b", "e"}, 18.0), "c is slower by more than a half, d has passed"
+    assert here.awaited(Seen(places), 3.9) == {"b", "c", "e"}
+    assert here.awaited(Seen(places), 4.1) == {"b", "e"}
+    assert here.awaited(Seen(places, ("b",)), 4.1) == {"e"}
+    assert here.awaited(Seen({"e": places["e"]}), 4.1) == {"e"}, "b has taken its place back"
+    assert turn(places, at, ("b",), "bcde").quick == {"e"}
+    assert turn({"b": averages(at, 30.0)}, at, line="b").patience_s == 4.0 + 30.0 + PHASE_S, "then it trains"
+    assert not turn({"b": Place(0, False, False, 0.0, 0.0)}, at, line="b").quick, "its pace is not known yet"
     for at in range(2 * OF_CYCLES):
-        assert bool(turn({"b": trains(0)}, at, line="b").akin) == (at % OF_CYCLES in PATIENT)
-        assert bool(turn({"b": trains(0)}, 2 * at).akin) == (at % OF_CYCLES in PATIENT), "two rounds are a cycle"
+        assert bool(turn({"b": trains(0)}, at, line="b").quick) == (at % OF_CYCLES in PATIENT)
+        assert bool(turn({"b": trains(0)}, 2 * at).quick) == (at % OF_CYCLES in PATIENT), "two rounds are a cycle"
 
 
 def test_who_has_trained_half_as_long_again_as_before_is_late_and_nonsense_is_not_sound() -> None:
     assert not trains(3).late(14.9) and trains(3).late(15.1) and not waits(3).late(100.0)
+    assert not averages(3, 20.0).late(44.9) and averages(3, 20.0).late(45.1)
     assert trains(ROUND_MAX).sound
-    nonsense = (trains(-1), trains(ROUND_MAX + 1), trains(0, -1.0), trains(0, float("nan")))
+    nonsense = (trains(-1), trains(ROUND_MAX + 1), trains(0, -1.0), trains(0, float("nan")), averages(0, float("nan")))
     assert not any(place.sound for place in nonsense)
+
+
+def test_rounds_that_all_have_passed_are_not_counted_through_one_by_one() -> None:
+    """It took minutes, on the driver's thread, until a peer was at the others' ten-millionth round."""
+    asked = list[int]()
+
+    def group(at: int) -> tuple[str, ...]:
+        asked.append(at)
+        return ("b",) if at % 2 else ("c",)
+
+    far = {"b": trains(10**7), "c": trains(10**12)}
+    assert next_turn(0, group, ("b", "c"), 2, Seen(far), 1.0, 1.0).round == 10**7 + 1
+    assert next_turn(0, lambda at: ("c",), ("b", "c"), 1, Seen(far), 1.0, 1.0).round < 2 * 10**7
+    assert len(asked) < 10
 
 
 def test_the_rounds_of_moshpit_go_along_one_axis_after_the_other_of_the_grid_of_those_who_are_up() -> None:
@@ -101,14 +122,15 @@ def test_the_rounds_of_moshpit_go_along_one_axis_after_the_other_of_the_grid_of_
     assert (third.axis, third.cycle, third.cells.sides) == (0, 1, (3,)), "three peers have one axis"
 
 
+def stepper_of(net: MeshNet, host: Host, patience_s: float, dims: int, phase_s: float, numel: int = 4) -> Stepper:
+    way: Way = OnGrid(net, host, patience_s, dims) if dims else InPairs(net, host, patience_s)
+    return Stepper(net, host, way, patience_s, lambda: phase_s, numel)
+
+
 def swarm(net: MeshNet, n: int, patience_s: float, dims: int, slower: float = 1.0) -> list[Stepper]:
     """n peers whose phases take equally long, but for the first one's. dims: of the grid; 0: in pairs."""
-    many = []
-    for i, host in enumerate(net.add(n)):
-        way: Way = OnGrid(net, host, patience_s, dims) if dims else InPairs(net, host, patience_s)
-        phase_s = PHASE_S * slower if i == 0 else PHASE_S
-        many.append(Stepper(net, host, way, patience_s, lambda s=phase_s: s))  # type: ignore[misc]
-    return many
+    phases = [PHASE_S * slower, *[PHASE_S] * (n - 1)]
+    return [stepper_of(net, host, patience_s, dims, s) for host, s in zip(net.add(n), phases, strict=True)]
 
 
 def begin_some_time(net: MeshNet, many: list[Stepper], rng: random.Random) -> None:
@@ -174,3 +196,48 @@ def test_one_that_stays_away_though_it_is_up_is_soon_waited_for_as_usual_only() 
     for stepper in many[1:]:
         assert sum(r.waited_s > 3.0 for r in stepper.rounds) <= 2, stepper.rounds
         assert all(r.met == r.others - {away} for r in stepper.rounds[-20:])
+
+
+@pytest.mark.parametrize("apart_s", [4.0, 13.0, 17.0])
+def test_halves_of_a_swarm_meet_where_averaging_takes_longer_than_training(apart_s: float) -> None:
+    """Who averaged passed for late, and was not waited for: 400 kB at 20 kB/s take 20 s, and it trains for 10."""
+    net, many = MeshNet(1), []
+    for i, host in enumerate(net.add(4, up_Bps=2e4)):
+        many.append(stepper_of(net, host, 5.0, 2, PHASE_S, 100_000))
+        net.clock.at(net.now + 1.0 + (apart_s if i > 1 else 0.0), many[-1].begin)
+    net.run(1500)
+    assert all(r.met == r.others for stepper in many for r in stepper.rounds[-8:])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("dims", "slow_s"), [(0, 21.25), (1, 21.24)])
+def test_one_whose_phase_is_twice_the_other_s_meets_it_now_and_then(dims: int, slow_s: float, seed: int) -> None:
+    """It came always when the other one had just gone, for ever."""
+    net, many = MeshNet(seed), []
+    for host, phase_s, at in zip(net.add(2), (PHASE_S, slow_s), (0.5, 6.5), strict=True):
+        many.append(stepper_of(net, host, 2.0, dims, phase_s))
+        net.clock.at(net.now + at, many[-1].begin)
+    net.run(40 * slow_s)
+    rounds = many[1].rounds
+    assert sum(bool(r.met) for r in rounds) > len(rounds) / 8
+    assert all(r.waited_s < 2 * 2.0 for r in many[0].rounds[3:]), "the quick one knows by then that it is not"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_losses_deaths_and_returns_all_who_live_come_to_meet(seed: int) -> None:
+    rng, net = random.Random(seed), MeshNet(seed, loss=0.03)
+    dims, phases = rng.choice([1, 2]), [PHASE_S] * 6
+    many = [stepper_of(net, host, 4.0, dims, s) for host, s in zip(net.add(6), phases, strict=True)]
+    begin_some_time(net, many, rng)
+    net.run(rng.uniform(5, 8) * PHASE_S)
+    net.kill(many[0].host)
+    net.freeze(many[1].host)
+    net.run(rng.uniform(1, 3) * PHASE_S)
+    net.thaw(many[1].host)
+    many[0] = stepper_of(net, net.start(many[0].host.name, inc=2), 4.0, dims, PHASE_S)
+    many.append(stepper_of(net, net.start("p9999"), 4.0, dims, PHASE_S))
+    begin_some_time(net, [many[0], many[-1]], rng)
+    net.run(60 * PHASE_S)
+    late = [r for stepper in many for r in stepper.rounds[-6:]]
+    assert sum(r.met == r.others for r in late) >= 0.9 * len(late), late
+    assert all(r.waited_s <= 2 * 4.0 + PHASE_S + 1.0 for stepper in many[2:] for r in stepper.rounds)

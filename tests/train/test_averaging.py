@@ -27,7 +27,6 @@ from dlc.comm.rotation import Place, Seen
 from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.handover import Handover, Standing
 from dlc.peer import Peer
-from dlc.places import Places
 from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.statedir import StateDir
@@ -464,23 +463,25 @@ def alone(place: Place, rounds: int = 0) -> Pairs:
     members = [
         SimpleNamespace(id=peer, me=peer == "me", alive=True, left=False, role=TRAINER) for peer in ("me", "other")
     ]
-    peer = SimpleNamespace(id="me", mesh=None, members=lambda: members)
+    mesh = SimpleNamespace(ask=lambda fn: fn(None, 100.0))
+    peer = SimpleNamespace(id="me", mesh=mesh, members=lambda: members)
     spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=rounds)
     pair = Pairs(cast(Peer, peer), spec)
-    pair._places = cast(Places, SimpleNamespace(ask=lambda: Seen({"other": place}), stand=lambda *_: None))
+    pair._places.ask = lambda: Seen({"other": place})  # type: ignore[method-assign]
+    pair._places._show = lambda *_: None  # type: ignore[method-assign]
     pair.begin(torch.ones(10))
     return pair
 
 
 def test_nobody_waits_for_an_exchange_beyond_the_end_of_the_run() -> None:
-    assert not alone(Place(9, False, 1.0), rounds=8)._turn(8, 1.0).others, "the other has ended"
-    assert alone(Place(8, False, 1.0), rounds=8)._turn(8, 1.0).others == {"other"}
+    assert not alone(Place(9, False, False, 1.0, 0.0), rounds=8)._turn(8, 1.0).others, "the other has ended"
+    assert alone(Place(8, False, False, 1.0, 0.0), rounds=8)._turn(8, 1.0).others == {"other"}
 
 
 def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now, passed = [100.0], iter([True, False])
     monkeypatch.setattr(noloco, "clock", lambda: now[0])
-    pair = alone(Place(1, False, 1.0))
+    pair = alone(Place(1, False, False, 1.0, 0.0))
 
     class Waits:
         """In place of a group: three seconds, until the partner is seen elsewhere; then one."""

@@ -9,9 +9,10 @@ shows its `Place` to its mates, all that it may ever meet, and
 - who waits goes on, too, as soon as one of them waits in a later round, or all others of its group have passed its own;
 - nobody waits for those who have passed the round.
 
-Of equal speed, they would still pass each other by for ever where their waits do not overlap. So some cycles are
-patient: in their rounds each waits for those of about its own speed for as long as these train between two rounds; from
-then on they come at the same time. It costs who comes first as much once, and those who are in step nothing.
+Of equal speed, or where one's phase is a multiple of another's, they could still pass each other by for ever as their
+waits do not overlap. So some cycles are patient: in their rounds each waits for those that are not much slower than
+itself for as long as these train, and average, between two rounds. Those of about one speed come at the same time from
+then on, as long as their phases vary by less than they usually wait.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from dlc.comm.ids import PeerId
 from dlc.comm.meetings import GoneOn
 
 PATIENT, OF_CYCLES = (1, 2), 16
-"""Which of so many cycles are patient: two in a row, as who passes over rounds may pass over one. Where peers of about
-one speed never come to be in step, this costs them an eighth of the time at most."""
-NEAR = 2 / 3
-"""Two are of about one speed where the shorter phase is at least so much of the longer one."""
+"""Which of so many cycles are patient: two in a row, as who passes over rounds may pass over one."""
+SLOWER = 1.5
+"""One is not much slower, and not late either, whose phase takes up to so many times as long as one's own, or as it did
+before."""
+PASSES_MAX = 1000
+"""So many rounds are passed over at once."""
 ROUND_MAX = 1 << 53
 
 
@@ -37,17 +40,26 @@ class Place:
     round: int
     """The one that it waits for, or comes to next."""
     waits: bool
-    """It waits now; False: it trains, or averages the round before."""
+    """It waits now."""
+    averages: bool
+    """It averages the round before; neither: it trains."""
     away_s: float
     """For how long it last trained between two rounds."""
+    exchange_s: float
+    """For how long it last averaged."""
 
     @property
     def sound(self) -> bool:
-        return 0 <= self.round <= ROUND_MAX and self.away_s >= 0
+        return 0 <= self.round <= ROUND_MAX and self.away_s >= 0 and self.exchange_s >= 0
+
+    @property
+    def left_s(self) -> float:
+        """How long it may take until it comes to its round, from when this was shown on."""
+        return 0.0 if self.waits else self.away_s + self.exchange_s * self.averages
 
     def late(self, shown_s: float) -> bool:
         """Whether it should have come to its round by now, `shown_s` seconds after it showed this."""
-        return not self.waits and shown_s * NEAR > self.away_s
+        return not self.waits and shown_s > SLOWER * self.left_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +78,14 @@ class Seen:
         """Of the rounds in which some of these wait; -1: none does."""
         return max((place.round for peer, place in self.places.items() if place.waits and peer in peers), default=-1)
 
-    def akin(self, peers: Collection[PeerId], at: int, away_s: float) -> dict[PeerId, float]:
-        """How long those train who are about as fast as one that does for `away_s`, and have not passed round `at`."""
+    def quick(self, peers: Collection[PeerId], at: int, away_s: float) -> dict[PeerId, float]:
+        """Which of these have not passed round `at`, and are not much slower than one that trains for `away_s`; and how
+        long it may take until they come."""
         found = dict[PeerId, float]()
         for peer in self.places.keys() & set(peers) - set(self.late):
             place = self.places[peer]
-            short, long = sorted((place.away_s, away_s))
-            if place.round <= at and short > 0 and short >= NEAR * long:
-                found[peer] = place.away_s
+            if place.round <= at and 0 < place.away_s <= SLOWER * away_s:
+                found[peer] = place.left_s
         return found
 
 
@@ -86,12 +98,12 @@ class Turn:
     """Who is to come."""
     mates: frozenset[PeerId]
     """All others that it may meet in some round: they see its place, and it sees theirs."""
-    akin: frozenset[PeerId]
+    quick: frozenset[PeerId]
     """Whom it waits for longer than usual; none but in patient cycles."""
     usual_s: float
     """How long it waits for all others that have not passed the round."""
     patience_s: float
-    """How long it waits for `akin`."""
+    """How long it waits for `quick`."""
 
     def awaited(self, seen: Seen, waited_s: float) -> frozenset[PeerId]:
         """Who of the others may still come, after so long a wait. GoneOn: they are in a later round."""
@@ -100,7 +112,7 @@ class Turn:
         left = self.others - {peer for peer in self.others if seen.last([peer]) > self.round}
         if self.others and not left:
             raise GoneOn
-        return left if waited_s < self.usual_s else left & self.akin.difference(seen.late)
+        return left if waited_s < self.usual_s else left & self.quick & seen.places.keys() - set(seen.late)
 
 
 def next_turn(
@@ -116,9 +128,12 @@ def next_turn(
 
     group: the others of a round. cycle: so many rounds are one. away_s: for how long this peer has trained.
     """
-    at = max(at, seen.furthest(mates))
-    while seen.last(others := group(at)) > at:
+    at = max(at, seen.furthest(mates), seen.last(mates))
+    for _ in range(PASSES_MAX):
+        if seen.last(group(at)) <= at:
+            break
         at += 1
-    akin = seen.akin(others, at, away_s) if at // cycle % OF_CYCLES in PATIENT else {}
-    patience_s = usual_s + max(akin.values(), default=0.0)
-    return Turn(at, frozenset(others), frozenset(mates), frozenset(akin), usual_s, patience_s)
+    others = group(at)
+    quick = seen.quick(others, at, away_s) if at // cycle % OF_CYCLES in PATIENT else {}
+    patience_s = usual_s + max(quick.values(), default=0.0)
+    return Turn(at, frozenset(others), frozenset(mates), frozenset(quick), usual_s, patience_s)

@@ -29,7 +29,7 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
 from dlc.comm.meetings import GoneOn
 from dlc.comm.roles import TRAINER
-from dlc.comm.rotation import Place, Turn, next_turn
+from dlc.comm.rotation import Turn, next_turn
 from dlc.errors import CheckpointError, RoundTimeout
 from dlc.mesh import Group
 from dlc.peer import Peer
@@ -51,59 +51,69 @@ class Pairs:
 
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         self._peer, self._spec = peer, spec
-        self._places = Places(peer, f"{NAME}/noloco")
+        self._places = Places(peer, f"{NAME}/noloco", everybody=True)
         self._phi = self._m = vectors.empty(0)
-        self._left_at = clock()
 
     def begin(self, vector: Tensor) -> None:
         self._phi, self._m = vector.clone(), torch.zeros_like(vector)
 
     def step(self, t: int, vector: Tensor) -> Averaged:
         gossip, began = self._spec.gossip, clock()
-        away_s = began - self._left_at
+        away_s = self._places.comes()
         d = vector - self._phi
         both = torch.cat((d, self._phi))
-        averaged, waited_s, turn = None, 0.0, self._turn(t, away_s)
-        while averaged is None:
-            tried = clock()
-            left_s = min(turn.patience_s, began + turn.patience_s + gossip.wait_s - tried)
-            averaged = self._with(turn, left_s, away_s, both, d)
-            waited_s += clock() - tried if averaged is None else averaged.waiting_s
-            if averaged is None:
-                turn = self._turn(turn.round, away_s)
-        if not averaged.partners:
-            averaged = replace(averaged, t=t)
-        self._left_at = clock()
-        self._places.stand(Place(averaged.t + 1, False, away_s))
+        averaged, waited_s, before, turn = None, 0.0, t, self._turn(t, away_s)
+        try:
+            while averaged is None:
+                tried = clock()
+                averaged = self._with(turn, began, both, d)
+                waited_s += clock() - tried if averaged is None else averaged.waiting_s
+                if averaged is None:
+                    turn = self._turn(turn.round, away_s)
+            if not averaged.partners:
+                averaged = replace(averaged, t=t)
+            before = averaged.t + 1
+        finally:
+            self._places.trains(before, turn.mates)
         mean_d, mean_phi = both[: len(d)], both[len(d) :]
         lr, mu = gossip.outer_lr, gossip.outer_momentum
         noloco_step(self._phi, self._m, d, mean_d, mean_phi, lr, mu, gossip.pull)
         vector.copy_(self._phi)
         return replace(averaged, seconds=clock() - began, waiting_s=waited_s)
 
-    def _with(self, turn: Turn, left_s: float, away_s: float, both: Tensor, d: Tensor) -> Averaged | None:
-        """Means over the pair in the place of `both`, d and phi; None: the others have gone on meanwhile."""
-        t, began = turn.round, clock()
+    def _with(self, turn: Turn, began: float, both: Tensor, d: Tensor) -> Averaged | None:
+        """Means over the pair in the place of `both`, d and phi; None: the others have gone on meanwhile. began: the
+        exchange, at whatever step."""
+        t, since, wait_s = turn.round, clock(), self._spec.gossip.wait_s
         if not turn.others:
             return Averaged(t, ())
         (partner,) = turn.others
+        left_s = min(turn.patience_s, began + turn.patience_s + wait_s - since)
         if left_s <= 0:
             return Averaged(t, (), {partner: "was followed to later steps for long enough"})
+        formed = list[float]()
+
+        def begun(members: tuple[PeerId, ...]) -> None:
+            formed.append(clock())
+            self._places.averages(turn)
+
         group = Group(
             self._peer,
             f"{NAME}/noloco",
             peers=(self._peer.id, partner),
             matchmaking_s=left_s,
             codec=self._spec.codec,
-            expected=partial(self._awaited, turn, began),
-            formed=partial(self._places.stand, Place(t + 1, False, away_s)),
+            expected=partial(self._awaited, turn, since),
+            formed=begun,
         )
+        self._places.waits(turn)
         try:
             report = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S)
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
-            return Averaged(t, (), {partner: "did not come"}, waiting_s=clock() - began)
+            why = str(error) if formed else "did not come"
+            return Averaged(t, (), {partner: why}, waiting_s=(formed[0] if formed else clock()) - since)
         self._keep_unsaid(both, d)
         return Averaged(
             t,
@@ -118,10 +128,7 @@ class Pairs:
         """The step to be taken, `t` or a later one; with nobody for the one left over, and after the end of the run."""
         ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == TRAINER)
         wait_s, others = self._spec.gossip.wait_s, set(ids) - {self._peer.id}
-        turn = next_turn(t, partial(self._partner, ids), others, 1, self._places.ask(), wait_s, away_s)
-        if turn.others:
-            self._places.stand(Place(turn.round, True, away_s))
-        return turn
+        return next_turn(t, partial(self._partner, ids), others, 1, self._places.ask(), wait_s, away_s)
 
     def _partner(self, ids: list[PeerId], t: int) -> tuple[PeerId, ...]:
         """Of these members, in step `t`; none for the one left over, and after the end of the run."""
