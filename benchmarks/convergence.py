@@ -13,7 +13,8 @@ beyond two of them.
 
 Each run (arm and seed) is saved in the state file when it is done: an interrupted benchmark goes on from there.
 `--arms` takes names or groups. `why` and `noise` ask what the outer step should be in a training as short as this one,
-and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `later` waits as long as it can.
+and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `later` waits as long as it can;
+`topk` is for comparison with plain averaging, as its outer step is that one.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ ARMS = (
     Arm("eager, 50 steps", "later", options=(("overlap", "eager"),)),
     Arm("momentum .9", "why", outer=OuterSpec()),
     Arm("plain averaging", "why", outer=AVERAGE),
+    Arm("topk, plain averaging", "topk", outer=AVERAGE, options=(("codec", "topk"),)),
+    Arm("H 10, topk, plain averaging", "topk", h=10, outer=AVERAGE, options=(("codec", "topk"),)),
     Arm("lr 2, no momentum", "why", outer=FASTER),
     Arm("H 10, lr 2, no momentum", "why", h=10, outer=FASTER),
     Arm("lr .35, momentum .9", "why", outer=OuterSpec(lr=0.35)),
