@@ -244,7 +244,8 @@ def table(bench: Bench, arms: list[Arm], seeds: list[int]) -> list[dict[str, Any
         row["sent_mb"] = statistics.fmean(run["sent_bytes"] for run in found if run is not None) / 1e6
         if arm.name != REFERENCE and all(run is not None for run in reference):
             gaps = [loss - run["loss"] for loss, run in zip(losses, reference, strict=True) if run is not None]
-            row |= {"gap": statistics.fmean(gaps), "gap_error": _error(gaps)}
+            gap = statistics.fmean(gaps)
+            row |= {"gap": gap, "gap_error": _error(gaps), "gap_share": gap / (row["loss"] - gap)}
         rows.append(row)
     return rows
 
@@ -254,19 +255,18 @@ def _error(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def verdict(row: dict[str, Any], reference: float) -> str:
+def verdict(row: dict[str, Any]) -> str:
     gap, error = row["gap"], row["gap_error"]
     if not abs(gap) > SURE * error:  # also where there is no error to go by
         return "no difference that can be told"
-    return f"{'worse' if gap > 0 else 'better'} by {abs(gap) / reference:.1%}"
+    return f"{'worse' if gap > 0 else 'better'} by {abs(row['gap_share']):.1%}"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    reference = next((row["loss"] for row in rows if row["arm"] == REFERENCE), math.nan)
     print("| arm | loss | sent by a worker, MB | against the reference | |\n|---|---|---|---|---|")
     for row in rows:
         gap = f"{row['gap']:+.4f} ± {row['gap_error']:.4f}" if "gap" in row else ""
-        words = verdict(row, reference) if "gap" in row else ""
+        words = verdict(row) if "gap" in row else ""
         print(f"| {row['arm']} | {row['loss']:.4f} ± {row['error']:.4f} | {row['sent_mb']:.1f} | {gap} | {words} |")
 
 
