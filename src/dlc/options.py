@@ -97,7 +97,6 @@ ELSEWHERE = {
     "run_name": "run",
     "compression": "codec",
     "max_steps": "rounds",
-    "total_steps": "inner.total_steps",
     "learning_rate": "inner.lr",
     "per_device_train_batch_size": "inner.batch_size",
     "gradient_accumulation_steps": "inner.accumulate",

@@ -136,7 +136,7 @@ class Averaging:
         handover.stand(self._t, self._vector)
         if self._furthest(handover) > self._t:
             self._take_over(handover)
-        exchange = self._exchange = exchange_of(self._peer, self._parts, handover)
+        exchange = self._exchange = exchange_of(self._peer, self._parts)
         own = {name: tensor for name, tensor in saved.own.items() if name != _COUNTS} if saved is not None else {}
         if own and saved is not None and saved.t == self._t:
             exchange.load(own)
@@ -333,7 +333,7 @@ def unsaid(grid: Grid, chunk: int, own: Tensor) -> Tensor:
     return own - grid.coder.decode(grid.coder.encode(own), grid.elems(chunk))
 
 
-def exchange_of(peer: Peer, parts: Parts, handover: Handover) -> Exchange:
+def exchange_of(peer: Peer, parts: Parts) -> Exchange:
     """What the run names."""
     spec = parts.spec
     if spec.strategy == "moshpit":
