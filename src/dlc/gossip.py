@@ -32,7 +32,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Place
 from dlc.comm.service import ServiceNews
-from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
+from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
 from dlc.flat import flatten_tensors, largest_of, unflatten_into, writable_tensors
@@ -85,6 +85,7 @@ class Gossip:
         self._news = threading.Event()
         self._error: BaseException | None = None
         self._bytes = (0, 0)
+        self._trail = Trail()
         self._mesh.listen(self._told)
         self._mesh.ask(lambda mesh, now: mesh.will_gossip(name, True))
         self._post(b"")
@@ -128,9 +129,10 @@ class Gossip:
         after = self._absorb(machine, grid, z, took, returned)
         unflatten_into(z, many)
         mine = sketch(z, self.seed)
+        self._trail.add(self.t, mine)
         if self.t % (1 + len(members) // DIRECT_MAX) == 0:  # the more peers, the less often each tells all others
             self._post(to_bytes(mine))
-        others = [found for place in members.values() if (found := from_bytes(place.sketch)) is not None]
+        others = [(place.t, found) for place in members.values() if (found := from_bytes(place.sketch)) is not None]
         bytes_before, self._bytes = self._bytes, (machine.bytes_sent, machine.bytes_received)
         return GossipReport(
             name=self.name,
@@ -143,7 +145,7 @@ class Gossip:
             weight=self.weight,
             overdrawn=before.overdrawn + after.overdrawn,
             unsure=before.unsure + after.unsure,
-            distance=distance([mine, *others]),
+            distance=self._trail.distance(others),
             bytes_sent=self._bytes[0] - bytes_before[0],
             bytes_received=self._bytes[1] - bytes_before[1],
             seconds=clock() - began,

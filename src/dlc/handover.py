@@ -24,7 +24,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Key, Parcel
 from dlc.comm.parcels import Intake
-from dlc.comm.sketch import distance, from_bytes, sketch, to_bytes
+from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, SwarmClosed
 from dlc.peer import Peer
@@ -66,9 +66,10 @@ class Handover:
         self._topic, self._grid = f"state/{name}", Grid(numel, usual_chunk_elems(numel), CODEC)
         self._shown: tuple[int, Tensor, Holding] | None = None
         self._sent_bytes = 0
+        self._trail = Trail()
 
     def stand(self, t: int, vector: Tensor) -> float:
-        """I am at step `t`, with `vector` (fp32, CPU, [numel]; copied). Returns the consensus distance of all.
+        """I am at step `t`, with `vector` (fp32, CPU, [numel]; copied). Returns the consensus distance: see `Trail`.
 
         Shown until `close`, or until this peer is down, however long its steps take. The vector that is shown stays the
         one before while somebody fetches that.
@@ -79,8 +80,8 @@ class Handover:
         mine = sketch(vector, self._seed)
         notice = pack(Notice(t, self._shown[0], to_bytes(mine)))
         self._mesh.act(lambda mesh, now: mesh.post(self._topic, notice, TTL_S_MAX, now))
-        others = [standing.sketch for standing in self.standings() if standing.sketch is not None]
-        return distance([mine, *others])
+        self._trail.add(t, mine)
+        return self._trail.distance((s.t, s.sketch) for s in self.standings() if s.sketch is not None)
 
     def _is_fetched(self) -> bool:
         """Something of the shown vector was sent since the last look."""

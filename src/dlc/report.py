@@ -211,7 +211,7 @@ class GossipReport:
     in, and its answer was lost, what it gave on of it counts twice. No more weight than this counts twice."""
     distance: float
     """Consensus distance: root mean square over the peers of the distance to their mean, from sketches (about 10%
-    exact) of each one's newest step."""
+    exact). Each of the others counts at the step that it told last, beside this peer at that step."""
     bytes_sent: int
     """Bulk bytes, of gifts that were settled since the step before."""
     bytes_received: int

@@ -21,7 +21,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Parcel, Pull, Taken, Withdraw
 from dlc.comm.pacing import PLAN_SHARE, UNPACED_BPS
 from dlc.comm.partition import Load
-from dlc.comm.sketch import SLICE_ELEMS, distance, from_bytes, sketch, to_bytes
+from dlc.comm.sketch import SKETCH_ELEMS, SLICE_ELEMS, TRAIL_STEPS, Trail, distance, from_bytes, sketch, to_bytes
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet
 
@@ -282,6 +282,31 @@ def test_sketches_tell_the_distance(numel: int, noise: float) -> None:
     assert distance([t for t in told if t is not None]) == pytest.approx(exact, rel=0.15)
     assert distance([sketch(many[0]), sketch(many[0])]) == 0.0
     assert from_bytes(b"x") is None and from_bytes(b"\xff" * 1024) is None
+
+
+def test_who_has_told_of_an_older_step_is_compared_with_that_step() -> None:
+    """Two that agree to 0.01 were told to be 3 apart: the one's newest vector beside what the other had a step ago."""
+    generator = torch.Generator().manual_seed(5)
+    common = torch.cumsum(torch.randn(TRAIL_STEPS + 10, SKETCH_ELEMS, generator=generator), 0)
+    trail = Trail()
+    assert trail.distance([(0, common[0])]) == 0.0, "nothing of its own yet"
+    for t in range(4):
+        trail.add(t, common[t])
+    assert trail.distance([]) == 0.0
+    assert trail.distance([(3, common[3]), (2, common[2]), (0, common[0])]) == 0.0
+    off = torch.full((SKETCH_ELEMS,), 0.01 / math.sqrt(SKETCH_ELEMS))
+    assert trail.distance([(2, common[2] + off)]) == pytest.approx(0.005, rel=1e-3)
+    many = [(3, torch.randn(SKETCH_ELEMS, generator=generator)) for _ in range(3)]
+    assert trail.distance(many) == pytest.approx(distance([common[3], *(told for _, told in many)]))
+    trail.add(7, common[7])
+    assert trail.distance([(5, common[3])]) == 0.0, "it passed 5 over: what it had then is of step 3"
+    assert trail.distance([(9, common[7])]) == 0.0, "one that is ahead is compared with the newest"
+    for t in range(8, TRAIL_STEPS + 10):
+        trail.add(t, common[t])
+    assert trail.distance([(2, common[2])]) == 0.0 < trail.distance([(20, common[2])]), "too old to be compared"
+    assert math.isfinite(
+        trail.distance([(20, torch.full((SKETCH_ELEMS,), 3e38)), (20, torch.full((SKETCH_ELEMS,), -3e38))])
+    )
 
 
 def test_a_gift_to_one_that_is_about_to_begin_waits_for_it() -> None:

@@ -139,6 +139,11 @@ def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options
     for pupil, other in ((one, two), (two, one)):
         told = pupil.all("averaging")
         assert any(event["partners"] == [other.peer.id] for event in told), "they never met"
+        met = {event["t"] for event in told if event["partners"]} & {
+            event["t"] for event in other.all("averaging") if event["partners"]
+        }
+        apart = [event["distance"] for event in told if {event["t"] - i for i in range(3)} <= met]
+        assert max(apart, default=0.0) < 0.2, "where they meet; a phase alone moves a model by up to 0.4"
     assert (one.model() - two.model()).norm() < 0.2 * one.model().norm()
 
 

@@ -10,14 +10,16 @@ To draw a sign for each element would take ten times as long as all the rest. So
 signs, from a place that is drawn for it, all of them turned over or not: any two signs are still independent, as the
 expected value asks.
 
-`distance` is the consensus distance: the root of the mean over peers of ||x_i - mean||^2.
+`distance` is the consensus distance: the root of the mean over peers of ||x_i - mean||^2. `Trail` tells it where each
+peer has heard of the others' vectors at other steps than its own newest.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from dlc.comm import vectors
 SKETCH_ELEMS = 256
 SLICE_ELEMS = 1 << 20
 """Elements that a slice has; a multiple of SKETCH_ELEMS."""
+TRAIL_STEPS = 64
+"""How many of its own sketches a peer keeps, of a kilobyte each: who told one of an older step is not compared."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -74,3 +78,28 @@ def from_bytes(raw: bytes) -> Tensor | None:
         return None
     found = torch.frombuffer(bytearray(raw), dtype=torch.float32).clone()
     return found if bool(torch.isfinite(found).all()) else None
+
+
+class Trail:
+    """One peer's sketches of its newest steps.
+
+    What another told is of the step that it told last. Beside this peer's newest vector it would be apart by all that
+    was done since, however well the two agree. So each is compared with what this peer had at that step (or last before
+    it, where it passed the step over), and the distance is that of these differences, this peer's own being zero. Where
+    all told the same step, that is the consensus distance at that step.
+    """
+
+    def __init__(self) -> None:
+        self._own: deque[tuple[int, Tensor]] = deque(maxlen=TRAIL_STEPS)
+
+    def add(self, t: int, mine: Tensor) -> None:
+        """`mine` is the sketch of this peer's vector at step `t`, which is not below those before."""
+        self._own.append((t, mine))
+
+    def distance(self, others: Iterable[tuple[int, Tensor]]) -> float:
+        """Of this peer and others, each with the step that it told and its sketch; 0 where none can be compared."""
+        apart = [told.double() - mine.double() for t, told in others if (mine := self._at(t)) is not None]
+        return distance([torch.zeros(SKETCH_ELEMS, device="cpu"), *apart])
+
+    def _at(self, t: int) -> Tensor | None:
+        return next((mine for step, mine in reversed(self._own) if step <= t), None)
