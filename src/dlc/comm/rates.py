@@ -9,9 +9,11 @@ A round shows a rate only where it asks for it. Hence three rules:
   waited to be sent nearly all the time; of the way down nothing is known then. One odd round may happen to anybody:
   only when it is so a second time in a row, the more that was seen in the two is believed. Where the estimate was used
   up while packets waited, what the link carried over half of the round is what it carries: a shorter window would see
-  a queue flow off. One round takes no more than `GIVE` leaves.
+  a queue flow off. One round takes no more than `GIVE` leaves. If packets wait at the lower rate, too, it is not for
+  this link that they do (a busy processor, a receiver's link), and a little less is no reason to fall again.
 - *Rising on trial.* Paced at the estimate, a link shows no more than that. So an estimate that was used up, while
-  packets did not wait, rises by a step: the smaller the surer it is, doubled at each further trial.
+  packets did not wait, rises by a step: the smaller the surer it is, doubled at each further trial. What was used up
+  is proved, the step is not: one odd round takes it back.
 
 The way down is seldom asked for all that it carries, since others send as fast as *their* links allow; and its messages
 come in bursts, behind what was lost and sent again, so that the most that was seen may be more than it carries. A peer
@@ -74,9 +76,10 @@ PACED = 0.98
 """What is seen of what is asked for, on a link that is not short."""
 GIVE = 0.85
 """What one round leaves at least of an estimate that was used up while packets waited."""
-STEP_MAX, STEP_FULL, STEP_MIN = 0.2, 0.05, 0.01
-"""Of a trial: 1 + this is the factor by which the estimate rises. On a link that never was short; that was overfilled
-by a round without pacing, which may have lost much of what it carried; that a paced round found short."""
+STEP_MAX, STEP_PROBED, STEP_FULL, STEP_MIN = 0.2, 0.08, 0.05, 0.01
+"""Of a trial: 1 + this is the factor by which the estimate rises. On a link that never was short; of which only probes
+have told, which seldom show less than it carries; that was overfilled by a round without pacing, which may have lost
+much of what it carried; that a paced round found short."""
 TOLD_RISE, TOLD_FALL = 0.05, 0.01
 """A rate is told anew if it is by so much more, or less, than the one told before: what a trial found to be too much
 overfills the link in every round until that is told."""
@@ -145,6 +148,10 @@ class Estimate:
         self._step = STEP_MAX
         self._short_Bps = 0.0
         """What was seen in the last round that told something, if it fell short; else 0."""
+        self._eased = False
+        """It fell by a little, and packets have waited in every round since."""
+        self._proved_Bps = 0.0
+        """What the last round that told something used up, if the estimate rose on trial after it; else 0."""
         self.fell = False
         """It was once found too high: it is more than a lower bound."""
         self.probed = False
@@ -162,6 +169,7 @@ class Estimate:
         if seen_Bps <= 0:
             return
         before_Bps, before_short_Bps, probed = self.Bps, self._short_Bps, self.probed
+        proved_Bps, self._proved_Bps = self._proved_Bps, 0.0
         self._short_Bps, self.probed = 0.0, False
         if seen_Bps >= before_Bps * (1 + NOISE * short):
             self.Bps = seen_Bps
@@ -170,11 +178,20 @@ class Estimate:
             if before_short_Bps or probed:
                 self.Bps = max(seen_Bps, before_short_Bps)
                 self.fell = True
+            elif proved_Bps:
+                self.Bps = min(before_Bps, max(seen_Bps, proved_Bps))
         elif short and asked_Bps >= USED_UP * before_Bps:
-            self.Bps = min(before_Bps, max(held_Bps / PACED, GIVE * before_Bps))
+            held_Bps = min(before_Bps, max(held_Bps / PACED, GIVE * before_Bps))
+            a_little = held_Bps >= SHORT * before_Bps
+            if not (a_little and self._eased):
+                self.Bps = held_Bps
+            self._eased = self._eased or (a_little and held_Bps < before_Bps)
         elif flowing and min(asked_Bps, seen_Bps) >= USED_UP * before_Bps:
-            self.Bps = before_Bps * (1 + self._step)
-            self._step = min(STEP_MAX, 2 * self._step)
+            self._proved_Bps = min(asked_Bps, before_Bps)
+            step = min(self._step, STEP_PROBED) if probed else self._step
+            self.Bps = before_Bps * (1 + step)
+            self._step = min(STEP_MAX, 2 * step)
+        self._eased = self._eased and short
         if short:
             self._step = STEP_MIN if asked_Bps else STEP_FULL
         self.Bps = min(self.Bps, FAST_Bps)
