@@ -352,6 +352,22 @@ def test_a_moshpit_average_that_lacks_nothing_says_of_which_group_it_comes(monke
     assert [call.gather for call in made] == [b"grid", b"gridgroup of 6.0"]
 
 
+def test_a_moshpit_average_that_fails_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as such for the next `step`, which tells the others how long this peer trains."""
+    pit, _ = scripted(monkeypatch, [(5, 0)])
+    began: list[float] = []
+    pit._places = SimpleNamespace(begin=lambda: began.append(1.0))  # type: ignore[assignment]
+
+    def closed() -> Leg:
+        raise SwarmClosed("left")
+
+    monkeypatch.setattr(pit, "_leg", closed)
+    vector = torch.full((3,), 2.0)
+    with pytest.raises(SwarmClosed):
+        pit.average(vector)
+    assert len(began) == 1 and vector.tolist() == [2.0] * 3
+
+
 def test_two_that_are_a_cycle_apart_meet_in_the_later_one() -> None:
     """Of two of equal speed each waited for the other in its own cycle, both in vain and for ever."""
     with swarm(2, log=False) as peers, ThreadPoolExecutor(1) as pool:

@@ -89,42 +89,12 @@ class Moshpit:
         the grid's groups would be larger than groups can be.
         """
         many, z, weight = self._checked(tensors, weight)
-        own, own_weight, began = z, weight, clock()
-        self._course.begin_cycle()
-        self._show()
-        told = _Told()
-        label, complete, cycle, axes, came, last = "", True, -1, list[int](), set[PeerId](), False
-        while not last:
-            leg = self._leg()
-            if cycle not in (-1, leg.cycle):
-                # The others are in a later averaging, in which each vector counts once, with its own weight.
-                z, weight, label, complete = own, own_weight, "", False
-                told.absent, came = {}, set()
-            cycle = leg.cycle
-            if not axes and (largest := leg.cells.group_max) > GROUP_MAX:
-                raise UsageError(
-                    f"{leg.cells.n} peers in {leg.cells.dims} dimensions make groups of up to {largest}; a group has "
-                    f"at most {GROUP_MAX} members: give more dims, or a lower group_size"
-                )
-            unbroken = complete and leg.axis == len(axes)
-            call = self._call(leg.key, z, weight, leg.peers, partial(self._awaited, leg), self.matchmaking_s, timeout_s)
-            call.label, call.gather = label, leg.word(label) if unbroken else b""
-            met = self._meet(call, told)
-            if met is None:
-                cycle = cycle if axes else -1
-                continue
-            came |= {self.peer.id, *met.members}
-            told.absent |= dict.fromkeys(leg.peers, NOT_THERE)
-            complete = unbroken and met.report is not None and met.report.complete and leg.whole(met.report.gathered)
-            if met.report is not None:
-                z, weight, label = met.mean, met.report.weight, met.group
-            axes.append(leg.axis)
-            last = self._course.passed()
-        unflatten_into(z, many)
-        told.absent = {peer: why for peer, why in told.absent.items() if peer not in came}
-        self._places.begin()
-        complete = complete and len(axes) == max(1, leg.cells.dims)
-        return told.report(self.name, leg.cycle, axes, leg.cells, weight, complete, began)
+        try:
+            mean, report = self._cycle(z, weight, timeout_s)
+        finally:
+            self._places.begin()
+        unflatten_into(mean, many)
+        return report
 
     def step(
         self, tensors: Tensor | Sequence[Tensor], *, weight: float = 1.0, timeout_s: float = 60.0
@@ -235,6 +205,43 @@ class Moshpit:
             self._mesh.act(lambda mesh, now: mesh.post(self._key, b"here", PLACE_S, now))
 
     # ---------------------------------------------------------------- whole cycles
+
+    def _cycle(self, z: Tensor, weight: float, timeout_s: float) -> tuple[Tensor, MoshpitReport]:
+        """The mean, and how it came about."""
+        own, own_weight, began = z, weight, clock()
+        self._course.begin_cycle()
+        self._show()
+        told = _Told()
+        label, complete, cycle, axes, came, last = "", True, -1, list[int](), set[PeerId](), False
+        while not last:
+            leg = self._leg()
+            if cycle not in (-1, leg.cycle):
+                # The others are in a later averaging, in which each vector counts once, with its own weight.
+                z, weight, label, complete = own, own_weight, "", False
+                told.absent, came = {}, set()
+            cycle = leg.cycle
+            if not axes and (largest := leg.cells.group_max) > GROUP_MAX:
+                raise UsageError(
+                    f"{leg.cells.n} peers in {leg.cells.dims} dimensions make groups of up to {largest}; a group has "
+                    f"at most {GROUP_MAX} members: give more dims, or a lower group_size"
+                )
+            unbroken = complete and leg.axis == len(axes)
+            call = self._call(leg.key, z, weight, leg.peers, partial(self._awaited, leg), self.matchmaking_s, timeout_s)
+            call.label, call.gather = label, leg.word(label) if unbroken else b""
+            met = self._meet(call, told)
+            if met is None:
+                cycle = cycle if axes else -1
+                continue
+            came |= {self.peer.id, *met.members}
+            told.absent |= dict.fromkeys(leg.peers, NOT_THERE)
+            complete = unbroken and met.report is not None and met.report.complete and leg.whole(met.report.gathered)
+            if met.report is not None:
+                z, weight, label = met.mean, met.report.weight, met.group
+            axes.append(leg.axis)
+            last = self._course.passed()
+        told.absent = {peer: why for peer, why in told.absent.items() if peer not in came}
+        complete = complete and len(axes) == max(1, leg.cells.dims)
+        return z, told.report(self.name, leg.cycle, axes, leg.cells, weight, complete, began)
 
     def _leg(self) -> Leg:
         """The next round, by who is there now and where others wait."""
