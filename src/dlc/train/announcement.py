@@ -8,14 +8,84 @@ payloads and no values yet; the exchange reads none of it before they are final 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
 from dlc.comm.encoded import Encoded
 from dlc.comm.filling import Filling
-from dlc.errors import DlcError
+from dlc.errors import DlcError, RoundTimeout
 from dlc.train.offers import Work
-from dlc.train.swarm import Pending
+from dlc.train.swarm import Pending, TrainPeer
+
+
+class Announcements:
+    """Of what `peer` offers on a channel: one at a time. Used from one thread."""
+
+    def __init__(self, peer: TrainPeer, channel: str, patience_s: float) -> None:
+        self._peer, self._channel, self._patience_s = peer, channel, patience_s
+        self._standing: Announcement | None = None
+        self._taken_back: Pending | None = None
+        """Of an announcement that nothing came of: its round goes on without us."""
+
+    def say(self, sent: Encoded, weight: float, work: Work, after: int, in_s: float, expected_s: float) -> None:
+        """In `in_s` seconds from now, to the round after `after`: `sent` is final within about `expected_s` more."""
+        assert not self.stands and self._taken_back is None, "one at a time"
+        filling = Filling(sent.numel(), expected_s)
+
+        def contribute() -> Pending:
+            return self._peer.contribute(
+                self._channel,
+                sent,
+                weight=weight,
+                upto=work.upto,
+                after=after,
+                patience_s=self._patience_s,
+                filling=filling,
+            )
+
+        self._standing = Announcement(sent, filling, weight, work, contribute, in_s)
+
+    def retract(self, but: tuple[float, Work] | None = None) -> None:
+        """Nothing comes of what was announced, if anything was; unless it was the offer of this weight and work."""
+        standing = self._standing
+        if standing is None or (standing.weight, standing.work) == but:
+            return
+        standing.filling.stop()
+        pending = standing.over()
+        self._standing = None
+        if pending is not None and not self._peer.withdraw(self._channel):
+            self._taken_back = pending
+
+    def free(self, timeout_s: float) -> bool:
+        """Whether no round is on its way, after at most `timeout_s`, that names what was announced and taken back."""
+        if self._taken_back is not None:
+            with contextlib.suppress(RoundTimeout):
+                self._taken_back.wait(timeout_s)
+                self._taken_back = None
+        return self._taken_back is None
+
+    @property
+    def stands(self) -> bool:
+        """Something is announced, and neither taken back nor `final`."""
+        return self._standing is not None
+
+    def taken_up(self, weight: float, work: Work) -> tuple[Encoded, Pending] | None:
+        """The announcement of just this offer, if it was made and its round is not over: its memory is to be filled,
+        and `final` then. No other stands afterwards."""
+        self.retract(but=(weight, work))
+        standing = self._standing
+        pending = standing.over() if standing is not None else None
+        if standing is None or pending is None or pending.done:
+            self.retract()
+            return None
+        return standing.sent, pending
+
+    def final(self) -> None:
+        """What was `taken_up` is filled."""
+        assert self._standing is not None, "taken up before"
+        self._standing.filling.reached(0)
+        self._standing = None
 
 
 class Announcement:

@@ -53,18 +53,17 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.encoded import Encoded
-from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import CheckpointError, DlcError, RoundTimeout, UsageError
 from dlc.flat import FlatView, finite, parts_of
 from dlc.runspec import OuterSpec
-from dlc.train.announcement import Announcement
+from dlc.train.announcement import Announcements
 from dlc.train.fragments import Fragments
 from dlc.train.offers import NotFinite, Offer, Overlay, Settled, Work, share_of
 from dlc.train.origin import Origin
 from dlc.train.outer import OuterState
 from dlc.train.outgoing import NOT_FINITE, Hook, Outgoing
-from dlc.train.swarm import Pending, Position, TrainPeer
+from dlc.train.swarm import Position, TrainPeer
 
 POLL_S = 0.2
 """Between two looks whether a round passed without us: short against a round, long against the cost of looking."""
@@ -117,9 +116,7 @@ class OuterLoop:
         self._leased = False
         self._poll_at = -math.inf
         self._offer: Offer | None = None
-        self._announced: Announcement | None = None
-        self._taken_back: Pending | None = None
-        """Of an announcement that nothing came of: its round goes on without us."""
+        self.announced = Announcements(peer, channel, patience_s)
         self._outgoing: Outgoing | None = None
         self._missed = False
         """No round counted the last offer, and base is older than `position`: if no step comes between, the same d is
@@ -195,7 +192,7 @@ class OuterLoop:
 
     def adopt(self) -> Position:
         """Set the model to the swarm's theta; local progress is dropped."""
-        self.retract()
+        self.announced.retract()
         self.displaced, self._overlay = False, None
         self._position = self._pull()
         self._origin.load()
@@ -256,63 +253,20 @@ class OuterLoop:
         """Tell the round after `position`, `in_s` seconds from now, that `offer` will be called with `weight` and
         `work` within about `expected_s` more. Nothing is said where d is kept, or something of it has to be told first.
 
-        It stands until `offer` takes it up, `retract`, or until the model is set to another base.
+        It stands until `offer` takes it up, `announced.retract`, or until the model is set to another base.
         """
         if (
             not self._lean
             or self._hook is not None
             or self.waiting
-            or self._announced is not None
-            or not self.free(0.0)
+            or self.announced.stands
+            or not self.announced.free(0.0)
         ):
             return
         sent = self.outgoing.announced()
         if sent is None:
             return
-        filling = Filling(sent.numel(), expected_s)
-        after = self.position.t
-
-        def contribute() -> Pending:
-            return self._peer.contribute(
-                self._channel,
-                sent,
-                weight=weight,
-                upto=work.upto,
-                after=after,
-                patience_s=self._patience_s,
-                filling=filling,
-            )
-
-        self._announced = Announcement(sent, filling, weight, work, contribute, in_s)
-
-    def retract(self, but: tuple[float, Work] | None = None) -> None:
-        """Nothing comes of what was announced, if anything was; unless it was the offer of this weight and work."""
-        announced = self._announced
-        if announced is None or (announced.weight, announced.work) == but:
-            return
-        announced.filling.stop()
-        pending = announced.over()
-        self._announced = None
-        if pending is not None and not self._peer.withdraw(self._channel):
-            self._taken_back = pending
-
-    def free(self, timeout_s: float) -> bool:
-        """Whether an offer can be made: no round is on its way that names what was announced and taken back."""
-        if self._taken_back is not None:
-            with contextlib.suppress(RoundTimeout):
-                self._taken_back.wait(timeout_s)
-                self._taken_back = None
-        return self._taken_back is None
-
-    def _taken_up(self, weight: float, work: Work) -> tuple[Announcement, Pending] | None:
-        """The announcement of just this offer, if it was made and its round is not over; no other stands afterwards."""
-        self.retract(but=(weight, work))
-        announced = self._announced
-        pending = announced.over() if announced is not None else None
-        if announced is None or pending is None or pending.done:
-            self.retract()
-            return None
-        return announced, pending
+        self.announced.say(sent, weight, work, self.position.t, in_s, expected_s)
 
     def offer(self, weight: float, work: Work) -> bool:
         """Freeze d and offer it to the round after `position`, and to no later one.
@@ -348,11 +302,11 @@ class OuterLoop:
         if not self._stands(self._peer.position(self._channel), work):
             self.adopt()
             return False
-        taken = self._taken_up(weight, work)
-        while not self.free(WAIT_SLICE_S):
+        taken = self.announced.taken_up(weight, work)
+        while not self.announced.free(WAIT_SLICE_S):
             pass  # it was of other work, and its round goes on without us
         try:
-            sent, norm = self.outgoing.streamed(self._parts(), taken[0].sent if taken is not None else None)
+            sent, norm = self.outgoing.streamed(self._parts(), taken[0] if taken is not None else None)
         except BaseException:
             self.adopt()
             raise
@@ -361,10 +315,8 @@ class OuterLoop:
         if taken is None:
             self._send(None, sent, 0, norm, weight, work)
         else:
-            announced, pending = taken
-            self._offer = Offer(pending, 0, None, sent, work)
-            announced.filling.reached(0)
-            self._announced = None
+            self._offer = Offer(taken[1], 0, None, sent, work)
+            self.announced.final()
         return True
 
     def _parts(self) -> Iterable[Tensor]:
@@ -557,7 +509,7 @@ class OuterLoop:
         `mixed`: the fragment that the round moved, of which `mixing` keeps a part where it is.
         """
         local = self._origin.gather() if mixed is not None and self._mixing else None
-        self.retract()
+        self.announced.retract()
         self._overlay = None
         self._position = self._pull()
         base = self._origin.base

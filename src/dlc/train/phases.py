@@ -165,7 +165,7 @@ class Phases:
     def drop(self) -> None:
         """What is not counted will not be: its blocks go, or went, to others."""
         lost, tokens = len(self._done), self._done.tokens
-        self._outer.retract()
+        self._outer.announced.retract()
         self._done.keep(0)
         self._supply.forget()
         self._in_step = self._passed = False
@@ -238,8 +238,8 @@ class Phases:
         self._tell.phase("overlapping" if overlaps else "waiting")
         since = offered_at = tried_at = clock()
         stepped_s, patience_s, may_step = 0.0, self._patience_s(), True
-        outer.retract(but=(float(done.tokens), done.work))
-        while not outer.free(WAIT_SLICE_S):
+        outer.announced.retract(but=(float(done.tokens), done.work))
+        while not outer.announced.free(WAIT_SLICE_S):
             self._calls.listen()
             if self._gives_up(stop):
                 outer.give_up()
