@@ -354,8 +354,8 @@ def test_of_an_announced_step_that_diverged_nothing_is_sent() -> None:
     m.blocks = []
     (filling,) = m.peer.fillings
     assert filling is not None and filling.stopped and m.peer.vectors[0].isnan().all()
-    assert not m.loop.free(0.0), "its round is on its way"
-    assert m.loop.free(0.0)
+    assert not m.loop.announced.free(0.0), "its round is on its way"
+    assert m.loop.announced.free(0.0)
     assert m.loop.moved() and m.loop.rebase(m.work)
     m.step()
     assert m.offer() and m.settle()
@@ -368,7 +368,7 @@ def test_a_round_that_passes_during_the_announced_step_is_gone_on_from() -> None
     m.announce()
     m.step()
     m.others_round()
-    assert m.loop.moved() and m.loop.rebase(m.work) and m.loop.free(0.0)
+    assert m.loop.moved() and m.loop.rebase(m.work) and m.loop.announced.free(0.0)
     assert m.offer() and m.settle()
     assert torch.equal(m.peer.theta(), torch.full((8,), 1.25 + 2 * STEP))
     m.announce()
@@ -397,8 +397,8 @@ def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtyp
     for _ in range(25):
         for _ in range(rng.randint(0, 3)):
             if rng.random() < 0.3:
-                m.loop.free(0.0)
-                m.loop.retract()
+                m.loop.announced.free(0.0)
+                m.loop.announced.retract()
                 if m.peer._pending is None or m.peer._pending.done:
                     m.announce(steps=rng.choice([1, 1, 2]), said=rng.random() < 0.5)
             m.step()
