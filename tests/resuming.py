@@ -134,6 +134,10 @@ def runs() -> Iterator[Any]:
 
     try:
         yield start
+    except BaseException as error:
+        for run in started:
+            error.add_note(f"--- process {run.plan.index} last told {run.told[-3:]}, its log ends in\n{run.log()}")
+        raise
     finally:
         for run in started:
             run.process.kill()

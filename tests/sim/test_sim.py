@@ -13,7 +13,7 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm import slot as slot_module
 from dlc.comm.ids import Voter
-from dlc.comm.messages import Promise
+from dlc.comm.messages import WAIT, Message, Prepare, Promise
 from dlc.comm.view import View
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
@@ -27,7 +27,8 @@ from dlc.sim.world import World
 torch.set_num_threads(1)
 
 CALM = Weather(latency_max_s=0.05)
-EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling"))
+EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling", "patient"))
+LATER = tuple(kind for kind in FAULTS if kind != "patient")
 """Seeds that failed did so on schedules of these."""
 
 
@@ -186,70 +187,99 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # after a partition a first state was awaited for 128 s from a donor cut off, while an idle one was not asked
         (116013305, 2, 8, EARLIER),
         # an all-reduce was taken back, and its caller looked at a mean that was not its own: a fault of the check
-        (23294673, 2, 8, FAULTS),
+        (23294673, 2, 8, LATER),
         # contributions that are never finished, long after the last fault: all rounds of three channels waited for some
-        (558185781, 2, 8, FAULTS),
+        (558185781, 2, 8, LATER),
         # a contribution hung; its owner had learned a longer patience with that peer than the coordinator, which asked
         # all anew before the owner gave it up; so it began to wait again, for ever.
-        (2871, 2, 6, FAULTS),
+        (2871, 2, 6, LATER),
         # a cut had taught an owner a pause of 20 s, so it bore with the next silence for a minute
-        (3972, 2, 6, FAULTS),
-        (5756, 2, 10, FAULTS),
+        (3972, 2, 6, LATER),
+        (5756, 2, 10, LATER),
         # two had slept, and may not vote for T_evict, as one is dead that they have to hear of; each slot in which one
         # of them was first in rank waited for it, and the first round of a channel for four such slots
-        (6910, 2, 10, FAULTS),
+        (6910, 2, 10, LATER),
         # a newcomer at an old head went on by force: the one had slept and woken in a partition, where it waited for
         # T_evict before it went on with another one: a check too strict
-        (3045, 2, 6, FAULTS),
+        (3045, 2, 6, LATER),
         # the only first state of a second channel lay with a peer whose state of the first one was wrong: all that it
         # offered was refused, and the opening, once accepted, was proposed for ever
-        (5254, 2, 10, FAULTS),
+        (5254, 2, 10, LATER),
         # a round was decided and nobody learned of it, one voter gone, one asleep; newcomers went on by force, one died
         # before it voted, and the sleeper, awake, decided with the rest what they had voted for: a check too strict
-        (243895541, 2, 8, FAULTS),
+        (243895541, 2, 8, LATER),
         # two decided by force, met the others by a newcomer's relay before they told each other, and in the next
         # partition these, a quorum, decided another value, which all then took over: a check too strict
-        (8742, 2, 16, FAULTS),
+        (8742, 2, 16, LATER),
         # a partition of 37 s in which a newcomer had, for 0.4 s, a path to both sides: a check too strict
-        (7485, 2, 10, FAULTS),
+        (7485, 2, 10, LATER),
         # a vote given after a sleep decided a ballot older than the forced one in which another had voted meanwhile
         (7000049, 2, 8, ("corrupt", "crash", "freeze", "cut", "join", "leave", "roles", "channels", "images")),
         # two of three slept and died, and the dying one's wrong state convicted the third by a tie
-        (755698307, 2, 8, FAULTS),
+        (755698307, 2, 8, LATER),
         # an observer heard the one voter first whose state was wrong, after a partition: it was convicted by that one
-        (41944, 2, 10, FAULTS),
+        (41944, 2, 10, LATER),
         # after a long partition one peer got the others' history from a third before it had proof of their lives, and
         # went on by force at once: it had not seen the voters of that history for T_evict
-        (41930, 2, 10, FAULTS),
+        (41930, 2, 10, LATER),
         # each of the two voters held the first state that the other lacked: neither offered anything, as it lacked one
-        (679032434, 2, 8, FAULTS),
+        (679032434, 2, 8, LATER),
         # a partition, half of which one side, a slow machine, spent in naps of less than a second: a check too strict
-        (45228, 2, 10, FAULTS),
+        (45228, 2, 10, LATER),
         # after a forced ballot the one right voter heard of one wrong state before three newcomers told theirs, right
         # ones, at the new head: convicted by a tie
-        (108167403, 2, 8, FAULTS),
+        (108167403, 2, 8, LATER),
         # a coordinator with a wrong state waited for nobody else's word, its offer being old, though the slot had just
         # begun; and one that went on with a wrong state by force, elsewhere, made it a right one: a check too strict
-        (50516, 2, 10, FAULTS),
+        (50516, 2, 10, LATER),
         # a partition of 22 s beside which a newcomer began whose only address slept: it was taken for a relay between
         # the sides, though it knew of nobody, and nobody of it: a check too strict
-        (108167413, 2, 8, FAULTS),
+        (108167413, 2, 8, LATER),
         # one of two died when both had voted; the other, alone and therefore slow to judge, went on by force after
         # T_evict, took its own COMMIT for word from the dead one, and waited T_evict once more
-        (108167363, 2, 8, FAULTS),
+        (108167363, 2, 8, LATER),
         # five decided by force; to two of them the coordinator first answered something late by "it is decided", naming
         # nobody but itself, and then came the decision: they waited T_evict once more
-        (52189, 2, 10, FAULTS),
+        (52189, 2, 10, LATER),
         # a wrong state and a right one, while the third voter, with the right one, was out of reach for a second: the
         # tie convicted the right one
-        (52588, 2, 10, FAULTS),
+        (52588, 2, 10, LATER),
         # three decided by force, in a long partition, and the one that knew it died; five, two of these among them,
         # decided what had been voted for before in a ballot that outranks it: a check too strict
-        (108826494, 2, 8, FAULTS),
+        (108826494, 2, 8, LATER),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:
     good(scenario(seed, low, high, kinds))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        406,  # a PREPARE did not come; its coordinator waited for the READY of one that told it to an earlier one
+    ],
+)
+def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
+    good(dataclasses.replace(scenario(seed, 2, 4, LATER), patient=True))
+
+
+def test_whom_no_prepare_reaches_is_counted_all_the_same() -> None:
+    """Its READY goes to whoever coordinates by now."""
+    world = World(dataclasses.replace(swarm(5), patient=True))
+    world.run_until(10.0)
+    coordinator, *others = sorted(world.running(), key=lambda p: p.node.log.state.ranked.index(p.voter))
+    missed = others[-1]
+
+    def keeps(send: Callable[[Voter, Message], None]) -> Callable[[Voter, Message], None]:
+        return lambda to, m: None if to == missed.voter and isinstance(m, Prepare) else send(to, m)
+
+    for process in others:
+        process.node.ctx.send = keeps(process.node.ctx.send)  # type: ignore[method-assign]
+    world.crash(coordinator)
+    t = max(p.node.log.state.round_of(TRAIN) for p in others)
+    step_until(world, lambda: any(p.node.coordinator.phase == WAIT for p in others))
+    step_until(world, lambda: others[0].node.log.state.round_of(TRAIN) > t, limit_s=2.5)  # less than T_coord
+    assert missed.voter in {part.voter for part in others[0].node.log.past[-1].entry.roster}
 
 
 def test_a_dead_peer_is_asked_for_by_way_of_every_relay() -> None:

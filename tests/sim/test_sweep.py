@@ -60,8 +60,9 @@ def test_small_swarms_are_frequent_where_great_ones_are_allowed() -> None:
 def test_every_kind_comes_up() -> None:
     plans = [scenario(seed, 2, 8, FAULTS) for seed in range(200)]
     kinds = {fault.kind for plan in plans for fault in plan.faults}
-    assert kinds | {"loss", "drift", "roles", "channels", "images", "eager", "probes", "filling"} == set(FAULTS)
-    assert {p.eager for p in plans} == {p.probes for p in plans} == {p.filling for p in plans} == {True, False}
+    habits = {"eager", "probes", "filling", "patient"}
+    assert kinds | {"loss", "drift", "roles", "channels", "images"} | habits == set(FAULTS)
+    assert all({getattr(plan, habit) for plan in plans} == {True, False} for habit in habits)
     assert {s.role for plan in plans for s in plan.starts} == {"trainer", "helper", "observer"}
     assert len({plan.channels for plan in plans}) == 4
     assert len({plan.piece_bytes for plan in plans}) == len({plan.drift for plan in plans}) == 2

@@ -21,12 +21,25 @@ from dlc.comm.entries import CONFIG, Entry
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log, grid_of
-from dlc.comm.messages import Coord, FixedChunk, Held, Nack, Plan, Prepare, Progress, Promise, Ready
+from dlc.comm.messages import (
+    PREP,
+    RUN,
+    WAIT,
+    Coord,
+    FixedChunk,
+    Held,
+    Nack,
+    Plan,
+    Prepare,
+    Progress,
+    Promise,
+    Ready,
+)
 from dlc.comm.owners import plan_round
 from dlc.comm.permit import proposal
 from dlc.comm.slot import Slot
 
-IDLE, WAIT, PREP, RUN = "idle", "wait", "prepare", "run"
+IDLE = "idle"
 STALLS_MAX = 2
 DOUBLINGS_MAX = 8
 """Of how long nothing may move: from 2 s, the least T_chunk, to 480 s, the greatest where an owner is in bad health."""

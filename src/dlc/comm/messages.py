@@ -247,6 +247,10 @@ class Nack:
     promised: Ballot
 
 
+WAIT, PREP, RUN = "wait", "prepare", "run"
+"""The phases of a coordinator: for READY, for promises, for votes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Coord:
     """The coordinator's beat, sent every T_beat in every phase."""

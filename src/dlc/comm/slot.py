@@ -22,6 +22,7 @@ from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import (
+    WAIT,
     Coord,
     Decree,
     Fetch,
@@ -172,6 +173,10 @@ class Slot:
             return
         self.seen = max(self.seen, m.ballot)
         self.coordinator_heard, self.beat = self.ctx.running_s, m
+        if m.phase == WAIT and m.ballot > self.promised:
+            # A quorum promised it, and its PREPARE never came here, nor comes again: it waits for my READY.
+            self.promised = m.ballot
+            self.announce()
         if self.plan is not None and self.plan.ballot == m.ballot:
             self._answer_progress(sender)
 
@@ -343,7 +348,7 @@ class Slot:
         return self._last_ready + self.ctx.members.timeouts.beat_s
 
     def _repeat(self) -> None:
-        if self.plan is None:
+        if self.plan is None or self.plan.ballot < self.promised:
             if self.promised != LOWEST:
                 for ready in self._readies():
                     self.ctx.send(self.promised.voter, ready)

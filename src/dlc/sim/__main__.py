@@ -170,7 +170,12 @@ class Sweep:
 def describe(plan: Scenario, outcome: Outcome, out: TextIO) -> None:
     """A scenario and what comes of it, for people."""
     states = "equal" if plan.equal_states else "different"
-    said = {"eager trainers": plan.eager, "probes": plan.probes, "contributions that fill": plan.filling}
+    said = {
+        "eager trainers": plan.eager,
+        "probes": plan.probes,
+        "contributions that fill": plan.filling,
+        "patient rounds": plan.patient,
+    }
     habits = "".join(f"{name}, " for name, on in said.items() if on)
     print(
         f"{len(plan.starts)} peers, {plan.n_chunks} chunks in {plan.codec}, channels {', '.join(plan.channels)}, "

@@ -41,9 +41,10 @@ FAULTS = {
     "eager": "trainers tell their pace, and go on while a round waits: they take back what they offered and offer more",
     "probes": "peers measure their links before they know them from rounds",
     "filling": "contributions that become final while they are offered, later than expected, in part, or not at all",
+    "patient": "rounds of the training wait for everybody who is alive, however late",
 }
-"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling) shapes all of a
-schedule."""
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient) shapes all
+of a schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
@@ -120,6 +121,8 @@ class Scenario:
     """Links are measured beside the rounds."""
     filling: bool = False
     """Some contributions become final while they are offered."""
+    patient: bool = False
+    """No round of the training begins without somebody who is alive."""
 
     @property
     def last_fault_s(self) -> float:
@@ -167,6 +170,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         eager="eager" in kinds and random.Random(f"eager {seed}").random() < 0.5,
         probes="probes" in kinds and random.Random(f"probes {seed}").random() < 0.5,
         filling="filling" in kinds and random.Random(f"filling {seed}").random() < 0.5,
+        patient="patient" in kinds and random.Random(f"patient {seed}").random() < 0.3,
     )
 
 

@@ -88,6 +88,7 @@ def _calmer(plan: Scenario) -> Iterator[Scenario]:
         dataclasses.replace(plan, eager=False),
         dataclasses.replace(plan, probes=False),
         dataclasses.replace(plan, filling=False),
+        dataclasses.replace(plan, patient=False),
         dataclasses.replace(plan, channels=(TRAIN,)),
         dataclasses.replace(plan, piece_bytes=PIECE_BYTES, history_bytes=HISTORY_BYTES_MAX),
         dataclasses.replace(plan, n_chunks=1),

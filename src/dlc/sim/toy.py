@@ -41,6 +41,8 @@ NOT_MADE = 1e6
 """In place of elements that are not final: no mean may show it."""
 PATIENCE_S = 5.0
 """How long an all-reduce waits for the others after the first."""
+PATIENT_S = 1e6
+"""How long a round of the training does, where it is patient."""
 
 
 class ToyState:
@@ -195,18 +197,31 @@ class Trainer:
         upto = self.upto or node.offers + 1
         part = Part(process.voter, self.weight, upto)
         x = vector(self.channel, part, self.grid.numel)
-        patience_s, self.sink = (PATIENCE_S, Means()) if self.channel == REDUCE else (0.0, None)
+        self.sink = Means() if self.channel == REDUCE else None
         filling, y = self._filling(x)
         self.world.checker.offered(process, self.channel, part)
         self.world.act(
             process,
             lambda now: node.contribute(
-                self.channel, y, self.grid, weight=self.weight, upto=self.upto, patience_s=patience_s, sink=self.sink,
-                now=now, filling=filling,
+                self.channel,
+                y,
+                self.grid,
+                weight=self.weight,
+                upto=self.upto,
+                patience_s=self._patience_s,
+                sink=self.sink,
+                now=now,
+                filling=filling,
             ),
-        )  # fmt: skip
+        )
         if self._eager:
             self.world.later(process, GROW_SHARE * self.inner_s, self._grow)
+
+    @property
+    def _patience_s(self) -> float:
+        if self.channel == REDUCE:
+            return PATIENCE_S
+        return PATIENT_S if self.world.scenario.patient else 0.0
 
     def _filling(self, x: Tensor) -> tuple[Filling | None, Tensor]:
         """What is offered in place of x: x itself, or something that becomes x, as far as it does."""
