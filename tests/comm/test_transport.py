@@ -416,6 +416,19 @@ def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
     assert [m[0] for m in b.messages()] == [b"%d" % i for i in range(300)]
 
 
+def test_close_tries_those_once_more_who_were_not_there(node: Callable[..., Node]) -> None:
+    """One that had been restarted in its place never heard that the other left: its link had failed a moment before."""
+    a, port = node("a"), free_port()
+    address = f"127.0.0.1:{port}"
+    a.transport.send_control(address, [b"leave"])
+    pump(lambda: len(a.link_kinds(address)) >= 3, a)
+    b = node("b", address)
+    closer = threading.Thread(target=a.transport.close, args=(WAIT_S,))
+    closer.start()
+    pump(lambda: not closer.is_alive(), b)
+    pump(lambda: b.messages() == [[b"leave"]], b)
+
+
 def test_close_does_not_wait_for_those_who_are_not_there(node: Callable[..., Node]) -> None:
     a, nobody = node("a"), f"127.0.0.1:{free_port()}"
     a.transport.send_control(nobody, [b"x"])

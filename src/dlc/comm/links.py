@@ -203,6 +203,12 @@ class Link:
         self._pending_bytes += size
         return True
 
+    def once_more(self) -> None:
+        """Try at once where the link has failed; `tried` says again whether that failed, too."""
+        self.tried = False
+        if self._retry_at is not None:
+            self._retry_at = 0.0
+
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
         while self.pending and self.send(self.pending[0]):

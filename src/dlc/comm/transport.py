@@ -216,12 +216,16 @@ class Transport:
     def close(self, linger_s: float = 1.0) -> None:
         """Deliver control messages that were sent before, as far as others take them within `linger_s`; then let go.
 
-        Links that have failed and not come up since are not waited for. May be called twice.
+        A link that has failed and has something to deliver is tried once more, at once, and no longer waited for when
+        that fails. May be called twice.
         """
         if self._closed:
             return
         self._closed = True
         deadline = self._clock() + linger_s
+        for link in self._links.values():
+            if link.pending:
+                link.once_more()
         while self._clock() < deadline and any(link.pending and not link.tried for link in self._links.values()):
             self._advance(self._clock())
             self._serve(self._wait(CLOSE_POLL_S, ()), self._clock())
