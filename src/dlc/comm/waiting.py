@@ -19,10 +19,10 @@ import dataclasses
 import math
 
 from dlc.comm.context import Context
-from dlc.comm.coordinator import WAIT
 from dlc.comm.entries import EMPTY
 from dlc.comm.events import Waiting
 from dlc.comm.log import Log
+from dlc.comm.messages import WAIT
 from dlc.comm.permit import alive_records, greater_alive
 from dlc.comm.records import STATES_MAX, key_of
 from dlc.comm.roles import OBSERVER
