@@ -74,9 +74,17 @@ class Faults:
             self.world.leave(victim)
 
     def expendable(self, process: Process) -> bool:
-        """The run outlives its loss: another trainer is there that is active and holds the run's state."""
+        """The run outlives its loss: another trainer is there that is active and holds the run's state, also of what was
+        opened just now."""
+        opened = [channel for channel in process.node.log.attached if process.node.log.is_open(channel)]
         others = (p for p in self.world.running() if p is not process and not p.left)
-        return any(p.node.log.active and p.node.log.synced and p.host.role == "trainer" for p in others)
+        return any(
+            p.node.log.active
+            and p.node.log.synced
+            and p.host.role == "trainer"
+            and all(p.node.log.is_open(channel) for channel in opened)
+            for p in others
+        )
 
     def _join(self, fault: Fault) -> None:
         peers = [p for p in self.world.running() if p.node.log.active and not p.left]
