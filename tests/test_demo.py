@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from dlc.cli import main as command
+from dlc.cli.fault import kill_in_round, unfinished
 from dlc.demo import add_arguments, free_addresses, main
 from dlc.errors import UsageError
 from dlc.monitor.outcome import write_outcome
@@ -26,6 +28,7 @@ from dlc.monitor.verdict import Expected, Record, exit_text, reports_of_kill_rou
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
 from tests.helpers import wait_until
+from tests.swarm import ROUND_S, swarm, together
 
 ROUNDS, KILL_ROUND = 4, 2
 EXPECTED = Expected(rounds=ROUNDS, kill_round=KILL_ROUND, limit_s=180.0)
@@ -284,6 +287,24 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
     finally:
         demo.kill()
         demo.communicate()
+
+
+def test_a_victim_that_gets_to_send_nothing_dies_before_its_last_chunk_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine all that the others sent was there first, and it outlived the round."""
+    kills: list[tuple[int, int]] = []
+    with swarm(3) as peers:
+        victim = peers[0]
+        node = victim._ask(lambda node, now: node)
+        next_bulk = node.next_bulk
+        monkeypatch.setattr(node, "next_bulk", lambda to: next_bulk(to) if not unfinished(node) else None)
+        monkeypatch.setattr("dlc.cli.fault.os.kill", lambda pid, number: kills.append((number, unfinished(node))))
+        said: list[str] = []
+        kill_in_round(victim, "default", 1, lambda: said.append("reducing"))
+        reports = together(peers, lambda peer, i: peer.all_reduce(torch.ones(5000), patience_s=ROUND_S))
+    assert {report.t for report in reports} == {1}
+    assert kills == [(signal.SIGKILL, 1)] and said == ["reducing"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")

@@ -154,8 +154,8 @@ def test_after_a_forced_ballot_for_what_was_accepted_the_dead_are_not_waited_for
 
 
 def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of an all-reduce reaches A alone, whose parts the owners keep; its coordinator dies, and A's promise is
-    late: the next round is another channel's, and the all-reduce has its old base. A calls again, with other values: of
+    """The plan of an all-reduce reaches A alone, whose parts the owners keep; its coordinator dies, and what A tells the
+    next one is late: the next round is another channel's, and the all-reduce has its old base. A calls again, with other values: of
     those that the owners kept none may be in the mean, nor be said to be."""
     monkeypatch.setattr("dlc.sim.invariants.check_means", lambda *known: None)  # these are no vectors of its trainers
     monkeypatch.setattr("dlc.sim.limits.over", lambda process: "")  # nor are limits by their grids those of this one
@@ -174,7 +174,8 @@ def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypa
     def first(source: str, target: str, m: msg.Message) -> bool:
         of_calls = isinstance(m, msg.Plan) and m.entry.channel == "calls"
         only_a = source == coordinator.host.name and target != a.host.name
-        return (of_calls and only_a) or (isinstance(m, msg.Promise) and source == a.host.name)
+        late = isinstance(m, msg.Promise | msg.Ready) and source == a.host.name and target != coordinator.host.name
+        return (of_calls and only_a) or late
 
     stage.hold = first
     for process in stage.peers():
@@ -628,7 +629,8 @@ def test_a_round_with_an_earlier_offer_does_not_count_the_present_one() -> None:
     def crosses(source: str, target: str, m: object) -> bool:
         if isinstance(m, msg.Plan):
             return source == first.host.name and target != giver.host.name
-        return isinstance(m, msg.Promise) and source == giver.host.name
+        late = isinstance(m, msg.Promise | msg.Ready) and source == giver.host.name
+        return late and target != first.host.name
 
     def kept() -> int:
         return sum(giver.voter in by for p in rest for ch in p.node.exchange._parts.values() for by in ch.values())

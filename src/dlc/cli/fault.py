@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 from dlc.comm.ids import PeerId
 from dlc.comm.messages import Bulk
@@ -13,7 +14,8 @@ from dlc.peer import Peer
 
 
 def kill_in_round(peer: Peer, channel: str, t: int, last_words: Callable[[], None]) -> None:
-    """From round `t` on, kill this process as soon as it sends bulk while it owns chunks that are not finished."""
+    """From round `t` on, kill this process as soon as it sends bulk while it owns chunks that are not finished; and where
+    it got to send none, as what the others sent was here first, before it finishes the last of these."""
 
     def ripe(node: Node) -> bool:
         plan = node.exchange.plan
@@ -23,7 +25,18 @@ def kill_in_round(peer: Peer, channel: str, t: int, last_words: Callable[[], Non
         last_words()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def arm(node: Node, now: float) -> None:
+        close = node.exchange._close
+
+        def last(*chunk: Any) -> None:
+            if ripe(node) and unfinished(node) == 1:
+                die(node)
+            close(*chunk)
+
+        setattr(node.exchange, "_close", last)  # noqa: B010  a method of one object, on purpose
+
     strike(peer, ripe, die)
+    peer._ask(arm)
 
 
 def strike(peer: Peer, ripe: Callable[[Node], bool], act: Callable[[Node], None]) -> None:
@@ -35,11 +48,11 @@ def strike(peer: Peer, ripe: Callable[[Node], bool], act: Callable[[Node], None]
         def fatal(to: PeerId) -> Bulk | None:
             bulk = next_bulk(to)
             if bulk is not None and ripe(node):
-                setattr(node, "next_bulk", next_bulk)  # noqa: B010  as below
+                setattr(node, "next_bulk", next_bulk)  # noqa: B010  as above
                 act(node)
             return bulk
 
-        setattr(node, "next_bulk", fatal)  # noqa: B010  a method of one object, on purpose
+        setattr(node, "next_bulk", fatal)  # noqa: B010  as above
 
     peer._ask(arm)
 
