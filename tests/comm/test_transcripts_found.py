@@ -154,9 +154,9 @@ def test_after_a_forced_ballot_for_what_was_accepted_the_dead_are_not_waited_for
 
 
 def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of an all-reduce reaches A alone, whose parts the owners keep; its coordinator dies, and what A tells the
-    next one is late: the next round is another channel's, and the all-reduce has its old base. A calls again, with other values: of
-    those that the owners kept none may be in the mean, nor be said to be."""
+    """The plan of an all-reduce reaches A alone, whose parts the owners keep; its coordinator dies, and what A tells
+    the next one is late: the next round is another channel's, and the all-reduce has its old base. A calls again, with
+    other values: of those that the owners kept none may be in the mean, nor be said to be."""
     monkeypatch.setattr("dlc.sim.invariants.check_means", lambda *known: None)  # these are no vectors of its trainers
     monkeypatch.setattr("dlc.sim.limits.over", lambda process: "")  # nor are limits by their grids those of this one
     stage = Stage(5, inner_s=3.0)

@@ -74,8 +74,8 @@ class Faults:
             self.world.leave(victim)
 
     def expendable(self, process: Process) -> bool:
-        """The run outlives its loss: another trainer is there that is active and holds the run's state, also of what was
-        opened just now."""
+        """The run outlives its loss: another trainer is there that is active and holds the run's state, that of what
+        was opened just now as well."""
         opened = [channel for channel in process.node.log.attached if process.node.log.is_open(channel)]
         others = (p for p in self.world.running() if p is not process and not p.left)
         return any(
