@@ -14,8 +14,8 @@ from dlc.peer import Peer
 
 
 def kill_in_round(peer: Peer, channel: str, t: int, last_words: Callable[[], None]) -> None:
-    """From round `t` on, kill this process as soon as it sends bulk while it owns chunks that are not finished; or, where
-    all that the others sent was here first, before it finishes the last of these."""
+    """From round `t` on, kill this process as soon as it sends bulk while it owns chunks that are not finished; or,
+    where all that the others sent was here first, before it finishes the last of these."""
 
     def ripe(node: Node) -> bool:
         plan = node.exchange.plan
