@@ -13,7 +13,7 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm import slot as slot_module
 from dlc.comm.ids import Voter
-from dlc.comm.messages import WAIT, Message, Prepare, Promise
+from dlc.comm.messages import RUN, WAIT, Message, Prepare, Promise
 from dlc.comm.view import View
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
@@ -126,6 +126,19 @@ def test_a_leave_needs_no_waiting() -> None:
     rounds = world.checker.rounds
     world.run_until(18.0)  # less than T_evict
     assert world.checker.rounds >= rounds + 3
+
+
+def test_the_last_of_three_does_not_wait_for_two_that_left_in_its_round() -> None:
+    """It waited T_coord for promises that could not come."""
+    world = World(swarm(3))
+    world.run_until(10.0)
+    step_until(world, lambda: any(p.node.slot.plan and p.node.slot.plan.entry.roster for p in world.running()))
+    (last,) = (p for p in world.running() if p.node.coordinator.phase == RUN)
+    for process in world.running():
+        if process is not last:
+            world.leave(process)
+    t = last.node.log.state.round_of(TRAIN)
+    step_until(world, lambda: last.node.log.state.round_of(TRAIN) > t, limit_s=1.0)  # less than T_coord
 
 
 def test_survivors_go_on_after_a_lost_majority() -> None:

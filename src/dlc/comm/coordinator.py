@@ -263,7 +263,9 @@ class Coordinator:
                 self.drop()
             return
         if not state.quorum(self.promises):
-            if waited > members.t_coord_s and not state.quorum([v for v in state.electorate if members.alive(v)]):
+            patient = waited <= members.t_coord_s
+            hoped_for = [v for v in state.electorate if not members.gone(v) and (patient or members.alive(v))]
+            if not state.quorum(hoped_for):
                 self.drop()  # only a forced ballot can go on, and that begins in IDLE
             elif waited > members.t_coord_s and ctx.now >= self._not_before:
                 self._next_ballot()
