@@ -2,7 +2,7 @@
 
 A slot is named by its parent head. This class is the acceptor of single-decree Paxos and the member of a plan:
 
-  promised   the highest ballot I answered; lower ones are refused
+  promised   the highest ballot I answered, or know to have a quorum's promises; lower ones are refused
   plan       the plan of the highest ballot seen; its data plane runs in `Exchange`
   accepted   (ballot, decree): I hold every byte of it and said so (HELD = my vote)
 
