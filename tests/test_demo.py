@@ -302,7 +302,7 @@ def test_a_victim_that_gets_to_send_nothing_dies_before_its_last_chunk_is_finish
         monkeypatch.setattr("dlc.cli.fault.os.kill", lambda pid, number: kills.append((number, unfinished(node))))
         said: list[str] = []
         kill_in_round(victim, "default", 1, lambda: said.append("reducing"))
-        reports = together(peers, lambda peer, i: peer.all_reduce(torch.ones(5000), patience_s=ROUND_S))
+        reports = together(peers, lambda peer, i: peer.all_reduce(torch.ones(300_000), patience_s=ROUND_S))
     assert {report.t for report in reports} == {1}
     assert kills == [(signal.SIGKILL, 1)] and said == ["reducing"]
 
