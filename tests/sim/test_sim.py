@@ -13,7 +13,7 @@ from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
 from dlc.comm import slot as slot_module
 from dlc.comm.ids import Voter
-from dlc.comm.messages import RUN, WAIT, Message, Prepare, Promise
+from dlc.comm.messages import RUN, WAIT, Message, Plan, Prepare, Promise
 from dlc.comm.view import View
 from dlc.sim.faults import Trap
 from dlc.sim.invariants import Violation
@@ -22,7 +22,7 @@ from dlc.sim.paths import Clocks
 from dlc.sim.run import Outcome, run
 from dlc.sim.schedule import FAULTS, FIRST_KINDS, TRAIN, Fault, Scenario, Start, scenario
 from dlc.sim.transcript import Transcript
-from dlc.sim.world import World
+from dlc.sim.world import Process, World
 
 torch.set_num_threads(1)
 
@@ -279,18 +279,26 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
     good(dataclasses.replace(scenario(seed, 2, 4, LATER), patient=True))
 
 
-def test_whom_no_prepare_reaches_is_counted_all_the_same() -> None:
-    """Its READY goes to whoever coordinates by now."""
+@pytest.mark.parametrize("planned", [False, True], ids=["no plan", "the plan of the dead one"])
+def test_whom_no_prepare_reaches_is_counted_all_the_same(planned: bool) -> None:
+    """Its READY goes to whoever coordinates by now, also where it alone has a plan of the one that died."""
     world = World(dataclasses.replace(swarm(5), patient=True))
     world.run_until(10.0)
     coordinator, *others = sorted(world.running(), key=lambda p: p.node.log.state.ranked.index(p.voter))
     missed = others[-1]
 
-    def keeps(send: Callable[[Voter, Message], None]) -> Callable[[Voter, Message], None]:
-        return lambda to, m: None if to == missed.voter and isinstance(m, Prepare) else send(to, m)
+    def passes(process: Process, to: Voter, m: Message) -> bool:
+        if process is coordinator:
+            return to == missed.voter or not isinstance(m, Plan)
+        return to != missed.voter or not isinstance(m, Prepare)
 
-    for process in others:
-        process.node.ctx.send = keeps(process.node.ctx.send)  # type: ignore[method-assign]
+    for process in world.running():
+        ctx = process.node.ctx
+        send, cast = ctx.send, ctx.cast
+        ctx.send = lambda to, m, p=process, send=send: send(to, m) if passes(p, to, m) else None  # type: ignore
+        ctx.cast = lambda voters, m, p=process, cast=cast: cast([v for v in voters if passes(p, v, m)], m)  # type: ignore
+    if planned:
+        step_until(world, lambda: missed.node.slot.plan is not None)
     world.crash(coordinator)
     t = max(p.node.log.state.round_of(TRAIN) for p in others)
     step_until(world, lambda: any(p.node.coordinator.phase == WAIT for p in others))

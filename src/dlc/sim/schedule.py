@@ -122,7 +122,7 @@ class Scenario:
     filling: bool = False
     """Some contributions become final while they are offered."""
     patient: bool = False
-    """No round of the training begins without somebody who is alive."""
+    """A round of the training waits for everybody who is alive, however late."""
 
     @property
     def last_fault_s(self) -> float:
