@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from dlc.comm.encoded import Encoded
+from dlc.comm.encoded import Encoded, payload_of
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -37,7 +37,7 @@ def mean_of(vectors: Sequence[Tensor | Encoded], weights: Sequence[float], grid:
         start, stop = grid.span(chunk)
         reducer = ChunkReducer(grid, chunk, roster)
         for index, vector in enumerate(vectors):
-            reducer.offer(index, grid.coder.encode(vector[start:stop]))
+            reducer.offer(index, payload_of(vector, grid, chunk))
         payload, _ = reducer.close(workspace)
         mean = grid.coder.decode_result(payload, stop - start) if memoryview(payload).nbytes else None
         means.append((start, stop, mean))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlc import collectives, handles
+from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.handles import Announced
@@ -216,6 +217,44 @@ def test_an_announced_all_reduce_can_be_cancelled_and_its_name_used_again() -> N
             given = [torch.zeros(9), torch.ones(9)]
             together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=ROUND_S))
     assert all(bool((x == 0.5).all()) for x in given)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int4"])
+def test_tensors_that_are_encoded_where_they_are_get_the_same_means(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a GPU are; where nobody's values are finite, each keeps its own."""
+    numel, bad = 40_000, 20_000
+
+    def given(i: int) -> list[Tensor]:
+        vector = torch.randn(numel, generator=torch.Generator().manual_seed(i))
+        vector[bad] = float("nan")
+        return [vector[:1000].clone(), vector[1000:].view(100, -1).bfloat16()]
+
+    def averaged() -> list[Tensor]:
+        with swarm(2) as peers:
+            tensors = [given(i) for i in range(2)]
+            for _ in range(2):  # the second time in memory that was kept
+                together(peers, lambda p, i: p.all_reduce(tensors[i], codec=codec, timeout_s=ROUND_S))
+            return [torch.cat([t.float().flatten() for t in many]) for many in tensors]
+
+    usual = averaged()
+    monkeypatch.setattr(collectives, "_encoded_there", lambda grid, device: True)
+    encoded = averaged()
+    for i, (a, b) in enumerate(zip(usual, encoded, strict=True)):
+        assert torch.equal(a.nan_to_num(77.0), b.nan_to_num(77.0))
+        own = torch.cat([t.float().flatten() for t in given(i)])
+        chunk = slice(bad // USUAL_ELEMS_MIN * USUAL_ELEMS_MIN, (bad // USUAL_ELEMS_MIN + 1) * USUAL_ELEMS_MIN)
+        assert torch.equal(a[chunk].nan_to_num(77.0), own[chunk].nan_to_num(77.0))
+        assert not torch.equal(a[: chunk.start], own[: chunk.start])
+    assert torch.equal(encoded[0][:1000], encoded[1][:1000])
+
+
+def test_only_a_devices_tensors_are_encoded_before_they_are_copied_and_only_where_that_is_less() -> None:
+    grid = Grid(100_000, 1 << 14, "fp16")
+    assert collectives._encoded_there(grid, torch.device("cuda"))
+    assert not collectives._encoded_there(grid, torch.device("cpu"))
+    assert not collectives._encoded_there(Grid(100_000, 1 << 14, "fp32"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("expected_s", [-1.0, float("nan"), float("inf")])

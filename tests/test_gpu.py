@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import dlc
+from dlc.comm.codecs import CODECS
+from dlc.comm.encoded import DEVICE_PART_ELEMS, Encoded, part_elems
+from dlc.comm.grid import Grid
 from dlc.runspec import InnerSpec, RunSpec
 from dlc.train.data import BlockSource
 from dlc.train.loader import Loader
@@ -32,6 +35,23 @@ def test_all_reduce_of_device_tensors_of_mixed_dtypes(device: str) -> None:
     for tensors in given:
         assert [(t.dtype, t.device.type) for t in tensors] == [(d, device) for d in dtypes]
         assert all(torch.equal(t.float().cpu(), torch.full((5, 3), 2.0)) for t in tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_vector_encoded_on_its_device_has_the_bytes_of_the_host(codec: str, device: str) -> None:
+    """More parts than there are buffers, in memory that is used again at once, the last of them ragged; with elements
+    beyond each format, and blocks of almost nothing."""
+    numel = 5 * DEVICE_PART_ELEMS + 1031
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    for i, extreme in enumerate((1e6, 3e38, 1e-44, 0.0)):
+        vector[i * 10_000_000 // 4 :][:300] *= extreme
+    grid = Grid(numel, 1 << 18, codec)
+    elems = part_elems(grid, torch.device(device))
+    memory = torch.empty(elems, device=device)
+    encoded = Encoded(grid, (memory[: len(part)].copy_(part) for part in vector.split(elems)))
+    wanted = (grid.coder.encode(vector[slice(*grid.span(chunk))]) for chunk in range(grid.n_chunks))
+    assert all(encoded.payload(chunk) == payload for chunk, payload in enumerate(wanted))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,6 +147,17 @@ def test_the_benchmark_of_inner_steps_runs_at_a_small_size(capsys: pytest.Captur
     assert "CPU" in result["what"] and set(size["arms"]) == {"bare", "join", "diloco"} and size["round_s"] > 0
     assert all(arm["tokens_per_s"] > 0 and arm["mfu"] is None for arm in size["arms"].values())
     assert gpu_inner.table(result).count("| tiny, 0.1 M |") == 4
+
+
+def test_the_benchmark_of_rounds_between_gpus_runs_at_a_small_size(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_allreduce = benchmark_module("gpu_allreduce")
+    assert gpu_allreduce.main(["--cpu-small", "--rounds", "1", "--codecs", "fp16,int4", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "CPU" in result["device"] and set(result["rounds"]) == {"fp16", "int4"}
+    assert all(of["seconds"] >= of["exchange_s"] > 0 for of in result["rounds"].values())
+    assert set(result["gb_per_s"]) == {"fp16", "bf16", "int8", "int4"}
+    assert all(value > 0 for of in result["gb_per_s"].values() for value in of.values())
+    assert gpu_allreduce.table(result).count("| int4 |") == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

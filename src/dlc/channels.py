@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -242,7 +242,7 @@ class Channels(ABC):
                 return []
             effects = node.contribute(
                 channel,
-                cast(Tensor, vector),  # of an encoded one the exchange gets the chunks that it asks for
+                vector,
                 grid,
                 weight=weight,
                 upto=upto,

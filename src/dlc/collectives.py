@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from dlc.channels import Channels
 from dlc.comm import vectors
 from dlc.comm.codecs import get_codec
+from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
-from dlc.flat import flatten_tensors, writable_tensors
+from dlc.flat import device_of, flatten_tensors, parts_of_many, writable_tensors
 from dlc.handles import Announced, Means, Reduction
 from dlc.report import RoundReport
 
@@ -167,11 +168,15 @@ class Collectives(Channels):
         self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float, expected_s: float = 0.0
     ) -> Reduction:
         refuse_sparse(codec)
-        vector, own = self._flat_of(name, many, copy=not expected_s)
-        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel(), self.spec.chunk_elems), codec)
+        numel, device = sum(t.numel() for t in many), device_of(many)
+        grid = Grid(numel, usual_chunk_elems(numel, self.spec.chunk_elems), codec)
+        encoded = not expected_s and _encoded_there(grid, device)
+        vector, own = self._flat_of(name, many, copy=not (expected_s or encoded))
+        sent = Encoded(grid, parts_of_many(many, part_elems(grid, device), device)) if encoded else vector
         announced = Announced(vector, many, own, expected_s) if expected_s else None
         filling = announced.filling if announced is not None else None
-        pending = self._offer(name, vector, grid, weight, 0, patience_s, announced or Means(vector), filling=filling)
+        means = Means(vector)
+        pending = self._offer(name, sent, grid, weight, 0, patience_s, announced or means, filling=filling)
 
         def cancel() -> bool:
             def act(node: Node, now: float) -> bool:
@@ -189,7 +194,8 @@ class Collectives(Channels):
         def keep() -> None:
             self._flat[name] = vector
 
-        return Reduction(pending, vector, many if own else [], codec, cancel, keep, announced)
+        holes = means.holes if encoded else ()
+        return Reduction(pending, vector, many if own else [], codec, cancel, keep, announced, holes)
 
     def _flat_of(self, name: str, many: list[Tensor], copy: bool) -> tuple[Tensor, bool]:
         """One fp32 CPU vector for the values of `many`, with them if `copy`, and whether it is memory of our own.
@@ -205,6 +211,11 @@ class Collectives(Channels):
         numel = sum(t.numel() for t in many)
         vector = kept if kept is not None and kept.numel() == numel else vectors.empty(numel)
         return (flatten_tensors(many, vector) if copy else vector), True
+
+
+def _encoded_there(grid: Grid, device: torch.device) -> bool:
+    """Whether tensors of that device are encoded before they come to the host, as that makes less of them."""
+    return device.type != "cpu" and grid.total_wire_bytes < 4 * grid.numel
 
 
 def _patience_s(asked_s: float) -> float:

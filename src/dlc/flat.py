@@ -23,6 +23,7 @@ from dlc.errors import UsageError
 
 FLAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What float32 holds exactly; float64 would be rounded in silence, so it is refused."""
+CPU = torch.device("cpu")
 
 
 def flatten_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -74,6 +75,31 @@ def parts_of(vector: Tensor, elems: int) -> Iterator[Tensor]:
     """Views of `elems` elements each, one after the other; the last may be shorter."""
     for start in range(0, vector.numel(), elems):
         yield vector[start : start + elems]
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """That of all tensors; the CPU if they are on several."""
+    devices = {t.device for t in tensors}
+    return devices.pop() if len(devices) == 1 else CPU
+
+
+def parts_of_many(tensors: Sequence[Tensor], elems: int, device: torch.device) -> Iterator[Tensor]:
+    """What `flatten_tensors` gives, on `device`, in parts of `elems` elements, the last perhaps shorter: the memory of
+    one part is used again for the next."""
+    numel = sum(t.numel() for t in tensors)
+    part, filled = vectors.empty(min(elems, numel), device), 0
+    for t in tensors:
+        _check_dtype(t)
+        flat, done = t.detach().reshape(-1), 0
+        while done < t.numel():
+            more = min(len(part) - filled, t.numel() - done)
+            part[filled : filled + more].copy_(flat[done : done + more])
+            filled, done = filled + more, done + more
+            if filled == len(part):
+                yield part
+                filled = 0
+    if filled:
+        yield part[:filled]
 
 
 def finite(vector: Tensor) -> bool:
@@ -129,23 +155,15 @@ class FlatView:
         """Copy `flat` (fp32, CPU, `numel` elements) into the parameters."""
         unflatten_into(flat, self.tensors)
 
-    def parts(self, elems: int) -> Iterator[Tensor]:
-        """The same vector in parts of `elems` elements, the last perhaps shorter, without memory for the whole: that of
-        one part is used again for the next."""
-        part = vectors.empty(min(elems, self.numel))
-        filled = 0
-        for t in self.tensors:
-            _check_dtype(t)
-            flat, done = t.detach().reshape(-1), 0
-            while done < t.numel():
-                more = min(len(part) - filled, t.numel() - done)
-                part[filled : filled + more].copy_(flat[done : done + more])
-                filled, done = filled + more, done + more
-                if filled == len(part):
-                    yield part
-                    filled = 0
-        if filled:
-            yield part[:filled]
+    @property
+    def device(self) -> torch.device:
+        """Where `parts` are best made: where all parameters are; the CPU if that is no single device."""
+        return device_of(self.tensors)
+
+    def parts(self, elems: int, device: torch.device = CPU) -> Iterator[Tensor]:
+        """The same vector, on `device`, in parts of `elems` elements, the last perhaps shorter, without memory for the
+        whole: that of one part is used again for the next."""
+        return parts_of_many(self.tensors, elems, device)
 
     def sizes(self) -> list[tuple[str, int]]:
         """Name and number of elements of each parameter, in order."""

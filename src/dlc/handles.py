@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -129,10 +129,12 @@ class Reduction(Unpicklable):
         cancel: Callable[[], bool],
         keep: Callable[[], None],
         announced: Announced | None = None,
+        holes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`out`: the tensors, where `vector` is memory of our own; `announced`: they may not hold their values yet."""
+        """`out`: the tensors, where `vector` is memory of our own; `announced`: they may not hold their values yet;
+        `holes`: once the round is over, what has no mean, where `vector` does not hold the values of the tensors."""
         self._pending, self._vector, self._out, self._codec = pending, vector, out, codec
-        self._cancel, self._keep, self._announced = cancel, keep, announced
+        self._cancel, self._keep, self._announced, self._holes = cancel, keep, announced, holes
         self._cancelled = False
 
     @property
@@ -180,6 +182,7 @@ class Reduction(Unpicklable):
         if self._announced is not None and self._announced.missed:
             self._announced.write()
         elif self._out:
+            _fill(self._vector, self._holes, self._out)
             unflatten_into(self._vector, self._out)
             self._out = []
             self._keep()
@@ -231,19 +234,27 @@ class Announced:
     def write(self) -> None:
         """The means of a round that went on without the values, into the tensors; where there are none, these stay."""
         if self._means is not self._vector:
-            whole = flatten_tensors(self._many)
-            for start, stop in self._holes:
-                self._means[start:stop] = whole[start:stop]
+            _fill(self._means, self._holes, self._many)
             unflatten_into(self._means, self._many)
             self._means = self._vector
 
 
 class Means:
-    """Writes the means of one library round over the contribution itself: nothing is sent of it after the commit."""
+    """Writes the means of one library round into `out`: over the contribution itself, of which nothing is sent after
+    the commit, or elsewhere."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
+        self.holes: list[tuple[int, int]] = []
+        """What has no mean, and stays as it is in `out`."""
 
     def step(self, t: int, means: Iterator[tuple[int, int, Tensor | None]]) -> None:
-        for _ in means:
-            pass  # each was decoded into its place
+        self.holes += [(start, stop) for start, stop, mean in means if mean is None]  # others are in their place
+
+
+def _fill(means: Tensor, holes: Sequence[tuple[int, int]], many: list[Tensor]) -> None:
+    """Where there is no mean, the values of the tensors."""
+    if holes:
+        whole = flatten_tensors(many)
+        for start, stop in holes:
+            means[start:stop] = whole[start:stop]

@@ -140,6 +140,39 @@ def test_scratch_does_not_change_the_bytes(codec: Codec) -> None:
 
 
 @each_codec
+@pytest.mark.parametrize("numel", [1, 5, 255, 256, 513, 1031])
+def test_rows_are_encoded_to_the_same_bytes_one_by_one(codec: Codec, numel: int) -> None:
+    """Each row has another fate: usual numbers, too great ones, too small ones, none at all."""
+    x = torch.randn(6, numel, generator=torch.Generator().manual_seed(numel))
+    for row, factor in enumerate((1e-4, 1e6, 1e38, 1e-38, 1.0, 0.0)):
+        x[row] *= factor
+    x[4, numel // 2] = math.inf
+    x[5, -1] = math.nan
+    for rows in (x, x[:1], x[2:4]):
+        out = torch.zeros((len(rows), codec.wire_bytes(numel)), dtype=torch.uint8)
+        before = rows.clone()
+        codec.encode_rows(rows, out)
+        assert [bytes(payload.tolist()) for payload in out] == [bytes(codec.encode(row)) for row in rows]
+        assert torch.equal(rows.view(torch.int32), before.view(torch.int32))
+
+
+@each_codec
+def test_rows_of_another_form_are_our_error(codec: Codec) -> None:
+    x, out = torch.zeros(2, 6), torch.zeros((2, codec.wire_bytes(6)), dtype=torch.uint8)
+    for rows, payloads in (
+        (x[0], out),
+        (x.double(), out),
+        (x.t().contiguous().t(), out),
+        (x, out[:1]),
+        (x, out[:, :-1]),
+        (x, out.to("meta")),
+        (x, out.view(torch.int8)),
+    ):
+        with pytest.raises(ValueError, match="rows are contiguous fp32"):
+            codec.encode_rows(rows, payloads)
+
+
+@each_codec
 @pytest.mark.parametrize("difference", [-1, 1, 4])
 def test_a_payload_of_another_length_is_their_error(codec: Codec, difference: int) -> None:
     payload = bytes(codec.wire_bytes(5) + difference)

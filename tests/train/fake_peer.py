@@ -208,10 +208,11 @@ class FakePeer:
         return self._pending
 
     def elements(self, vector: Tensor | Encoded) -> Tensor:
-        """As the exchange reads them."""
+        """Of an encoded one what is sent says."""
         if isinstance(vector, Tensor):
             return vector
-        return torch.cat([vector[slice(*self.grid.span(chunk))].clone() for chunk in range(self.grid.n_chunks)])
+        coder, chunks = self.grid.coder, range(self.grid.n_chunks)
+        return torch.cat([coder.decode(vector.payload(chunk), self.grid.elems(chunk)) for chunk in chunks])
 
     def counts(self, channel: str) -> bool:
         return self.counting

@@ -2,7 +2,8 @@
 
 A vector of unit normal numbers goes through each codec in chunks of CHUNK_ELEMS, as in a round. GB/s are of fp32 (10^9
 bytes) on one thread, as the driver works; the best of REPEATS passes counts, since everything else on the host only
-makes a pass slower. With `cuda` the copy between device and host is part of it, as in a round: codecs work on the CPU.
+makes a pass slower. With `cuda` the copy between device and host is part of it, as in a round: encoded there, and
+decoded here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dlc.bench.plain import rounded
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
 from dlc.comm.codecs import CODECS, Codec
+from dlc.comm.encoded import Encoded, part_elems
+from dlc.comm.grid import Grid
 from dlc.errors import UsageError
 from dlc.train.setup import pick_device
 
@@ -81,14 +84,18 @@ def measure_codecs(mb: float, on: list[torch.device], say: Callable[[str], None]
 
 
 def _measured(codec: Codec, vector: Tensor, device: torch.device) -> CodecReport:
-    chunks = [chunk.clone() for chunk in torch.split(vector.to(device), CHUNK_ELEMS)]
-    scratch = torch.empty(CHUNK_ELEMS)
+    chunks = [chunk.clone() for chunk in torch.split(vector, CHUNK_ELEMS)]
+    scratch, grid = torch.empty(CHUNK_ELEMS), Grid(vector.numel(), CHUNK_ELEMS, codec.name)
+    there = vector.to(device)
 
     def encode() -> list[memoryview]:
-        return [codec.encode(chunk.cpu(), scratch) for chunk in chunks]
+        if device.type == "cpu":
+            return [codec.encode(chunk, scratch) for chunk in chunks]
+        encoded = Encoded(grid, torch.split(there, part_elems(grid, device)))
+        return [encoded.payload(chunk) for chunk in range(grid.n_chunks)]
 
     payloads = encode()  # also the warm-up
-    out = [torch.empty_like(chunk) for chunk in chunks]
+    out = [torch.empty_like(chunk, device=device) for chunk in chunks]
 
     def decode() -> None:
         for payload, target in zip(payloads, out, strict=True):

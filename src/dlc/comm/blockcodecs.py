@@ -61,7 +61,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _pack(self, q: Tensor, out: Tensor) -> None:
-        """Whole numbers in fp32 into `out` (int8); q may be overwritten."""
+        """Whole numbers in fp32, [..., numel], into `out` (int8); q may be overwritten."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor, out: Tensor) -> None:
@@ -77,18 +77,26 @@ class BlockCodec(Codec):
 
     def encode(self, x: Tensor, scratch: Tensor | None = None) -> memoryview:
         check_vector(x)
-        x, numel = x.detach(), x.numel()
-        payload = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device="cpu")
-        scales, packed = _parts(payload, numel)
-        q = torch.empty_like(x) if scratch is None else scratch[:numel]
-        torch.div(_peaks(x, q), self.limit, out=scales)
+        payload = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device="cpu")
+        self._encode(x.detach(), payload, torch.empty_like(x) if scratch is None else scratch[: x.numel()])
+        return sealed(payload)
+
+    def encode_rows(self, x: Tensor, out: Tensor) -> None:
+        self._check_rows(x, out)
+        self._encode(x.detach(), out, torch.empty_like(x))
+
+    def _encode(self, x: Tensor, out: Tensor, q: Tensor) -> None:
+        """One vector, or rows of them; q is scratch of its form."""
+        at = _blocks(x.shape[-1]) * SCALE_BYTES
+        # A tensor on the device: by a number CUDA would multiply with its reciprocal, and round twice.
+        scales = torch.div(_peaks(x, q), torch.full((), self.limit, dtype=torch.float32, device=x.device))
         low, high = torch.aminmax(scales)
         if SCALE_MIN <= low.item() and high.item() <= self.scale_max:  # not so with NaN
             _each_block(torch.div, x, scales, q)
         else:
             self._divide_extremes(x, scales, q)
-        self._pack(q.round_(), packed)
-        return sealed(payload)
+        out[..., :at].copy_(scales.view(torch.uint8))  # which need not be aligned in a row
+        self._pack(q.round_(), out[..., at:].view(torch.int8))
 
     def _divide_extremes(self, x: Tensor, scales: Tensor, q: Tensor) -> None:
         """q = x / scales, where some scales are too small or too great for that, and are changed, or are not finite."""
@@ -151,9 +159,9 @@ class Int4Codec(BlockCodec):
         return (numel + 1) // 2
 
     def _pack(self, q: Tensor, out: Tensor) -> None:
-        h = out.numel()
-        q[: q.numel() - h].add_(q[h:], alpha=16)  # whole numbers below 2^24: exact, fused or not
-        out.copy_(q[:h])
+        h = out.shape[-1]
+        q[..., : q.shape[-1] - h].add_(q[..., h:], alpha=16)  # whole numbers below 2^24: exact, fused or not
+        out.copy_(q[..., :h])
 
     def _unpack(self, packed: Tensor, out: Tensor) -> None:
         h = packed.numel()
@@ -183,21 +191,27 @@ def _parts(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 def _peaks(x: Tensor, scratch: Tensor) -> Tensor:
     """The greatest size of an element, for each block; NaN where one is NaN. `scratch` is overwritten."""
-    whole = x.numel() // BLOCK * BLOCK
+    numel = x.shape[-1]
+    whole = numel // BLOCK * BLOCK
     sizes = torch.abs(x, out=scratch)
-    peaks = vectors.empty(_blocks(x.numel()))
+    peaks = torch.empty((*x.shape[:-1], _blocks(numel)), dtype=torch.float32, device=x.device)
     if whole:
-        torch.amax(sizes[:whole].view(-1, BLOCK), 1, out=peaks[: whole // BLOCK])
-    if whole < x.numel():
-        peaks[-1] = sizes[whole:].max()
+        torch.amax(_in_blocks(sizes[..., :whole]), -1, out=peaks[..., : whole // BLOCK])
+    if whole < numel:
+        torch.amax(sizes[..., whole:], -1, out=peaks[..., -1])
     return peaks
 
 
 def _each_block(operation: Callable[..., Tensor], x: Tensor, scales: Tensor, out: Tensor) -> None:
     """out = operation(x, the scale of its block); `out` may be x."""
-    whole = x.numel() // BLOCK * BLOCK
+    whole = x.shape[-1] // BLOCK * BLOCK
     if whole:
-        rows = out[:whole].view(-1, BLOCK)
-        operation(x[:whole].view(-1, BLOCK), scales[: whole // BLOCK, None], out=rows)
-    if whole < x.numel():
-        operation(x[whole:], scales[-1], out=out[whole:])
+        each = scales[..., : whole // BLOCK, None]
+        operation(_in_blocks(x[..., :whole]), each, out=_in_blocks(out[..., :whole]))
+    if whole < x.shape[-1]:
+        operation(x[..., whole:], scales[..., -1:], out=out[..., whole:])
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """[..., n * BLOCK] as [..., n, BLOCK]."""
+    return x.view(*x.shape[:-1], -1, BLOCK)

@@ -47,6 +47,16 @@ class Codec(ABC):
         `scratch` saves an allocation: fp32, at least as long as x, in memory of its own, and overwritten.
         """
 
+    def encode_rows(self, x: Tensor, out: Tensor) -> None:
+        """The payload of each row of x, by the processor that has it: the bytes that `encode` gives.
+
+        x: fp32 [rows, numel]; out: uint8 [rows, wire_bytes(numel)]; contiguous, both on one device. ValueError else. On
+        CUDA it waits for the work queued before, and its own may still go on when it returns.
+        """
+        self._check_rows(x, out)
+        for row, payload in zip(x.cpu(), out, strict=True):
+            payload.copy_(torch.frombuffer(_writable(self.encode(row)), dtype=torch.uint8))
+
     @abstractmethod
     def decode(self, payload: Payload, numel: int, out: Tensor | None = None) -> Tensor:
         """`numel` fp32 elements, in `out` (so many, contiguous) or memory of their own; ProtocolError where the length
@@ -114,6 +124,16 @@ class Codec(ABC):
     def finite_result(self, payload: Payload, numel: int) -> bool:
         """`finite` of a result."""
         return self.finite(payload, numel)
+
+    def _check_rows(self, x: Tensor, out: Tensor) -> None:
+        """ValueError unless these are what `encode_rows` takes."""
+        fits = x.dtype is torch.float32 and out.dtype is torch.uint8 and x.dim() == 2 and x.device == out.device
+        rows, numel = x.shape if fits else (0, 0)
+        if not fits or out.shape != (rows, self.wire_bytes(numel)) or not (x.is_contiguous() and out.is_contiguous()):
+            raise ValueError(
+                f"rows are contiguous fp32 and their payloads uint8, on one device; got {x.dtype} {tuple(x.shape)} on "
+                f"{x.device} and {out.dtype} {tuple(out.shape)} on {out.device} for {self.name}"
+            )
 
     def _buffer(self, payload: Payload, numel: int) -> Payload | ctypes.Array[ctypes.c_char]:
         """The payload's own memory for `torch.frombuffer`, its length checked: to be read, never to be written."""

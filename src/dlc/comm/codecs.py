@@ -48,10 +48,18 @@ class CastCodec(Codec):
         check_vector(x)
         x = x.detach()
         payload, wire = self._cast(x)
+        self._clamp(x, wire)
+        return sealed(payload)
+
+    def encode_rows(self, x: Tensor, out: Tensor) -> None:
+        self._check_rows(x, out)
+        self._clamp(x, out.view(self.dtype).copy_(x))
+
+    def _clamp(self, x: Tensor, wire: Tensor) -> None:
+        """What the cast of x has made infinite becomes the greatest number there is."""
         if self.dtype is not torch.float32 and not all_finite(wire):
             limit = torch.finfo(self.dtype).max
             wire.copy_(torch.where(torch.isfinite(x), x.clamp(-limit, limit), x))
-        return sealed(payload)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(payload, the same memory in the wire type)."""

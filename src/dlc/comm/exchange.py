@@ -24,6 +24,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.comm.context import Context
+from dlc.comm.encoded import Encoded, payload_of
 from dlc.comm.entries import Part
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
@@ -52,7 +53,7 @@ class Offered:
     """My own contribution to the next round of a channel. It is frozen, as far as `filling` covers it."""
 
     ready: Ready
-    vector: Tensor
+    vector: Tensor | Encoded
     sink: Sink | None
     since: float
     since_run: float = 0.0
@@ -522,11 +523,11 @@ class Exchange:
 
     def _encode(self, mine: Offered, chunk: int) -> Contrib:
         assert self.grid is not None
-        start, stop = self.grid.span(chunk)
+        start, _ = self.grid.span(chunk)
         # Its maker may stop it at any moment, on another thread: what was final is so still, and may go.
         if mine.filling is not None and start < mine.filling.front:
             raise RuntimeError(f"chunk {chunk} is not final: it must not be sent")
-        payload = self.grid.coder.encode(mine.vector[start:stop])
+        payload = payload_of(mine.vector, self.grid, chunk)
         ready = mine.ready
         return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
 

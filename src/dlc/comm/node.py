@@ -25,6 +25,7 @@ from dlc.comm.context import Context
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
 from dlc.comm.effects import Dial, Effect, Notify, Send
+from dlc.comm.encoded import Encoded
 from dlc.comm.entries import EMPTY, LogState, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp
 from dlc.comm.exchange import Exchange, Offered
@@ -255,7 +256,7 @@ class Node:
     def contribute(
         self,
         channel: str,
-        vector: Tensor,
+        vector: Tensor | Encoded,
         grid: Grid,
         *,
         weight: float,
@@ -266,7 +267,8 @@ class Node:
         now: float,
         filling: Filling | None = None,
     ) -> list[Effect]:
-        """Offer a frozen fp32 vector to the channel's next round. It must not change until RoundDone.
+        """Offer a frozen fp32 vector to the channel's next round, or one that is encoded in its grid. It must not
+        change until RoundDone.
 
         `upto`: the position in the lease that it was trained up to; 0 without one. The number of this offer then takes
         its place: owners may keep parts of one that was taken back, and must not take them for parts of the next.

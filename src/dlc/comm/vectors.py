@@ -29,10 +29,10 @@ _Memory = np.ndarray[Any, np.dtype[np.float32]]
 _kept: collections.deque[_Memory] = collections.deque(maxlen=KEPT_MAX)
 
 
-def empty(numel: int) -> Tensor:
-    """fp32 [numel] on the CPU; what is in it is undefined."""
-    if numel * _ELEM_BYTES < LARGE_BYTES:
-        return _small(numel)
+def empty(numel: int, device: torch.device | None = None) -> Tensor:
+    """fp32 [numel] on the CPU, or that device; what is in it is undefined."""
+    if numel * _ELEM_BYTES < LARGE_BYTES or (device is not None and device.type != "cpu"):
+        return _small(numel, device)
     return _vector(_aligned(_memory(numel), numel))
 
 
@@ -83,6 +83,6 @@ def _vector(array: _Memory) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _small(numel: int) -> Tensor:
+def _small(numel: int, device: torch.device | None) -> Tensor:
     with torch.inference_mode(False):
-        return torch.empty(numel, dtype=torch.float32, device="cpu")
+        return torch.empty(numel, dtype=torch.float32, device=device or "cpu")

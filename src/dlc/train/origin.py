@@ -68,11 +68,17 @@ class Origin:
         """out <- d."""
         return pseudo_gradient(self._start, self._view.gather(out), out=out)
 
-    def parts(self, elems: int) -> Iterator[Tensor]:
-        """d in parts of `elems` elements, without memory for the whole: that of one part is used again for the next."""
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; see `FlatView.device`."""
+        return self._view.device
+
+    def parts(self, elems: int, device: torch.device) -> Iterator[Tensor]:
+        """d in parts of `elems` elements on `device`, without memory for the whole: that of one part is used again for
+        the next."""
         start, at = self._start, 0
-        for local in self._view.parts(elems):
-            yield pseudo_gradient(start[at : at + local.numel()], local, out=local)
+        for local in self._view.parts(elems, device):
+            yield pseudo_gradient(start[at : at + local.numel()].to(device), local, out=local)
             at += local.numel()
 
     def place(self, d: Tensor) -> None:

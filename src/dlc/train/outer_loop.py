@@ -69,8 +69,6 @@ POLL_S = 0.2
 """Between two looks whether a round passed without us: short against a round, long against the cost of looking."""
 WAIT_SLICE_S = 0.1
 """How long a stop can go unnoticed while waiting for a round."""
-PART_ELEMS = 1 << 18
-"""Of d that are measured and encoded at a time: 1 MiB of fp32, which a second-level cache holds."""
 
 
 class OuterLoop:
@@ -322,11 +320,12 @@ class OuterLoop:
     def _parts(self) -> Iterable[Tensor]:
         """What is to be offered of d, one after the other."""
         if self._hook is None:
-            return self._origin.parts(PART_ELEMS)
+            return self._origin.parts(*self.outgoing.cut(self._origin.device))
         d = self._measure()
         if not finite(d):
             raise NotFinite(NOT_FINITE)
-        return parts_of(self.outgoing.hooked(d), PART_ELEMS)
+        elems, _ = self.outgoing.cut(d.device)
+        return parts_of(self.outgoing.hooked(d), elems)
 
     def _contribute(self, d: Tensor, hooked: Tensor, weight: float, work: Work) -> None:
         """Offer what the hook made of d, or its fragment of the next round; the caller's d is taken."""

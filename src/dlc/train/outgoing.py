@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from dlc.comm.encoded import Encoded
+from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid
 from dlc.errors import UsageError
-from dlc.flat import finite
+from dlc.flat import CPU, finite
 from dlc.train.feedback import Feedback
 from dlc.train.offers import NotFinite, norm_of
 
@@ -79,6 +80,12 @@ class Outgoing:
     def announced(self) -> Encoded | None:
         """What `streamed` will give, before it has values. None: its norm, or what encoding loses, is told with it."""
         return Encoded(self._grid) if self._feedback is None and not self._clips else None
+
+    def cut(self, device: torch.device) -> tuple[int, torch.device]:
+        """How `streamed` is best given a vector of parameters on `device`: the elements of a part, and where it is.
+        The residual is on the host, and so is what it is added to."""
+        where = device if self._feedback is None else CPU
+        return part_elems(self._grid, where), where
 
     def streamed(self, parts: Iterable[Tensor], announced: Encoded | None = None) -> tuple[Tensor | Encoded, float]:
         """The same of a vector that comes part by part, and does not stay: in memory of its own, or in `announced`.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dlc.comm import vectors
-from dlc.flat import FlatView, parts_of
+from dlc.flat import CPU, FlatView, parts_of
 from dlc.runspec import RunSpec
 from dlc.train.engine import Engine
 from dlc.train.flops import Utilisation
@@ -89,8 +89,13 @@ class SiteView(FlatView):
             self._replica.gather(out)
         return out
 
-    def parts(self, elems: int) -> Iterator[Tensor]:
-        return parts_of(self.gather(vectors.empty(self.numel)), elems)
+    @property
+    def device(self) -> torch.device:
+        return CPU
+
+    def parts(self, elems: int, device: torch.device = CPU) -> Iterator[Tensor]:
+        whole = self.gather(vectors.empty(self.numel))
+        return (part.to(device) for part in parts_of(whole, elems))
 
     def scatter(self, flat: Tensor) -> None:
         with self._replica.group.together():
