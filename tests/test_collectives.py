@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ from dlc import collectives, handles
 from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
+from dlc.gossip import Gossip
 from dlc.handles import Announced
 from dlc.mesh import Group
 from dlc.peer import MemberChange, Peer
@@ -217,6 +219,52 @@ def test_an_announced_all_reduce_can_be_cancelled_and_its_name_used_again() -> N
             given = [torch.zeros(9), torch.ones(9)]
             together(peers, lambda peer, i: peer.all_reduce(given[i], timeout_s=ROUND_S))
     assert all(bool((x == 0.5).all()) for x in given)
+
+
+def test_a_name_is_of_use_again_once_the_round_of_a_call_that_was_given_up_is_over() -> None:
+    """It cannot be taken back when a plan names it: what it sent may be in the mean of the others."""
+    with swarm(2) as peers:
+        given = [torch.zeros(9), torch.ones(9)]
+        handles = together(peers, lambda peer, i: peer.all_reduce(given[i], async_op=True, expected_s=20.0))
+        wait_until(lambda: peers[0]._ask(lambda node, now: node.slot.plan is not None), what="the plan")
+        assert handles[0].cancel()
+        with pytest.raises(RoundTimeout, match="an earlier call of 'default'"):
+            peers[0].all_reduce(given[0], timeout_s=0.05)
+        with pytest.raises(RoundTimeout, match="call again later"):
+            peers[0].all_reduce(given[0], async_op=True)
+        handles[1].ready()
+        again = [given[0], torch.ones(9)]
+
+        def average(peer: Peer, i: int) -> RoundReport:
+            if i == 1:
+                handles[1].wait(ROUND_S)
+            return peer.all_reduce(again[i], timeout_s=ROUND_S)
+
+        reports = together(peers, average)
+    assert all(report.complete for report in reports) and bool((given[1] == 1.0).all())
+    assert all(bool((x == 0.5).all()) for x in again)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda p: p.all_reduce(torch.ones(2), timeout_s=None), "timeout_s is None"),
+        (lambda p: p.all_reduce(torch.ones(2), patience_s="1"), "patience_s is '1'"),
+        (lambda p: p.all_reduce(torch.ones(2), weight="2"), "weight is '2'"),
+        (lambda p: p.all_reduce(3.0), "must be torch tensors, not float"),
+        (lambda p: p.barrier(timeout_s=float("nan")), "timeout_s is nan"),
+        (lambda p: p.broadcast_state({"a": 5}, p.id), "'a' is a int"),
+        (lambda p: Gossip(p, "g").step([]), "no element"),
+    ],
+)
+def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str) -> None:
+    with Peer.join() as peer, pytest.raises(UsageError, match=said):
+        call(peer)
+
+
+def test_who_names_another_source_is_told() -> None:
+    with swarm(2) as peers, pytest.raises(UsageError, match="several peers gave their state"):
+        together(peers, lambda peer, i: peer.broadcast_state({"a": torch.ones(3)}, peer.id, timeout_s=ROUND_S))
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int4"])

@@ -242,7 +242,8 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("sync_mode = 'deadline'\nround_s = -1.0", "round_s must not be negative"),
         ("precision = 'half'", "precision must be one of"),
         ("[data]\nsource = ''", "data.source is empty"),
-        ("[data]\nseq_len = 0", "data.seq_len must be at least 1"),
+        ("[data]\nseq_len = 1", "data.seq_len must be at least 2"),
+        ('[data]\nsource = "/x"\nstreaming = true\nshards = 5000', "data.shards must be 1 to 4096"),
         ("[data]\nseq_len = 512", "data.seq_len (512) exceeds model.config.max_position_embeddings (256)"),
         (
             "[data]\nlease_blocks = 159",

@@ -6,8 +6,10 @@ others side by side, and the rounds themselves, bulk included, come one after th
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from dlc.channels import Channels
 from dlc.comm import vectors
+from dlc.comm.clock import clock
 from dlc.comm.codecs import get_codec
 from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -22,7 +25,7 @@ from dlc.comm.node import Node
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.flat import device_of, flatten_tensors, parts_of_many, writable_tensors
-from dlc.handles import Announced, Means, Reduction
+from dlc.handles import Announced, Means, Pending, Reduction
 from dlc.report import RoundReport
 
 PATIENCE_SHARE = 0.5
@@ -48,6 +51,8 @@ class Collectives(Channels):
     def __init__(self) -> None:
         super().__init__()
         self._flat: dict[str, Tensor] = {}
+        self._given_up: dict[str, Pending] = {}
+        """Calls whose round may still be decided with what they sent."""
 
     @overload
     def all_reduce(
@@ -94,6 +99,11 @@ class Collectives(Channels):
         half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
         SwarmClosed, UsageError.
 
+        Where nobody's values of a chunk are in the mean, because they are not finite or have weight 0, each peer keeps
+        its own there; the report is not `complete` then. After a RoundTimeout the round may still be decided without
+        this call: the next one of that name waits for that within its own `timeout_s`, and with async_op it raises
+        RoundTimeout at once.
+
         weight: of this peer's tensors. Where all give 0 nothing is averaged: the tensors are unchanged, and the report
         names no contributor.
 
@@ -119,20 +129,21 @@ class Collectives(Channels):
         many = writable_tensors(tensors)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
-        if not weight >= 0 or weight == float("inf"):
-            raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
+        if not isinstance(weight, Real) or not weight >= 0 or weight == float("inf"):
+            raise UsageError(f"weight is {weight!r}: it must be a finite number that is not negative")
+        timeout_s = _seconds("timeout_s", timeout_s)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
+        begun = clock()
+        self._await_given_up(name, 0.0 if async_op else timeout_s)
         reduction = self._reduce(name, many, weight, codec, patience_s, expected_s)
-        return reduction if async_op else _waited(reduction, timeout_s)
+        return reduction if async_op else _waited(reduction, begun + timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
         """Wait until all trainers of the run that are alive have called it with this name.
 
         RoundTimeout: some have not; it names them, where they are known.
         """
-        patience_s = _patience_s(BARRIER_SHARE * timeout_s)
-        reduction = self._reduce(f"barrier/{name}", [vectors.zeros(1)], 1.0, "fp32", patience_s)
-        report = _waited(reduction, timeout_s)
+        report = self._waited_for(f"barrier/{name}", vectors.zeros(1), 1.0, timeout_s, BARRIER_SHARE)
         absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
         if absent:
             raise RoundTimeout(f"barrier {name!r}: {', '.join(absent)} did not come within {timeout_s:g} s")
@@ -153,9 +164,13 @@ class Collectives(Channels):
         exact = Exact(state)
         mine = source == self.voter.peer
         vector = exact.pack() if mine else vectors.zeros(exact.numel)
-        patience_s = _patience_s(PATIENCE_SHARE * timeout_s)
-        reduction = self._reduce(f"state/{name}", [vector], float(mine), "fp32", patience_s)
-        report = _waited(reduction, timeout_s)
+        report = self._waited_for(f"state/{name}", vector, float(mine), timeout_s, PATIENCE_SHARE)
+        givers = [share.peer[:8] for share in report.contributors if share.weight]
+        if len(givers) > 1:
+            raise UsageError(
+                f"several peers gave their state ({', '.join(givers)}), and nothing was changed: all must name the "
+                "same source"
+            )
         share = next((share.fraction for share in report.contributors if share.peer == source), 0.0)
         if share < 1.0:
             why = next((missing.reason for missing in report.missing if missing.peer == source), "no member of the run")
@@ -163,6 +178,30 @@ class Collectives(Channels):
             raise RoundTimeout(f"{part} ({why}); nothing was changed: call again, or name another source")
         exact.unpack(vector, source)
         return report
+
+    def _waited_for(
+        self, name: str, vector: Tensor, weight: float, timeout_s: float, patience_share: float
+    ) -> RoundReport:
+        """An all-reduce of `vector`, in fp32, in its own memory."""
+        until = clock() + _seconds("timeout_s", timeout_s)
+        self._await_given_up(name, timeout_s)
+        reduction = self._reduce(name, [vector], weight, "fp32", _patience_s(patience_share * timeout_s))
+        return _waited(reduction, until)
+
+    def _await_given_up(self, name: str, timeout_s: float) -> None:
+        """RoundTimeout: the round of an earlier call of that name, which was given up, is not over by then."""
+        pending = self._given_up.get(name)
+        if pending is None:
+            return
+        with contextlib.suppress(SwarmClosed):  # which the call itself will tell
+            try:
+                pending.wait(max(timeout_s, 0.0))
+            except RoundTimeout:
+                raise RoundTimeout(
+                    f"the round of an earlier call of {name!r}, which was given up, is still on its way, as others "
+                    "may have what it sent; call again later, or with another name"
+                ) from None
+        self._given_up.pop(name, None)
 
     def _reduce(
         self, name: str, many: list[Tensor], weight: float, codec: str, patience_s: float, expected_s: float = 0.0
@@ -184,6 +223,8 @@ class Collectives(Channels):
                     return False
                 if node.withdraw(name):
                     self._pending.pop(name, None)
+                else:
+                    self._given_up[name] = pending
                 return True  # or else it may be decided with what was sent, but the caller's memory is his again
 
             try:
@@ -218,18 +259,23 @@ def _encoded_there(grid: Grid, device: torch.device) -> bool:
     return device.type != "cpu" and grid.total_wire_bytes < 4 * grid.numel
 
 
+def _seconds(name: str, value: object) -> float:
+    """UsageError: it is no time."""
+    if not isinstance(value, Real) or value != value:
+        raise UsageError(f"{name} is {value!r}: it must be a number of seconds")
+    return float(value)
+
+
 def _patience_s(asked_s: float) -> float:
     """As others take it. UsageError: it is no time."""
-    if asked_s != asked_s:
-        raise UsageError("timeout_s and patience_s must be numbers, not NaN")
-    return min(max(asked_s, PATIENCE_S_MIN), PATIENCE_S_MAX)
+    return min(max(_seconds("patience_s", asked_s), PATIENCE_S_MIN), PATIENCE_S_MAX)
 
 
-def _waited(reduction: Reduction, timeout_s: float) -> RoundReport:
-    """The report; after a time-out, Ctrl-C or what else a signal's handler raises nothing of the reduction touches the
-    caller's tensors any more."""
+def _waited(reduction: Reduction, until: float) -> RoundReport:
+    """The report, if it comes by then; after a time-out, Ctrl-C or what else a signal's handler raises nothing of the
+    reduction touches the caller's tensors any more."""
     try:
-        return reduction.wait(timeout_s)
+        return reduction.wait(max(0.0, until - clock()))
     except RoundTimeout:
         if reduction.cancel():
             raise

@@ -27,6 +27,9 @@ class Exact:
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         if not state:
             raise UsageError("there is nothing to broadcast: the state has no tensor")
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise UsageError(f"{name!r} is a {type(tensor).__name__}: only tensors can be broadcast")
         self._state = dict(sorted(state.items()))
         self._bytes = sum(t.numel() * t.element_size() for t in self._state.values())
         self.numel = -(-(HASH_BYTES + self._bytes) // ELEM_BYTES)

@@ -53,6 +53,8 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One or many as a list. UsageError unless their values can be read, and all of them written."""
+    if not isinstance(tensors, (Tensor, Iterable)):
+        raise UsageError(f"what is averaged must be torch tensors, not {type(tensors).__name__}")
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for t in many:
         if not isinstance(t, Tensor):

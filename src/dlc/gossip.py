@@ -106,6 +106,8 @@ class Gossip:
         """
         began = clock()
         many = writable_tensors(tensors)
+        if not sum(t.numel() for t in many):
+            raise UsageError("there is nothing to average: the tensors have no element")
         z = flatten_tensors(many)
         largest = largest_of(z)
         if not math.isfinite(largest):

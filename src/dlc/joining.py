@@ -43,7 +43,10 @@ class OtherSpec(SpecMismatch):
 
     def __str__(self) -> str:
         fields = "\n  ".join(self.mine.differences(self.theirs))
-        said = "the swarm runs another RunSpec; leave out --config to take the swarm's, or mend these fields:\n  "
+        said = (
+            "the swarm runs another RunSpec; leave out --config and --rounds to take the swarm's, or mend these "
+            "fields:\n  "
+        )
         if not self.mine.same_but_length(self.theirs):
             return said + fields
         how = "to give the run another length, stop all of its peers, and start one with the new RUN.toml first"

@@ -1,7 +1,8 @@
 """RoundReport: what a round tells its caller. Every round returns one, whatever happened in it.
 
-Its facts about contributions are read from the committed entry, so they are the same on all peers; bytes, seconds
-and paths are this peer's own. A peer that was included in part stands in both lists: with the fraction of elements
+Who is in the mean, and with what, is read from the committed entry, and so the same on all peers. Of a peer that is not
+in it at all the reason is what each knows of it: one may say "dead" where another says "not ready". Bytes, seconds and
+paths are this peer's own. A peer that was included in part stands in both lists: with the fraction of elements
 that include it among the contributors, with the rest among the missing.
 """
 

@@ -35,6 +35,8 @@ SPEC_BYTES_MAX = 256 << 10
 """Longest canonical form: it travels as one string of a handshake message."""
 CHUNK_ELEMS_MAX = 1 << 21
 """Largest chunk, 8 MiB of fp32: an owner holds one per contributor at once."""
+SHARDS_MAX = 4096
+"""Each is a reader of its own, which is there from the beginning."""
 BYTE_VALUES = 256
 """Vocabulary of the byte-level tokenizer."""
 
@@ -162,12 +164,12 @@ class DataSpec:
             not (self.streaming and self.source == STDLIB),
             'data.streaming needs a dataset or files; "stdlib" is small: set streaming = false',
         )
-        _check(self.shards >= 1, "data.shards must be at least 1")
+        _check(1 <= self.shards <= SHARDS_MAX, f"data.shards must be 1 to {SHARDS_MAX}")
         _check(
             self.streaming or self.shards == DataSpec.shards,
             "data.shards is given, but data.streaming is false: remove it, or set streaming = true",
         )
-        _check(self.seq_len >= 1, "data.seq_len must be at least 1 token")
+        _check(self.seq_len >= 2, "data.seq_len must be at least 2 tokens: each predicts the next")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,6 +158,14 @@ def test_pings_go_one_after_the_other_and_lost_ones_do_not_count() -> None:
     deaf = Pinger(SESSION, 0.1, 0.0)
     deaf.tick(0.0)
     assert not deaf.done(PING_LOST_S - 0.1) and deaf.done(PING_LOST_S) and deaf.rtts_s == []
+    patient, now, answered = Pinger(SESSION, 0.0, 0.0, STALL_S), 0.0, 0
+    while not patient.done(now):  # of a host that stood still it waits for the first answer, and for no other
+        for message in patient.tick(now):
+            if now > STALL_S - PING_LOST_S - 1:
+                patient.receive(MeasurePong(SESSION, message.serial), now)
+                answered += 1
+        now = max(now + 0.01, min(patient.next_deadline(), now + 1.0))
+    assert answered == 1 and len(patient.rtts_s) == 1 and now < STALL_S
 
 
 def test_percentiles() -> None:

@@ -200,9 +200,9 @@ def test_a_result_that_is_not_finite_is_no_result(exchange: Exchange) -> None:
         mean[1] = value
         base = exchange.log.state.base("a")
         header = ChunkHeader(base, 0, EMPTY, FIRST, OTHER, elsewhere.entry.roster, ())
-        dropped = exchange.dropped
+        dropped = exchange.dropped.total()
         assert exchange.receive_result(Result(header, get_codec("fp32").encode(mean))) is taken
-        assert exchange.dropped == dropped + (not taken) and (0 in exchange.held) is taken
+        assert exchange.dropped.total() == dropped + (not taken) and (0 in exchange.held) is taken
 
 
 def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:
@@ -212,7 +212,28 @@ def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) 
     for number in range(3 * STRAY_CHUNKS_MAX):
         exchange.receive_contrib(OTHER, part(exchange, 1000 + number, 1.0, channel="z"))
     kept = sum(len(by) for chunks in exchange._parts.values() for by in chunks.values())
-    assert kept <= STRAY_CHUNKS_MAX and exchange.dropped >= 4 * STRAY_CHUNKS_MAX
+    assert kept <= STRAY_CHUNKS_MAX and exchange.dropped.total() >= 4 * STRAY_CHUNKS_MAX
+
+
+def test_parts_that_no_plan_asks_for_are_limited_in_bytes_too(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(part(exchange, 0, 1.0).payload)
+    monkeypatch.setattr("dlc.comm.exchange.STRAY_BYTES_MAX", 3 * size)
+    for number in range(5):
+        exchange.receive_contrib(OTHER, part(exchange, number, 1.0))
+    assert sum(len(by) for chunks in exchange._parts.values() for by in chunks.values()) == 3
+    assert {key[0] for key in exchange.dropped} == {OTHER.peer} and exchange.dropped.total() == 2
+
+
+def test_who_sends_what_no_honest_peer_does_is_named_once(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> None:
+    exchange.begin(plan(), (ME, OTHER), {})
+    for _ in range(3):
+        exchange.receive_contrib(OTHER, part(exchange, 10**6, 1.0))
+    assert exchange.dropped == {(OTHER.peer, "a chunk that there is not"): 3}
+    assert [r.message for r in caplog.records] == [
+        f"{OTHER.peer[:8]} sent what was dropped: a chunk that there is not (told once; the round goes on without it)"
+    ]
 
 
 def test_what_was_asked_for_is_still_served_after_the_next_plan(exchange: Exchange) -> None:

@@ -60,7 +60,7 @@ def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> Non
         source.block(-1)
 
 
-def test_a_source_that_is_used_up_is_told_once_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_is_used_up_is_told_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dlc")
     file = tmp_path / "a.txt"
     file.write_text(words(400))
@@ -72,6 +72,9 @@ def test_a_source_that_is_used_up_is_told_once_an_epoch(tmp_path: Path, caplog: 
     for ks in ([0, 1], [n - 1], [n, n + 1], [n - 2, n + 2], [3 * n], [3 * n + 1]):
         source.batch(ks)
         told.append(len(caplog.records))
+    for epoch in range(4, 100):
+        source.batch([epoch * n])
+    assert len(caplog.records) == 2 + 5 and "taken 64 times" in caplog.text
     assert told == [0, 0, 1, 1, 2, 2] and f"all {n} blocks to train on have been taken" in caplog.text
     newcomer = BlockSource(file, seq_len=16)
     caplog.clear()

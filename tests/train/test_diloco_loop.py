@@ -41,6 +41,15 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    """Nothing would be trained, and every round would report as usual."""
+    model, before = build(), build()
+    for refused in (model, list(model.parameters())):
+        with pytest.raises(UsageError, match="holds none of the model's parameters"):
+            DiLoCo(refused, sgd(before), FakePeer(), sync_every=2)
+    DiLoCo(model, torch.optim.SGD([next(model.parameters())], lr=0.1), FakePeer(), sync_every=2)
+
+
 @pytest.mark.parametrize(
     ("spec", "oracle"),
     [
@@ -546,4 +555,4 @@ def test_who_was_joined_with_hold_goes_on_from_a_saved_state_as_others_do() -> N
     anew = FakePeer()
     anew.held = True
     with pytest.raises(UsageError, match="this run has made none"):
-        DiLoCo(build(), sgd(model), anew, resume=saved)
+        DiLoCo(model, sgd(model), anew, resume=saved)

@@ -2,6 +2,7 @@ import dataclasses
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from dlc.train.checkpoint import save_model_folder
 from dlc.train.engine import Engine
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
 from dlc.train.model import build_model, load_model, positions_of, save_model
-from dlc.train.setup import check_vocabulary, model_of
+from dlc.train.setup import check_own_tokenizer, check_vocabulary, model_of
 from dlc.train.tokens import ByteTokenizer, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
 
@@ -260,6 +261,33 @@ def test_an_encoder_that_sees_what_it_is_to_predict_is_refused() -> None:
     for config in ({**bert, "is_decoder": True}, {**sizes, **moe}, {**LLAMA, "vocab_size": 256}):
         assert engine(config).model.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_raw_bytes_for_a_model_that_has_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    """Its ids mean something else to it, and nothing would show but the loss."""
+    model = build_model({**LLAMA, "vocab_size": 301}, 0)
+    save_model_folder(model, tmp_path, lambda folder: None)
+
+    def spec(**options: Any) -> RunSpec:
+        return RunSpec(model=RunModel(kind="path", path=str(tmp_path), **options))
+
+    check_own_tokenizer(spec(), model)  # a folder without one may be of bytes
+    make_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=rf"data.tokenizer = '{tmp_path}', or model.pretrained = false"):
+        check_own_tokenizer(spec(), model)
+    check_own_tokenizer(spec(pretrained=False), model)
+    check_own_tokenizer(dataclasses.replace(spec(), data=DataSpec(tokenizer=str(tmp_path))), model)
+    check_own_tokenizer(RunSpec(), model)
+    hub = RunSpec(model=RunModel(kind="hub", name="some/model"))
+    check_own_tokenizer(hub, model)
+    with pytest.raises(ConfigError, match="'some/model'"):
+        check_own_tokenizer(hub, build_model({**LLAMA, "vocab_size": 2000}, 0))
+
+
+@pytest.mark.parametrize("fields", [{"rope_theta": 500000.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
+def test_fields_may_stand_as_they_do_in_the_config_of_most_models(fields: dict[str, Any]) -> None:
+    changed, usual = build_model({**LLAMA, **fields}, 0), build_model(LLAMA, 0)
+    assert not torch.equal(*(m(input_ids=torch.arange(8)[None]).logits for m in (changed, usual)))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     assert wide.encode([Piece("a", b"w69999 w5", True)])[0].tolist() == [69_999, 5, 1]
 
 
+def test_a_folder_that_is_not_there_is_no_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"there is no tokenizer folder {tmp_path / 'gone'}"):
+        load_tokenizer(str(tmp_path / "gone"))
+
+
 class Counting(HubTokenizer):
     calls = 0
 

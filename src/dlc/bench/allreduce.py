@@ -5,15 +5,16 @@
 To *meet* is a small all-reduce that is repeated until all N are in it: its report is the same on all of them, so all
 leave it after the same round, and start the timed one together.
 
-Every peer fills the same pattern, times a factor that follows from its id; so each peer knows the mean of any set of
-contributors, and a mean that is off by more than the codec loses ends the benchmark. A round that somebody was missing
-from is reported, and is in no figure.
+Every peer's vector follows from its id (`pattern`); so each peer knows the mean of any set of contributors, and a mean
+that is off by more than the codec loses ends the benchmark. A round that somebody was missing from is reported, and is
+in no figure. Where there can be no more rounds, because somebody is gone for good, the figures are of those before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
+from dlc.bench.pattern import Pattern
 from dlc.bench.plain import rounded
+from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.codecs import get_codec
 from dlc.errors import DlcError, UsageError
@@ -45,13 +47,6 @@ GATE_S_MAX = 60.0
 JOIN_S, JOIN_S_PER_PROCESS = 60.0, 10.0
 """For the next peer to come: by default, and for each process of --local where that is more."""
 LOOK_EVERY_S = 0.1
-PROBE_ELEMS = 1 << 18
-"""What the loss of the codec is measured on: few numbers may by chance be among those that it does not change."""
-LOSSES = 6.0
-"""A mean is off by at most this many times what the codec loses on one vector: the factors are between 1 and 2, and
-both the contributions and the mean are encoded."""
-ROUNDING = 1e-5
-"""Of the greatest number: the sum in fp32."""
 
 
 class WrongMean(DlcError):
@@ -75,7 +70,9 @@ class PeerReport:
     sent_mb: float
     received_mb: float
     incomplete_rounds: int
-    """Timed rounds that somebody was missing from."""
+    """Timed rounds that somebody was missing from, or that did not come about."""
+    stopped: str = ""
+    """Why there were no more rounds; "" if there were all."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +97,8 @@ class AllReduceReport:
     limit_share: float | None
     """limit_s / seconds_median: 1 is perfect."""
     seconds: tuple[float, ...]
+    stopped: str
+    """Why a peer had no more rounds; "" if all had."""
     peers: tuple[PeerReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,28 +143,33 @@ def take_part(
     join_timeout_s: float,
     look: Callable[[], None] = lambda: None,
 ) -> PeerReport:
-    """All rounds, as one of `work.n_peers`. Raises RoundTimeout, WrongMean, UsageError (not everybody came).
+    """All rounds, as one of `work.n_peers`. Raises WrongMean, UsageError (not everybody came), and what else
+    ended it before there was a round to report.
 
     join_timeout_s: from one peer that comes to the next. look: called while waiting for them; what it raises ends that.
     """
     _wait_for_all(peer, work.n_peers, say, join_timeout_s, look)
-    pattern = _normal(work.numel)
-    vector, gate = torch.empty_like(pattern), torch.zeros(1)
+    pattern = Pattern(work.numel, work.codec)
+    vector, gate = vectors.empty(work.numel), torch.zeros(1)
     _meet(peer, gate, work.n_peers, join_timeout_s, look)
-    tolerance = _tolerance(pattern, _factor(peer.id), work.codec)
     seconds: list[float] = []
     reports: list[RoundReport] = []
     for number in range(-WARM_UP_ROUNDS, work.rounds):
         say("warm-up" if number < 0 else f"round {number + 1} of {work.rounds}")
-        torch.mul(pattern, _factor(peer.id), out=vector)
+        pattern.fill(vector, peer.id)
         if work.pause_s and number > -WARM_UP_ROUNDS:
             threading.Event().wait(work.pause_s)
-        _meet(peer, gate, work.n_peers, GATE_S_MAX)
-        begin = clock()
-        report = peer.all_reduce(vector, codec=work.codec, timeout_s=ROUND_TIMEOUT_S)
+        try:
+            _meet(peer, gate, work.n_peers, GATE_S_MAX)
+            begin = clock()
+            report = peer.all_reduce(vector, codec=work.codec, timeout_s=ROUND_TIMEOUT_S)
+        except DlcError as error:
+            if not any(_whole(r, work) for r in reports):
+                raise
+            return _summary(peer, work, seconds, reports, f"after {len(reports)} of {work.rounds} rounds: {error}")
         took_s = clock() - begin
         if report.complete:
-            _check(vector, pattern, report, tolerance)
+            _check(vector, pattern, report)
         if number >= 0:
             seconds.append(took_s)
             reports.append(report)
@@ -205,35 +209,19 @@ def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float, look: Callab
         threading.Event().wait(LOOK_EVERY_S)
 
 
-def _normal(numel: int) -> Tensor:
-    """The same numbers on every peer."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0))
-
-
-def _factor(peer: str) -> float:
-    """Between 1 and 2, exact in every codec."""
-    return 1.0 + blake3(peer.encode()).digest(1)[0] / 256
-
-
-def _tolerance(pattern: Tensor, factor: float, codec: str) -> float:
-    coder, probe = get_codec(codec), _normal(PROBE_ELEMS) * factor
-    lost = (coder.decode(coder.encode(probe), probe.numel()) - probe).abs().max().item()
-    return LOSSES * lost + ROUNDING * float(pattern.abs().max())
-
-
-def _check(vector: Tensor, pattern: Tensor, report: RoundReport, tolerance: float) -> None:
-    factor = sum(_factor(share.peer) for share in report.contributors) / len(report.contributors)
-    off = torch.add(vector, pattern, alpha=-factor).abs_().max().item()
-    if not off <= tolerance:
+def _check(vector: Tensor, pattern: Pattern, report: RoundReport) -> None:
+    if wrong := pattern.wrong(vector, [share.peer for share in report.contributors]):
         raise WrongMean(
-            f"round {report.t} gave a wrong mean: an element is off by {off:.3g}, and the codec loses up to "
-            f"{tolerance:.3g}; please report this, with {report.to_dict()}"
+            f"round {report.t} gave a wrong mean: {wrong}; please report this, with {json.dumps(report.to_dict())}"
         )
 
 
-def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundReport]) -> PeerReport:
-    complete = [r.complete and len(r.contributors) == work.n_peers for r in reports]
-    kept = [(s, r) for s, r, whole in zip(seconds, reports, complete, strict=True) if whole]
+def _whole(report: RoundReport, work: Work) -> bool:
+    return report.complete and len(report.contributors) == work.n_peers
+
+
+def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundReport], stopped: str = "") -> PeerReport:
+    kept = [(s, r) for s, r in zip(seconds, reports, strict=True) if _whole(r, work)]
     if not kept:
         raise DlcError(f"no round had all {work.n_peers} peers: {reports[-1].summary()}")
 
@@ -249,7 +237,8 @@ def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundRe
         rest_s=mid([max(s - r.waiting_s - r.reduce_s, 0.0) for s, r in kept]),
         sent_mb=mid([r.bytes_sent for _, r in kept]) / 1e6,
         received_mb=mid([r.bytes_received for _, r in kept]) / 1e6,
-        incomplete_rounds=len(complete) - len(kept),
+        incomplete_rounds=work.rounds - len(kept),
+        stopped=stopped,
     )
 
 
@@ -278,6 +267,7 @@ def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, slowest_mb
         limit_s=limit_s,
         limit_share=limit_s / median_s if limit_s is not None else None,
         seconds=seconds,
+        stopped=next((p.stopped for p in peers if p.stopped), ""),
         peers=tuple(peers),
     )
 
@@ -292,10 +282,14 @@ def slowest_link_mbps(links: Path, sites: Sequence[str]) -> float:
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{links} is no output of `dlc bench matrix --json`") from None
     wanted = [(a, b) for a in sites for b in sites if a != b]
-    unknown = [f"{a} to {b}" for a, b in wanted if not isinstance(rates.get((a, b)), (int, float))]
+    unknown = [f"{a} to {b}" for a, b in wanted if not _is_rate(rates.get((a, b)))]
     if unknown:
         raise UsageError(f"{links} has no rate for {', '.join(unknown[:3])}; measure these, or leave out --links")
     return float(min(rates[pair] for pair in wanted))
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class Children:

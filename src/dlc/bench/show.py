@@ -69,7 +69,9 @@ def allreduce(report: AllReduceReport, console: Console) -> None:
         )
     if report.incomplete_rounds:
         console.print(
-            f"{report.incomplete_rounds} rounds lacked a peer, and are in no figure", highlight=False, soft_wrap=True
+            f"{report.incomplete_rounds} rounds lacked a peer or did not come about, and are in no figure",
+            highlight=False,
+            soft_wrap=True,
         )
     table = _table("peer", "waiting s", "reducing s", "rest s", "sent MB", "received MB")
     for peer in report.peers:

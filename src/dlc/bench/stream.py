@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from dlc.bench.limits import TAG
-from dlc.bench.transfer import STALL_S, Pinger, Transfer
+from dlc.bench.transfer import PING_LOST_S, STALL_S, Pinger, Transfer
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
@@ -105,9 +105,10 @@ class Stream:
         """The session is open, by this stream or another: its bulk goes to that port."""
         self._bulk = join_address(parse_address(self._address)[0], bulk_port)
 
-    def ping(self, seconds: float) -> list[float]:
-        """Round-trip times, in seconds; at least one. Raises MeasureFailed where none comes."""
-        pinger = Pinger(self._session, seconds, clock())
+    def ping(self, seconds: float, within_s: float = PING_LOST_S) -> list[float]:
+        """Round-trip times, in seconds; at least one. Raises MeasureFailed where none comes within that, or `within_s`
+        if it is more."""
+        pinger = Pinger(self._session, seconds, clock(), within_s)
         while not pinger.done(clock()):
             for message in pinger.tick(clock()):
                 self._send(message)
@@ -155,7 +156,7 @@ class Stream:
                 raise MeasureFailed(self._silent())
             self._transport.forget(self._bulk)  # what is still on the way must not disturb what is measured next
             self._counted = 0
-            self.ping(0.0)  # slow, or dead since? After a standstill of this host nothing has told yet
+            self.ping(0.0, STALL_S)  # slow, or dead since? After a standstill of this host nothing has told yet
         return transfer
 
     def _fill(self, transfer: Transfer) -> None:

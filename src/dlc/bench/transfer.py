@@ -33,11 +33,12 @@ ALIVE_S = 1.0
 class Pinger:
     """Round trips, one after the other, until PINGS_MAX or the time is over; at least one if anything answers."""
 
-    def __init__(self, session: bytes, seconds: float, now: float) -> None:
+    def __init__(self, session: bytes, seconds: float, now: float, within_s: float = PING_LOST_S) -> None:
+        """`within_s`: for the first answer, where that is more than `seconds`."""
         self.rtts_s: list[float] = []
         self._session = session
         self._end = now + seconds
-        self._last = now + max(seconds, PING_LOST_S)
+        self._last = now + max(seconds, within_s)
         self._serial = 0
         self._sent_at: float | None = None
 

@@ -397,7 +397,9 @@ def _allreduce(args: argparse.Namespace) -> int:
         _print_json(report.to_dict())
     else:
         show.allreduce(report, Stdout())
-    return OK
+    if report.stopped:
+        print(f"dlc bench: {report.stopped}", file=sys.stderr)
+    return PARTLY if report.stopped else OK
 
 
 def _child_options(args: argparse.Namespace, address: str, n_peers: int) -> dict[str, str]:

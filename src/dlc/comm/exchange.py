@@ -16,7 +16,8 @@ All members of a plan send chunks in one order: an owner could wait for ever for
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -37,13 +38,17 @@ from dlc.comm.rates import Rates
 from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.wire import pack
 
+log = logging.getLogger(__name__)
+
 WINDOW_BYTES = 16 << 20
 """Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
 WINDOW_CHUNKS_MIN = 4
 STRAY_CHUNKS_MAX = 64
-"""Contributions kept per sender before the plan that asks for them is known here."""
+STRAY_BYTES_MAX = 64 << 20
+"""Contributions kept per sender before the plan that asks for them is known here: more than any window."""
 EARLY_BYTES_MAX = 64 << 20
 """Results kept that came before the plan they belong to, which travels on the other lane; what is over is fetched."""
+LATE = "it came too late, or nobody asked for it"
 SERVED_MAX = 4096
 """Results and pieces queued for one peer that asked for them; what is over is asked for again."""
 
@@ -104,8 +109,8 @@ class Exchange:
         self.grid: Grid | None = None
         self.gained = 0
         """Parts taken and chunks closed under this plan: that it rises shows that bytes move."""
-        self.dropped = 0
-        """Frames that no plan asked for; counted, never fatal."""
+        self.dropped: Counter[tuple[PeerId, str]] = Counter()
+        """What was thrown away of whom, and why; never fatal. Told once each where no honest peer does it."""
         self.reduce_since = 0.0
         self.last_gain = 0.0
         self._parts: dict[tuple[str, bytes], dict[int, dict[Voter, Contrib]]] = {}
@@ -249,7 +254,7 @@ class Exchange:
 
     def receive_contrib(self, sender: Voter, contrib: Contrib) -> None:
         if self.log.state.base(contrib.channel) != contrib.base:
-            self.dropped += 1
+            self._drop(sender, LATE)
             return
         part = Part(sender, contrib.weight, contrib.upto)
         if not contrib.payload:
@@ -271,13 +276,12 @@ class Exchange:
         """Keep a part; True if the present plan's channel asks for it."""
         asked_for = self._asked_for(contrib)
         wanted = asked_for and contrib.chunk in self._owned
-        strays = 0 if wanted else sum(sender in by for chunks in self._parts.values() for by in chunks.values())
-        if strays >= STRAY_CHUNKS_MAX:
-            self.dropped += 1
+        if not wanted and not self._room_for(sender, contrib):
+            self._drop(sender, "more than is kept before a plan asks for it")
             return False
         self.patience.heard(sender, len(contrib.payload))
         if asked_for and not (self.grid is not None and 0 <= contrib.chunk < self.grid.n_chunks):
-            self.dropped += 1
+            self._drop(sender, "a chunk that there is not", bad=True)
             return False
         # What this plan gives to another owner, or what I hold already, is for the next plan: the sender may have seen
         # it before me, and the coordinator may have made it before it knew what I hold.
@@ -294,8 +298,8 @@ class Exchange:
         index, part = self._parts_of.get(sender, (-1, None))
         if reducer is None or part is None or (part.weight, part.upto) != (contrib.weight, contrib.upto):
             return
-        if reducer.offer(index, contrib.payload) is not None:
-            self.dropped += 1
+        if (reason := reducer.offer(index, contrib.payload)) is not None:
+            self._drop(sender, f"a part of a chunk: {reason}", bad=True)
 
     def receive_result(self, result: Result) -> bool:
         """Store a candidate if the current plan asks for it; True if it was new and wanted."""
@@ -312,8 +316,11 @@ class Exchange:
         else:
             owner = plan.owners[plan.assignment[header.chunk]]
             wanted = header.head == plan.head and header.ballot == plan.ballot and header.owner == owner
-        if not wanted or not self._well_formed(result):
-            self.dropped += 1
+        if not wanted:
+            self._drop(header.owner, LATE)
+            return False
+        if not self._well_formed(result):
+            self._drop(header.owner, "a result that cannot be", bad=True)
             return False
         self._count_received(plan.entry.channel, len(result.payload))
         self.patience.sign(header.owner)
@@ -325,7 +332,18 @@ class Exchange:
         if sum(len(r.payload) for r in self._early) + len(result.payload) <= EARLY_BYTES_MAX:
             self._early.append(result)
         else:
-            self.dropped += 1
+            self._drop(result.header.owner, "more than is kept before the plan is known")
+
+    def _drop(self, sender: Voter, why: str, bad: bool = False) -> None:
+        key = (sender.peer, why)
+        self.dropped[key] += 1
+        if bad and self.dropped[key] == 1:
+            log.warning("%s sent what was dropped: %s (told once; the round goes on without it)", sender.peer[:8], why)
+
+    def _room_for(self, sender: Voter, contrib: Contrib) -> bool:
+        """Of what no plan asks for yet, so much is kept of each."""
+        own = [len(by[sender].payload) for chunks in self._parts.values() for by in chunks.values() if sender in by]
+        return len(own) < STRAY_CHUNKS_MAX and sum(own) + len(contrib.payload) <= STRAY_BYTES_MAX
 
     def _well_formed(self, result: Result) -> bool:
         assert self.grid is not None and self.plan is not None

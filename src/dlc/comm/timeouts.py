@@ -55,7 +55,8 @@ class Timeouts:
     def _relation(self, text: str, holds: bool) -> None:
         if not holds:
             raise ConfigError(
-                f"timeouts must keep {text}, but probe_s={self.probe_s}, beat_s={self.beat_s}, evict_s={self.evict_s}"
+                f"timeouts must keep {text}, but probe_s={self.probe_s}, evict_s={self.evict_s} and "
+                f"beat_s={self.beat_s} (which no RUN.toml sets)"
             )
 
     def t_dead_s(self, n: int, health: float) -> float:

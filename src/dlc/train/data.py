@@ -192,9 +192,14 @@ class BlockSource:
         return _tensor(self._train, rows)
 
     def _tell_of_epochs(self, epoch: int) -> None:
-        """Once of each that begins: a small source is gone through many times, and people have to know."""
-        if self._epoch is not None and epoch > self._epoch:
-            log.info("all %d blocks to train on have been taken; they come again, in another order", self.n_blocks)
+        """When the 1st, the 2nd, the 4th, ... of them is over: a small source is gone through many times, and people
+        have to know."""
+        if self._epoch is not None and epoch.bit_length() > self._epoch.bit_length():
+            log.info(
+                "all %d blocks to train on have been taken %s; they come again, in another order",
+                self.n_blocks,
+                "once" if epoch == 1 else f"{epoch} times",
+            )
         self._epoch = max(epoch, self._epoch or 0)
 
     def _row(self, k: int) -> int:

@@ -137,9 +137,11 @@ class DiLoCo:
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: tuple[RemovableHandle, ...] | None = None
         self._peer, self._channel = peer, channel
+        view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
+        _check_trained(view, inner)
         self._outer = OuterLoop(
             peer,
-            FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model),
+            view,
             channel=channel,
             outer=outer,
             fragments=fragments,
@@ -378,3 +380,13 @@ class DiLoCo:
 
 
 __all__ = ["DiLoCo", "NotFinite"]
+
+
+def _check_trained(view: FlatView, inner: torch.optim.Optimizer) -> None:
+    """UsageError: its steps would change nothing of the model."""
+    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    if held and not any(id(tensor) in held for tensor in view.tensors):
+        raise UsageError(
+            "the optimizer holds none of the model's parameters, so its steps would not train it: make the optimizer "
+            "from the parameters of this very model, after the last change of it"
+        )

@@ -26,6 +26,10 @@ ModelSpec = Mapping[str, Any] | str | Path
 """Fields of a `transformers` config with `model_type` among them; or the path of a local model folder."""
 
 
+OLD_NAMES = {"rope_theta": "rope_parameters", "rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
+"""Fields as they stand in the config.json of most models; later versions of transformers take them for these."""
+
+
 def build_model(spec: ModelSpec, seed: int) -> nn.Module:
     """A causal language model in fp32 on the CPU, in training mode, with the attention that transformers takes for it:
     sdpa where the architecture has it, else eager.
@@ -62,6 +66,7 @@ def _config(kind: str, fields: dict[str, Any]) -> Any:
 
     default = AutoConfig.for_model(kind)
     known = set(default.to_dict()) | set(default.attribute_map)
+    known |= {old for old, new in OLD_NAMES.items() if new in known}
     for name in fields:
         if name not in known:
             raise ConfigError(f"{name!r} is no field of a {kind} model{_nearest(name, known)}")

@@ -15,9 +15,7 @@ from dlc.train.model import load_model
 from dlc.train.outer import theta_of
 from dlc.train.saver import Saved, check_same_model
 from dlc.train.setup import model_of
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""A model folder with one of them is not of bytes, though its tokenizer may turn out to be of no use here."""
+from dlc.train.shelf import has_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +37,8 @@ def restore(target: str) -> Restored:
     path = Path(target).expanduser()
     exists = os.path.exists(path)  # False, too, where this user may not look
     if os.path.isfile(path / "config.json") or not exists:
-        has_tokenizer = not exists or any((path / name).is_file() for name in TOKENIZER_FILES)
-        return Restored(load_model(target), target, target if has_tokenizer else BYTES, None, None)
+        tokenizer = target if not exists or has_tokenizer(path) else BYTES
+        return Restored(load_model(target), target, tokenizer, None, None)
     return of_checkpoint(saver.chosen(path, None))
 
 

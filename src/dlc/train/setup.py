@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from dlc.errors import ConfigError, DataError, UsageError
-from dlc.runspec import RunSpec
+from dlc.runspec import BYTES, RunSpec
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
 from dlc.train.model import build_model, load_model, positions_of, vocab_of
+from dlc.train.shelf import has_tokenizer
 from dlc.train.tokens import Tokenizer
 
 log = logging.getLogger(__name__)
 
+BYTE_ROWS_MAX = 1024
+"""No model of bytes has a vocabulary that is larger."""
 LOOKED_AT = 8
 """Tokens of which the first half is to be the same, whatever the second is."""
 FROM_LATER_MAX = 1e-4
@@ -79,6 +82,20 @@ def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
             f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model's vocabulary (vocab_size) "
             f"only {rows}: set data.tokenizer to the model's own, or model.config.vocab_size to "
             f"{tokenizer.vocab_size} or more"
+        )
+
+
+def check_own_tokenizer(spec: RunSpec, model: nn.Module) -> None:
+    """ConfigError: raw bytes for a model that was trained with a tokenizer, whose ids mean something else to it."""
+    what = spec.model
+    if what.kind == "config" or not what.pretrained or spec.data.tokenizer != BYTES:
+        return
+    name = what.path or what.name
+    rows = vocab_of(model)
+    if (what.kind == "path" and has_tokenizer(Path(name))) or (rows is not None and rows > BYTE_ROWS_MAX):
+        raise ConfigError(
+            f"the model {name} was trained with a tokenizer, and data.tokenizer is {BYTES!r}: set data.tokenizer = "
+            f"{name!r}, or model.pretrained = false to begin from random weights"
         )
 
 

@@ -26,6 +26,8 @@ HEADER_BYTES_MAX = 100 << 20
 """As the format has it."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """What can be a name on the hub; everything else is a path."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A model folder with one of them is not of bytes, though its tokenizer may turn out to be of no use here."""
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -66,6 +68,11 @@ def model_folder(name: str | Path) -> Path | None:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} holds no config.json; give a folder written by save_pretrained")
     return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the model in that folder is not of bytes, though its tokenizer may turn out to be of no use here."""
+    return any((folder.expanduser() / name).is_file() for name in TOKENIZER_FILES)
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:

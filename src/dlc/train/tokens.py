@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.runspec import BYTE_VALUES, BYTES
+from dlc.train.shelf import HUB_NAME
 from dlc.train.sources import Piece
 
 SEPARATOR = b"\0"
@@ -117,6 +118,8 @@ def _load(name: str) -> Any:
 
     folder = Path(name).expanduser()
     local = folder.is_dir()
+    if not local and not HUB_NAME.fullmatch(name):
+        raise DataError(f"there is no tokenizer folder {folder}; give one that save_pretrained wrote, on every host")
     try:
         return AutoTokenizer.from_pretrained(folder if local else name, local_files_only=local)
     except Exception as e:  # network, hub, JSON and tokenizers have no common base

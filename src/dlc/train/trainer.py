@@ -33,7 +33,7 @@ from dlc.train.packing import TOKENS
 from dlc.train.rng import seed_peer
 from dlc.train.samedata import FIELD, SameData
 from dlc.train.saver import KEPT, Saved, Saver, check_same_model
-from dlc.train.setup import check_vocabulary, pick_device
+from dlc.train.setup import check_own_tokenizer, check_vocabulary, pick_device
 from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
 from dlc.train.strategy import CHANNEL, Calls, Parts
@@ -121,6 +121,7 @@ class Trainer:
         self._engine = Engine(spec, pick_device(device)) if site is None else SiteEngine(spec, site, peer.id)
         self.device, self.model, view = self._engine.device, self._engine.model, self._engine.view
         tokenizer = load_tokenizer(spec.data.tokenizer)
+        check_own_tokenizer(spec, self.model)
         check_vocabulary(self.model, tokenizer)  # before the text is tokenised, which may take long
         self._source = open_blocks(spec, tokenizer, cache or folder / TOKENS)
         self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)

@@ -189,7 +189,8 @@ class DHT:
     ) -> Any:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
-        True: told; False: it has expired already, another with a later end is known, or a validator does not take it.
+        True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
+        already, another with a later end is known, or a validator does not take it.
         With return_future, a future. UsageError: it is more than 64 KB. No effect: `NEEDLESS_STORE`.
         """
         _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
@@ -213,7 +214,7 @@ class DHT:
         return _maybe_future(True, return_future)
 
     def get(self, key: Any, latest: bool = False, return_future: bool = False, **of_hivemind: Any) -> Any:
-        """(value, expiration time) as a `ValueWithExpiration`, None where there is none; always the latest known.
+        """(value, expiration time) as a `ValueWithExpiration`, None where there is none: the latest that has come here.
 
         Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`. No effect: `NEEDLESS_GET`.
         """
