@@ -5,6 +5,7 @@
 | a chunk reduced under one roster is reused under another | an old chunk of another roster is reduced again |
 | the woken are no longer stale before they have caught up | the woken stay stale while the state is slow to come |
 | a contribution is known by its weight alone | a part of a revoked lease is not averaged |
+| who said that it is ahead, and is silent now, has answered | who is cut off before it has caught up decides nothing |
 | after a long cut nobody pings any more | after a long cut all find each other again |
 | a restarted founder knows no address and goes on alone | a founder from disk does not go on alone |
 | in a long chunk phase the coordinator is taken for dead | a long chunk phase has one ballot; a slow downlink |
@@ -41,6 +42,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import ChunkHeader, Result
 from dlc.comm.patience import Patience
+from dlc.comm.permit import greater_alive
 from dlc.comm.slot import ROSTER_PARTS_MAX, Slot
 from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
@@ -484,6 +486,38 @@ def test_the_woken_stay_stale_while_the_state_is_slow_to_come() -> None:
     assert not [m for _, s, _, m in stage.sent if s in asleep and isinstance(m, binding)]
     stage.hold = nothing
     stage.release()
+    stage.all_in()
+    assert not stage.world.checker.history.forks
+
+
+def heads_of(stage: Stage) -> set[bytes]:
+    return {p.node.log.head for p in stage.peers()}
+
+
+@pytest.mark.parametrize("after_s", [1.0, 0.8 * EVICT_S])
+def test_who_is_cut_off_before_it_has_caught_up_decides_nothing(after_s: float) -> None:
+    """One of two sleeps, and the other goes on by force. The sleeper, whose vote alone decides at the old head, hears
+    so when it wakes; before it has caught up the other one is out of reach again, for less than T_evict."""
+    stage = Stage(2)
+    stage.until(lambda: len(heads_of(stage)) == 1 and not any(p.node.slot.plan for p in stage.peers()))
+    sleeper, other = ranked(stage)
+    head, name = sleeper.node.log.head, sleeper.host.name
+    stage.world.freeze(sleeper, 1.5 * EVICT_S)
+    slow = (msg.Steps, msg.Offer, msg.Piece, msg.Commit)
+    stage.hold = lambda source, target, m: target == name and isinstance(m, slow)
+    stage.until(lambda: other.node.log.state.electorate == (other.voter,), 3 * EVICT_S)
+    stage.committed(other.node.log.state.round_of(TRAIN) + 2, [other])
+    stage.until(lambda: sleeper.awake and bool(greater_alive(sleeper.node.ctx, sleeper.node.log)), 3 * EVICT_S)
+    until = stage.world.now + after_s
+    stage.until(lambda: stage.world.now > until)
+    cut(stage, [sleeper], [other])
+    stage.until(lambda: not sleeper.node.members.alive(other.voter), EVICT_S)
+    until = stage.world.now + 0.5 * EVICT_S
+    stage.until(lambda: stage.world.now > until, EVICT_S)
+    assert sleeper.node.ctx.stale and sleeper.node.log.head == head
+    stage.hold = nothing
+    stage.release()
+    mend(stage)
     stage.all_in()
     assert not stage.world.checker.history.forks
 

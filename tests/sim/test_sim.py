@@ -263,6 +263,10 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # all who had decided the opening of a second channel crashed before the others, newcomers, had that entry: a
         # schedule that left nobody its state
         (5556, 2, 6, LATER),
+        # one of two slept for longer than T_evict; awake again it heard that the other had gone on by force, and was
+        # cut off from it before it had caught up: as that one had answered, it took its own old head for the last one,
+        # and decided there by its casting vote
+        (358074189, 2, 8, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, GridSpec, Pi
 from dlc.comm.owners import asked_Bps, shape_of
 from dlc.comm.patience import Patience
 from dlc.comm.rates import Rates
-from dlc.comm.reducer import ChunkReducer, Workspace
+from dlc.comm.reducer import WRONG_SIZE, ChunkReducer, Workspace
 from dlc.comm.wire import pack
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class Exchange:
         if reducer is None or part is None or (part.weight, part.upto) != (contrib.weight, contrib.upto):
             return
         if (reason := reducer.offer(index, contrib.payload)) is not None:
-            self._drop(sender, f"a part of a chunk: {reason}", bad=True)
+            self._drop(sender, f"a part of a chunk: {reason}", bad=reason == WRONG_SIZE)
 
     def receive_result(self, result: Result) -> bool:
         """Store a candidate if the current plan asks for it; True if it was new and wanted."""

@@ -403,24 +403,31 @@ class Node:
         self._stale_since = self.members.running_s  # after the step that the gap itself adds
 
     def _refresh(self) -> None:
-        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or patience is over."""
+        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered that it is not either,
+        or patience is over."""
         if self.ctx.leaving or self._stale_since is None:
             return
-        if greater_alive(self.ctx, self.log):
-            return
         members = self.members
+        if greater_alive(self.ctx, self.log):
+            self._stale_since = members.running_s  # whoever is ahead may be cut off next
+            return
         waited_s = members.running_s - self._stale_since
         # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a
         # woken peer waits as long as they had to. A process that has just started never voted before.
         patience_s = members.t_evict_s if self._woken else members.t_refresh_s
         if waited_s < patience_s:
             asked = self._to_be_heard(everybody=waited_s < members.t_refresh_s)
-            if not all(members.gone(v) or members.refreshed(v) for v in asked):
+            if not all(members.gone(v) or (members.refreshed(v) and not self._ahead(v)) for v in asked):
                 return
         self.ctx.stale = False
         self._stale_since = None
         members.update_own(stale=False)
         self.slot.announce()
+
+    def _ahead(self, voter: Voter) -> bool:
+        """It said so last, though it is silent now."""
+        record = self.members.record(voter.peer)
+        return record is not None and can_vote(record) and key_of(record) > self.log.state.key
 
     def _to_be_heard(self, everybody: bool) -> set[Voter]:
         """Who may have gone on while I did not look: the voters. Where I slept, also whoever stood at my head, or not

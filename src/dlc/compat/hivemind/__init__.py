@@ -50,6 +50,7 @@ from dlc.compat.hivemind.utils import (
 
 OF_NETWORK = (
     "BatchTensorDescriptor",
+    "DHTNode",
     "MPFuture",
     "P2P",
     "P2PContext",

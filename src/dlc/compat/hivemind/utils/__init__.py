@@ -9,9 +9,20 @@ from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer, SerializerBase
 from dlc.compat.hivemind.utils.timed_storage import DHTExpiration, ValueWithExpiration, get_dht_time
 
-__getattr__ = attribute_hook(
-    __name__, dict.fromkeys(("BatchTensorDescriptor", "MPFuture", "TensorDescriptor", "TimedStorage"), INSIDE)
+OF_NETWORK = (
+    "BatchTensorDescriptor",
+    "MPFuture",
+    "TensorDescriptor",
+    "TimedStorage",
+    "choose_ip_address",
+    "increase_file_limit",
+    "nested_compare",
+    "nested_flatten",
+    "nested_map",
+    "nested_pack",
 )
+
+__getattr__ = attribute_hook(__name__, dict.fromkeys(OF_NETWORK, INSIDE))
 
 __all__ = [
     "DHTExpiration",
