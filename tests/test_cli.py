@@ -419,3 +419,39 @@ def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPat
     assert (args.state_dir, args.profile) == (tmp_path / "peer", (tmp_path / "traces", 3))
     assert parser(demo_wanted=True).parse_args(["demo", "--out=~/out"]).out == tmp_path / "out"
     assert parser(demo_wanted=False).parse_args(["join", "--state-dir=~nobody-of-this-name/x"]).state_dir
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
+def test_a_process_of_ours_may_open_as_many_files_as_the_system_lets_it() -> None:
+    """Strangers that only connect take one each."""
+    program = """
+import resource
+from dlc.cli.files import raise_open_files_limit
+_, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+hard = 512 if allowed == resource.RLIM_INFINITY else min(allowed, 512)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise_open_files_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[model.config]\nmodel_type = "llama"\nhidden_sze = 3', "'hidden_sze' is no field of a llama model; did you"),
+        ('[model.config]\nmodel_type = "t5"', "is no causal language model"),
+        ('[model]\nkind = "path"\npath = "/nowhere/model"', "no model folder at /nowhere/model"),
+        ('[data]\ntokenizer = "/nowhere/tokenizer"', "there is no tokenizer folder /nowhere/tokenizer"),
+        ('[data]\nsource = "/nowhere/text"', "/nowhere/text"),
+    ],
+)
+def test_what_is_wrong_with_the_parts_of_a_run_is_told_before_others_are_told_to_join(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
+    assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+    told = "".join(capfd.readouterr())
+    assert said in told and "others join with" not in told

@@ -80,9 +80,10 @@ def parts_of(vector: Tensor, elems: int) -> Iterator[Tensor]:
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """That of all tensors; the CPU if they are on several."""
+    """Where these are best put together, and encoded: the CUDA device that holds them all; else the CPU."""
     devices = {t.device for t in tensors}
-    return devices.pop() if len(devices) == 1 else CPU
+    device = devices.pop() if len(devices) == 1 else CPU
+    return device if device.type == "cuda" else CPU
 
 
 def parts_of_many(tensors: Sequence[Tensor], elems: int, device: torch.device) -> Iterator[Tensor]:
@@ -159,7 +160,7 @@ class FlatView:
 
     @property
     def device(self) -> torch.device:
-        """Where `parts` are best made: where all parameters are; the CPU if that is no single device."""
+        """Where `parts` are best made: see `device_of`."""
         return device_of(self.tensors)
 
     def parts(self, elems: int, device: torch.device = CPU) -> Iterator[Tensor]:

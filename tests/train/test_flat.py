@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dlc.errors import UsageError
-from dlc.flat import FlatView, flatten_tensors, unflatten_into
+from dlc.flat import FlatView, device_of, flatten_tensors, unflatten_into
 
 
 def mixed() -> list[torch.Tensor]:
@@ -113,6 +113,11 @@ def test_the_layout_names_what_stands_in_the_vector() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(torch.bfloat16)
     model[0].bias.requires_grad_(False)
     assert FlatView.of(model).layout() == {"0.weight": "bfloat16 2x3", "1.weight": "bfloat16 2x2"}
+
+
+def test_only_a_cuda_device_that_holds_all_is_where_tensors_are_put_together() -> None:
+    cpu, elsewhere = torch.empty(2), torch.empty(2, device="meta")
+    assert device_of([cpu, cpu]) == device_of([cpu, elsewhere]) == device_of([elsewhere]) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("elems", [1, 3, 4, 7, 100])

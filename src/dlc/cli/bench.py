@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dlc.addresses import addresses_of, advertised, check_listen, outbound_host
+from dlc.cli.files import raise_open_files_limit
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.places import key_file, run_key
 from dlc.comm.addresses import join_address, parse_address
@@ -249,6 +250,7 @@ def _interruptible() -> Iterator[threading.Event]:
 def _serve(args: argparse.Namespace) -> int:
     security = _security(args)
     check_listen(args.listen, security is not None or args.insecure)
+    raise_open_files_limit()
     from dlc.bench.serve import Site
 
     site = Site(args.listen, security, args.insecure)

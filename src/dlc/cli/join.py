@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from dlc.addresses import addresses_of, advertised, check_listen, default_listen
 from dlc.cli import site, trackers
 from dlc.cli.document import documented
+from dlc.cli.files import raise_open_files_limit
 from dlc.cli.helping import check_helped, help_out
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.observing import check_observed, look_on
@@ -63,6 +64,7 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)
+    raise_open_files_limit()
     named = None
     if args.resume not in (AUTO, NEVER):
         named, spec = _named_checkpoint(args, spec)
@@ -149,7 +151,7 @@ def _take_part(
     try:
         found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
         if args.role == TRAINER and spec is not None:
-            _check_source(spec)
+            _check_parts(spec)
             if found is None:
                 _tell_other_run(state.path, spec)
         peer, saved = _join_swarm(args, spec, state, found, events)
@@ -170,11 +172,22 @@ def _take_part(
         _train(args, peer, state.path, saved, events, interrupts, group)
 
 
-def _check_source(spec: RunSpec) -> None:
-    """DataError where the run's files are not here, before others are told to join. A hub's are found out later."""
+def _check_parts(spec: RunSpec) -> None:
+    """What is wrong with the run's model, tokenizer or files on this host, as far as it shows without building them:
+    before others are told to join. ConfigError, DataError, UsageError. A hub's are found out later."""
     from dlc.train.datasets_io import is_dataset
+    from dlc.train.model import config_of
+    from dlc.train.shelf import HUB_NAME, model_folder
     from dlc.train.sources import Place, list_files
+    from dlc.train.tokens import load_tokenizer
 
+    if spec.model.kind == "config":
+        config_of(spec.model.config)
+    elif spec.model.kind == "path":
+        model_folder(Path(spec.model.path))
+    tokenizer = spec.data.tokenizer
+    if not HUB_NAME.fullmatch(tokenizer) or Path(tokenizer).is_dir():
+        load_tokenizer(tokenizer)
     if not is_dataset(Place(spec.data.source)):
         list_files(spec.data.source)
 

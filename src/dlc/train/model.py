@@ -44,26 +44,28 @@ def build_model(spec: ModelSpec, seed: int) -> nn.Module:
 
 def _from_config(fields: dict[str, Any], seed: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
+
+    config = config_of(fields)
+    try:
+        with _seeded(seed):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as e:  # transformers and torch raise many kinds for values that do not fit together
+        raise ConfigError(f"transformers cannot build a {config.model_type} model from {fields}: {e}") from e
+    return _trainable(model)
+
+
+def config_of(given: Mapping[str, Any]) -> Any:
+    """The config of a model, which is not built yet; transformers takes any keyword without a word, so names are
+    checked here. ConfigError: as `build_model`, but for values that only show when the model is built."""
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
+    fields = dict(given)
     kind = fields.pop("model_type", None)
     if kind is None:
         raise ConfigError('the model needs a model_type, for example "llama", or a path to a model folder')
     if kind not in KNOWN:
         raise ConfigError(f"model_type {kind!r} is no causal language model of transformers{_nearest(kind, KNOWN)}")
-    config = _config(kind, fields)
-    try:
-        with _seeded(seed):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as e:  # transformers and torch raise many kinds for values that do not fit together
-        raise ConfigError(f"transformers cannot build a {kind} model from {fields}: {e}") from e
-    return _trainable(model)
-
-
-def _config(kind: str, fields: dict[str, Any]) -> Any:
-    """The config of a model; transformers takes any keyword without a word, so names are checked here."""
-    from transformers import AutoConfig
-
     default = AutoConfig.for_model(kind)
     known = set(default.to_dict()) | set(default.attribute_map)
     known |= {old for old, new in OLD_NAMES.items() if new in known}
