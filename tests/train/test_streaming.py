@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,6 +168,18 @@ def test_map_style_datasets_are_split_by_row(tmp_path: Path) -> None:
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": rows})}).save_to_disk(tmp_path / "dict")
     with pytest.raises(DataError, match="no split 'train' .found: test"):
         BlockSource(tmp_path / "dict", SEQ)
+
+
+def test_a_stream_that_shrank_is_other_data_and_a_copy_is_not(corpus: Path, tmp_path: Path) -> None:
+    """Where its first documents are the same still."""
+    for name in ("here", "there"):
+        shutil.copytree(corpus, tmp_path / name)
+    here, there = (opened(tmp_path / name) for name in ("here", "there"))
+    assert here.fingerprint() == there.fingerprint()
+    last = max(path for path in (tmp_path / "there").rglob("*") if path.is_file())
+    lines = last.read_bytes().splitlines(keepends=True)
+    last.write_bytes(b"".join(lines[:-1]))
+    assert opened(tmp_path / "there").fingerprint() != here.fingerprint()
 
 
 def test_a_run_opens_what_its_spec_names(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

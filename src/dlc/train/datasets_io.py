@@ -58,9 +58,11 @@ class Stream:
 
     def __init__(self, place: Place, shards: int) -> None:
         self.place, self.shards = place, shards
-        self._whole, said, self.lines = _stream(place, shards)
-        self.identity = blake3(f"{place}\0{said}".encode()).digest()
-        """Changes with the files or the dataset, as far as can be told without reading it."""
+        self._whole, self.content, written, self.lines = _stream(place, shards)
+        """`content`: the same for all copies of the same data, and another if it shrinks or grows, as far as that can
+        be told without reading it."""
+        self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
+        """Changes with the files or the dataset here, likewise."""
 
     def shard(self, s: int) -> Any:
         """Shard s as an `IterableDataset` of its own: its `state_dict` says where it is read on."""
@@ -69,13 +71,13 @@ class Stream:
         return split_dataset_by_node(self._whole, rank=s, world_size=self.shards)
 
 
-def _stream(place: Place, shards: int) -> tuple[Any, str, bool]:
-    """The whole of it, what is known of its content, and whether its rows are lines of jsonl."""
+def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool]:
+    """The whole of it, what is known of its content, when that was written, and whether its rows are lines of jsonl."""
     if place.source.startswith(DATASETS):
-        return _load(place, streaming=True), "", False
+        return _load(place, streaming=True), "", "", False
     if is_saved(Path(place.source).expanduser()):
         rows = _saved(place)
-        return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint, False
+        return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint, "", False
     paths = [path for _, path in list_files(place.source)]
     check_used(place, paths)
     kinds = {{".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
@@ -91,9 +93,10 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, bool]:
         builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}
         reading["sample_by"] = "line" if kind == "jsonl" else "document"
     files = [as_pattern(path) for path in paths]
-    said = " ".join([builder, *(f"{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in paths)])
+    told = [path.stat() for path in paths]
+    content, written = " ".join([builder, *(str(s.st_size) for s in told)]), " ".join(str(s.st_mtime_ns) for s in told)
     rows = _called(place, builder, data_files=files, split="train", streaming=True, **reading)
-    return rows, said, kind == "jsonl"
+    return rows, content, written, kind == "jsonl"
 
 
 def _load(place: Place, streaming: bool) -> Any:

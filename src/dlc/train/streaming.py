@@ -119,8 +119,9 @@ class StreamSource:
         return [blocks[i] for i in range(per_shard) for blocks in found if i < len(blocks)]
 
     def fingerprint(self) -> bytes:
-        """As `Blocks.fingerprint`, as far as a stream can tell: of its layout and first held-out blocks."""
-        layout = (self._stream.shards, self._segment_blocks, self.tokens_per_block)
+        """As `Blocks.fingerprint`, as far as a stream can tell: of its layout, the sizes of its files, and its first
+        held-out blocks."""
+        layout = (self._stream.content, self._stream.shards, self._segment_blocks, self.tokens_per_block)
         hasher = blake3(repr(layout).encode() + self.tokenizer.identity)
         for block in self._held_blocks(1):
             hasher.update(block.astype("<u4").tobytes())
