@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
-from dlc.errors import UsageError
+from dlc.errors import ConfigError, UsageError
 from dlc.peer import Peer
 from dlc.survey import Member
 from tests.swarm import JOIN_S, swarm
@@ -228,6 +228,7 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
         ({"outer_optimizer": heavy_ball}, UsageError, "nesterov=True"),
         ({"outer_optimizer": partial(NESTEROV, weight_decay=0.1)}, UsageError, "weight_decay=0.1"),
         ({"grad_compression": object()}, UsageError, "fp16"),
+        ({"grad_compression": "zz"}, ConfigError, "unknown codec"),
         ({"dht": "127.0.0.1:4600"}, UsageError, "dlc.Peer"),
         ({"params": []}, ValueError, "params"),
     ],

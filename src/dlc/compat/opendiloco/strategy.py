@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
+from dlc.comm.codecs import get_codec
 from dlc.errors import UsageError
 from dlc.survey import Member
 from dlc.train.swarm import TrainerPeer
@@ -55,13 +56,13 @@ def patience_of(strategy: AllReduceStrategy, timeout_s: float | None, matchmakin
 def codec_of(compression: object) -> str:
     """The codec of a compression: a codec's name, an object with a `codec`, or one of Hivemind's classes.
 
-    UsageError: none of these.
+    UsageError: none of these. ConfigError: no codec has that name.
     """
     name = compression if isinstance(compression, str) else getattr(compression, "codec", None)
     name = name or CODECS.get(type(compression).__name__)
     if not isinstance(name, str):
         raise UsageError(f"the compression {compression!r} has no codec here: give fp32, fp16, bf16, int8 or int4")
-    return name
+    return get_codec(name).name
 
 
 def peer_of(dht: object) -> SwarmPeer:
