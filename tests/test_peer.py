@@ -517,9 +517,9 @@ MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
     ("1 to 128 bytes", lambda p: p.all_reduce(torch.ones(4), name="\ud800")),
     ("1 to 128 bytes", lambda p: p.all_reduce(torch.ones(4), name=7)),  # type: ignore[call-overload]
     ("nor a weight be over", lambda p: p.all_reduce(torch.ones(4), weight=1e300)),
-    ("not NaN", lambda p: p.all_reduce(torch.ones(4), patience_s=float("nan"))),
-    ("not NaN", lambda p: p.all_reduce(torch.ones(4), timeout_s=float("nan"))),
-    ("not NaN", lambda p: p.barrier(timeout_s=float("nan"))),
+    ("must be a number of seconds", lambda p: p.all_reduce(torch.ones(4), patience_s=float("nan"))),
+    ("must be a number of seconds", lambda p: p.all_reduce(torch.ones(4), timeout_s=float("nan"))),
+    ("must be a number of seconds", lambda p: p.barrier(timeout_s=float("nan"))),
     ("torch tensors, not ndarray", lambda p: p.all_reduce([torch.ones(4).numpy()])),  # type: ignore[call-overload]
     ("must be dense", lambda p: p.all_reduce(torch.ones(4).to_sparse())),
     ("must be dense", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
