@@ -298,6 +298,15 @@ def test_tensors_that_are_encoded_where_they_are_get_the_same_means(
     assert torch.equal(encoded[0][:1000], encoded[1][:1000])
 
 
+def test_where_nobody_has_weight_tensors_that_were_encoded_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_encoded_there", lambda grid, device: True)
+    with swarm(2) as peers:
+        given = [[torch.full((30_000,), i + 1.0), torch.full((9,), i + 5.0)] for i in range(2)]
+        reports = together(peers, lambda p, i: p.all_reduce(given[i], weight=0.0, timeout_s=ROUND_S))
+    assert not any(report.contributors for report in reports)
+    assert [[t.unique().tolist() for t in many] for many in given] == [[[1.0], [5.0]], [[2.0], [6.0]]]
+
+
 def test_only_a_devices_tensors_are_encoded_before_they_are_copied_and_only_where_that_is_less() -> None:
     grid = Grid(100_000, 1 << 14, "fp16")
     assert collectives._encoded_there(grid, torch.device("cuda"))
