@@ -135,6 +135,8 @@ class Node:
         """Contributions that this process has offered."""
         self._last: float | None = None
         self._stale_since: float | None = None
+        self._led_at = 0.0
+        """When somebody alive was last ahead, while I was stale. Both in running time of the membership."""
         self._woken = False
         """Stale because of a freeze, and not because the process has just started."""
         self.waits = Waits(self.ctx, self.log, self.slot)
@@ -400,16 +402,15 @@ class Node:
             self.slot.wake()
             self.members.update_own(stale=True)
         self.ctx.out.extend(self.members.begin_refresh(now))
-        self._stale_since = self.members.running_s  # after the step that the gap itself adds
+        self._stale_since = self._led_at = self.members.running_s  # after the step that the gap itself adds
 
     def _refresh(self) -> None:
-        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered that it is not either,
-        or patience is over."""
+        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or patience is over."""
         if self.ctx.leaving or self._stale_since is None:
             return
         members = self.members
         if greater_alive(self.ctx, self.log):
-            self._stale_since = members.running_s  # whoever is ahead may be cut off next
+            self._led_at = members.running_s
             return
         waited_s = members.running_s - self._stale_since
         # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a
@@ -417,7 +418,11 @@ class Node:
         patience_s = members.t_evict_s if self._woken else members.t_refresh_s
         if waited_s < patience_s:
             asked = self._to_be_heard(everybody=waited_s < members.t_refresh_s)
-            if not all(members.gone(v) or (members.refreshed(v) and not self._ahead(v)) for v in asked):
+            if not all(members.gone(v) or members.refreshed(v) for v in asked):
+                return
+        # Whoever has answered that it is ahead, and is silent now, is one of those, cut off later.
+        if self._woken and members.running_s - self._led_at < members.t_evict_s:
+            if any(self._ahead(v) and not members.gone(v) for v in self._to_be_heard(everybody=False)):
                 return
         self.ctx.stale = False
         self._stale_since = None
@@ -425,7 +430,7 @@ class Node:
         self.slot.announce()
 
     def _ahead(self, voter: Voter) -> bool:
-        """It said so last, though it is silent now."""
+        """It said so last, though it may be silent now."""
         record = self.members.record(voter.peer)
         return record is not None and can_vote(record) and key_of(record) > self.log.state.key
 
