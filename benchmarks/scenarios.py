@@ -243,7 +243,11 @@ class Stand:
             shares = {s["peer"]: s["fraction"] for s in r.get("report", {"contributors": []})["contributors"]}
             lost = [h for h in self.names if shares.get(self.peer_of[h], 0.0) < 1.0]
             if lost:
-                problems.append(f"{name}: of {', '.join(lost)}, who are healthy, a part is missing")
+                told = {
+                    m["peer"]: f"{m['reason']}, {m['fraction']:.3f}" for m in r.get("report", {}).get("missing", [])
+                }
+                why = "; ".join(f"{h} ({told.get(self.peer_of[h], 'no reason is told')})" for h in lost)
+                problems.append(f"{name}: of healthy ones a part is missing: {why}")
         return problems
 
     def _shares(self, hit: dict[str, dict[str, Any]], guests: dict[str, str]) -> list[float]:
