@@ -30,11 +30,11 @@ CERTAIN = 6.0
 """Standard deviations of what a piece's rounding adds up to."""
 SPARE = 1.5
 """A codec's loss is that of the probe times this, at most: what it is depends on the numbers."""
+LARGEST_SPARE = 3.0
+"""The same of the greatest loss, which differs more from one vector to another."""
 BIAS = 1 / 8
 """Of the loss, in what it adds to the pattern: means of rounded numbers often lie half-way between two others, and what
 these are rounded to has been seen to be one-sided by a tenth."""
-LARGEST_SPARE = 3.0
-"""The same of the greatest loss, which differs more from one vector to another."""
 ROUNDING = 1e-5
 """Of the numbers: their sums in fp32."""
 

@@ -48,9 +48,12 @@ STRAY_BYTES_MAX = 64 << 20
 """Contributions kept per sender before the plan that asks for them is known here: more than any window."""
 EARLY_BYTES_MAX = 64 << 20
 """Results kept that came before the plan they belong to, which travels on the other lane; what is over is fetched."""
-LATE = "it came too late, or nobody asked for it"
 SERVED_MAX = 4096
 """Results and pieces queued for one peer that asked for them; what is over is asked for again."""
+
+
+UNASKED = "it came too late, or nobody asked for it"
+"""Of what is dropped: honest peers send such, too."""
 
 
 @dataclass
@@ -254,7 +257,7 @@ class Exchange:
 
     def receive_contrib(self, sender: Voter, contrib: Contrib) -> None:
         if self.log.state.base(contrib.channel) != contrib.base:
-            self._drop(sender, LATE)
+            self._drop(sender, UNASKED)
             return
         part = Part(sender, contrib.weight, contrib.upto)
         if not contrib.payload:
@@ -317,7 +320,7 @@ class Exchange:
             owner = plan.owners[plan.assignment[header.chunk]]
             wanted = header.head == plan.head and header.ballot == plan.ballot and header.owner == owner
         if not wanted:
-            self._drop(header.owner, LATE)
+            self._drop(header.owner, UNASKED)
             return False
         if not self._well_formed(result):
             self._drop(header.owner, "a result that cannot be", bad=True)

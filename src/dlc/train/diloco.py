@@ -379,9 +379,6 @@ class DiLoCo:
         return blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
 
 
-__all__ = ["DiLoCo", "NotFinite"]
-
-
 def _check_trained(view: FlatView, inner: torch.optim.Optimizer) -> None:
     """UsageError: its steps would change nothing of the model."""
     held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
@@ -390,3 +387,6 @@ def _check_trained(view: FlatView, inner: torch.optim.Optimizer) -> None:
             "the optimizer holds none of the model's parameters, so its steps would not train it: make the optimizer "
             "from the parameters of this very model, after the last change of it"
         )
+
+
+__all__ = ["DiLoCo", "NotFinite"]
