@@ -12,8 +12,7 @@ OPEN_FILES_MAX = 1 << 16
 def raise_open_files_limit() -> None:
     """As many as the system allows this process: the usual 1,024 are for programs that `select`.
 
-    Each connection is one, a stranger's too, until its handshake fails after HANDSHAKE_TIMEOUT_S: with few to spare,
-    who only connects again and again would leave none for a checkpoint.
+    Each connection is one, two for each other peer, and strangers may take an eighth of all (`comm/door.py`).
     """
     if sys.platform == "win32":
         return

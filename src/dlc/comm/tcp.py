@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -74,25 +75,55 @@ def duplicate(fd: int, host: str, port: int) -> socket.socket | None:
     except OSError:  # no socket any more
         os.close(number)
         return None
-    if _leads_to(copy, host, port):
+    if peer_of(copy) == (_address(host), port):
         return copy
     copy.close()
     return None
 
 
-def _leads_to(sock: socket.socket, host: str, port: int) -> bool:
+class Spare:
+    """A descriptor held in reserve: it becomes a duplicate for a moment, also when no more files may be opened."""
+
+    def __init__(self) -> None:
+        self._rest = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._spare = os.dup(self._rest.fileno())
+
+    @contextlib.contextmanager
+    def duplicate(self, fd: int) -> Iterator[socket.socket | None]:
+        """A duplicate of `fd` inside the `with`; None if it is no connected TCP socket (any more)."""
+        copy = None
+        try:
+            with contextlib.suppress(OSError):
+                os.dup2(fd, self._spare, inheritable=False)
+                copy = socket.socket(fileno=self._spare)
+            yield copy if copy is not None and peer_of(copy) is not None else None
+        finally:
+            if copy is not None:
+                copy.detach()
+            os.dup2(self._rest.fileno(), self._spare, inheritable=False)
+
+    def close(self) -> None:
+        os.close(self._spare)
+        self._rest.close()
+
+
+def peer_of(sock: socket.socket) -> tuple[str, int] | None:
+    """Numeric host and port that it leads to; None where it is no connected TCP socket."""
     try:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-            return False
+            return None
         name = sock.getpeername()
-        return bool(name[1] == port and _address(name[0]) == _address(host))
-    except (OSError, ValueError):
-        return False
+        return _address(name[0]), int(name[1])
+    except OSError:
+        return None
 
 
 def _address(host: str) -> str:
     """In one form: without a scope, IPv4 as such where it came mapped into IPv6."""
-    return str(ip_address(host.partition("%")[0].removeprefix("::ffff:")))
+    plain = host.partition("%")[0].removeprefix("::ffff:")
+    with contextlib.suppress(ValueError):
+        return str(ip_address(plain))
+    return plain
 
 
 def sample(sock: socket.socket) -> TcpSample | None:

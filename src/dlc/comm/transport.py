@@ -4,7 +4,7 @@
     others' DEALERs ──> bulk ROUTER ─────┤        poll()          ├── bulk DEALERs ─────> others' ROUTERs
     libzmq's I/O thread ──> ZAP socket ──┤  (receive, serve ZAP,  ├── monitors (links up, down, refused)
     other threads ──> wake() ────────────┤   open links again)    └── resolver's answers
-    control ROUTER's monitor (arrivals) ─┘
+    both ROUTERs' monitors (the door) ───┘
 
 Two lanes never share a queue, so a heartbeat does not wait behind a chunk: `poll` takes all control messages first
 and looks at the control ROUTER again before every bulk message. Nothing here blocks but `poll` (for at most the time
@@ -30,9 +30,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, leads_here, look_up, parse_address
+from dlc.comm.door import Door, strangers_max
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
     CONTROL_FRAME_BYTES_MAX,
@@ -65,7 +65,6 @@ SOCKETS_MAX = 4 * LINKS_MAX
 IDENT_BYTES_MAX = 200
 """A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
 CLOSE_POLL_S = 0.05
-_ARRIVALS = "inproc://arrivals"
 _WAKE_BYTES_MAX = 4096
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 """As plain numbers: pyzmq's are of a class that takes a microsecond for each `&` and `|`."""
@@ -116,7 +115,9 @@ class Transport:
         self._zap = ZapHandler(self._context, security) if security is not None else None
         self._control: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._bulk: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._arrivals = self._watch_arrivals() if ipaddress.ip_address(self.host).is_unspecified else None
+        self._door = Door(self._context, (self._control, self._bulk), strangers_max() if security is not None else None)
+        self._reached = not ipaddress.ip_address(self.host).is_unspecified
+        """There is nothing more to tell of the addresses by which others come in."""
         try:
             self.control_port = self._bind(self._control, "control", port)
             self.bulk_port = self._bind(self._bulk, "bulk", bulk_port)
@@ -233,7 +234,7 @@ class Transport:
         for (lane, _), link in self._links.items():
             link.close(left_s if lane == "control" else 0.0)
         self._links.clear()
-        self._end_arrivals()
+        self._door.close()
         self._control.close(round(left_s * 1000))
         self._bulk.close(0)
         if self._zap is not None:
@@ -264,34 +265,18 @@ class Transport:
         endpoint: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
-    def _watch_arrivals(self) -> zmq.Socket[bytes]:
-        """Have libzmq tell of each handshake that somebody else began, and that ended well."""
-        self._control.monitor(_ARRIVALS, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        monitor.connect(_ARRIVALS)
-        return monitor
-
-    def _end_arrivals(self) -> None:
-        if self._arrivals is not None:
-            self._control.monitor(None, 0)
-            self._arrivals.close(0)
-            self._arrivals = None
-
-    def _look_at_arrivals(self) -> None:
+    def _look_at_door(self) -> None:
         """The kernel says by which address of ours each came; the first that others can dial is told."""
-        while self._arrivals is not None:
-            try:
-                event = recv_monitor_message(self._arrivals, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            address = event["endpoint"].decode("ascii", "replace").removeprefix("tcp://")
+        for address in self._door.look():
+            if self._reached:
+                continue
             try:
                 host = parse_address(address)[0].removeprefix("::ffff:")
             except UsageError:  # it had gone again before libzmq asked
                 continue
             if is_numeric(host) and leads_here(host):
                 self._events.append(Reached(host))
-                self._end_arrivals()
+                self._reached = True
 
     def _link(self, lane: Lane, address: str, report: bool = True) -> Link | None:
         link = self._links.get((lane, address))
@@ -335,8 +320,7 @@ class Transport:
             watched.append((self._bulk, _POLLIN))
         if self._zap is not None:
             watched.append((self._zap.socket, _POLLIN))
-        if self._arrivals is not None:
-            watched.append((self._arrivals, _POLLIN))
+        watched += [(monitor, _POLLIN) for monitor in self._door.monitors]
         for (lane, address), link in self._links.items():
             if link.socket is not None:
                 write = link.pending if lane == "control" else address in wanted
@@ -347,13 +331,13 @@ class Transport:
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
     def _serve(self, ready: dict[Any, int], now: float) -> None:
-        """Work of the transport's own: wake, ZAP, arrivals, look-ups, monitors, waiting control messages."""
+        """Work of the transport's own: wake, ZAP, the door, look-ups, monitors, waiting control messages."""
         if self._wake_out in ready or self._wake_out.fileno() in ready:
             self._wake_out.recv(_WAKE_BYTES_MAX)
         if self._zap is not None and self._zap.socket in ready:
             self._zap.serve()
-        if self._arrivals is not None and self._arrivals in ready:
-            self._look_at_arrivals()
+        if any(monitor in ready for monitor in self._door.monitors):
+            self._look_at_door()
         for host, hosts, problem in self._resolver.answers():
             for link in self._links.values():
                 if link.host == host:

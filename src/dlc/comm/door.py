@@ -1,0 +1,161 @@
+"""Who comes to the sockets that listen: those who never say that they know the run key take no more than their share.
+
+libzmq accepts whoever connects, and drops who has not shown the key in HANDSHAKE_TIMEOUT_S. Until then each holds an
+open file of this process, so that strangers who only connect, again and again, could take all that the system allows:
+no checkpoint could be written, and nobody join. Here the oldest of them are shut as soon as there are too many.
+
+A stranger is known by what our side has sent it: libzmq's greeting (64 bytes) goes to everybody, its next message only
+to those whose first one was made with the server's key. So members are none after one round trip, whatever this thread
+is busy with. Of strangers those go first whose host has most of them: one host's do not keep others out.
+
+Where the system does not show what a connection has sent (not Linux), none is shut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dlc.comm import tcp
+
+log = logging.getLogger(__name__)
+
+GREETING_BYTES = 64
+"""What libzmq sends before it knows anything of the other side (ZMTP 3.1)."""
+STRANGERS_SHARE = 1 / 8
+"""Of the open files that this process may have."""
+STRANGERS_MIN, STRANGERS_MAX = 32, 512
+EVENTS_MAX = 4096
+"""Looked at in one call: what else there is waits for the next."""
+_WATCHED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+
+class Door:
+    """Watches `listening`, sockets of `context` that are to be bound after this. Belongs to the thread that owns them.
+
+    strangers_max: None: there is no key, so nobody is a stranger.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], listening: Sequence[zmq.Socket[bytes]], strangers_max: int | None
+    ) -> None:
+        self.strangers_max = strangers_max if tcp.AVAILABLE else None
+        self.shut = 0
+        """Connections that were shut here."""
+        self._listening = listening
+        self._spare = tcp.Spare()
+        self._guests: dict[tuple[int, int], tuple[str, int]] = {}
+        """(index of the socket, descriptor): numeric host and port, of those not known to be members, oldest first."""
+        self.monitors: list[zmq.Socket[bytes]] = []
+        for index, sock in enumerate(listening):
+            name = f"inproc://door-{index}"
+            sock.monitor(name, _WATCHED)
+            monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+            monitor.rcvhwm = 0  # with a limit libzmq's thread would wait for this one
+            monitor.connect(name)
+            self.monitors.append(monitor)
+
+    def look(self) -> list[str]:
+        """Take in what has happened, shut whom there are too many of, and return the addresses of ours, `host:port`, by
+        which others came in and showed that they are members."""
+        reached: list[str] = []
+        for index, monitor in enumerate(self.monitors):
+            for _ in range(EVENTS_MAX):
+                try:
+                    event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    reached.append(event["endpoint"].decode("ascii", "replace").removeprefix("tcp://"))
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._guests.pop((index, event["value"]), None)
+                else:
+                    self._came(index, event["value"])
+        return reached
+
+    def close(self) -> None:
+        """Before the sockets that it watches."""
+        for sock, monitor in zip(self._listening, self.monitors, strict=True):
+            sock.monitor(None, 0)
+            monitor.close(0)
+        if self.monitors:
+            self._spare.close()
+        self.monitors = []
+
+    def _came(self, index: int, fd: int) -> None:
+        self._guests.pop((index, fd), None)  # whose end was not told yet
+        if self.strangers_max is None:
+            return
+        with self._spare.duplicate(fd) as sock:
+            peer = tcp.peer_of(sock) if sock is not None else None
+        if peer is not None:
+            self._guests[index, fd] = peer
+            if len(self._guests) > self.strangers_max:
+                self._shut_some(self.strangers_max)
+
+    def _shut_some(self, strangers_max: int) -> None:
+        """More are here than may be strangers: find out who they are; where they are too many indeed, half may stay."""
+        for key, peer in list(self._guests.items()):
+            with self._same(key[1], peer) as sock:
+                if sock is None or not _is_stranger(sock):
+                    del self._guests[key]
+        if len(self._guests) <= strangers_max:
+            return
+        younger: Counter[int] = Counter()
+        ranks = {}
+        for key in reversed(self._guests):
+            site = _site(self._guests[key][0])
+            ranks[key] = younger[site]
+            younger[site] += 1
+        order = sorted(ranks, key=ranks.__getitem__, reverse=True)
+        if not self.shut:
+            log.warning(
+                "more than %d connections at once, most from %s, do not say that they know the run key: the oldest are "
+                "closed (told once). Members can still come; a firewall would keep strangers out",
+                strangers_max,
+                self._guests[order[0]][0],
+            )
+        for key in order[: len(order) - strangers_max // 2]:
+            with self._same(key[1], self._guests.pop(key)) as sock, contextlib.suppress(OSError):
+                if sock is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    self.shut += 1
+
+    @contextlib.contextmanager
+    def _same(self, fd: int, peer: tuple[str, int]) -> Iterator[socket.socket | None]:
+        """A duplicate of `fd`, if it still is the connection that came from `peer`."""
+        with self._spare.duplicate(fd) as sock:
+            yield sock if sock is not None and tcp.peer_of(sock) == peer else None
+
+
+def strangers_max() -> int:
+    """By the open files that this process may have."""
+    if sys.platform == "win32":
+        return STRANGERS_MAX
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return STRANGERS_MAX
+    return min(max(int(STRANGERS_SHARE * soft), STRANGERS_MIN), STRANGERS_MAX)
+
+
+def _is_stranger(sock: socket.socket) -> bool:
+    """No answer to a message of a member's has come to it."""
+    told = tcp.sample(sock)
+    return told is not None and told.bytes_acked <= GREETING_BYTES
+
+
+def _site(host: str) -> int:
+    """One number for what one machine may have: an IPv4 address, or the first half of an IPv6 one."""
+    address = ip_address(host)
+    return int(address) if address.version == 4 else (1 << 64) | int(address) >> 64

@@ -1,0 +1,223 @@
+"""Strangers at the sockets that listen, over real connections. 127.0.0.2 to .4 stand for other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import dlc.comm.transport as transport_module
+from dlc.comm import door, tcp
+from dlc.comm.lanes import Incoming
+from dlc.comm.security import LinkSecurity
+from dlc.comm.transport import Transport
+
+pytestmark = pytest.mark.skipif(not tcp.AVAILABLE, reason="this system does not say what a connection has sent")
+
+WAIT_S = 120.0
+KEYED = LinkSecurity.derive(bytes(32), "run")
+LIMIT = 8
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "strangers_max", lambda: LIMIT)
+
+
+@pytest.fixture
+def transport() -> Iterator[Callable[..., Transport]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str, security: LinkSecurity | None = KEYED, listen: str = "127.0.0.1:0") -> Transport:
+            made = Transport(listen, security=security, insecure=True, ident=name.encode())
+            stack.callback(made.close, 0.0)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[Transport, str], socket.socket]]:
+    with contextlib.ExitStack() as stack:
+
+        def come(to: Transport, host: str = "127.0.0.2", lane: str = "control") -> socket.socket:
+            port = to.control_port if lane == "control" else to.bulk_port
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), 30, (host, 0)))
+
+        yield come
+
+
+def pump(until: Callable[[], object], *transports: Transport) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not until():
+        assert time.monotonic() < deadline
+        for one in transports:
+            one.poll(0.01)
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Nothing but a greeting has come: no end."""
+    sock.setblocking(False)
+    try:
+        return all(sock.recv(4096) for _ in range(3))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def guests(one: Transport) -> int:
+    return len(one._door._guests)
+
+
+@pytest.mark.usefixtures("limit")
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_the_oldest_strangers_are_shut_when_there_are_too_many(
+    transport: Callable[..., Transport],
+    stranger: Callable[..., socket.socket],
+    caplog: pytest.LogCaptureFixture,
+    lane: str,
+) -> None:
+    a = transport("a")
+    came = []
+    with caplog.at_level(logging.WARNING):
+        for i in range(5 * LIMIT):
+            came.append(stranger(a, lane=lane))
+            pump(lambda i=i: guests(a) + a._door.shut == i + 1, a)
+    assert guests(a) <= LIMIT
+    left = guests(a)
+    assert left >= LIMIT // 2
+    pump(lambda: sum(map(is_open, came)) == left, a)
+    assert all(map(is_open, came[-left:]))  # the youngest
+    assert sum("do not say that they know the run key" in r.message for r in caplog.records) == 1
+    assert "127.0.0.2" in caplog.text
+
+
+@pytest.mark.usefixtures("limit")
+def test_members_stay_and_come_among_strangers(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    a, *members = (transport(name) for name in "abcdefghijklm")
+    address = f"127.0.0.1:{a.control_port}"
+    messages: list[Incoming] = []
+    strangers: list[socket.socket] = []
+    for i, member in enumerate(members):  # more of them than strangers may be
+        strangers += [stranger(a) for _ in range(LIMIT)]
+        assert member.send_control(address, [b"%d" % i])
+
+        def arrived(i: int = i, member: Transport = member) -> bool:
+            messages.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
+            member.poll(0.0)
+            return len(messages) > i
+
+        pump(arrived)
+    assert a._door.shut >= (len(members) - 2) * LIMIT
+    for message in messages:  # nobody had to come again
+        assert a.reply(message.route, [b"still here"])
+    waiting = set(members)
+
+    def answered() -> bool:
+        for member in members:
+            if any(isinstance(e, Incoming) for e in member.poll(0.0)):
+                waiting.discard(member)
+        return not waiting
+
+    pump(answered, a)
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_host_that_sends_many_strangers_does_not_keep_others_out(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    a = transport("a")
+    slow = [stranger(a, "127.0.0.3"), stranger(a, "127.0.0.4")]  # not known to be members yet
+    pump(lambda: guests(a) == 2, a)
+    for _ in range(3 * LIMIT):
+        stranger(a)
+    pump(lambda: guests(a) + a._door.shut == 3 * LIMIT + 2, a)
+    assert a._door.shut > LIMIT and all(map(is_open, slow))
+
+
+@pytest.mark.usefixtures("limit")
+def test_without_a_key_nobody_is_a_stranger(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    a, b = transport("a", None), transport("b", None)
+    came = [stranger(a) for _ in range(4 * LIMIT)]
+    b.send_control(f"127.0.0.1:{a.control_port}", [b"x"])
+    found: list[object] = []
+
+    def arrived() -> bool:
+        found.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
+        b.poll(0.0)
+        return bool(found)
+
+    pump(arrived)
+    assert guests(a) == a._door.shut == 0 and all(map(is_open, came))
+
+
+def test_who_leaves_by_itself_is_counted_no_more(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    a = transport("a")
+    came = [stranger(a) for _ in range(3)]
+    pump(lambda: guests(a) == 3, a)
+    for sock in came:
+        sock.close()
+    pump(lambda: guests(a) == 0, a)
+    assert a._door.shut == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("0.0.0.1", "::1:0:0:0:1", False),
+    ],
+)
+def test_what_one_machine_may_have_is_one_site(one: str, other: str, same: bool) -> None:
+    assert (door._site(one) == door._site(other)) == same
+
+
+def test_a_process_with_few_open_files_keeps_some_for_itself() -> None:
+    """Of 96 files strangers would take all; a member comes, and the process opens files, while they go on coming."""
+    program = """
+        import resource, socket, sys, tempfile
+        resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        from dlc.comm.lanes import Incoming
+        from dlc.comm.security import LinkSecurity
+        from dlc.comm.transport import Transport
+        one = Transport(security=LinkSecurity.derive(bytes(32), ""), ident=b"one")
+        print(one.control_port, flush=True)
+        while True:
+            for event in one.poll(0.05):
+                if isinstance(event, Incoming):
+                    files = [tempfile.TemporaryFile() for _ in range(16)]
+                    print("came", one._door.shut, flush=True)
+                    sys.exit(0)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with child, contextlib.ExitStack() as stack:
+        stack.callback(child.kill)
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        two = Transport(security=LinkSecurity.derive(bytes(32), ""), ident=b"two")
+        stack.callback(two.close, 0.0)
+        two.send_control(f"127.0.0.1:{port}", [b"hello"])
+        pump(lambda: child.poll() is not None, two)
+        said, wrong = child.communicate()
+        assert child.returncode == 0, wrong
+        assert said.startswith("came") and int(said.split()[1]) > 200
