@@ -10,7 +10,7 @@ The scenarios are those of Hivemind's own tests of fault tolerance:
 | dies before     | SIGKILL as it is about to send the first part of its vector                                  |
 | dies sending    | SIGKILL when it has sent a quarter of its parts                                              |
 | sends slowly    | its uplink takes 10 MB/s                                                                     |
-| dies reducing   | SIGKILL when a quarter of what it is to sum has come                                         |
+| dies reducing   | SIGKILL when a quarter of what it is to sum has come, or at once where it is to sum nothing   |
 | reduces slowly  | it takes in 10 MB/s of parts                                                                 |
 | cancels         | Ctrl-C in its call, when it has sent a quarter of its parts; it stays in the swarm           |
 
@@ -59,6 +59,7 @@ class Faulty:
 
         self.node, self.kind, self.clock, self.part = node, kind, clock, Contrib
         self.sent = self.received = 0
+        self.struck = False
         self.due = 0.0
         self.aside: deque[tuple[Any, Any]] = deque()
         self._receive, self._tick, self._next_deadline = node.receive, node.tick, node.next_deadline
@@ -97,6 +98,9 @@ class Faulty:
 
     def tick(self, now: float) -> Any:
         effects = self._tick(now)
+        plan = self.node.exchange.plan
+        if self.kind == "dies reducing" and plan is not None and plan.assignment and not self._to_sum():
+            self._die()  # by what its link was measured to carry
         if self.aside and now >= self.due:
             sender, message = self.aside.popleft()
             self.due = now + len(message.payload) / SLOW_BPS
@@ -120,7 +124,9 @@ class Faulty:
         return self._owners().count(True) * (len(plan.entry.roster) - 1) if plan is not None else 0
 
     def _strike(self, kind: str, done: int, whole: int) -> None:
-        if self.kind == kind and done == max(1, int(FRACTION * whole)):
+        """Once: a later ballot may give it less to do than it has done."""
+        if self.kind == kind and not self.struck and done >= max(1, int(FRACTION * whole)):
+            self.struck = True
             if kind == "cancels":
                 say("fault", at=self.clock())
                 os.kill(os.getpid(), signal.SIGINT)
@@ -206,7 +212,7 @@ class Stand:
         problems += self._problems(hit, guests)
         for name, kind in guests.items():
             problems += self._end(name, kind, hit)
-        seconds = max(r["ended"] for r in hit.values()) - min(r["began"] for r in hit.values()) if not problems else 0.0
+        seconds = seconds_of(hit)
         if seconds > LIMIT_S * self.patience:
             problems.append(f"the healthy needed {seconds:.1f} s")
         return {

@@ -573,6 +573,25 @@ def test_a_voter_out_of_reach_may_break_a_tie_as_long_as_it_is_one(monkeypatch: 
     assert agenda._digest(TRAIN, offer.digest, offers) in (bytes(32), offer.digest), "it is no voter any more"
 
 
+def test_an_observer_with_another_state_has_the_silent_voters_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator, cut off with it, held the wrong one, and planned as soon as the others had ceased to be alive."""
+    stage = Stage(4, inner_s=3.0)
+    process, *silent, observer = stage.peers()
+    agenda, log, members = process.node.coordinator.agenda, process.node.log, process.node.members
+    offer = offer_of(process, stage)
+    log.state = dataclasses.replace(log.state, electorate=tuple(p.voter for p in (process, *silent)))
+    told: dict[Voter, bytes] = {observer.voter: bytes(32)}
+    monkeypatch.setattr(agenda_module, "told_digest", lambda record, head, channel: told.get(record.voter))
+    monkeypatch.setattr(agenda_module, "can_vote", lambda record: record.voter != observer.voter)
+    monkeypatch.setattr(members, "alive", lambda voter: voter in (process.voter, observer.voter))
+    offers = {process.voter: (offer, agenda.ctx.now)}
+    agenda.enter()
+    agenda.ctx.running_s += 3.1 * members.t_dead_s
+    assert agenda._digest(TRAIN, offer.digest, offers) is None
+    told[observer.voter] = offer.digest
+    assert agenda._digest(TRAIN, offer.digest, offers) == offer.digest
+
+
 def test_that_my_forced_ballot_decided_is_no_news_of_others_and_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is behind by that entry is answered with it, and with who decided it: its COMMIT may be lost, or later."""
     stage = Stage(3, inner_s=3.0)

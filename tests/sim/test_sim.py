@@ -267,6 +267,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # cut off from it before it had caught up: as that one had answered, it took its own old head for the last one,
         # and decided there by its casting vote
         (358074189, 2, 8, FAULTS),
+        # a coordinator with a wrong state, cut off with an observer that told the right one, planned by its own as soon as
+        # the silent voters had ceased to be alive, and when the partition ended convicted them
+        (131870, 2, 6, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

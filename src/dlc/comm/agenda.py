@@ -222,9 +222,9 @@ class Agenda:
 
         The first to be ready may be the one whose state is wrong: it must not convict me, nor, as coordinator, the
         others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
-        for one that somebody else here has, as they cannot give theirs away. Where states differ, all who hold one and
-        live are heard before anybody is convicted, newcomers, too, that come to this head with the voters, and voters
-        that are silent, until the electorate goes on without them. Ties, where all have reported or patience is over,
+        for one that somebody else here has, as they cannot give theirs away; that they have another shows only that one
+        is wrong. Where states differ, all who hold one and live are heard before anybody is convicted, newcomers, too,
+        that come to this head with the voters, and voters that are silent, until the electorate goes on without them. Ties, where all have reported or patience is over,
         go to the lowest; but one who may just have died does not convict me by a tie: either it is heard of again, or
         its word counts no more.
         """
@@ -255,7 +255,7 @@ class Agenda:
         tie = mine and digest != mine and votes.count(digest) == votes.count(mine)
         if tie and any(told == digest and self.ctx.members.suspect(v) for v, told in reports.items()):
             return None
-        dissent = len(told_of) > 1
+        dissent = len(told_of.union(witnesses)) > 1
         unheard += others if dissent else 0
         if not digest or not unheard or 2 * votes.count(digest) > len(votes) + unheard:
             self._unheard.pop(channel, None)
