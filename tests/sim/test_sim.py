@@ -270,6 +270,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a coordinator with a wrong state, cut off with an observer that told the right one, planned by its own as soon as
         # the silent voters had ceased to be alive, and when the partition ended convicted them
         (131870, 2, 6, FAULTS),
+        # in a partition a lone voter went on with its wrong state; the wrong one on the other side was told so, rightly:
+        # a check that forgot all wrong states when a run went on with one of them
+        (143786, 2, 6, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

@@ -51,13 +51,22 @@ class Truth:
         elif entry.kind == ROUND and entry.channel in states:
             if entry.parent in self._lost and first is not None and isinstance(first.state, ToyState):
                 state = first.state.copy()
-                self.corrupt.clear()
+                self.corrupt = {p: told for p, told in self.corrupt.items() if self._wrong_elsewhere(p, first)}
             else:
                 state = states[entry.channel][0].copy()
                 state.step(entry.t, means(entry, past.results))
             states = {**states, entry.channel: (state, state.digest())}
         self._after[head] = states
         return ""
+
+    def _wrong_elsewhere(self, process: Process, first: Attached) -> bool:
+        """The run goes on with a wrong state, that of `first`, and this process, which had a wrong one, has another."""
+        log = process.node.log
+        held = log.attached[TRAIN]
+        if held is first or log.head not in self._after or TRAIN not in self._after[log.head]:
+            return False
+        digest = held.state.digest()
+        return digest != self.digest(log.head, TRAIN) and not self.taken_for_true(log.head, TRAIN, digest)
 
     def digest(self, head: bytes, channel: str) -> bytes:
         return self._after[head][channel][1]
