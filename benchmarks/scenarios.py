@@ -10,7 +10,7 @@ The scenarios are those of Hivemind's own tests of fault tolerance:
 | dies before     | SIGKILL as it is about to send the first part of its vector                                  |
 | dies sending    | SIGKILL when it has sent a quarter of its parts                                              |
 | sends slowly    | its uplink takes 10 MB/s                                                                     |
-| dies reducing   | SIGKILL when a quarter of what it is to sum has come, or at once where it is to sum nothing   |
+| dies reducing   | SIGKILL when a quarter of what it is to sum has come; at once if that is nothing             |
 | reduces slowly  | it takes in 10 MB/s of parts                                                                 |
 | cancels         | Ctrl-C in its call, when it has sent a quarter of its parts; it stays in the swarm           |
 

@@ -319,25 +319,61 @@ def test_lightning_trains_as_without_for_a_lone_peer_and_brings_the_last_steps_i
     assert torch.equal(flat(module), peer.theta())
 
 
-@pytest.mark.parametrize("ends_by", ["epochs", "steps", "a callback"])
+@pytest.mark.parametrize("ends_by", ["epochs", "steps", "a callback", "early stopping"])
 def test_the_last_checkpoint_of_lightning_holds_the_swarms_model(fit: Any, tmp_path: Path, ends_by: str) -> None:
     peer = FakePeer()
     own = strategy(peer, sync_every=5)  # skips where Lightning is not installed
     from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
     class Stop(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
             trainer.should_stop = ends_by == "a callback" and trainer.global_step == 6
 
-    limits = {"epochs": {"max_steps": -1, "max_epochs": 1}, "steps": {"max_steps": 12}, "a callback": {}}
+        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.callback_metrics["ever less"] = torch.tensor(0.0)
+
+    limits: dict[str, dict[str, Any]] = {
+        "epochs": {"max_steps": -1, "max_epochs": 1},
+        "steps": {"max_steps": 12},
+        "a callback": {},
+        "early stopping": {"max_steps": -1, "max_epochs": 9},
+    }
     kept = ModelCheckpoint(tmp_path / "kept", filename="end", save_last=True)
-    fit(own, enable_checkpointing=True, callbacks=[kept, Stop()], **limits[ends_by])
-    assert peer.weights == {"epochs": [5.0, 3.0], "steps": [5.0, 5.0, 2.0], "a callback": [5.0, 1.0]}[ends_by]
+    early = EarlyStopping("ever less", patience=1, mode="min", check_on_train_epoch_end=True)
+    callbacks = [kept, Stop(), *([early] if ends_by == "early stopping" else [])]
+    fit(own, enable_checkpointing=True, callbacks=callbacks, **limits[ends_by])
+    expected = {
+        "epochs": [5.0, 3.0],
+        "steps": [5.0, 5.0, 2.0],
+        "a callback": [5.0, 1.0],
+        "early stopping": [5.0, 5.0, 5.0, 1.0],
+    }
+    assert peer.weights == expected[ends_by]
     whole = TorchCheckpointIO().load_checkpoint(kept.last_model_path, weights_only=True)
     assert torch.equal(torch.cat([p.flatten() for p in whole["state_dict"].values()]), peer.theta())
     assert whole["dlc"]["t"] == peer.state.t and whole["dlc"]["steps"] == 0
+
+
+def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_touched(fit: Any) -> None:
+    peer = FakePeer()
+    strategy(peer)  # skips where Lightning is not installed
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+    with pytest.raises(UsageError, match="make the search with a Trainer without DLCStrategy"):
+        fit(strategy(peer), callbacks=[LearningRateFinder()])
+    sizes = Trainer(accelerator="cpu", logger=False, callbacks=[BatchSizeFinder()])  # which needs a DataModule to fit
+    sizes.state.fn = "fit"
+    with pytest.raises(UsageError, match="a search for a learning rate or a batch size"):
+        strategy(peer).setup(sizes)
+    for devices in (2, "2"):
+        with pytest.raises(UsageError, match="trains on one device, but the Trainer was given devices="):
+            fit(strategy(peer), devices=devices)
+    assert not peer.weights and not peer.vectors
+    fit(strategy(peer), devices="auto")
+    assert peer.weights
 
 
 def test_lightnings_loggers_take_each_round(fit: Any) -> None:

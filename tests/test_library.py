@@ -183,6 +183,58 @@ def test_who_comes_with_another_outer_optimizer_is_told_what_differs(other: dlc.
             assert begin(late, dlc.OuterSpec(lr=0.7)).t == 0, "with the right one it may try again"
 
 
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (nn.Sequential(nn.Linear(9, 1), nn.Tanh(), nn.Linear(6, 9)), "in other shapes"),
+        (nn.Sequential(nn.Identity(), *model()), "of other names, or in another order"),
+    ],
+)
+def test_who_comes_with_another_model_of_as_many_elements_is_refused(other: nn.Module, why: str) -> None:
+    """They averaged one model's parameters with another's, and every round was complete."""
+
+    def begin(peer: dlc.Peer, net: nn.Module) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, sync_every=1, timeout_s=ROUND_S)
+
+    before = flat(other)
+    with swarm(1) as (first,):
+        begin(first, model())
+        with dlc.Peer.join(first.address, join_timeout_s=JOIN_S) as late:
+            with pytest.raises(CheckpointError, match=f"as many parameters as this model, but {why}"):
+                begin(late, other)
+            assert torch.equal(flat(other), before)
+            begin(late, nn.ModuleDict({"module": model()}))  # as DDP names them
+
+
+def test_no_round_waits_for_a_peer_that_has_ended_its_training_and_stays() -> None:
+    """It waited for as long as the others' patience, in every round."""
+    (data,) = batches(1)
+    nets = [model(), model()]
+
+    def begin(peer: dlc.Peer, net: nn.Module) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, sync_every=1, patience_s=10 * ROUND_S, timeout_s=ROUND_S)
+
+    def train_on(opt: dlc.DiLoCo, net: nn.Module, xs: list[torch.Tensor]) -> list[int]:
+        missing = []
+        for x in xs:
+            loss_of(net, x).backward()
+            report = opt.step()
+            assert report is not None
+            missing.append(len(report.missing))
+        return missing
+
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        opts = list(pool.map(begin, peers, nets))
+        assert list(pool.map(train_on, opts, nets, [data[:2]] * 2)) == [[0, 0], [0, 0]]
+        opts[0].finish()
+        rest = pool.submit(train_on, opts[1], nets[1], data[2:])
+        assert rest.result(5 * ROUND_S) == [1] * len(data[2:])
+        rest = pool.submit(train_on, opts[1], nets[1], data[:1])
+        assert train_on(opts[0], nets[0], data[:1]) == rest.result(5 * ROUND_S) == [0], "it trains once more"
+
+
 def test_one_peer_with_h_1_outer_lr_1_and_no_momentum_follows_plain_adamw() -> None:
     (data,) = batches(1)
     net, alone = model(), model()

@@ -288,6 +288,9 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
             gossips[0].step(torch.tensor([1.0, float("nan"), 0.0, 0.0]))
         with pytest.raises(UsageError, match="fp16 ends at 65504"):
             dlc.Gossip(peers[0], "far").step(torch.tensor([-7e4]))
+        for weight in (0.0, 3e-7, 1e300, float("nan")):  # one below the least was taken for that, in silence
+            with pytest.raises(UsageError, match=r"weight is .*2\^-20 to 2\^53"):
+                dlc.Gossip(peers[0], "weights", weight=weight)
         # Whose step begins when the other's gift is there already gives some of that on: 0.75 and 1.25, not 1 and 1.
         told = list(pool.map(lambda i: gossips[i].step(values[i], wait_s=LONG_S), range(2)))
         assert all(report.weight in (0.75, 1.0, 1.25) and len(report.took) == 1 for report in told)

@@ -111,7 +111,8 @@ class Collectives(Channels):
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
-        With "fp16" an element beyond 65504 counts as 65504.
+        With "fp16" an element beyond 65504 counts as 65504, one below 3e-8 as 0, and those below 6e-5 have few bits:
+        use "bf16" or "fp32" for second moments and the like.
 
         async_op: return a handle at once. The tensors belong to the round until its `wait` has returned: before that
         they are neither to be changed nor to be read. One call of a name may be on its way at a time; those of other

@@ -30,6 +30,12 @@ class Exact:
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise UsageError(f"{name!r} is a {type(tensor).__name__}: only tensors can be broadcast")
+            if tensor.device.type == "meta" or tensor.layout != torch.strided:
+                raise UsageError(f"{name!r} is on {tensor.device}, {tensor.layout}: only a dense one can be broadcast")
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                raise UsageError(f"{name!r} is expanded, its elements share memory: clone() it first")
+            if tensor.is_inference() and not torch.is_inference_mode_enabled():
+                raise UsageError(f"{name!r} was made under torch.inference_mode(): clone() it first")
         self._state = dict(sorted(state.items()))
         self._bytes = sum(t.numel() * t.element_size() for t in self._state.values())
         self.numel = -(-(HASH_BYTES + self._bytes) // ELEM_BYTES)
@@ -40,7 +46,8 @@ class Exact:
         raw = np.zeros(self.numel * ELEM_BYTES, np.uint8)
         start = HASH_BYTES
         for tensor in self._state.values():
-            part = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            part = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             raw[start : start + part.size] = part
             start += part.size
         raw[:HASH_BYTES] = np.frombuffer(self._hash(raw), np.uint8)

@@ -11,8 +11,8 @@ float32 holds every bf16 and fp16 value exactly, so gather is exact; scatter rou
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
@@ -24,6 +24,29 @@ from dlc.errors import UsageError
 FLAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What float32 holds exactly; float64 would be rounded in silence, so it is refused."""
 CPU = torch.device("cpu")
+WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Parts of names that DDP, torch.compile, FSDP and activation checkpointing add, on one peer and not on another."""
+
+
+class Layout(NamedTuple):
+    """Which parameter each element of a flat vector is of; zeros: that is not known. For peers that hold models of as
+    many elements, in other shapes or another order: their mean would be one of nothing."""
+
+    shapes: bytes
+    """Eight bytes, of the shapes in order."""
+    names: bytes
+    """Eight bytes, of the names in order."""
+
+    def differs(self, other: Layout) -> str:
+        """In which way, as a clause; empty where it does not, as far as is known."""
+        kinds = "in other shapes", "of other names, or in another order"
+        for mine, theirs, what in zip(self, other, kinds, strict=True):
+            if any(mine) and any(theirs) and mine != theirs:
+                return what
+        return ""
+
+
+UNKNOWN_LAYOUT = Layout(bytes(8), bytes(8))
 
 
 def flatten_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -179,14 +202,15 @@ class FlatView:
             for name, t in zip(self._names, self.tensors, strict=True)
         }
 
-    def shapes_digest(self) -> bytes:
-        """BLAKE3-256 of names, shapes and dtypes: equal exactly where two peers may average their vectors."""
-        hasher = blake3()
-        for name, t in zip(self._names, self.tensors, strict=True):
-            for part in (name, str(t.dtype), ",".join(map(str, t.shape))):
-                raw = part.encode()
-                hasher.update(struct.pack("<I", len(raw)) + raw)
-        return hasher.digest()
+    def fingerprint(self) -> Layout:
+        """Of shapes and names, not of dtypes: equal exactly where two peers may average their vectors."""
+        names = [".".join(p for p in name.split(".") if p not in WRAPPERS) for name in self._names]
+        shapes = [tuple(t.shape) for t in self.tensors]
+        return Layout(_hash8(shapes), _hash8(names) if all(names) else UNKNOWN_LAYOUT.names)
+
+
+def _hash8(what: object) -> bytes:
+    return blake3(repr(what).encode()).digest(length=8)
 
 
 def _identity(t: Tensor) -> tuple[object, ...]:

@@ -31,6 +31,7 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Place
+from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
@@ -71,8 +72,8 @@ class Gossip:
     ) -> None:
         if graph not in GRAPHS:
             raise UsageError(f"there is no graph {graph!r}; known: {', '.join(GRAPHS)}")
-        if not 0 < weight < float("inf"):
-            raise UsageError(f"weight is {weight}: it must be above 0 and finite")
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            raise UsageError(f"weight is {weight}: it must be 2^-20 to 2^53; only the ratios of the weights matter")
         refuse_sparse(codec)
         self.peer, self.name, self.graph, self.codec, self.seed = peer, name, graph, codec, seed
         self.weight = weight

@@ -12,13 +12,16 @@ import torch
 from dlc.comm import agenda as agenda_module
 from dlc.comm import messages as msg
 from dlc.comm import slot
+from dlc.comm.account import account
 from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
+from dlc.comm.exchange import Traffic
 from dlc.comm.ids import Ballot, Voter
-from dlc.comm.log import Log
+from dlc.comm.log import Log, grid_of
 from dlc.comm.node import Node
 from dlc.errors import ProtocolError
+from dlc.report import Missing
 from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TRAIN
 from dlc.sim.world import Process
@@ -574,7 +577,7 @@ def test_a_voter_out_of_reach_may_break_a_tie_as_long_as_it_is_one(monkeypatch: 
 
 
 def test_an_observer_with_another_state_has_the_silent_voters_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator, cut off with it, held the wrong one, and planned as soon as the others had ceased to be alive."""
+    """The coordinator, cut off with it, held the wrong one, and planned when the others had ceased to be alive."""
     stage = Stage(4, inner_s=3.0)
     process, *silent, observer = stage.peers()
     agenda, log, members = process.node.coordinator.agenda, process.node.log, process.node.members
@@ -652,3 +655,20 @@ def test_what_a_coordinator_listened_for_counts_for_that_round_only() -> None:
     agenda.applied(TRAIN)
     agenda.enter()
     assert agenda._listened_s(TRAIN) == 0.0
+
+
+def test_who_is_not_in_a_chunk_of_an_earlier_ballot_is_missing_there() -> None:
+    """When that was reduced the roster was smaller, so its header names nobody as excluded."""
+    _, plan = Stage(3, inner_s=3.0).planned()
+    grid, (first, second, *others) = grid_of(plan.entry), plan.entry.roster
+    everybody = (first, second, *others)
+    results = []
+    for chunk in range(grid.n_chunks):
+        included = everybody if chunk else (first, *others)
+        header = msg.ChunkHeader(b"", chunk, plan.head, plan.ballot, first.voter, included, ())
+        results.append(msg.Result(header, b""))
+    report = account(plan.entry, results, {}, None, Traffic(), 0.0, 0.0, {})
+    lost = grid.elems(0) / grid.numel
+    assert report.missing == (Missing(second.voter.peer, "not ready", lost),) and not report.complete
+    shares = {share.peer: share.fraction for share in report.contributors}
+    assert shares == {p.voter.peer: 1.0 - lost if p is second else 1.0 for p in everybody}

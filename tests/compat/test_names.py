@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import dlc.compat
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
@@ -183,6 +184,35 @@ def test_lines_of_a_verbose_optimizer_are_written_where_the_handler_is_asked_for
     finally:
         root.setLevel(level)
         logging.getLogger("dlc").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("dht.node", "a part of Hivemind's own network"),
+        ("proto", "a part of Hivemind's own network"),
+        ("averaging.matchmaking", "a part of Hivemind's own network"),
+        ("moe.expert_uid", "mixture-of-experts"),
+    ],
+)
+def test_a_module_that_is_not_there_says_why(module: str, why: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"no module hivemind\.{module}: .*{why}") as caught:
+        importlib.import_module(f"dlc.compat.hivemind.{module}")
+    assert isinstance(caught.value, hivemind.NotOffered)
+    if "hivemind" not in sys.modules:
+        with pytest.raises(ModuleNotFoundError, match="No module named 'hivemind'"):
+            importlib.import_module(f"hivemind.{module}")
+    dlc.compat.install()
+    try:
+        with pytest.raises(hivemind.NotOffered, match=rf"no module hivemind\.{module}: .*{why}"):
+            importlib.import_module(f"hivemind.{module}")
+    finally:
+        dlc.compat.uninstall()
+
+
+def test_programs_that_do_without_a_name_find_an_import_error() -> None:
+    with pytest.raises(ImportError, match="own network"):
+        from dlc.compat.hivemind import P2P  # noqa: F401
 
 
 @pytest.mark.parametrize("name", ["Server", "RemoteExpert", "RemoteMixtureOfExperts", "ModuleBackend"])

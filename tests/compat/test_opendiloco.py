@@ -231,6 +231,7 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
         ({"grad_compression": "zz"}, ConfigError, "unknown codec"),
         ({"dht": "127.0.0.1:4600"}, UsageError, "dlc.Peer"),
         ({"params": []}, ValueError, "params"),
+        ({"outer_scheduler": len}, UsageError, "outer_scheduler is not offered"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_its_name(options: dict[str, Any], error: type[Exception], told: str) -> None:

@@ -17,7 +17,7 @@ from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import AWAY_ENTRIES, Lease, Ledger
-from dlc.errors import RoundTimeout
+from dlc.errors import RoundTimeout, SwarmClosed
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
 from dlc.train.outer import OuterState
@@ -57,6 +57,7 @@ class FakePending:
     done: bool = False
     overtaken: bool = False
     included: tuple[bool, ...] = ()
+    misfit: str = ""
 
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         if self.slices > 0:
@@ -265,7 +266,8 @@ class FakePeer:
         return [FakeMember(ME.peer, me=True), *self.others]
 
     def describe(self, **changes: Any) -> None:
-        assert not self.left
+        if self.left:
+            raise SwarmClosed("this peer has left")
         self.said.append(changes)
 
     def checkpoint(self, channel: str) -> FakeCheckpoint:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dlc.train.offers
 import dlc.train.outer_loop
+from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, DlcError, UsageError
 from dlc.flat import FlatView
 from dlc.handles import Resume
@@ -48,6 +49,98 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
             DiLoCo(refused, sgd(before), FakePeer(), sync_every=2)
     DiLoCo(model, torch.optim.SGD([next(model.parameters())], lr=0.1), FakePeer(), sync_every=2)
+
+
+def test_an_optimizer_wrapped_by_accelerate_is_refused() -> None:
+    """Its step makes none where gradients are accumulated, and each was counted as one."""
+    accelerate = pytest.importorskip("accelerate")
+    model = build()
+    wrapped = accelerate.Accelerator(cpu=True).prepare(sgd(model))
+    with pytest.raises(UsageError, match=r"AcceleratedOptimizer wraps .*call follow\(\)"):
+        DiLoCo(model, wrapped, FakePeer(), sync_every=2)
+
+
+def test_parameters_that_begin_to_train_later_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    model[2].requires_grad_(False)
+    opt = DiLoCo(model, sgd(model), FakePeer(), sync_every=1)
+    backward(model, 0)
+    opt.step()
+    assert not caplog.records
+    model[2].requires_grad_(True)
+    for step in range(1, 3):
+        backward(model, step)
+        opt.step()
+    (record,) = caplog.records
+    assert "2 parameters need gradients that did not" in record.message and "(2.weight, 2.bias)" in record.message
+
+
+def test_a_round_of_another_codec_is_an_error_and_no_round_for_ever() -> None:
+    model, peer = build(), FakePeer()
+    before = params(model)
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1)
+    contribute = peer.contribute
+
+    def misfit(*args: Any, **options: Any) -> Any:
+        pending = contribute(*args, **options)
+        pending.commit = lambda: (None, False)
+        pending.misfit = "67 elements in int8"
+        return pending
+
+    peer.contribute = misfit  # type: ignore[method-assign]
+    backward(model, 0)
+    with pytest.raises(UsageError, match="averaged 67 elements in int8.* in fp16: all peers must give the same codec"):
+        opt.step()
+    assert torch.equal(params(model), before) and opt.inner_step == 0
+
+
+def test_no_round_waits_for_who_has_ended_its_training_before_its_next_step() -> None:
+    model, other, peer = build(), build(1), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2)
+    assert not peer.said
+    backward(model, 0)
+    opt.step()
+    opt.finish()
+    assert peer.said == [{"eta_s": NEVER_S}] and len(peer.weights) == 1
+    opt.step()
+    opt.step()
+    assert peer.said == [{"eta_s": NEVER_S}, {"eta_s": -1.0}]
+    opt.follow()
+    opt.unfollow()
+    assert peer.said[-1] == {"eta_s": NEVER_S}
+    opt.unfollow()
+    assert len(peer.said) == 3
+    opt.step()
+    second = DiLoCo(other, sgd(other), peer, sync_every=2, channel="other")
+    opt.finish()
+    assert peer.said[-1] == {"eta_s": -1.0}, "it trains on another channel"
+    second.finish()
+    assert peer.said[-1] == {"eta_s": NEVER_S}
+    opt.step()
+    peer.left = True
+    opt.follow()
+    opt.unfollow()
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_state_loaded_into_a_training_that_goes_on_takes_the_place_of_its_steps(outer: bool) -> None:
+    model, peer = build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=4)
+    for step in range(6):
+        backward(model, step)
+        opt.step()
+        opt.zero_grad()
+    at_save, theta = params(model), peer.theta()
+    saved = copy.deepcopy(opt.state_dict(outer=outer))
+    backward(model, 7)
+    opt.step()
+    opt.load_state_dict(saved)
+    assert torch.equal(params(model), at_save if outer else theta)
+    rounds = len(peer.weights)
+    for _ in range(2):
+        assert len(peer.weights) == rounds
+        opt.step()
+    assert peer.weights[rounds:] == [4.0 if outer else 2.0]
 
 
 @pytest.mark.parametrize(

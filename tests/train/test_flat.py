@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dlc.errors import UsageError
-from dlc.flat import FlatView, device_of, flatten_tensors, unflatten_into
+from dlc.flat import UNKNOWN_LAYOUT, FlatView, Layout, device_of, flatten_tensors, unflatten_into
 
 
 def mixed() -> list[torch.Tensor]:
@@ -70,22 +70,26 @@ def test_what_float32_cannot_hold_is_refused() -> None:
         FlatView([])
 
 
-def test_shapes_digest_tells_other_peers_apart() -> None:
-    def digest(names: list[str] | None, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bytes:
-        return FlatView([nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes], names).shapes_digest()
+def test_the_layout_tells_other_models_of_as_many_elements_apart() -> None:
+    def layout(names: list[str] | None, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Layout:
+        return FlatView([nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes], names).fingerprint()
 
-    base = digest(["a", "b"], (2, 3), (4,))
-    assert base == digest(["a", "b"], (2, 3), (4,)) and len(base) == 32
-    others = [
-        digest(["a", "c"], (2, 3), (4,)),
-        digest(["a", "b"], (3, 2), (4,)),
-        digest(["a", "b"], (2, 3), (4,), dtype=torch.bfloat16),
-        digest(["ab", ""], (2, 3), (4,)),
-        digest(None, (2, 3), (4,)),
-    ]
-    assert len({base, *others}) == 6
+    base = layout(["a.w", "b"], (2, 3), (6,))
+    for same in (
+        layout(["a.w", "b"], (2, 3), (6,)),
+        layout(["a.w", "b"], (2, 3), (6,), dtype=torch.bfloat16),
+        layout(["module.a.w", "module.b"], (2, 3), (6,)),
+        layout(["_orig_mod.a._orig_mod.w", "b"], (2, 3), (6,)),
+        layout(None, (2, 3), (6,)),
+        UNKNOWN_LAYOUT,
+    ):
+        assert not base.differs(same) and not same.differs(base)
+    for other in (layout(["a.w", "b"], (3, 2), (6,)), layout(None, (6,), (2, 3)), layout(["b", "a.w"], (6,), (2, 3))):
+        assert base.differs(other) == other.differs(base) == "in other shapes"
+    for other in (layout(["a.w", "c"], (2, 3), (6,)), layout(["b", "a.w"], (2, 3), (6,))):
+        assert base.differs(other) == other.differs(base) == "of other names, or in another order"
     with pytest.raises(UsageError):
-        digest(["a"], (2,), (3,))
+        layout(["a"], (2,), (3,))
 
 
 @pytest.mark.gpu

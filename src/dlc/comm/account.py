@@ -33,9 +33,9 @@ def account(
         owned[owner] = owned.get(owner, 0) + stop - start
         for part in result.header.included:
             elements[part.voter] += stop - start
-        for excluded in result.header.excluded:
-            by_reason = reasons.setdefault(excluded.voter, {})
-            by_reason[excluded.reason] = by_reason.get(excluded.reason, 0) + stop - start
+        for voter, reason in _lacking(entry, result):
+            by_reason = reasons.setdefault(voter, {})
+            by_reason[reason] = by_reason.get(reason, 0) + stop - start
     shares = [Share(p.voter.peer, p.weight, elements[p.voter] / grid.numel) for p in entry.roster if elements[p.voter]]
     missing = [
         Missing(voter.peer, _reason(by_reason), min(1.0, sum(by_reason.values()) / grid.numel))
@@ -62,6 +62,17 @@ def account(
     )
 
 
+def _lacking(entry: Entry, result: Result) -> list[tuple[Voter, str]]:
+    """Who is not in this chunk, and why. One that was reduced under an earlier ballot, whose roster was smaller, says
+    nothing of who was not ready then."""
+    header = result.header
+    lacking = [(excluded.voter, excluded.reason) for excluded in header.excluded]
+    if header.included:
+        named = {part.voter for part in header.included} | {voter for voter, _ in lacking}
+        lacking += [(part.voter, "not ready") for part in entry.roster if part.voter not in named]
+    return lacking
+
+
 def chunks_with(own: Part, results: Sequence[Result]) -> tuple[bool, ...]:
     """For each chunk whether this contribution is in its mean."""
     return tuple(own in result.header.included for result in results)
@@ -85,6 +96,6 @@ def deaf_owners(entry: Entry, results: Sequence[Result]) -> set[Voter]:
 def _reason(by_reason: Mapping[str, int]) -> Reason:
     """The reason that most elements give; anything that an owner refused counts as not finite."""
     name = max(by_reason, key=lambda reason: (by_reason[reason], reason))
-    if name in ("late", "dead", "left"):
+    if name in ("late", "dead", "left", "not ready"):
         return name  # type: ignore[return-value]
     return "refused: not finite"

@@ -26,7 +26,7 @@ from dlc.comm.permit import can_vote
 from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
-from dlc.comm.straggler import Idle, Late, worth_waiting
+from dlc.comm.straggler import NEVER_S, Idle, Late, worth_waiting
 from dlc.errors import ConfigError
 
 T = TypeVar("T")
@@ -224,9 +224,9 @@ class Agenda:
         others. Observers hold the state too, and so did whoever told its own at this head and fell silent: they speak
         for one that somebody else here has, as they cannot give theirs away; that they have another shows only that one
         is wrong. Where states differ, all who hold one and live are heard before anybody is convicted, newcomers, too,
-        that come to this head with the voters, and voters that are silent, until the electorate goes on without them. Ties, where all have reported or patience is over,
-        go to the lowest; but one who may just have died does not convict me by a tie: either it is heard of again, or
-        its word counts no more.
+        that come to this head with the voters, and voters that are silent, until the electorate goes on without them.
+        Ties, where all have reported or patience is over, go to the lowest; but one who may just have died does not
+        convict me by a tie: either it is heard of again, or its word counts no more.
         """
         reports = {v: m.digest for v, (m, _) in offers.items()}
         if mine:
@@ -279,7 +279,7 @@ class Agenda:
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
         """All alive voters are ready, or the straggler deadline has passed."""
         now, members = self.ctx.now, self.ctx.members
-        late = [v for v in self._alive() if v not in offers and v in self.log.state.trainers]
+        late = [v for v in self._alive() if v not in offers and v in self.log.state.trainers and not self._rests(v)]
         if not late:
             return True
         first = min(at for _, at in offers.values())
@@ -301,6 +301,11 @@ class Agenda:
         work_s = usual_s + fill_s
         floor_s = max(timeouts.straggler_floor_s * (usual_s / work_s if work_s > 0 else 1.0), 4 * members.rtt_max_s)
         return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s, fill_s)
+
+    def _rests(self, voter: Voter) -> bool:
+        """It says that it trains no more."""
+        record = self.ctx.members.record(voter.peer)
+        return record is not None and record.voter == voter and record.eta_s >= NEVER_S
 
     def _phase_of(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> float:
         """Length of an inner phase, by those who began it with the last round: others are ready too soon."""

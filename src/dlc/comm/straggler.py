@@ -22,6 +22,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NEVER_S = 1e9
+"""Told as the time until its next contribution by who has ended its training: no round waits for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:

@@ -28,6 +28,7 @@ from typing import Any
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError as error:
@@ -75,7 +76,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
     device: None takes the first one of the Trainer's accelerator.
 
     Without `resume=` it takes what is in the checkpoint of `fit(ckpt_path=...)`.
-    UsageError: the module has more than one optimizer. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo`
+    UsageError: the module has more than one optimizer, the Trainer several devices, or it searches for a learning rate
+    or a batch size. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo`
     and its `step` raise comes out of `trainer.fit`.
     """
 
@@ -112,6 +114,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Keep the Trainer, whose loggers take the rounds."""
+        _check_trainer(trainer)
         self._trainer = trainer
         others = [callback for callback in trainer.callbacks if not isinstance(callback, _LastEpoch)]
         trainer.callbacks = [_LastEpoch(self._finish), *others]
@@ -146,6 +149,16 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
             checkpoint = checkpoint if kept is None else {**checkpoint, KEY: kept}
         super().save_checkpoint(checkpoint, *where, **how)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """For a checkpoint. Where EarlyStopping, or the module itself, ended the training at the end of the epoch, the
+        exchanges have not ended yet: those are asked after `_LastEpoch`."""
+        trainer = self._trainer
+        running = self._diloco is not None and not self._finished
+        if running and trainer is not None and trainer.training and trainer.should_stop and trainer.fit_loop.done:
+            self._finish()
+        kept: dict[str, Any] = super().lightning_module_state_dict()
+        return kept
+
     def load_checkpoint(self, *where: Any, **how: Any) -> dict[str, Any]:
         """Keep what the swarm had for the beginning of the training."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*where, **how)
@@ -170,3 +183,20 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._logged = report
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics(report), step=self._trainer.global_step)
+
+
+def _check_trainer(trainer: pl.Trainer) -> None:
+    """UsageError: of a Trainer for whom a strategy of one process, in a swarm of others, is not made."""
+    searches = any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in trainer.callbacks)
+    if searches and trainer.state.fn == "fit":
+        raise UsageError(
+            "a search for a learning rate or a batch size makes steps that ruin a model, and the other peers would "
+            "take part in it: make the search with a Trainer without DLCStrategy"
+        )
+    devices = trainer._accelerator_connector._devices_flag
+    count = len(devices) if isinstance(devices, list | tuple) else int(devices) if str(devices).isdigit() else 1
+    if count > 1:
+        raise UsageError(
+            f"DLCStrategy trains on one device, but the Trainer was given devices={devices!r}: start a process with a "
+            "Peer of its own for each device, or let several GPUs be one peer by `torchrun ... -m dlc join`"
+        )

@@ -165,11 +165,21 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if control.should_training_stop:
             self._finish()
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any
+    ) -> None:
+        """As `on_step_end`, where EarlyStoppingCallback, before this one in the list, stops the training: the Trainer
+        saves next."""
+        if control.should_training_stop:
+            self._finish()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of_trainer: Any
     ) -> None:
         """As `on_step_end`, where nothing had said that the end would come; a best model that was loaded stays."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            if self._running and (lost := self.diloco.inner_step):
+                log.warning("the last %d steps are in no round: a best model was loaded before their offer", lost)
             self._running = False
             self._unfollow(self.diloco)
         self._finish()

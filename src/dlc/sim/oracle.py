@@ -14,6 +14,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import Ledger
 from dlc.comm.log import Past, means
+from dlc.comm.messages import ChunkHeader
 from dlc.comm.reducer import scaled_weights
 from dlc.sim.toy import TOKENS_PER_BLOCK, Means, vector
 
@@ -48,8 +49,8 @@ def check_means(before: LogState, past: Past, numel: int) -> None:
         if not set(header.included) <= set(entry.roster):
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} includes somebody outside the roster")
         named = [p.voter for p in header.included] + [x.voter for x in header.excluded]
-        if sorted(named) != sorted(p.voter for p in entry.roster):
-            raise OracleError(f"I4 chunk {chunk} of round {entry.t} does not say of everybody in or out: {header}")
+        if len(set(named)) < len(named) or not set(named) <= {p.voter for p in entry.roster}:
+            raise OracleError(f"I4 chunk {chunk} of round {entry.t} names somebody twice, or a stranger: {header}")
         if not header.included:
             continue
         start, stop = grid.span(chunk)
@@ -65,6 +66,11 @@ def check_means(before: LogState, past: Past, numel: int) -> None:
         error = (codec.decode_result(result.payload, stop - start).double() - mean).abs().max().item()
         if not error <= TOLERANCE[entry.codec]:
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} is off by {error:.2e}")
+
+
+def _passes_over(header: ChunkHeader, voter: Voter) -> bool:
+    """It was reduced under an earlier ballot, for which this one was not ready."""
+    return voter not in {p.voter for p in header.included} | {x.voter for x in header.excluded}
 
 
 def check_report(past: Past, before: LogState, event: RoundDone, me: Voter, offer: Part | None) -> None:
@@ -85,6 +91,7 @@ def check_report(past: Past, before: LogState, event: RoundDone, me: Voter, offe
         missing = [m for m in report.missing if m.peer == voter.peer]
         lacking = 1.0 - by_voter.get(voter, 0.0)
         reasons = {_told(x.reason) for r in past.results for x in r.header.excluded if x.voter == voter}
+        reasons |= {"not ready"} if any(_passes_over(r.header, voter) for r in past.results) else set()
         if not _close((sum(m.fraction for m in missing),), (lacking,)):
             raise OracleError(f"I4 {name}: {voter} is missing from {lacking:.1%}, the report says {missing}")
         if not {m.reason for m in missing} <= (reasons if voter in by_voter else OUTSIDE):

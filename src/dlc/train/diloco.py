@@ -27,7 +27,9 @@ Learning-rate schedulers take `inner`. `torch.amp.GradScaler.step(opt)` works: a
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +38,8 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dlc.errors import UsageError
+from dlc.comm.straggler import NEVER_S
+from dlc.errors import SwarmClosed, UsageError
 from dlc.flat import FlatView
 from dlc.handles import outer_part
 from dlc.pacespec import check_overlap
@@ -76,6 +79,8 @@ class DiLoCo:
     model:   or its parameters, in the same order on all peers.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
+    codec:   "fp16" keeps nothing below 3e-8 and few bits below 6e-5: where less than that is learned in a period, use
+             "bf16", "int8" or "fp32".
     overlap: "none", or "delayed" or "eager": inner steps go on during a round; `flush` waits for the last one.
     overlap_steps: so many of them at most, then a round is waited for; 0: until the next one is due.
     mixing:  how much of a round's effect on the parameters is left undone by a peer whose steps went on, in [0, 1).
@@ -137,8 +142,12 @@ class DiLoCo:
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: tuple[RemovableHandle, ...] | None = None
         self._peer, self._channel = peer, channel
+        _check_bare(inner)
         view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
         _check_trained(view, inner)
+        self._model = model if isinstance(model, nn.Module) else None
+        self._trained = _trainable(self._model)
+        """Ids of the parameters that needed gradients when this was made, or have been named since."""
         self._outer = OuterLoop(
             peer,
             view,
@@ -158,6 +167,27 @@ class DiLoCo:
                 "the state of which dlc.Resume was made"
             )
         self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
+        self._rests = True
+        """It trains no more, or not yet."""
+        self._trains()
+
+    def _trains(self) -> None:
+        """Rounds wait for this peer, if they do for anybody."""
+        if self._rests:
+            self._rests = False
+            trained = _TRAINED.setdefault(self._peer, {self._channel})
+            if not trained:  # it was told that there is nothing to wait for
+                self._peer.describe(eta_s=-1.0)
+            trained.add(self._channel)
+
+    def _ends(self) -> None:
+        """No round waits for this peer, unless it trains on another channel, until its next step."""
+        self._rests = True
+        trained = _TRAINED[self._peer]
+        trained.discard(self._channel)
+        if not trained:
+            with contextlib.suppress(SwarmClosed):
+                self._peer.describe(eta_s=NEVER_S)
 
     def _resume(self, state: Mapping[str, Any], timeout_s: float | None) -> None:
         """Before the channel is open: the outer state of a swarm that was stopped, if the run stands where it did."""
@@ -232,6 +262,7 @@ class DiLoCo:
 
     def _stepped(self) -> RoundReport | None:
         """Count an inner step, and do what is due after it."""
+        self._trains()
         self._steps += 1
         report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._offered else None
         if not self._offered:
@@ -258,19 +289,29 @@ class DiLoCo:
             )
 
     def unfollow(self) -> None:
-        """Undo `follow`; nothing is exchanged."""
+        """Undo `follow`; nothing is exchanged, and no round waits for this peer before it makes another step."""
         if self._follows is not None:
-            for hook in self._follows:
-                hook.remove()
-            self._follows = None
+            self._unhook()
+            self._ends()
+
+    def _unhook(self) -> None:
+        for hook in self._follows or ():
+            hook.remove()
+        self._follows = None
 
     def finish(self) -> RoundReport | None:
         """End the training: offer the steps that are in no round yet, wait for it, and leave the model at the swarm's
         newest parameters. Undoes `follow`. Returns and raises as `step` does; None also if there was nothing to offer.
+
+        The peer stays a member, and no round waits for it before it makes another step. With fragments only the one
+        whose turn it is can be offered: of the others the steps since their own last round are dropped.
         """
-        self.unfollow()
-        report = self.flush()
-        report = self._exchange(wait=True) or report
+        self._unhook()
+        try:
+            report = self.flush()
+            report = self._exchange(wait=True) or report
+        finally:
+            self._ends()
         self._outer.adopt()
         return report
 
@@ -286,6 +327,7 @@ class DiLoCo:
 
     def _exchange(self, wait: bool) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
+        self._tell_of_others()
         self._skipped = 0
         while self._steps:
             steps, self._steps = self._steps, 0  # dropped, if nothing can be offered
@@ -301,6 +343,19 @@ class DiLoCo:
             if report is not None:
                 return report
         return None
+
+    def _tell_of_others(self) -> None:
+        """Which parameters are trained is settled when this is made: name those that came to it since."""
+        more = _trainable(self._model) - self._trained
+        if more and self._model is not None:
+            self._trained |= more
+            names = [name for name, p in self._model.named_parameters() if id(p) in more]
+            log.warning(
+                "%d parameters need gradients that did not when dlc.DiLoCo was made (%s): they are trained by this "
+                "peer alone, and never averaged; make a DiLoCo on another channel, once they all do",
+                len(names),
+                ", ".join([*names[:3], "..."] if len(names) > 3 else names),
+            )
 
     def _settle(self, wait: bool) -> RoundReport | None:
         """The report of the round, if it is over and counted what was offered."""
@@ -356,12 +411,15 @@ class DiLoCo:
 
         The steps that were in no round then are taken up where the state was saved with outer=True and the run stands
         where it stood: the model goes on from them. Otherwise it stays at the swarm's parameters, and they are lost;
-        the log says so, they are not counted, but the next round is due when it would have been.
+        the log says so, they are not counted, but the next round is due when it would have been. Steps that this
+        object has made since its last round are dropped.
 
         CheckpointError, with nothing changed: its residual, or the parameters, are of another model.
         """
         residual, local = state.get("residual"), state.get("local")
         self._outer.outgoing.check_residual(residual)
+        if self._steps:
+            self.reload()  # what a training that goes on did since its last round is not what was saved
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
             self._outer.take_up(local.cpu())
             self._steps, self._skipped = int(state["steps"]), 0
@@ -377,6 +435,23 @@ class DiLoCo:
     def _stands_at(self, image: Tensor) -> bool:
         """Whether the inner steps began at the outer state of this image."""
         return blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
+
+
+_TRAINED: weakref.WeakKeyDictionary[TrainPeer, set[str]] = weakref.WeakKeyDictionary()
+"""Channels on which each peer trains: what a peer tells of itself is of all of them."""
+
+
+def _trainable(model: nn.Module | None) -> set[int]:
+    return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+
+
+def _check_bare(inner: torch.optim.Optimizer) -> None:
+    """UsageError: a framework's wrapper, whose `step` may make none."""
+    if hasattr(inner, "step_was_skipped") or type(inner).__name__ == "LightningOptimizer":
+        raise UsageError(
+            f"{type(inner).__name__} wraps an optimizer, and makes no step where gradients are accumulated: give "
+            "dlc.DiLoCo the optimizer itself (its .optimizer), call follow(), and step the wrapper"
+        )
 
 
 def _check_trained(view: FlatView, inner: torch.optim.Optimizer) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.errors import CheckpointError, ConfigError, DlcError, UsageError
+from dlc.flat import UNKNOWN_LAYOUT, Layout
 from dlc.runspec import OUTER_OPTIMIZERS, OUTER_SCHEDULES, OuterSpec
 from dlc.train.fragments import Fragments
 from dlc.train.outer_step import outer_lr, rule_of
@@ -46,9 +47,9 @@ HASH_THREADED_BYTES_MIN = 16 * 2**20
 
 IMAGE_MAGIC = b"dlcouter"
 IMAGE_VERSION = 2
-IMAGE_HEADER = struct.Struct("<8sIIQQ4I6d8s24x")
-"""magic, version, reserved, t, numel, what `_hyperparameters` names, and how the model is cut into fragments; 128
-bytes, so that theta is aligned."""
+IMAGE_HEADER = struct.Struct("<8sIIQQ4I6d8s8s8s8x")
+"""magic, version, reserved, t, numel, what `_hyperparameters` names, how the model is cut into fragments, and `Layout`;
+128 bytes, so that theta is aligned."""
 HYPERPARAMETERS = "optimizer schedule warmup_rounds total_rounds lr min_lr_ratio momentum beta1 beta2 eps".split()
 SCHEDULE_END = ("schedule", "total_rounds")
 """Those that follow from the length of a run: the inner schedule of data-parallel training is constant in an endless
@@ -115,6 +116,7 @@ class OuterState:
 
     `theta` (fp32, CPU, 1-D) is copied; the moments start at zero. `spec`: the outer optimizer; one with a schedule that
     ends needs `total_rounds` (ConfigError). `fragments`: what each round moves; the whole of theta if not given.
+    `layout`: what theta's elements are; with a restored image it is that image's.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class OuterState:
         t: int = 0,
         slice_elements: int = SLICE_ELEMENTS_MAX,
         fragments: Fragments | None = None,
+        layout: Layout = UNKNOWN_LAYOUT,
     ) -> None:
         if theta.dtype != torch.float32 or theta.device.type != "cpu" or theta.dim() != 1:
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
@@ -142,6 +145,7 @@ class OuterState:
                 f"fragments of {self.fragments.numel} elements do not make up theta, which has {self.size}"
             )
         self.spec = spec
+        self._layout = layout
         self._rule = rule_of(spec)
         self._theta = theta.detach().clone(memory_format=torch.contiguous_format)
         self._moments = [torch.zeros_like(self._theta) for _ in range(self._rule.n_moments)]
@@ -301,11 +305,14 @@ class OuterState:
         view = memoryview(image).cast("B")
         if view.nbytes < IMAGE_HEADER.size:
             raise CheckpointError(f"the state image has only {view.nbytes} bytes")
-        magic, version, _, t, numel, *theirs, cut = IMAGE_HEADER.unpack_from(view)
+        magic, version, _, t, numel, *theirs, cut, shapes, names = IMAGE_HEADER.unpack_from(view)
         if (magic, version) != (IMAGE_MAGIC, IMAGE_VERSION):
             raise CheckpointError(f"no dlc state image of version {IMAGE_VERSION} (found {magic!r}, version {version})")
         if numel != self.size:
             raise CheckpointError(f"the state image holds {numel} parameters, this model {self.size}")
+        layout = Layout(shapes, names)
+        if why := self._layout.differs(layout):
+            raise CheckpointError(f"the state image holds as many parameters as this model, but {why}")
         mine = _hyperparameters(self.spec)
         pairs = zip(HYPERPARAMETERS, _named(theirs), _named(mine), strict=True)
         free = SCHEDULE_END if any_end else ()
@@ -328,7 +335,7 @@ class OuterState:
                     self._theta = torch.empty_like(self._theta)
                 for vector, array in zip(self._vectors(), arrays, strict=True):
                     vector.numpy()[:] = array
-            self._t = t
+            self._t, self._layout = t, layout
             self._torn = False
 
     def _vectors(self) -> tuple[Tensor, ...]:
@@ -341,7 +348,7 @@ class OuterState:
 
     def _header(self) -> bytes:
         named, cut = _hyperparameters(self.spec), self.fragments.fingerprint
-        return IMAGE_HEADER.pack(IMAGE_MAGIC, IMAGE_VERSION, 0, self._t, self.size, *named, cut)
+        return IMAGE_HEADER.pack(IMAGE_MAGIC, IMAGE_VERSION, 0, self._t, self.size, *named, cut, *self._layout)
 
     def _check_whole(self) -> None:
         if self._torn:

@@ -122,7 +122,8 @@ class OuterLoop:
         self.displaced = False
         """The parameters belong to an older base than `position`, or d is on its way and not kept: `resume` before the
         next inner step."""
-        self.state = OuterState(view.gather(vectors.empty(view.numel)), outer, fragments=self._fragments)
+        theta = view.gather(vectors.empty(view.numel))
+        self.state = OuterState(theta, outer, fragments=self._fragments, layout=view.fingerprint())
         self._origin = Origin(view, self.state)
         self._clips = outer.clip == "median"
 
@@ -438,6 +439,11 @@ class OuterLoop:
         offer, self._offer = self._offer, None
         pending, offered = offer.pending, offer.work
         report, counted = pending.report, pending.counted
+        if pending.misfit:
+            raise UsageError(
+                f"the round averaged {pending.misfit}, but this peer offers {self.state.numel} elements in "
+                f"{self.outgoing.codec}: all peers must give the same codec and chunk_elems"
+            )
         self.outgoing.over(offer.sent, pending.included if counted else (), offer.fragment)
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:

@@ -34,6 +34,11 @@ class Outgoing:
         self._grid, self._hook, self._clips = grid, hook, clips
         self._feedback = Feedback(grid, vectors) if grid.coder.feedback else None
 
+    @property
+    def codec(self) -> str:
+        """Name of what contributions are encoded in."""
+        return self._grid.codec
+
     # ---------------------------------------------------------------- the residual
 
     @property

@@ -63,6 +63,10 @@ class Pending(Protocol):
         to others."""
 
     @property
+    def misfit(self) -> str:
+        """Once waited for: what its round averaged, where that is of other elements or another codec; else empty."""
+
+    @property
     def overtaken(self) -> bool:
         """Nothing was offered, because a round had been committed that the caller had not seen."""
 
@@ -129,6 +133,11 @@ class TrainPeer(Protocol):
     def id(self) -> str:
         """Peer id."""
 
+    def describe(
+        self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
+    ) -> None:
+        """What others see of this peer."""
+
     def open(
         self,
         channel: str,
@@ -194,11 +203,6 @@ class TrainerPeer(TrainPeer, Protocol):
 
     def members(self) -> Sequence[MemberView]:
         """Everybody known."""
-
-    def describe(
-        self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
-    ) -> None:
-        """What others see of this peer."""
 
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave and end."""

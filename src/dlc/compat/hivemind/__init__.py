@@ -35,7 +35,7 @@ from dlc.compat.hivemind.optim import (
     TrainingStateAverager,
 )
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID
-from dlc.compat.hivemind.refused import INSIDE, MOE, NotOffered, attribute_hook
+from dlc.compat.hivemind.refused import INSIDE, MOE, NotOffered, attribute_hook, explain_absent_modules
 from dlc.compat.hivemind.utils import (
     DHTExpiration,
     MSGPackSerializer,
@@ -63,6 +63,7 @@ OF_NETWORK = (
 )
 """Of Hivemind's own network, not offered."""
 
+explain_absent_modules()
 __getattr__ = attribute_hook(__name__, {**dict.fromkeys(NAMES, MOE), **dict.fromkeys(OF_NETWORK, INSIDE)})
 
 __all__ = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 
 from dlc.errors import UsageError
 
@@ -15,16 +18,42 @@ class NotOffered(UsageError, NotImplementedError):
     """A name, an argument or a method of Hivemind that dlc does not have."""
 
 
+class NameNotOffered(NotOffered, ImportError):
+    """Of a name that is imported: programs that do without it catch ImportError."""
+
+
+class ModuleNotOffered(NotOffered, ModuleNotFoundError):
+    """Of a module."""
+
+
 def refuse(name: str, why: str) -> NotOffered:
     return NotOffered(f"dlc.compat.hivemind does not offer {name}: {why}")
 
 
 def attribute_hook(module: str, reasons: Mapping[str, str]) -> Callable[[str], object]:
-    """A module's `__getattr__`: NotOffered for the names in `reasons`, AttributeError for all others."""
+    """A module's `__getattr__`: NameNotOffered for the names in `reasons`, AttributeError for all others."""
 
     def look_up(name: str) -> object:
         if name in reasons:
-            raise refuse(f"{module.removeprefix('dlc.compat.')}.{name}", reasons[name])
+            raise NameNotOffered(str(refuse(f"{module.removeprefix('dlc.compat.')}.{name}", reasons[name])))
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return look_up
+
+
+class _Absent(MetaPathFinder):
+    """Asked last: says of a module that nobody has found what is offered in its place."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        own = fullname.removeprefix("dlc.compat.")
+        ours = own != fullname or sys.modules.get("hivemind") is sys.modules.get("dlc.compat.hivemind")
+        if ours and own.startswith("hivemind."):
+            why = MOE if own.startswith("hivemind.moe") else INSIDE
+            error = ModuleNotOffered(f"dlc.compat.hivemind has no module {own}: {why}")
+            error.name = fullname
+            raise error
+
+
+def explain_absent_modules() -> None:
+    """From now on the import of a module that this package does not have says so; called once."""
+    sys.meta_path.append(_Absent())

@@ -90,10 +90,16 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         all_reduce_strategy: AllReduceStrategy | str = AllReduceStrategy.WAIT_FOR_ALL,
         timeout_waiting_for_peers: float | None = None,
         matchmaking_time: float | None = MATCHMAKING_S,
+        outer_scheduler: None = None,
         **of_hivemind: object,
     ) -> None:
         # No super().__init__: this is an optimizer to schedulers and Trainers, but its state is the inner one's.
         _check(of_hivemind)
+        if outer_scheduler is not None:
+            raise UsageError(
+                "outer_scheduler is not offered: a schedule of the outer step is a part of the run, the same on all "
+                "peers: use dlc.DiLoCo(outer=dlc.OuterSpec(schedule=...))"
+            )
         for make in (outer_optimizer, scheduler):
             if make is not None and not callable(make):
                 raise TypeError("outer_optimizer and scheduler must be callables that make them")
@@ -214,7 +220,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return self._epochs_before + (self._diloco.t if self._diloco is not None else 0)
 
     def shutdown(self) -> None:
-        """Step the inner optimizer alone from now on. The peer stays: leave it, or shut the `dht` down."""
+        """Step the inner optimizer alone from now on; no round waits for this peer any more. It stays a member: leave
+        it, or shut the `dht` down."""
         if self._diloco is not None:
             self._diloco.unfollow()
 
