@@ -368,6 +368,11 @@ def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_
     sizes.state.fn = "fit"
     with pytest.raises(UsageError, match="a search for a learning rate or a batch size"):
         strategy(peer).setup(sizes)
+    for devices in ([0, 1], "0,1"):  # numbers of GPUs, which this machine may not have
+        several = Trainer(accelerator="cpu", logger=False)
+        several._accelerator_connector._devices_flag = devices
+        with pytest.raises(UsageError, match="trains on one device"):
+            strategy(peer).setup(several)
     for devices in (2, "2"):
         with pytest.raises(UsageError, match="trains on one device, but the Trainer was given devices="):
             fit(strategy(peer), devices=devices)

@@ -203,8 +203,13 @@ class FlatView:
         }
 
     def fingerprint(self) -> Layout:
-        """Of shapes and names, not of dtypes: equal exactly where two peers may average their vectors."""
-        names = [".".join(p for p in name.split(".") if p not in WRAPPERS) for name in self._names]
+        """Of shapes and names, not of dtypes: equal exactly where two peers may average their vectors.
+
+        Of names only in what they differ: the model may be a part of another module on one peer, and wrapped.
+        """
+        names = [[part for part in name.split(".") if part and part not in WRAPPERS] for name in self._names]
+        while all(len(parts) > 1 for parts in names) and len({parts[0] for parts in names}) == 1:
+            names = [parts[1:] for parts in names]
         shapes = [tuple(t.shape) for t in self.tensors]
         return Layout(_hash8(shapes), _hash8(names) if all(names) else UNKNOWN_LAYOUT.names)
 

@@ -80,6 +80,7 @@ def test_the_layout_tells_other_models_of_as_many_elements_apart() -> None:
         layout(["a.w", "b"], (2, 3), (6,), dtype=torch.bfloat16),
         layout(["module.a.w", "module.b"], (2, 3), (6,)),
         layout(["_orig_mod.a._orig_mod.w", "b"], (2, 3), (6,)),
+        layout(["net.inner.a.w", "net.inner.b"], (2, 3), (6,)),
         layout(None, (2, 3), (6,)),
         UNKNOWN_LAYOUT,
     ):

@@ -77,8 +77,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
 
     Without `resume=` it takes what is in the checkpoint of `fit(ckpt_path=...)`.
     UsageError: the module has more than one optimizer, the Trainer several devices, or it searches for a learning rate
-    or a batch size. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo`
-    and its `step` raise comes out of `trainer.fit`.
+    or a batch size. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo` and its `step` raise comes out of
+    `trainer.fit`.
     """
 
     strategy_name = "dlc"
@@ -194,8 +194,9 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             "take part in it: make the search with a Trainer without DLCStrategy"
         )
     devices = trainer._accelerator_connector._devices_flag
-    count = len(devices) if isinstance(devices, list | tuple) else int(devices) if str(devices).isdigit() else 1
-    if count > 1:
+    named = devices.strip(",").split(",") if isinstance(devices, str) else devices  # their numbers, or how many
+    several = isinstance(named, list | tuple) and len(named) > 1
+    if several or (str(devices).isdigit() and int(devices) > 1):
         raise UsageError(
             f"DLCStrategy trains on one device, but the Trainer was given devices={devices!r}: start a process with a "
             "Peer of its own for each device, or let several GPUs be one peer by `torchrun ... -m dlc join`"

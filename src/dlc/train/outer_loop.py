@@ -439,12 +439,12 @@ class OuterLoop:
         offer, self._offer = self._offer, None
         pending, offered = offer.pending, offer.work
         report, counted = pending.report, pending.counted
+        self.outgoing.over(offer.sent, pending.included if counted else (), offer.fragment)
         if pending.misfit:
             raise UsageError(
                 f"the round averaged {pending.misfit}, but this peer offers {self.state.numel} elements in "
                 f"{self.outgoing.codec}: all peers must give the same codec and chunk_elems"
             )
-        self.outgoing.over(offer.sent, pending.included if counted else (), offer.fragment)
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
