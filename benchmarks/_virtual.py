@@ -103,6 +103,7 @@ class Offered:
     counted: bool = False
     overtaken: bool = False
     included: tuple[bool, ...] = ()
+    misfit: str = ""
 
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         swarm = self.peer.swarm

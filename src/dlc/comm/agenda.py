@@ -279,7 +279,9 @@ class Agenda:
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:
         """All alive voters are ready, or the straggler deadline has passed."""
         now, members = self.ctx.now, self.ctx.members
-        late = [v for v in self._alive() if v not in offers and v in self.log.state.trainers and not self._rests(v)]
+        late = [
+            v for v in self._alive() if v not in offers and v in self.log.state.trainers and not self._rests(channel, v)
+        ]
         if not late:
             return True
         first = min(at for _, at in offers.values())
@@ -302,8 +304,10 @@ class Agenda:
         floor_s = max(timeouts.straggler_floor_s * (usual_s / work_s if work_s > 0 else 1.0), 4 * members.rtt_max_s)
         return not worth_waiting(ready, awaited, floor_s, timeouts.straggler_share, usual_s, fill_s)
 
-    def _rests(self, voter: Voter) -> bool:
-        """It says that it trains no more."""
+    def _rests(self, channel: str, voter: Voter) -> bool:
+        """It says that it trains no more; that says nothing of an all-reduce, which has no state."""
+        if not self.log.is_open(channel):
+            return False
         record = self.ctx.members.record(voter.peer)
         return record is not None and record.voter == voter and record.eta_s >= NEVER_S
 
