@@ -143,6 +143,9 @@ class VirtualPeer:
         state.restore(self.swarm.image)
         return self.position(channel)
 
+    def describe(self, **_: object) -> None:
+        """Nobody listens."""
+
     def position(self, channel: str) -> Position:
         lease: Lease | None = None
         return Position(self.rounds, self.tokens, self.rounds.to_bytes(4, "big"), lease, self.state.digest())
