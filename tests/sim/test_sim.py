@@ -276,6 +276,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # a chunk of the first ballot, which had one contributor, stayed when the roster of a later one had two: who was
         # not in it was named in no report, which said that the round was complete
         (162205, 2, 7, FAULTS),
+        # one restarted at another address in a partition; the only one that it knew left, and the newcomer that is left
+        # had never heard of it: a check too strict
+        (813407337, 2, 8, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

@@ -456,13 +456,16 @@ class Checker:
         return self._waits_for_ever(alive, since)
 
     def _astray(self, process: Process, alive: Sequence[Process]) -> bool:
-        """A newcomer all of whose addresses died before it heard of anybody, and that nobody has heard of."""
+        """All addresses that it was given died, or left, before it heard of anybody, and nobody has heard of it: a
+        newcomer, or one that goes on from a checkpoint."""
+        records = process.node.members.records()
+        unheard = process.node.log.head == EMPTY or len(records) == 1
         others = {p.host.address for p in alive if p is not process}
-        known = {a for r in process.node.members.records() for a in r.control} | set(process.node.config.listed)
+        known = {a for r in records for a in r.control} | set(process.node.config.listed)
         knows_it = any(
             process.host.address in r.control for p in alive if p is not process for r in p.node.members.records()
         )
-        return process.node.log.head == EMPTY and bool(others) and not known & others and not knows_it
+        return unheard and bool(others) and not known & others and not knows_it
 
     def _waits_for_ever(self, alive: Sequence[Process], since: float) -> str:
         """L4: what was offered before `since` has ended, and its trainer knows."""
