@@ -182,6 +182,42 @@ def test_the_best_model_that_was_loaded_at_the_end_is_not_offered(tmp_path: Path
     assert len(peer.weights) == 3 and best.state.best_model_checkpoint is not None
 
 
+def test_where_early_stopping_ends_the_training_its_checkpoint_holds_the_swarms_model(tmp_path: Path) -> None:
+    peer, model = FakePeer(), Net()
+    own = callback(peer, sync_every=3)
+    from transformers import EarlyStoppingCallback
+
+    from dlc.integrations.transformers import saved_state
+
+    class Worse(type(own).__mro__[1]):  # type: ignore[misc]  # transformers' TrainerCallback
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step)
+
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": False, "label_names": ["x"], "max_steps": 20}
+    one = trainer(tmp_path, model, [Worse(), EarlyStoppingCallback(1), own], **options)
+    one.train()
+    steps = one.state.global_step
+    assert steps < 20 and steps % 3 and own.diloco.inner_step == 0, "it was stopped between two rounds"
+    kept = saved_state(tmp_path / f"checkpoint-{steps}")
+    assert kept["t"] == peer.state.t and kept["steps"] == 0
+
+
+def test_steps_that_no_round_has_where_a_best_model_was_loaded_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, model = FakePeer(), Net()
+    options: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": -1}
+    options |= {"load_best_model_at_end": True, "label_names": ["x"], "num_train_epochs": 9}
+    from transformers import EarlyStoppingCallback
+
+    own = callback(peer, sync_every=1000)
+    one = trainer(tmp_path, model, [own, EarlyStoppingCallback(1, 1e9)], **options)  # behind ours: seen too late
+    one.train()
+    assert not peer.weights and one.state.best_model_checkpoint is not None
+    assert f"the last {one.state.global_step} steps are in no round" in caplog.text
+
+
 def run_of(checkpoint: Path | None, state_dir: Path) -> dlc.Peer:
     """A real peer alone, of a new run or of the one that the checkpoint is of."""
     from dlc.integrations.transformers import saved_state
@@ -366,6 +402,11 @@ def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_
         fit(strategy(peer), callbacks=[LearningRateFinder()])
     sizes = Trainer(accelerator="cpu", logger=False, callbacks=[BatchSizeFinder()])  # which needs a DataModule to fit
     sizes.state.fn = "fit"
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    module = Net()
+    with pytest.raises(UsageError, match="LightningSGD wraps an optimizer"):
+        dlc.DiLoCo(module, LightningOptimizer(torch.optim.SGD(module.parameters(), lr=0.1)), peer)
     with pytest.raises(UsageError, match="a search for a learning rate or a batch size"):
         strategy(peer).setup(sizes)
     for devices in ([0, 1], "0,1"):  # numbers of GPUs, which this machine may not have

@@ -15,6 +15,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.errors import UsageError
+from dlc.flat import check_writable
 
 HASH_BYTES = 32
 ELEM_BYTES = 3
@@ -30,12 +31,10 @@ class Exact:
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise UsageError(f"{name!r} is a {type(tensor).__name__}: only tensors can be broadcast")
-            if tensor.device.type == "meta" or tensor.layout != torch.strided:
-                raise UsageError(f"{name!r} is on {tensor.device}, {tensor.layout}: only a dense one can be broadcast")
-            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-                raise UsageError(f"{name!r} is expanded, its elements share memory: clone() it first")
-            if tensor.is_inference() and not torch.is_inference_mode_enabled():
-                raise UsageError(f"{name!r} was made under torch.inference_mode(): clone() it first")
+            try:
+                check_writable(tensor)
+            except UsageError as error:
+                raise UsageError(f"{name!r}: {error}") from None
         self._state = dict(sorted(state.items()))
         self._bytes = sum(t.numel() * t.element_size() for t in self._state.values())
         self.numel = -(-(HASH_BYTES + self._bytes) // ELEM_BYTES)

@@ -74,6 +74,18 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
             start += t.numel()
 
 
+def check_writable(t: Tensor) -> None:
+    """UsageError unless its values can be read, and all of them written."""
+    if t.device.type == "meta" or t.layout != torch.strided:
+        raise UsageError(f"a tensor on {t.device}, {t.layout}, cannot be averaged: it must be dense")
+    if _is_sharded(t):
+        raise UsageError("a DTensor holds a part of a tensor only: average its full_tensor(), or its to_local()")
+    if t.is_inference() and not torch.is_inference_mode_enabled():
+        raise UsageError("a tensor made under torch.inference_mode() cannot be written outside of it: clone() it")
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        raise UsageError("an expanded tensor cannot be averaged in place: its elements share memory, clone() it first")
+
+
 def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One or many as a list. UsageError unless their values can be read, and all of them written."""
     if not isinstance(tensors, (Tensor, Iterable)):
@@ -83,16 +95,7 @@ def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
         if not isinstance(t, Tensor):
             raise UsageError(f"what is averaged must be torch tensors, not {type(t).__name__}")
         _check_dtype(t)
-        if t.device.type == "meta" or t.layout != torch.strided:
-            raise UsageError(f"a tensor on {t.device}, {t.layout}, cannot be averaged: it must be dense")
-        if _is_sharded(t):
-            raise UsageError("a DTensor holds a part of a tensor only: average its full_tensor(), or its to_local()")
-        if t.is_inference() and not torch.is_inference_mode_enabled():
-            raise UsageError("a tensor made under torch.inference_mode() cannot be written outside of it: clone() it")
-        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-            raise UsageError(
-                "an expanded tensor cannot be averaged in place: its elements share memory, clone() it first"
-            )
+        check_writable(t)
     return many
 
 

@@ -191,7 +191,7 @@ def test_what_one_machine_may_have_is_one_site(one: str, other: str, same: bool)
 def test_a_process_with_few_open_files_keeps_some_for_itself() -> None:
     """Of 96 files strangers would take all; a member comes, and the process opens files, while they go on coming."""
     program = """
-        import resource, socket, sys, tempfile
+        import resource, sys, tempfile
         resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         from dlc.comm.lanes import Incoming
         from dlc.comm.security import LinkSecurity

@@ -34,8 +34,8 @@ GREETING_BYTES = 64
 STRANGERS_SHARE = 1 / 8
 """Of the open files that this process may have."""
 STRANGERS_MIN, STRANGERS_MAX = 32, 512
-EVENTS_MAX = 4096
-"""Looked at in one call: what else there is waits for the next."""
+EVENTS_MAX = 512
+"""Of one socket, looked at in one call, some milliseconds: what else there is waits until messages were polled."""
 _WATCHED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 

@@ -193,7 +193,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             "a search for a learning rate or a batch size makes steps that ruin a model, and the other peers would "
             "take part in it: make the search with a Trainer without DLCStrategy"
         )
-    devices = trainer._accelerator_connector._devices_flag
+    devices = getattr(trainer._accelerator_connector, "_devices_flag", "auto")  # no public name tells what was given
     named = devices.strip(",").split(",") if isinstance(devices, str) else devices  # their numbers, or how many
     several = isinstance(named, list | tuple) and len(named) > 1
     if several or (str(devices).isdigit() and int(devices) > 1):

@@ -68,6 +68,8 @@ class Checker:
         self._values: dict[tuple[bytes, Ballot], bytes] = {}
         self._decided: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes]]] = {}
         """By slot: the ballot, who decided in it, and the entry."""
+        self._rosters: dict[bytes, dict[Ballot, frozenset[Voter]]] = {}
+        """By slot: who contributes under the plan of each ballot."""
         self._ordinary: dict[bytes, dict[Ballot, frozenset[Voter]]] = {}
         """By slot: who had promised an ordinary ballot that got a plan."""
         self._forced: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes, int]]] = {}
@@ -133,6 +135,7 @@ class Checker:
         elif isinstance(m, msg.Promise | msg.Plan | msg.Prepare) and process.node.ctx.stale:
             raise Violation("I7", f"{process.voter} is stale and sends {type(m).__name__}")
         if isinstance(m, msg.Plan):
+            self._rosters.setdefault(m.head, {})[m.ballot] = frozenset(part.voter for part in m.entry.roster)
             if not m.deciders:
                 promised = frozenset(process.node.coordinator.promises)
                 self._ordinary.setdefault(m.head, {}).setdefault(m.ballot, promised)
@@ -342,7 +345,7 @@ class Checker:
         self._slept_through[after.head] = [p.node.log.head for p in self.paths.asleep()]
         self._check_decided(process, entry)
         if entry.kind == ROUND:
-            check_means(before, past, self.world.grids[entry.channel].numel)
+            check_means(before, past, self.world.grids[entry.channel].numel, self._rosters.get(entry.parent, {}))
             self.rounds += 1
             self._pasts[after.head.hex()] = past
             if entry.channel == TRAIN:
@@ -458,8 +461,8 @@ class Checker:
     def _astray(self, process: Process, alive: Sequence[Process]) -> bool:
         """All addresses that it was given died, or left, before it heard of anybody, and nobody has heard of it: a
         newcomer, or one that goes on from a checkpoint."""
-        records = process.node.members.records()
-        unheard = process.node.log.head == EMPTY or len(records) == 1
+        records, log = process.node.members.records(), process.node.log
+        unheard = log.head == EMPTY or not log.active
         others = {p.host.address for p in alive if p is not process}
         known = {a for r in records for a in r.control} | set(process.node.config.listed)
         knows_it = any(

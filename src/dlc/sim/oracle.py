@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -11,7 +12,7 @@ from dlc.comm.entries import LogState, Part, manifest_hash
 from dlc.comm.events import RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.grid import Grid
-from dlc.comm.ids import Voter
+from dlc.comm.ids import Ballot, Voter
 from dlc.comm.ledger import Ledger
 from dlc.comm.log import Past, means
 from dlc.comm.messages import ChunkHeader
@@ -32,8 +33,12 @@ class OracleError(Exception):
     """A committed round is not what it says; the first word is the invariant."""
 
 
-def check_means(before: LogState, past: Past, numel: int) -> None:
-    """I4: every chunk is the exact weighted mean of the contributors that it names, all of them in the roster."""
+def check_means(
+    before: LogState, past: Past, numel: int, rosters: Mapping[Ballot, frozenset[Voter]] = MappingProxyType({})
+) -> None:
+    """I4: every chunk is the exact weighted mean of the contributors that it names, all of them in the roster; and it
+    says of everybody in the roster of the ballot under which it was reduced (`rosters`: where that is not the entry's)
+    whether it is in or out."""
     entry = past.entry
     grid, codec = Grid(entry.numel, entry.chunk_elems, entry.codec), get_codec(entry.codec)
     if len(past.results) != grid.n_chunks or entry.numel != numel:
@@ -49,8 +54,10 @@ def check_means(before: LogState, past: Past, numel: int) -> None:
         if not set(header.included) <= set(entry.roster):
             raise OracleError(f"I4 chunk {chunk} of round {entry.t} includes somebody outside the roster")
         named = [p.voter for p in header.included] + [x.voter for x in header.excluded]
-        if len(set(named)) < len(named) or not set(named) <= {p.voter for p in entry.roster}:
-            raise OracleError(f"I4 chunk {chunk} of round {entry.t} names somebody twice, or a stranger: {header}")
+        roster = {p.voter for p in entry.roster}
+        planned = rosters.get(header.ballot, roster)
+        if not planned <= roster or sorted(named) != sorted(planned):
+            raise OracleError(f"I4 chunk {chunk} of round {entry.t} does not say of everybody in or out: {header}")
         if not header.included:
             continue
         start, stop = grid.span(chunk)

@@ -146,7 +146,7 @@ class DiLoCo:
         view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
         _check_trained(view, inner)
         self._model = model if isinstance(model, nn.Module) else None
-        self._trained = _trainable(self._model)
+        self._known = _trainable(self._model)
         """Ids of the parameters that needed gradients when this was made, or have been named since."""
         self._outer = OuterLoop(
             peer,
@@ -167,22 +167,17 @@ class DiLoCo:
                 "the state of which dlc.Resume was made"
             )
         self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
-        self._rests = True
-        """It trains no more, or not yet."""
         self._trains()
 
     def _trains(self) -> None:
         """Rounds wait for this peer, if they do for anybody."""
-        if self._rests:
-            self._rests = False
-            trained = _TRAINED.setdefault(self._peer, {self._channel})
-            if not trained:  # it was told that there is nothing to wait for
-                self._peer.describe(eta_s=-1.0)
-            trained.add(self._channel)
+        trained = _TRAINED.setdefault(self._peer, {self._channel})
+        if not trained:  # the others were told that there is nothing to wait for
+            self._peer.describe(eta_s=-1.0)
+        trained.add(self._channel)
 
     def _ends(self) -> None:
         """No round waits for this peer, unless it trains on another channel, until its next step."""
-        self._rests = True
         trained = _TRAINED[self._peer]
         trained.discard(self._channel)
         if not trained:
@@ -237,9 +232,10 @@ class DiLoCo:
         owner refused.
 
         NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
-        can be offered. The parameters are the swarm's again when either is raised, so a caller may go on; after
-        NotFinite the inner optimizer's moments begin anew, while buffers (such as BatchNorm's) are the caller's to
-        reset. SwarmClosed: the peer has left. UsageError, with nothing done: `follow` was called.
+        can be offered, or the others use another codec or chunk_elems. The parameters are the swarm's again when either
+        is raised, so a caller may go on; after NotFinite the inner optimizer's moments begin anew, while buffers (such
+        as BatchNorm's) are the caller's to reset. SwarmClosed: the peer has left. UsageError, with nothing done:
+        `follow` was called.
 
         A wait that something interrupted (Ctrl-C in a notebook) is taken up by the next step, before anything else.
         """
@@ -346,9 +342,9 @@ class DiLoCo:
 
     def _tell_of_others(self) -> None:
         """Which parameters are trained is settled when this is made: name those that came to it since."""
-        more = _trainable(self._model) - self._trained
+        more = _trainable(self._model) - self._known
         if more and self._model is not None:
-            self._trained |= more
+            self._known |= more
             names = [name for name, p in self._model.named_parameters() if id(p) in more]
             log.warning(
                 "%d parameters need gradients that did not when dlc.DiLoCo was made (%s): they are trained by this "
@@ -412,7 +408,7 @@ class DiLoCo:
         The steps that were in no round then are taken up where the state was saved with outer=True and the run stands
         where it stood: the model goes on from them. Otherwise it stays at the swarm's parameters, and they are lost;
         the log says so, they are not counted, but the next round is due when it would have been. Steps that this
-        object has made since its last round are dropped.
+        object has made since its last round are dropped, and a round that is on its way is waited for.
 
         CheckpointError, with nothing changed: its residual, or the parameters, are of another model.
         """
@@ -447,7 +443,8 @@ def _trainable(model: nn.Module | None) -> set[int]:
 
 def _check_bare(inner: torch.optim.Optimizer) -> None:
     """UsageError: a framework's wrapper, whose `step` may make none."""
-    if hasattr(inner, "step_was_skipped") or type(inner).__name__ == "LightningOptimizer":
+    of_lightning = any(kind.__name__ == "LightningOptimizer" for kind in type(inner).__mro__)
+    if hasattr(inner, "step_was_skipped") or of_lightning:  # the first is accelerate's
         raise UsageError(
             f"{type(inner).__name__} wraps an optimizer, and makes no step where gradients are accumulated: give "
             "dlc.DiLoCo the optimizer itself (its .optimizer), call follow(), and step the wrapper"

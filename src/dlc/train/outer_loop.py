@@ -441,6 +441,7 @@ class OuterLoop:
         report, counted = pending.report, pending.counted
         self.outgoing.over(offer.sent, pending.included if counted else (), offer.fragment)
         if pending.misfit:
+            self._done_with(offer)
             raise UsageError(
                 f"the round averaged {pending.misfit}, but this peer offers {self.state.numel} elements in "
                 f"{self.outgoing.codec}: all peers must give the same codec and chunk_elems"

@@ -26,8 +26,8 @@ class ModuleNotOffered(NotOffered, ModuleNotFoundError):
     """Of a module."""
 
 
-def refuse(name: str, why: str) -> NotOffered:
-    return NotOffered(f"dlc.compat.hivemind does not offer {name}: {why}")
+def refuse(name: str, why: str, kind: type[NotOffered] = NotOffered) -> NotOffered:
+    return kind(f"dlc.compat.hivemind does not offer {name}: {why}")
 
 
 def attribute_hook(module: str, reasons: Mapping[str, str]) -> Callable[[str], object]:
@@ -35,7 +35,7 @@ def attribute_hook(module: str, reasons: Mapping[str, str]) -> Callable[[str], o
 
     def look_up(name: str) -> object:
         if name in reasons:
-            raise NameNotOffered(str(refuse(f"{module.removeprefix('dlc.compat.')}.{name}", reasons[name])))
+            raise refuse(f"{module.removeprefix('dlc.compat.')}.{name}", reasons[name], NameNotOffered)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return look_up
