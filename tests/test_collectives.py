@@ -314,6 +314,17 @@ def test_tensors_that_are_encoded_where_they_are_get_the_same_means(
     assert torch.equal(encoded[0][:1000], encoded[1][:1000])
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e9])
+def test_fp16_averages_what_fp16_cannot_say(size: float) -> None:
+    """It was 0, and 65504, in a report that said "complete"."""
+    values = [torch.full((300,), (rank + 1) * size) for rank in range(2)]
+    with swarm(2) as peers:
+        reports = together(peers, lambda peer, i: peer.all_reduce(values[i], timeout_s=ROUND_S))
+        assert all(report.complete for report in reports)
+    for value in values:
+        torch.testing.assert_close(value, torch.full((300,), 1.5 * size), rtol=2.0**-11, atol=0.0)
+
+
 def test_where_nobody_has_weight_tensors_that_were_encoded_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_encoded_there", lambda grid, device: True)
     with swarm(2) as peers:

@@ -286,8 +286,6 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
         values = [torch.full((4,), float(i)) for i in range(2)]
         with pytest.raises(UsageError, match="NaN or Inf"):
             gossips[0].step(torch.tensor([1.0, float("nan"), 0.0, 0.0]))
-        with pytest.raises(UsageError, match="fp16 ends at 65504"):
-            dlc.Gossip(peers[0], "far").step(torch.tensor([-7e4]))
         for weight in (0.0, 3e-7, 1e300, float("nan")):  # one below the least was taken for that, in silence
             with pytest.raises(UsageError, match=r"weight is .*2\^-20 to 2\^53"):
                 dlc.Gossip(peers[0], "weights", weight=weight)

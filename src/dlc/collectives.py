@@ -111,8 +111,9 @@ class Collectives(Channels):
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
-        With "fp16" an element beyond 65504 counts as 65504, one below 3e-8 as 0, and those below 6e-5 have few bits:
-        use "bf16" or "fp32" for second moments and the like.
+        "fp16" keeps 11 bits of what is at least 2^-28 of the greatest element of its chunk, and nothing below 2^-39 of
+        it; where that is between 1 and 65504, of what is at least 6e-5, and nothing below 3e-8. "bf16" keeps 8 bits of
+        everything.
 
         async_op: return a handle at once. The tensors belong to the round until its `wait` has returned: before that
         they are neither to be changed nor to be read. One call of a name may be on its way at a time; those of other

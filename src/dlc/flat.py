@@ -133,13 +133,8 @@ def parts_of_many(tensors: Sequence[Tensor], elems: int, device: torch.device) -
 
 def finite(vector: Tensor) -> bool:
     """Whether no element is NaN or Inf."""
-    return math.isfinite(largest_of(vector))
-
-
-def largest_of(vector: Tensor) -> float:
-    """The greatest absolute value of an element; NaN where one is. A twentieth of the time of `vector_norm`."""
-    low, high = torch.aminmax(vector)
-    return max(-float(low), float(high))
+    low, high = torch.aminmax(vector)  # a twentieth of the time of `vector_norm`; hands on NaN
+    return math.isfinite(low) and math.isfinite(high)
 
 
 class FlatView:

@@ -12,12 +12,10 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from dlc.collectives import refuse_sparse
@@ -36,14 +34,13 @@ from dlc.comm.service import ServiceNews
 from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
-from dlc.flat import flatten_tensors, largest_of, unflatten_into, writable_tensors
+from dlc.flat import finite, flatten_tensors, unflatten_into, writable_tensors
 from dlc.peer import Peer
 from dlc.report import GossipReport
 from dlc.served import Stopped
 
 T = TypeVar("T")
 
-FP16_MAX = torch.finfo(torch.float16).max
 WEIGHT_MIN = 2.0**-20
 """Who holds less gives nothing more away before something comes: its neighbours have what it had."""
 
@@ -102,22 +99,15 @@ class Gossip:
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift of which nothing has gone to its taker for so long is withdrawn, and comes back; one that gets on
         goes on into later steps. Nothing is given to a peer before its last gift is settled.
-        Raises SwarmClosed, UsageError (other shapes than before; NaN or Inf, or with fp16 beyond 65504); nothing was
-        given or taken then.
+        Raises SwarmClosed, UsageError (other shapes than before; NaN or Inf); nothing was given or taken then.
         """
         began = clock()
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("there is nothing to average: the tensors have no element")
         z = flatten_tensors(many)
-        largest = largest_of(z)
-        if not math.isfinite(largest):
+        if not finite(z):
             raise UsageError("the tensors hold NaN or Inf, which no neighbour would take: nothing was given or taken")
-        if self.codec == "fp16" and largest > FP16_MAX:
-            raise UsageError(
-                f"the tensors hold {largest:g}, and fp16 ends at {FP16_MAX:g}: what it can't say would stay here, and "
-                'grow with each gift. Take codec "bf16" or "fp32"; nothing was given or taken'
-            )
         machine, grid = self._begun(z.numel())
         members = self._members()
         self.t = max([self.t + 1, *(place.t for place in members.values())])

@@ -1,4 +1,4 @@
-"""Wire formats: exact sizes, stated rounding, clamping of finite values, reading frames where they lie.
+"""Wire formats: exact sizes, stated rounding, fp16's power of two, clamping, reading frames where they lie.
 
 What only int8 and int4 do is in test_blockcodecs.py.
 """
@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc import runspec
+from dlc.comm import castcodecs
+from dlc.comm.castcodecs import EXPONENT_MAX, EXPONENT_MIN, CastCodec, HalfCodec
 from dlc.comm.codecbase import all_finite
-from dlc.comm.codecs import CODECS, CastCodec, Codec, get_codec
+from dlc.comm.codecs import CODECS, Codec, get_codec
 from dlc.errors import ConfigError, ProtocolError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,10 +56,10 @@ def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_cast
 @pytest.mark.parametrize("numel", [1, 2, 7, 997])
 def test_size_is_what_wire_bytes_says(codec: Codec, numel: int) -> None:
-    width = {"fp32": 4, "fp16": 2, "bf16": 2}[codec.name]
+    width, more = {"fp32": (4, 0), "fp16": (2, 2), "bf16": (2, 0)}[codec.name]
     payload = codec.encode(torch.randn(numel))
     assert payload.readonly
-    assert len(payload) == codec.wire_bytes(numel) == width * numel
+    assert len(payload) == codec.wire_bytes(numel) == width * numel + more
 
 
 @each_codec
@@ -71,7 +73,8 @@ def test_no_payload_has_less_than_one_element(codec: Codec) -> None:
 def test_bytes_on_the_wire_are_little_endian() -> None:
     x = vector([1.0, -2.5, 0.15625])
     assert get_codec("fp32").encode(x) == struct.pack("<3f", 1.0, -2.5, 0.15625)
-    assert get_codec("fp16").encode(x) == struct.pack("<3e", 1.0, -2.5, 0.15625)
+    assert get_codec("fp16").encode(x) == struct.pack("<3eh", 1.0, -2.5, 0.15625, 0)
+    assert get_codec("fp16").encode(x * 2.0**-30) == struct.pack("<3eh", 8192.0, -20480.0, 1280.0, -43)
     assert get_codec("bf16").encode(x) == b"".join(struct.pack("<f", v)[2:] for v in (1.0, -2.5, 0.15625))
 
 
@@ -84,8 +87,13 @@ def test_finite_stays_finite_and_as_near_as_the_type_allows(codec: Codec, values
     y = codec.decode(payload, x.numel())
     assert y.dtype is torch.float32
     assert codec.finite(payload, x.numel())
-    target = x.double().clamp(-info.max, info.max)
-    bound = target.abs() * info.eps / 2 + info.smallest_normal * info.eps / 2
+    greatest, least = info.max, info.smallest_normal
+    if codec.name == "fp16":
+        a = float(x.abs().max())
+        greatest = 65504.0 * 2.0**112
+        least = 6.1e-5 if 1.0 <= a <= 65504.0 else max(a * 2.0**-28, 2.0**-86 * 2.0 / info.eps)
+    target = x.double().clamp(-greatest, greatest)
+    bound = target.abs() * info.eps / 2 + least * info.eps / 2
     assert bool(((y.double() - target).abs() <= bound).all())
     assert torch.equal(torch.signbit(y), torch.signbit(x)), "also of zero"
 
@@ -103,18 +111,103 @@ def test_encoding_what_was_decoded_changes_nothing(codec: Codec, values: list[fl
     assert codec.encode(codec.decode(payload, len(values))) == payload
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_overflow_is_clamped(name: str) -> None:
-    codec, limit = get_codec(name), torch.finfo(DTYPES[name]).max
-    largest = torch.finfo(torch.float32).max
+@pytest.mark.parametrize(("name", "limit", "one"), [("fp16", 65504.0 * 2.0**112, 0.0), ("bf16", 3.3895314e38, 1.0)])
+def test_overflow_is_clamped(name: str, limit: float, one: float) -> None:
+    codec, largest = get_codec(name), torch.finfo(torch.float32).max
     x = vector([largest, -largest, limit, -limit, 1.0])
-    assert codec.decode(codec.encode(x), 5).tolist() == [limit, -limit, limit, -limit, 1.0]
+    payload = codec.encode(x)
+    assert codec.finite(payload, 5)
+    assert codec.decode(payload, 5).tolist() == vector([limit, -limit, limit, -limit, one]).tolist()
 
 
-def test_values_about_to_overflow_fp16() -> None:
-    x = vector([65504.0, 65519.0, 65520.0, 1e5, -65520.0, 65503.0])
-    codec = get_codec("fp16")
-    assert codec.decode(codec.encode(x), 6).tolist() == [65504.0, 65504.0, 65504.0, 65504.0, -65504.0, 65504.0]
+@pytest.mark.parametrize(
+    ("greatest", "s"),
+    [
+        (0.0, 0),
+        (1e-45, 0),
+        (2.0**-87, 0),
+        (2.0**-86, -100),
+        (2.0**-86 * (2 - 2.0**-11), -99),  # it is rounded up
+        (6e-8, -38),
+        (2.0**-14 * (1 - 2.0**-12), -28),
+        (2.0**-14, -28),
+        (0.25, -16),
+        (1 - 2.0**-11, -15),
+        (1 - 2.0**-12, 0),
+        (1.0, 0),
+        (65504.0, 0),
+        (65519.9, 0),
+        (65520.0, 2),
+        (1e5, 2),
+        (3.3e38, 113),
+        (3.4028234e38, 113),
+    ],
+)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_power_of_two_of_a_chunk_of_fp16(greatest: float, s: int, sign: float) -> None:
+    x = sign * greatest * vector([2.0**-20, -1.0 / 3.0, 1.0, 0.0])
+    payload = get_codec("fp16").encode(x)
+    h = struct.unpack("<4eh", payload)
+    assert h[4] == s
+    assert not s or 2.0**14 <= max(map(abs, h[:4])) < 2.0**15
+    out = torch.zeros((1, len(payload)), dtype=torch.uint8)
+    castcodecs.write_rows(x[None], out)
+    assert bytes(out[0].tolist()) == payload
+
+
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_a_device_that_is_not_waited_for_writes_the_same_fp16(values: list[float]) -> None:
+    """NaN has many forms, which a conversion need not keep."""
+    x = vector(values)
+    out = torch.zeros((1, 2 * len(values) + 2), dtype=torch.uint8)
+    castcodecs.write_rows(x[None], out)
+    mine, theirs = (bytearray(payload) for payload in (get_codec("fp16").encode(x), out[0].tolist()))
+    for at in torch.isnan(x).nonzero()[:, 0].tolist():
+        mine[2 * at : 2 * at + 2] = theirs[2 * at : 2 * at + 2] = b"\0\x7e"
+    assert mine == theirs
+
+
+def test_fp16_keeps_what_is_small_beside_nothing_great() -> None:
+    codec, x = get_codec("fp16"), torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    for size in (1e-9, 1e-20, 1e7, 1e30):
+        y = codec.decode(codec.encode(x * size), 5000) / size
+        torch.testing.assert_close(y, x, rtol=2.0**-11, atol=2.0**-37)
+
+
+@pytest.mark.parametrize(
+    ("halves", "s"),
+    [
+        ((0.5, 0.0), 0),  # to be multiplied by 2^15
+        ((6e-8, 0.0), 0),
+        ((16376.0, 0.0), -20),
+        ((32768.0, 0.0), 20),
+        ((0.0, 0.0), 1),
+        ((20000.0, 0.0), EXPONENT_MIN - 1),
+        ((20000.0, 0.0), EXPONENT_MAX + 1),
+        ((20000.0, 0.0), 32767),
+        ((20000.0, 0.0), -32768),
+        ((20000.0, math.inf), 3),
+        ((20000.0, math.nan), 3),
+    ],
+)
+def test_what_fp16_never_writes_is_refused(halves: tuple[float, float], s: int) -> None:
+    codec, payload = HalfCodec(), struct.pack("<2eh", *halves, s)
+    assert not codec.finite(payload, 2)
+    acc, sound = torch.empty(2), codec.encode(vector([1.0, 2.0]))
+    if not EXPONENT_MIN <= s <= EXPONENT_MAX:
+        assert codec.decode(payload, 2).isnan().all()
+        assert codec.combine_usual([(sound, 0.5), (payload, 0.5)], 1.0, acc, torch.empty(2)) is None
+
+
+@given(values=vectors, s=st.integers(-60, 60), weight=st.floats(0, 2.0**60, width=32))
+def test_a_power_of_two_changes_nothing_of_a_mean_of_fp16(values: list[float], s: int, weight: float) -> None:
+    """As where each step is made for itself, on both sides of where they are one."""
+    codec = HalfCodec()
+    x = vector(values).clamp(-1e18, 1e18)
+    payload = codec.encode(x * 2.0**s)
+    out, n = torch.empty(len(values)), len(values)
+    codec.scaled(out, payload, weight)
+    assert torch.equal(out, codec.decode(payload, n) * weight)
 
 
 @each_cast

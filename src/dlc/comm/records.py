@@ -71,6 +71,12 @@ class Member:
     rtt_s: float = -1.0
     """Smoothed round trip; negative: not measured."""
     rtt_var_s: float = 0.0
+    sampled_at: float = NEVER
+    """When the first of the answers came that counted together last."""
+    sample_s: float = 0.0
+    """The quickest of them."""
+    rtt_before: tuple[float, float] = (-1.0, 0.0)
+    """`rtt_s` and `rtt_var_s` before them."""
     suspect_run: float = 0.0
     doubt_run: float = NEVER
     """When strong evidence against it came; only pings sent later speak for it."""

@@ -5,9 +5,9 @@
                              tokens    the round
 
 - The gradient is offered as its last backward begins, and is averaged as it is made, from the last parameters to the
-  first (`gradients`); only the first step of a process waits for the end of backward. If it turns out not to be finite
-  (or, with codec fp16, too great for it), or backward fails, nothing more of it is sent: what others took before is a
-  part of those chunks' means, as of a peer that died then.
+  first (`gradients`); only the first step of a process waits for the end of backward. If it turns out not to be finite,
+  or backward fails, nothing more of it is sent: what others took before is a part of those chunks' means, as of a peer
+  that died then.
 - A round is an entry of the log, so all its promises hold: a peer that dies in the middle of a step leaves the true
   weighted mean of the others, whoever goes on has the same bits, a block is counted once.
 - The mean belongs to one theta. A gradient that comes too late for its step is dropped, and its blocks are trained
@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -32,7 +31,7 @@ from dlc.comm import vectors
 from dlc.comm.filling import Filling
 from dlc.errors import ConfigError, DlcError, RoundTimeout
 from dlc.train.gradients import Gradients
-from dlc.train.joint import GRADIENT_SCALE, JointState, joint_spec, step_chunk_elems
+from dlc.train.joint import JointState, joint_spec, step_chunk_elems
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer_loop import WAIT_SLICE_S
 from dlc.train.phases import DIVERGED_MAX, LAST_ROUND_S
@@ -47,8 +46,6 @@ log = logging.getLogger(__name__)
 TELL_WAITING_S = 1.0
 """A step that waits for so long is told as waiting."""
 NOT_FINITE = "its gradient is not finite"
-LARGEST = {"fp16": torch.finfo(torch.float16).max}
-"""Of an element on the wire, by codec: the codec would clamp a greater one, and the sum would be another."""
 
 
 class DataParallel:
@@ -66,10 +63,7 @@ class DataParallel:
         """theta as it was pulled; then the gradient that is offered; then theta again."""
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
         self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)
-        largest, self._why = LARGEST.get(parts.spec.codec, sys.float_info.max), NOT_FINITE
-        if parts.spec.codec in LARGEST:
-            self._why += f", or has an element beyond {largest / GRADIENT_SCALE:.1f}, the most that fp16 can hold of it"
-        self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock, largest)
+        self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
         self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
         self._position: Position | None = None
         self._stopped_at = math.inf
@@ -155,7 +149,7 @@ class DataParallel:
     def _gradient(
         self, batches: Sequence[Tensor], offer: Callable[[Filling | None], Pending]
     ) -> tuple[float, bool, Pending | None]:
-        """The scaled gradient, flat, in `_vector`: (mean loss, whether all of it can be offered, the offer if one was
+        """The gradient, flat, in `_vector`: (mean loss, whether all of it can be offered, the offer if one was
         made before it was complete)."""
         pending: Pending | None = None
 
@@ -166,7 +160,7 @@ class DataParallel:
                 pending = offer(filling)
 
         try:
-            loss = self._inner.gradient(batches, GRADIENT_SCALE, begin)
+            loss = self._inner.gradient(batches, begin)
             sound = math.isfinite(loss) and self._gradients.end()
         finally:
             self._gradients.drop()
@@ -222,12 +216,11 @@ class DataParallel:
         self._diverged += 1
         t = self.position.t
         self._parts.tell.event("diverged", t=t, in_a_row=self._diverged)
-        log.warning("step %d of this peer is not counted: %s", t + 1, self._why)
+        log.warning("step %d of this peer is not counted: %s", t + 1, NOT_FINITE)
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
-                f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {self._why}. Found the run "
-                'anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer inner.warmup_steps, or '
-                "codec bf16 or fp32"
+                f"{DIVERGED_MAX} steps in a row (last after step {t}) were not counted: {NOT_FINITE}. Found the run "
+                'anew, or from its model (model.kind = "path"), with a lower inner.lr or a longer inner.warmup_steps'
             )
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:

@@ -79,8 +79,7 @@ class DiLoCo:
     model:   or its parameters, in the same order on all peers.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
-    codec:   "fp16" keeps nothing below 3e-8 and few bits below 6e-5: where less than that is learned in a period, use
-             "bf16", "int8" or "fp32".
+    codec:   of contributions and means, as in `Peer.all_reduce`; "int8", "int4" and "topk" carry over what they lose.
     overlap: "none", or "delayed" or "eager": inner steps go on during a round; `flush` waits for the last one.
     overlap_steps: so many of them at most, then a round is waited for; 0: until the next one is due.
     mixing:  how much of a round's effect on the parameters is left undone by a peer whose steps went on, in [0, 1).

@@ -10,7 +10,6 @@ changes gradients), the vector is final at the end of backward, and offered then
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dlc.comm.filling import Filling
 from dlc.errors import DlcError
-from dlc.flat import flatten_tensors, largest_of
+from dlc.flat import finite, flatten_tensors
 
 EXPECTED_KEPT = 0.5
 """What a backward is expected to take is at least this part of what was expected of the one before."""
@@ -30,17 +29,10 @@ EXPECTED_S_MIN = 1e-3
 
 class Gradients:
     """Of these parameters, leaves of one device, in the order of the vector. `piece_elems`: copied at once, if there
-    are so many. `largest`: an element beyond it is as bad as one that is not finite. `begin` comes right before the
-    last backward of a step, `end` after it; `drop` where it failed."""
+    are so many. `begin` comes right before the last backward of a step, `end` after it; `drop` where it failed."""
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        piece_elems: int,
-        clock: Callable[[], float],
-        largest: float = sys.float_info.max,
-    ) -> None:
-        self._tensors, self._piece_elems, self._clock, self._largest = list(tensors), piece_elems, clock, largest
+    def __init__(self, tensors: Sequence[Tensor], piece_elems: int, clock: Callable[[], float]) -> None:
+        self._tensors, self._piece_elems, self._clock = list(tensors), piece_elems, clock
         self._starts = list(accumulate((t.numel() for t in tensors), initial=0))
         self._expected_s = 0.0
         """0: none was watched, or what was seen forbids it."""
@@ -92,14 +84,14 @@ class Gradients:
         part = self._vector[start:stop]
         flatten_tensors([torch.zeros_like(t) if t.grad is None else t.grad for t in tensors], part)
         self._uncopied = first
-        self._sound = self._sound and (start == stop or largest_of(part) <= self._largest)
+        self._sound = self._sound and (start == stop or finite(part))
         if self._filling is not None and self._sound:
             self._filling.reached(start)
         elif self._filling is not None:
             self._filling.stop()
 
     def end(self) -> bool:
-        """Backward is over: the rest is copied. False: an element is not finite, or beyond `largest`.
+        """Backward is over: the rest is copied. False: an element is not finite.
 
         DlcError: a gradient was changed after it had been offered; what was sent of it cannot be taken back.
         """

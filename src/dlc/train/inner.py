@@ -177,19 +177,16 @@ class InnerLoop:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(mean, sum(ids.numel() for ids, _ in parts), grad_norm, applied)
 
-    def gradient(
-        self, batches: Sequence[Tensor], scale: float = 1.0, at_last: Callable[[Tensor], None] | None = None
-    ) -> float:
-        """Leave `scale` times the gradient of the mean loss over all micro-batches in the parameters' `grad`; no step.
+    def gradient(self, batches: Sequence[Tensor], at_last: Callable[[Tensor], None] | None = None) -> float:
+        """Leave the gradient of the mean loss over all micro-batches in the parameters' `grad`; no step.
 
-        `at_last` is called before the last backward, with `scale` times that mean loss.
+        `at_last` is called before the last backward, with that mean loss.
         Returns the mean loss in nats, which may not be finite. Not for fp16, whose own scale is not taken out.
         """
         targets = sum(_targets(ids) for ids in batches)
         if not targets:
             raise UsageError("a gradient needs at least one batch of blocks of two tokens or more")
-        total = self._backward([(ids, scale * _targets(ids) / targets) for ids in batches], at_last)
-        return float(total) / scale
+        return float(self._backward([(ids, _targets(ids) / targets) for ids in batches], at_last))
 
     def _backward(
         self, parts: Sequence[tuple[Tensor, float]], at_last: Callable[[Tensor], None] | None = None

@@ -8,8 +8,6 @@
 It is an `OuterState` whose rounds are steps, so a newcomer gets the moments too, checkpoints and exports are the same,
 and digests are compared at every step. That needs the same bits everywhere: the norm, too, is summed in an order that
 no processor chooses, by adding halves elementwise.
-
-Gradients travel multiplied by `GRADIENT_SCALE`, a power of two: small ones keep their bits in fp16.
 """
 
 from __future__ import annotations
@@ -27,9 +25,6 @@ from dlc.runspec import InnerSpec, OuterSpec, RunSpec
 from dlc.train.outer import OuterState
 from dlc.train.outer_step import fp32, outer_lr
 
-GRADIENT_SCALE = 256.0
-"""fp16 then holds gradients from 2.4e-7 on in full precision; one of more than 255 in an element is not offered, as
-one that is not finite is."""
 NORM_EPS = 1e-6
 """As torch has it."""
 NORM_ELEMENTS_MAX = 1 << 17
@@ -84,7 +79,7 @@ class JointState(OuterState):
             if mean is None:
                 held.append((start, stop, None))
                 continue
-            g = torch.mul(mean, 1.0 / GRADIENT_SCALE, out=self._g[start:stop])
+            g = self._g[start:stop].copy_(mean)
             squares.add(g)
             held.append((start, stop, g))
         self.norm = math.sqrt(squares.total())

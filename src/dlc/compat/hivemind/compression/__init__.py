@@ -3,7 +3,7 @@
 | class | codec | on the wire, per element |
 |---|---|---|
 | NoCompression | fp32 | 4 bytes |
-| Float16Compression | fp16 | 2 bytes; beyond +-65504 clamped |
+| Float16Compression | fp16 | 2 bytes, and a power of two per chunk |
 | ScaledFloat16Compression | bf16 | 2 bytes; the range of fp32 without a scale, three bits less of mantissa |
 | Uniform8BitQuantization, Quantile8BitQuantization, BlockwiseQuantization | int8 | 1 byte, a scale per 256 elements |
 
