@@ -282,6 +282,9 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # of four voters one slept for long, one restarted and one crashed: the sleeper waited for T_evict, ended a slot
         # that had been decided long before, and a forced ballot had to wait for T_evict again: a check too strict
         (171253, 2, 7, FAULTS),
+        # two decided by force an entry that left both without a vote; each knew the other at the head before, and went
+        # on alone
+        (182465, 2, 7, FAULTS),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:

@@ -186,9 +186,9 @@ def test_gradients_that_others_may_still_fetch_are_not_overwritten(
         offered.append(vector)
         return contribute(channel, vector, **options)
 
-    def failing(self: InnerLoop, batches: Any, scale: float, begin: Callable[[Tensor], None]) -> float:
+    def failing(self: InnerLoop, batches: Any, begin: Callable[[Tensor], None]) -> float:
         if len(offered) < 2:
-            return gradient(self, batches, scale, begin)
+            return gradient(self, batches, begin)
         begin(torch.tensor(1.0))
         before.append(offered[-1].clone())
         run.peer.pass_round(torch.ones(run.peer.state.numel))

@@ -76,7 +76,9 @@ class Applier:
         long after it; but a forced ballot of mine is no news of those whom it left out."""
         self.log.active = True
         self._decision = m
-        if not self.slot.forced(m.entry, m.holders):
+        if self.slot.forced(m.entry, m.holders):
+            self.log.fellows = (m.entry.hash, frozenset(m.holders))
+        else:
             self.log.learned_run = self.ctx.running_s
 
     def last_decision(self) -> msg.Commit:

@@ -18,6 +18,7 @@ from dlc.comm import vectors
 from dlc.comm.codecs import get_codec
 from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, counted_parts
 from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
 from dlc.comm.messages import Result
 from dlc.comm.state import AtLength, State
 
@@ -94,6 +95,8 @@ class Log:
     """See `pin`."""
     learned_run: float = -math.inf
     """Running time at which I last learned of an entry that others may have decided: they may have lived until then."""
+    fellows: tuple[bytes, frozenset[Voter]] = (EMPTY, frozenset())
+    """An entry that I decided with others by force, and they: they stand there, or will as soon as they hear of it."""
 
     @property
     def head(self) -> bytes:

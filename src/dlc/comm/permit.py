@@ -54,14 +54,18 @@ def permits(
         return False
     if state.quorum([v for v in state.electorate if members.alive(v)]):  # (c)
         return False
-    # (d) The same for newcomers that stand here without a vote: they could go on by force without us. And for whoever
-    # is known to be ahead: where the voters of an old head have all left since, it is the run that goes on there.
+    # Those whose entry I have only just learned of may have decided it long after I had lost sight of them.
+    learned_s = ctx.running_s - log.learned_run
+    if learned_s < members.t_dead_s and any(r.head != EMPTY and r.voter not in group for r in alive):
+        return False  # (b) it may have learned of the entry as I have, and stand here: its record will say so
+    # (d) The same for newcomers that stand here without a vote: they could go on by force without us. So could those
+    # who came here by a forced ballot of ours, whose entry may leave them without a vote. And for whoever is known to
+    # be ahead: where the voters of an old head have all left since, it is the run that goes on there.
     others = set(state.electorate)
     if state.head != EMPTY:
         records = [r for r in members.records() if can_vote(r)]
         others |= {r.voter for r in records if r.head == state.head or key_of(r) > state.key}
-    # Those whose entry I have only just learned of may have decided it long after I had lost sight of them.
-    learned_s = ctx.running_s - log.learned_run
+        others |= log.fellows[1] if log.fellows[0] == state.head else set()
     for voter in others - group:
         unseen_s = min(members.unseen_s(voter), learned_s)
         if not members.gone(voter) and (members.alive(voter) or unseen_s < members.t_evict_s):
