@@ -25,7 +25,7 @@ WORKER = "--worker"
 CLOSE_S = 30.0
 
 
-def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
+def worker(peers: str, numel: int, codec: str, index: int, key: str, size: float) -> None:
     """One peer: prints its address, then a line per round that standard input asks for."""
     import torch
 
@@ -41,7 +41,7 @@ def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
         if line.startswith("members"):
             print(sum(m.alive for m in peer.members()), flush=True)
             continue
-        vector.fill_(float(index + 1))
+        vector.fill_(size * (index + 1))
         start, used_s = time.perf_counter(), time.thread_time()
         report = peer.all_reduce(vector, codec=codec, timeout_s=120)
         seconds, used_s = time.perf_counter() - start, time.thread_time() - used_s
@@ -51,7 +51,7 @@ def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
         result = {
             "seconds": seconds,
             "cpu_s": used_s + background_s - before_s,
-            "mean": mean,
+            "mean": mean / size,
             "same": same,
         }
         result["contributors"] = len(report.contributors)
@@ -62,13 +62,13 @@ def worker(peers: str, numel: int, codec: str, index: int, key: str) -> None:
 class Swarm:
     """N worker processes."""
 
-    def __init__(self, n: int, numel: int, codec: str, key: str = "") -> None:
+    def __init__(self, n: int, numel: int, codec: str, key: str = "", size: float = 1.0) -> None:
         self.n = n
         self.workers: list[subprocess.Popen[str]] = []
         address = "-"
         try:
             for index in range(n):
-                command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index), key]
+                command = [sys.executable, __file__, WORKER, address, str(numel), codec, str(index), key, str(size)]
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -115,13 +115,13 @@ class Swarm:
         return line
 
 
-def compare(n: int, mb: float, rounds: int, codec: str, repeats: int) -> dict[str, object]:
+def compare(n: int, mb: float, rounds: int, codec: str, repeats: int, size: float) -> dict[str, object]:
     numel = int(mb * 1e6 / 4)
     ours: list[tuple[float, float]] = []
     gloo: list[tuple[float, float]] = []
     per_repeat = max(1, rounds // repeats)
     for _ in range(repeats):
-        swarm = Swarm(n, numel, codec)
+        swarm = Swarm(n, numel, codec, size=size)
         try:
             swarm.round()
             swarm.round()
@@ -153,9 +153,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each")
     parser.add_argument("--repeats", type=int, default=3, help="turns that ours and Gloo's rounds are divided into")
     parser.add_argument("--codec", default="fp16", help="fp32, fp16 or bf16")
+    parser.add_argument("--size", type=float, default=1.0, help="the vectors hold 1 to N times so much")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    result = compare(args.n, args.mb, args.rounds, args.codec, args.repeats)
+    result = compare(args.n, args.mb, args.rounds, args.codec, args.repeats, args.size)
     if args.json:
         print(json.dumps(result))
         return 0
@@ -171,6 +172,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] == WORKER:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; who started us closes standard input
         listed = "" if sys.argv[2] == "-" else sys.argv[2]
-        worker(listed, int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
+        worker(listed, int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
         sys.exit(0)
     sys.exit(main())

@@ -39,7 +39,7 @@ def test_three_peers_measure_and_agree() -> None:
     for report in reports:
         assert len(report.seconds) == 3 and report.waiting_s + report.reduce_s + report.rest_s > 0
     assert sum(r.sent_mb for r in reports) == pytest.approx(3 * 2 * 2 / 3 * 1.0, rel=0.02), "2 (N - 1) / N each"
-    assert whole.limit_s == pytest.approx(4 / 3 * 8e6 / 100e6)
+    assert whole.limit_s == pytest.approx(4 / 3 * (8e6 + 16) / 100e6)
     assert whole.limit_share == pytest.approx(whole.limit_s / whole.seconds_median)
     assert json.loads(json.dumps(whole.to_dict()))["peers"][0]["peer"] == reports[0].peer
 
@@ -51,7 +51,7 @@ def peer_report(seconds: tuple[float, ...], incomplete: int = 0) -> PeerReport:
 def test_a_round_takes_as_long_as_its_slowest_peer() -> None:
     whole = combine([peer_report((1.0, 5.0, 2.0)), peer_report((2.0, 1.0, 3.0))], WORK, False, None)
     assert whole.seconds == (2.0, 5.0, 3.0) and (whole.seconds_median, whole.seconds_min) == (3.0, 2.0)
-    assert whole.effective_mbps == pytest.approx(4 / 3 * 8 / 3.0) and whole.limit_share is None
+    assert whole.effective_mbps == pytest.approx(4 / 3 * 8.000016 / 3.0) and whole.limit_share is None
     lossy = combine([peer_report((1.0, 1.5), 1), peer_report((2.0, 2.5, 3.0))], WORK, False, None)
     assert lossy.incomplete_rounds == 1 and lossy.seconds == (2.0, 2.5, 3.0)
 

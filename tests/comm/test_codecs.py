@@ -362,7 +362,7 @@ class Watched(bytearray):
 
 @pytest.mark.parametrize("readonly", [True, False])
 def test_a_view_keeps_its_payload_alive(readonly: bool) -> None:
-    codec = CastCodec("fp16", torch.float16)
+    codec = CastCodec("bf16", torch.bfloat16)
     frame = Watched(codec.encode(torch.ones(8)))
     ref = weakref.ref(frame)
     buffer = memoryview(frame).toreadonly() if readonly else memoryview(frame)

@@ -23,7 +23,6 @@ def test_who_came_here_as_i_did_is_not_left_out_before_its_record_says_so(monkey
     process, fellow, _ = stage.peers()
     node, log, me = process.node, process.node.log, (process.voter,)
     head = bytes(range(32))
-    log.chain.append(head)
     log.state = dataclasses.replace(log.state, head=head, depth=log.state.depth + 1, electorate=(Voter("gone", 1),))
 
     def alone() -> bool:

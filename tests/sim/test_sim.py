@@ -279,8 +279,8 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # one restarted at another address in a partition; the only one that it knew left, and the newcomer that is left
         # had never heard of it: a check too strict
         (813407337, 2, 8, FAULTS),
-        # of four voters one slept for long, one restarted and one crashed: the sleeper waited for T_evict, ended a slot
-        # that had been decided long before, and a forced ballot had to wait for T_evict again: a check too strict
+        # of four voters one slept for long, one restarted and one crashed: the sleeper's answers stretched T_dead, and
+        # T_evict with it, which the sleeper waited for, and then a forced ballot
         (171253, 2, 7, FAULTS),
         # two decided by force an entry that left both without a vote; each knew the other at the head before, and went
         # on alone

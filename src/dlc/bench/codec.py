@@ -31,6 +31,8 @@ REPEATS = 5
 MB_MAX = 4000.0
 """The vector is held once, and once more decoded: more only takes longer."""
 SEED = 0
+SIZE = 1e-3
+"""Standard deviation of what is encoded: about that of pseudo-gradients, which fp16 multiplies by a power of two."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def measure_codecs(mb: float, on: list[torch.device], say: Callable[[str], None]
         raise UsageError(f"--mb is {mb:g}; choose up to {MB_MAX:g} MB")
     keep_freed_chunks()
     torch.set_num_threads(1)
-    vector = torch.randn(max(int(mb * 1e6 / 4), 1), generator=torch.Generator().manual_seed(SEED))
+    vector = SIZE * torch.randn(max(int(mb * 1e6 / 4), 1), generator=torch.Generator().manual_seed(SEED))
     reports = []
     for device in on:
         for codec in CODECS.values():

@@ -103,6 +103,12 @@ class Log:
         return self.state.head
 
     @property
+    def fellows_here(self) -> frozenset[Voter]:
+        """Who decided this head with me by force, and me; empty where it was decided otherwise."""
+        entry, voters = self.fellows
+        return voters if entry == self.head else frozenset()
+
+    @property
     def synced(self) -> bool:
         """Every attached channel that the run has opened is in step here."""
         return all(a.synced or not self.is_open(name) for name, a in self.attached.items())

@@ -65,7 +65,7 @@ def permits(
     if state.head != EMPTY:
         records = [r for r in members.records() if can_vote(r)]
         others |= {r.voter for r in records if r.head == state.head or key_of(r) > state.key}
-        others |= log.fellows[1] if log.fellows[0] == state.head else set()
+        others |= log.fellows_here
     for voter in others - group:
         unseen_s = min(members.unseen_s(voter), learned_s)
         if not members.gone(voter) and (members.alive(voter) or unseen_s < members.t_evict_s):

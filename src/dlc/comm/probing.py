@@ -25,8 +25,6 @@ PINGS_MAX = 8192
 """Unanswered pings that are remembered; the oldest go first."""
 FROZEN_S_MIN = 0.5
 """Elapsed time less running time since a ping: more than this means that I was not scheduled in between."""
-TOGETHER_S = 0.5
-"""From the first answer of one member on: less than between two pings of it that nothing else called for."""
 PING_KEEP_S = 30.0
 """An answer that is later than this tells nothing."""
 
@@ -149,11 +147,12 @@ class Prober:
             self._sample_rtt(member, elapsed_s)
 
     def _sample_rtt(self, member: Member, sample_s: float) -> None:
-        """Jacobson's estimator, as in TCP. Answers that come together count as the quickest of them: the others waited
-        for one that slept. Each of them would stretch T_dead, and let a later one count that stretches it again."""
-        now, sample_s = self._time.last, min(sample_s, RTT_MAX_S)
-        if now - member.sampled_at >= TOGETHER_S:
-            member.sampled_at, member.rtt_before = now, (member.rtt_s, member.rtt_var_s)
+        """Jacobson's estimator, as in TCP; one sample a round trip: pings that were on their way together, until the
+        first answer to one of them, count as the quickest. Who slept answers many at once, and each would stretch
+        T_dead, and let a later one count that stretches it again."""
+        sent_at, sample_s = self._time.last - sample_s, min(sample_s, RTT_MAX_S)
+        if sent_at >= member.sampled_at:
+            member.sampled_at, member.rtt_before = self._time.last, (member.rtt_s, member.rtt_var_s)
         elif sample_s >= member.sample_s:
             return
         member.sample_s = sample_s

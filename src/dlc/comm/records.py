@@ -72,7 +72,7 @@ class Member:
     """Smoothed round trip; negative: not measured."""
     rtt_var_s: float = 0.0
     sampled_at: float = NEVER
-    """When the first of the answers came that counted together last."""
+    """When the first answer came of those that count as one sample: to pings that were on their way until then."""
     sample_s: float = 0.0
     """The quickest of them."""
     rtt_before: tuple[float, float] = (-1.0, 0.0)

@@ -97,6 +97,7 @@ class Waits:
         state, members = self.log.state, self.ctx.members
         living = members.living(state.electorate)
         absent = [v for v in state.electorate if v not in living] if len(living) < len(state.electorate) else []
+        absent += sorted(v for v in self.log.fellows_here.difference(state.electorate) if not members.alive(v))
         missing = tuple(v.peer for v in absent if not members.gone(v))
         if missing and not state.quorum(living):
             unseen_s = min(members.unseen_s(v) for v in absent if not members.gone(v))

@@ -422,8 +422,7 @@ class Checker:
 
     def faults_end(self) -> None:
         """From here on the next round has a limit: where a quorum is awake and in step, what it takes to see who is
-        dead, and to take over once; else T_evict for those who wake now, and T_evict again for a forced ballot, which
-        begins anew where the slot that they then end had been decided before they slept."""
+        dead, and to take over once; else T_evict, for those who wake now and for a forced ballot after that."""
         awake = [p for p in self.world.running() if p.awake and not p.left]
         if not awake:
             return
@@ -431,7 +430,7 @@ class Checker:
         in_step = [p.voter for p in awake if p.node.log.head == top.head and not p.node.ctx.stale]
         members = [p.node.members for p in awake]
         quorum = bool(top.electorate) and proper_quorum(in_step, top)
-        detection_s = 2 * max(m.t_dead_s for m in members) if quorum else 2 * max(m.t_evict_s for m in members)
+        detection_s = 2 * max(m.t_dead_s for m in members) if quorum else 1.5 * max(m.t_evict_s for m in members)
         self._round_by = self.world.now + detection_s + ROUND_S
 
     def unsettled(self, since: float) -> str:
