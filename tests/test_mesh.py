@@ -179,11 +179,40 @@ def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
         told = list(pool.map(walk, range(4)))
         for i, reports in enumerate(told):
             assert float((held[i].double() - mean).abs().max()) < 0.05
-            assert reports[-1].peers == 4 and reports[-1].distance < 0.1 * float(given[0].norm())
+            apart = reports[-1].distance
+            assert reports[-1].peers == 4 and apart is not None and apart < 0.1 * float(given[0].norm())
             assert not any(r.returned or r.overdrawn for r in reports) and reports[0].bytes_sent > 0
         assert sum(g.weight + waiting(g) for g in gossips) == pytest.approx(4.0)
         for gossip in gossips:
             gossip.close()
+
+
+def test_what_a_fast_peer_learns_counts_and_is_not_given_away_to_a_slow_one() -> None:
+    """With a gift in each step, a tenth of it was counted, of a peer that makes ten steps to the other's one."""
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        fast, slow = (dlc.Gossip(p, "paces", codec="fp32") for p in peers)
+        held, learned = [torch.zeros(8), torch.zeros(8)], 0
+        wait_until(lambda: len(fast._members()) == len(slow._members()) == 1, LONG_S)
+
+        def at_rest() -> bool:
+            made = [place.made for gossip in (fast, slow) for place in gossip._members().values()]
+            machines = [gossip._machine for gossip in (fast, slow)]
+            busy = fast._ask(lambda: any(m is None or m.unsettled or m.coming for m in machines))
+            return made == [slow._strides.made, fast._strides.made] and not busy
+
+        list(pool.map(lambda g, x: g.step(x, wait_s=LONG_S), (fast, slow), held))
+        for turn in range(1, 121):
+            wait_until(at_rest, LONG_S)
+            held[0] += 1.0
+            learned += 1
+            report = fast.step(held[0], wait_s=0.0)
+            if turn % 10 == 0:
+                slow.step(held[1], wait_s=0.0)
+        wait_until(at_rest, LONG_S)
+        list(pool.map(lambda g, x: g.step(x, wait_s=0.0), (fast, slow), held))
+        assert report.weight > 0.3
+        assert fast.weight * float(held[0][0]) + slow.weight * float(held[1][0]) > 0.5 * learned
 
 
 def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() -> None:

@@ -172,8 +172,14 @@ NEWS: list[tuple[dict[str, Any], str]] = [
     ({"event": "history_lost", "rounds": 7, "tokens": 5120.0}, "7 rounds and 5120 tokens of ours are set aside"),
     ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
     ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),
-    ({"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192}, "3 inner steps of ours (192 tokens) are dropped"),
-    ({"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64}, "1 inner step of ours (64 tokens) is dropped"),
+    (
+        {"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192, "others": False},
+        "3 inner steps of ours (192 tokens) are dropped",
+    ),
+    (
+        {"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64, "others": True},
+        "1 inner step of ours (64 tokens) is dropped; others train them",
+    ),
     ({"event": "diverged", "t": 4, "in_a_row": 1}, "not finite"),
 ]
 """Events that a user must hear of, and what is said."""

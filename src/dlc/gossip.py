@@ -32,6 +32,7 @@ from dlc.comm.meshmessages import Place
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
 from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
+from dlc.comm.strides import Strides
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
 from dlc.flat import finite, flatten_tensors, unflatten_into, writable_tensors
@@ -84,6 +85,7 @@ class Gossip:
         self._error: BaseException | None = None
         self._bytes = (0, 0)
         self._trail = Trail()
+        self._strides = Strides()
         self._mesh.listen(self._told)
         self._mesh.ask(lambda mesh, now: mesh.will_gossip(name, True))
         self._post(b"")
@@ -110,7 +112,9 @@ class Gossip:
             raise UsageError("the tensors hold NaN or Inf, which no neighbour would take: nothing was given or taken")
         machine, grid = self._begun(z.numel())
         members = self._members()
+        every = 1 + len(members) // DIRECT_MAX  # the more peers, the less often each tells all others
         self.t = max([self.t + 1, *(place.t for place in members.values())])
+        self._strides.step({voter: place.made for voter, place in members.items()}, every)
         took: dict[str, float] = {}
         returned: dict[str, str] = {}
         before = self._absorb(machine, grid, z, took, returned)
@@ -123,9 +127,9 @@ class Gossip:
         unflatten_into(z, many)
         mine = sketch(z, self.seed)
         self._trail.add(self.t, mine)
-        if self.t % (1 + len(members) // DIRECT_MAX) == 0:  # the more peers, the less often each tells all others
+        if self._strides.made % every == 0:
             self._post(to_bytes(mine))
-        others = [(place.t, found) for place in members.values() if (found := from_bytes(place.sketch)) is not None]
+        others = [(place.t, from_bytes(place.sketch)) for place in members.values()]
         bytes_before, self._bytes = self._bytes, (machine.bytes_sent, machine.bytes_received)
         return GossipReport(
             name=self.name,
@@ -177,8 +181,9 @@ class Gossip:
         shares = neighbours(self.graph, members, me, self.t, self.seed)
         if not shares or self.weight < WEIGHT_MIN:
             return []
-        free = set(self._ask(lambda: [voter for voter, _ in shares if machine.free(voter)]))
-        gifts = [(voter, self.weight * share) for voter, share in shares if voter in free]
+        due = [(voter, share) for voter, share in shares if self._strides.due(voter)]
+        free = set(self._ask(lambda: [voter for voter, _ in due if machine.free(voter)]))
+        gifts = [(voter, self.weight * share) for voter, share in due if voter in free]
         if not gifts:
             return []
         payloads, self.weight = give_away(grid, z, self.weight, sum(weight for _, weight in gifts))
@@ -187,6 +192,8 @@ class Gossip:
             return mesh.with_gossip(machine, lambda: machine.give(gifts, self.t, payloads, keep_s), now)
 
         self._mesh.act(give)
+        for voter, _ in gifts:
+            self._strides.gave(voter)
         return gifts
 
     def _open_links(self, machine: Machine, everybody: list[Voter]) -> None:
@@ -238,7 +245,7 @@ class Gossip:
 
     def _post(self, projection: bytes) -> None:
         """Shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""
-        value = pack(Place(self.t, self.weight, projection))
+        value = pack(Place(self.t, self.weight, projection, self._strides.made))
         self._mesh.act(lambda mesh, now: mesh.post(self._key, value, TTL_S_MAX, now))
 
     def _begun(self, numel: int) -> tuple[Machine, Grid]:

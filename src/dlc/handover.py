@@ -68,7 +68,7 @@ class Handover:
         self._sent_bytes = 0
         self._trail = Trail()
 
-    def stand(self, t: int, vector: Tensor) -> float:
+    def stand(self, t: int, vector: Tensor) -> float | None:
         """I am at step `t`, with `vector` (fp32, CPU, [numel]; copied). Returns the consensus distance: see `Trail`.
 
         Shown until `close`, or until this peer is down, however long its steps take. The vector that is shown stays the
@@ -81,7 +81,7 @@ class Handover:
         notice = pack(Notice(t, self._shown[0], to_bytes(mine)))
         self._mesh.act(lambda mesh, now: mesh.post(self._topic, notice, TTL_S_MAX, now))
         self._trail.add(t, mine)
-        return self._trail.distance((s.t, s.sketch) for s in self.standings() if s.sketch is not None)
+        return self._trail.distance((s.t, s.sketch) for s in self.standings())
 
     def _is_fetched(self) -> bool:
         """Something of the shown vector was sent since the last look."""

@@ -165,6 +165,14 @@ class GroupCall(Unpicklable):
         )
 
 
+def check_gather(gather: object) -> None:
+    """UsageError: the members of a group cannot get it."""
+    if not isinstance(gather, bytes):
+        raise UsageError(f"gather is {type(gather).__name__}: it must be bytes")
+    if len(gather) > GATHER_BYTES_MAX:
+        raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
+
+
 class Group:
     """An all-reduce among a named set of peers, or among those who show up under one name.
 
@@ -326,10 +334,7 @@ class Group:
             raise UsageError("all_reduce needs at least one element")
         if not 0 <= weight <= WEIGHT_MAX:
             raise UsageError(f"weight is {weight}: it must be 0 to 2^53")
-        if not isinstance(gather, bytes):
-            raise UsageError(f"gather is {type(gather).__name__}: it must be bytes")
-        if len(gather) > GATHER_BYTES_MAX:
-            raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
+        check_gather(gather)
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
             grid=Grid(numel, usual_chunk_elems(numel, self.peer.spec.chunk_elems), self.codec),

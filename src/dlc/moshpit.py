@@ -30,7 +30,7 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.rotation import Turn, next_turn
 from dlc.errors import RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
-from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall
+from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall, check_gather
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.report import GroupReport, MoshpitReport
@@ -97,14 +97,21 @@ class Moshpit:
         return report
 
     def step(
-        self, tensors: Tensor | Sequence[Tensor], *, weight: float = 1.0, timeout_s: float = 60.0
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        gather: bytes = b"",
+        timeout_s: float = 60.0,
     ) -> MoshpitReport:
         """Replace `tensors`, in place, by the weighted mean of the group of this round; the next is along another axis.
 
         Of vectors that change between the rounds: each counts with its own weight only. Errors as in `average`. A peer
         waits for `matchmaking_s` at most, twice that where others are in later rounds and it follows them; but in two
         of 16 cycles for as long as it takes those that are not much slower to come (comm/rotation.py).
+        gather: up to 32 KiB that all members of the group get: `report.rounds[0].gathered`.
         """
+        check_gather(gather)
         many, z, weight = self._checked(tensors, weight)
         began, told = clock(), _Told()
         self._show()
@@ -121,6 +128,7 @@ class Moshpit:
                 self._places.waits(turn)
                 awaited = partial(self._still_awaited, turn, clock())
                 call = self._call(stop.key, z, weight, stop.line, awaited, left_s, timeout_s)
+                call.gather = gather
                 met = self._meet(call, told, partial(self._formed, turn, told))
             if met is None or not met.members:
                 told.absent = self._absent(turn, ())

@@ -210,9 +210,10 @@ class GossipReport:
     unsure: float
     """Weight that came back from peers who are gone, or dead, and had been sent all of it: if one of them had taken it
     in, and its answer was lost, what it gave on of it counts twice. No more weight than this counts twice."""
-    distance: float
+    distance: float | None
     """Consensus distance: root mean square over the peers of the distance to their mean, from sketches (about 10%
-    exact). Each of the others counts at the step that it told last, beside this peer at that step."""
+    exact). Each of the others counts at the step that it told last, beside this peer at that step. None: no step of
+    theirs can be compared."""
     bytes_sent: int
     """Bulk bytes, of gifts that were settled since the step before."""
     bytes_received: int
@@ -227,9 +228,10 @@ class GossipReport:
 
     def summary(self) -> str:
         """One line for a log."""
+        apart = "not known" if self.distance is None else f"{self.distance:.3g}"
         parts = [
             f"{self.name} step {self.t}: gave to {len(self.gave)}, took from {len(self.took)} of {self.peers - 1}",
-            f"weight {self.weight:.3g}, distance {self.distance:.3g}",
+            f"weight {self.weight:.3g}, distance {apart}",
             f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f})",
             f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
         ]

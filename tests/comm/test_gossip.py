@@ -289,10 +289,10 @@ def test_who_has_told_of_an_older_step_is_compared_with_that_step() -> None:
     generator = torch.Generator().manual_seed(5)
     common = torch.cumsum(torch.randn(TRAIL_STEPS + 10, SKETCH_ELEMS, generator=generator), 0)
     trail = Trail()
-    assert trail.distance([(0, common[0])]) == 0.0, "nothing of its own yet"
+    assert trail.distance([(0, common[0])]) is None, "nothing of its own yet"
     for t in range(4):
         trail.add(t, common[t])
-    assert trail.distance([]) == 0.0
+    assert trail.distance([]) == 0.0 and trail.distance([(3, None)]) is None
     assert trail.distance([(3, common[3]), (2, common[2]), (0, common[0])]) == 0.0
     off = torch.full((SKETCH_ELEMS,), 0.01 / math.sqrt(SKETCH_ELEMS))
     assert trail.distance([(2, common[2] + off)]) == pytest.approx(0.005, rel=1e-3)
@@ -303,10 +303,11 @@ def test_who_has_told_of_an_older_step_is_compared_with_that_step() -> None:
     assert trail.distance([(9, common[7])]) == 0.0, "one that is ahead is compared with the newest"
     for t in range(8, TRAIL_STEPS + 10):
         trail.add(t, common[t])
-    assert trail.distance([(2, common[2])]) == 0.0 < trail.distance([(20, common[2])]), "too old to be compared"
-    assert math.isfinite(
-        trail.distance([(20, torch.full((SKETCH_ELEMS,), 3e38)), (20, torch.full((SKETCH_ELEMS,), -3e38))])
-    )
+    assert trail.distance([(2, common[2])]) is None, "too old to be compared"
+    far = [(20, torch.full((SKETCH_ELEMS,), sign * 3e38)) for sign in (1, -1)]
+    for others in ([(20, common[2])], far):
+        apart = trail.distance(others)
+        assert apart is not None and 0.0 < apart < math.inf
 
 
 def test_a_gift_to_one_that_is_about_to_begin_waits_for_it() -> None:

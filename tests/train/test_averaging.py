@@ -287,6 +287,9 @@ def test_steps_that_diverge_are_undone_and_not_averaged(
     with pytest.raises(DlcError, match="3 times in a row"):
         school.ends[0].result()
     assert [e["in_a_row"] for e in pupil.all("diverged")] == [1, 2, 3] and not pupil.all("averaging")
+    dropped = [(e["steps"], e["tokens"], e["others"]) for e in pupil.all("work_dropped")]
+    assert dropped == [(1, spec.tokens_per_round // 3, False)] * 3, "the step after the one that spoilt it is told so"
+    assert pupil.trainer.strategy.position.tokens == 0, "what was undone is not counted"
 
 
 def test_a_site_of_several_processes_is_refused(
@@ -431,6 +434,17 @@ def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
         wait_until(lambda: rounds_seen(behind) == [5], DEADLINE_S, "it is known there")
         both = [pool.submit(ahead.step, 5, vectors[0]), pool.submit(behind.step, 4, vectors[1])]
         assert [(f.result(DEADLINE_S).t, len(f.result().partners)) for f in both] == [(5, 1), (5, 1)]
+
+
+def test_members_of_a_group_go_on_from_the_same_number() -> None:
+    """Two that came at the same time each counted its own: one stayed an exchange behind the other to the end."""
+    spec = RunSpec(strategy="moshpit", codec="fp32", moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        many = [Grids(peer, spec) for peer in peers]
+        told = list(pool.map(lambda grid, t: grid.step(t, torch.ones(10)), many, (4, 7)))
+        assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(7, 1), (7, 1)]
 
 
 def rounds_seen(pair: Pairs) -> list[int]:

@@ -177,7 +177,8 @@ class Metrics:
             case "round":
                 self._writer.report({name: value for name, value in event.items() if name != "event"})
             case "averaging":
-                self._writer.scalar(event["t"], consensus_distance=event["distance"], exchange_s=event["seconds"])
+                values = {"consensus_distance": event["distance"], "exchange_s": event["seconds"]}
+                self._writer.scalar(event["t"], **{k: v for k, v in values.items() if v is not None})
             case "validation" if event["loss"] is not None:
                 self._writer.scalar(event["t"], validation_loss=event["loss"])
 
@@ -227,7 +228,7 @@ def averaging(event: Event) -> str:
     met = ", ".join(peer[:8] for peer in partners) or "nobody"
     parts = [
         f"averaging {event['t']}: with {met}",
-        f"distance {event['distance']:.4g}",
+        f"distance {'not known' if event['distance'] is None else format(event['distance'], '.4g')}",
         f"{event['seconds']:.2f} s (waiting {event['waiting_s']:.2f})",
         f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}",
     ]

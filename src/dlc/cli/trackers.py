@@ -49,7 +49,7 @@ def point(event: Mapping[str, Any]) -> Point | None:
             names = ("loss", "tokens_per_s", "mfu", "lr")
             return _point(TRAIN_AXIS, event["step"], {f"train/{name}": event[name] for name in names})
         case "averaging":
-            known = ("loss", "distance", "seconds", "waiting_s", "bytes_sent", "bytes_received")
+            known = ("loss", "distance", "weight", "seconds", "waiting_s", "bytes_sent", "bytes_received")
             partners = {"round/peers": len(event["partners"]) + 1}
             return _point(ROUND_AXIS, event["t"], {f"round/{name}": event[name] for name in known} | partners)
         case "round":

@@ -187,6 +187,8 @@ class Place:
     weight: float
     sketch: bytes
     """Projection of its vector (sketch.py); empty before its first step."""
+    made: int
+    """Steps that it made: `t` passes over those that others made meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,10 +96,16 @@ class Trail:
         """`mine` is the sketch of this peer's vector at step `t`, which is not below those before."""
         self._own.append((t, mine))
 
-    def distance(self, others: Iterable[tuple[int, Tensor]]) -> float:
-        """Of this peer and others, each with the step that it told and its sketch; 0 where none can be compared."""
-        apart = [told.double() - mine.double() for t, told in others if (mine := self._at(t)) is not None]
-        return distance([torch.zeros(SKETCH_ELEMS, device="cpu"), *apart])
+    def distance(self, others: Iterable[tuple[int, Tensor | None]]) -> float | None:
+        """Of this peer and others, each with the step that it told and its sketch, if it told one. 0 where there are no
+        others; None where there are, and none can be compared."""
+        told = list(others)
+        apart = [
+            theirs.double() - mine.double()
+            for t, theirs in told
+            if theirs is not None and (mine := self._at(t)) is not None
+        ]
+        return distance([torch.zeros(SKETCH_ELEMS, device="cpu"), *apart]) if apart or not told else None
 
     def _at(self, t: int) -> Tensor | None:
         return next((mine for step, mine in reversed(self._own) if step <= t), None)

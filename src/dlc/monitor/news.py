@@ -35,7 +35,8 @@ def _news(event: Mapping[str, Any]) -> str:
             )
         case "work_dropped":
             steps, are = ("1 inner step", "is") if event["steps"] == 1 else (f"{event['steps']} inner steps", "are")
-            return f"{steps} of ours ({event['tokens']} tokens) {are} dropped; others train them"
+            others = "; others train them" if event["others"] else ""
+            return f"{steps} of ours ({event['tokens']} tokens) {are} dropped{others}"
         case "diverged":
             return f"the loss was not finite ({event['in_a_row']} in a row): those inner steps are undone"
     return ""

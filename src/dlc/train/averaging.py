@@ -71,6 +71,8 @@ class Averaged:
     seconds: float = 0.0
     waiting_s: float = 0.0
     """Part of them in which this peer only waited."""
+    weight: float = 1.0
+    """With which counts what this peer learns next; 1 on average."""
 
 
 class Exchange(Protocol):
@@ -113,7 +115,8 @@ class Averaging:
         self._first_block = first_block(parts.spec.seed, self._peer.id)
         self._unheard = False
         """There are others, and none had told where it stands when this peer began."""
-        self._t = self._blocks = self._tokens = 0
+        self._t = self._blocks = self._tokens = self._new_tokens = 0
+        """`new`: since the last exchange; the others with them."""
         self._inner_step = self._diverged = 0
         self._loss_sum = 0.0
         self._left = False
@@ -210,6 +213,7 @@ class Averaging:
             self._undo()
             return False
         self._tokens += result.tokens
+        self._new_tokens += result.tokens
         self._loss_sum += result.loss
         self._inner_step += 1
         tell = parts.tell
@@ -230,7 +234,7 @@ class Averaging:
     def _undo(self) -> None:
         """Steps diverged: the model is that of the last exchange again. DlcError: it was so too often."""
         self._diverged += 1
-        self._inner_step, self._loss_sum = 0, 0.0
+        self._drop(self._t)
         self._parts.tell.event("diverged", t=self._t, in_a_row=self._diverged)
         log.warning("the loss is not finite; the inner steps since the last exchange are undone")
         self._view.scatter(self._vector)
@@ -255,7 +259,7 @@ class Averaging:
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
         loss, self._loss_sum = self._loss_sum / max(1, self._inner_step), 0.0
-        self._t, self._inner_step, self._diverged = averaged.t, 0, 0
+        self._t, self._inner_step, self._diverged, self._new_tokens = averaged.t, 0, 0, 0
         distance = self._handover.stand(self._t, self._vector)
         parts.calls.moved(averaged.bytes_sent, averaged.bytes_received, averaged.waiting_s)
         parts.tell.event(
@@ -268,6 +272,7 @@ class Averaging:
             bytes_received=averaged.bytes_received,
             seconds=averaged.seconds,
             waiting_s=averaged.waiting_s,
+            weight=averaged.weight,
             loss=loss,
             tokens_per_s=parts.tell.tokens_per_s,
             mfu=parts.tell.mfu,
@@ -279,14 +284,22 @@ class Averaging:
         would spoil theirs. False: nobody gives it."""
         assert self._exchange is not None and self._handover is not None
         self._unheard = False
-        parts, t, steps = self._parts, self._t, self._inner_step
+        parts, t = self._parts, self._t
         if not self._take_over(self._handover):
             self._view.gather(self._scratch)
             return False
         self._exchange.begin(self._vector)
-        self._inner, self._inner_step, self._loss_sum = parts.engine.inner_loop(), 0, 0.0
-        parts.tell.work_dropped(t, steps, parts.spec.tokens_per_round)
+        self._inner = parts.engine.inner_loop()
+        self._drop(t)
         return True
+
+    def _drop(self, t: int) -> None:
+        """The inner steps since exchange `t` are no part of the model any more."""
+        steps, tokens = self._inner_step, self._new_tokens
+        self._inner_step, self._loss_sum, self._new_tokens = 0, 0.0, 0
+        self._tokens -= tokens
+        if steps:
+            self._parts.tell.work_dropped(t, steps, tokens)
 
     # ---------------------------------------------------------------- the end
 

@@ -134,7 +134,7 @@ class DataParallel:
             self._diverged = 0 if sound else self._diverged
             parts.calls.counted(pending.report.t, stop)
             return
-        parts.tell.work_dropped(self.position.t, 1, tokens)
+        parts.tell.work_dropped(self.position.t, 1, tokens, others=True)
         if pending.report is not None and pending.report.refused(parts.peer.id):
             self._tell_diverged()
 

@@ -43,6 +43,7 @@ class Gifts:
             bytes_received=report.bytes_received,
             seconds=report.seconds,
             waiting_s=report.waiting_s,
+            weight=report.weight,
         )
 
     def own(self) -> dict[str, Tensor]:

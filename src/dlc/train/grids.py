@@ -20,6 +20,9 @@ from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
 
 log = logging.getLogger(__name__)
 
+T_BYTES = 8
+"""Of the number of its exchange, that each member tells its group: all go on from the greatest."""
+
 
 class Grids:
     """See `averaging.Exchange`."""
@@ -40,7 +43,7 @@ class Grids:
     def step(self, t: int, vector: Tensor) -> Averaged:
         before = vector.clone()
         try:
-            report = self._moshpit.step(vector, timeout_s=self._timeout_s)
+            report = self._moshpit.step(vector, gather=t.to_bytes(T_BYTES, "big"), timeout_s=self._timeout_s)
         except UsageError as error:  # fewer peers than the grid needs: there may be more of them later
             if not self._warned:
                 log.warning("this peer trains alone for now: %s", error)
@@ -50,7 +53,7 @@ class Grids:
         self._keep_unsaid(vector, before)
         missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
         return Averaged(
-            t=t,
+            t=max([t, *(self._number(word) for group in report.rounds for word in group.gathered.values())]),
             partners=tuple(s.peer for group in report.rounds for s in group.contributors if s.peer != self._me),
             missing=dict(report.absent) | missing | ({self._me: "; ".join(report.failed)} if report.failed else {}),
             bytes_sent=report.bytes_sent,
@@ -65,6 +68,11 @@ class Grids:
         for chunk in range(grid.n_chunks):
             part = slice(*grid.span(chunk))
             vector[part].add_(unsaid(grid, chunk, before[part]).mul_(vector[part] != before[part]))
+
+    @staticmethod
+    def _number(word: bytes) -> int:
+        """Of the exchange, as a member told it; 0 where it told none."""
+        return int.from_bytes(word, "big") if len(word) == T_BYTES else 0
 
     def own(self) -> dict[str, Tensor]:
         return {}

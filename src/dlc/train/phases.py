@@ -170,7 +170,7 @@ class Phases:
         self._supply.forget()
         self._in_step = self._passed = False
         if lost:
-            self._tell.work_dropped(self._outer.position.t, lost, tokens)
+            self._tell.work_dropped(self._outer.position.t, lost, tokens, others=True)
 
     def _step(self, ahead: int | None = None) -> bool:
         """One inner step on the next blocks of the lease, of the present phase, or step `ahead` of the next one.

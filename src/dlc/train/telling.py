@@ -119,10 +119,10 @@ class Teller:
         if self._clock() - self._told_at >= DESCRIBE_EVERY_S:
             self._describe(eta_s=self.step_s * (of - inner))
 
-    def work_dropped(self, t: int, steps: int, tokens: int) -> None:
-        """Inner steps of ours will not be counted."""
+    def work_dropped(self, t: int, steps: int, tokens: int, others: bool = False) -> None:
+        """Inner steps of ours will not be counted. others: those who hold their samples now train them."""
         self.setbacks.tokens_dropped += tokens
-        self.event("work_dropped", t=t, steps=steps, tokens=tokens)
+        self.event("work_dropped", t=t, steps=steps, tokens=tokens, others=others)
 
     def history_lost(self, rounds: int, tokens: float) -> None:
         """Rounds of ours that had counted are set aside."""
