@@ -141,7 +141,7 @@ def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
 
     last = b.event("end")["t"]
     shorter = host.start("b", "--resume", str(host.folder / "b"), "--rounds", str(last - 1), *key)
-    assert shorter.exit_code() == 2 and "is past the end of this run" in shorter.log()
+    assert shorter.exit_code() == 2 and "is at or past the end of this run" in shorter.log()
     longer = host.start("b", "--resume", str(host.folder / "b"), "--rounds", str(last + 1), *key, "--found")
     assert longer.exit_code() == 0 and longer.event("end")["t"] == last + 1 and longer.event("step")["t"] == last
 

@@ -61,14 +61,22 @@ def spec_in(folder: Path, codec: str = "int4") -> RunSpec:
     )
 
 
-def train(folder: Path, spec: RunSpec, saved: Saved | None = None, **options: Any) -> tuple[list[Event], Summary]:
-    """As `dlc join` does; the step events and the end."""
-    events, heard = list[Event](), queue.SimpleQueue[object]()
+def train(
+    folder: Path,
+    spec: RunSpec,
+    saved: Saved | None = None,
+    stop_at: tuple[int, int] | None = None,
+    **options: Any,
+) -> tuple[list[Event], Summary]:
+    """As `dlc join` does; the step events and the end. stop_at: as by Ctrl-C, after which round and inner step."""
+    events, heard, stop = list[Event](), queue.SimpleQueue[object](), threading.Event()
 
     def take(event: Event) -> None:
         events.append(event)
         if event["event"] == "round":
             trainer._saver.finish()  # these rounds are shorter than a write, and while one is written none is begun
+        if event["event"] == "step" and (event["t"], event["inner"]) == stop_at:
+            stop.set()
 
     resume = None if saved is None else Resume(saved.log)
     with Peer.join(spec=spec, state_dir=folder, hold=True, resume=resume, on_event=heard.put) as peer:
@@ -84,7 +92,7 @@ def train(folder: Path, spec: RunSpec, saved: Saved | None = None, **options: An
             keep=ROUNDS,
             **options,
         )
-        summary = trainer.run(threading.Event())
+        summary = trainer.run(stop)
     return [event for event in events if event["event"] == "step"], summary
 
 
@@ -110,6 +118,69 @@ def test_who_resumes_at_a_rounds_end_has_the_same_loss_curve_bit_for_bit(tmp_pat
 
     without, _ = train(tmp_path / "c", spec, dataclasses.replace(saved, rng={}))
     assert losses(without) != losses(whole, since=AT), "the random state plays no part: the test proves nothing"
+
+
+def test_who_is_stopped_in_the_middle_of_a_phase_goes_on_bit_for_bit_from_the_round_before(tmp_path: Path) -> None:
+    """Ctrl-C wrote the moments and the random state of steps that were dropped over those of the round's end."""
+    spec = spec_in(tmp_path)
+    StateDir(tmp_path / "a").close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    whole, end = train(tmp_path / "a", spec)
+    made = list[Event]()
+    for again in range(2):  # the second time before a round of its own
+        saved = saver.newest(tmp_path / "b", spec)
+        assert (saved is None) if not again else (saved is not None and saved.t == AT and not saved.ahead)
+        steps, summary = train(tmp_path / "b", spec, saved, stop_at=(AT, 1))
+        assert summary.reason == "interrupted" and summary.t == AT
+        made += steps
+    saved = saver.newest(tmp_path / "b", spec)
+    assert saved is not None and saved.t == AT
+    rest, same_end = train(tmp_path / "b", spec, saved)
+    assert losses(rest) == losses(whole, since=AT) and same_end.digest == end.digest
+    assert losses(made)[: AT * H] == losses(whole)[: AT * H]
+
+
+def test_what_cannot_be_read_takes_no_place_and_where_nothing_can_be_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {}, kept=2)
+    for t in (4, 5):
+        writer.save(Frozen(t), saver.Local({}))
+    named(tmp_path, spec, 5).write_bytes(b"")
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None and saved.t == 4 and f"now called {saver.name_of(5)}.damaged" in caplog.text
+    saver.Saver(tmp_path, spec, {}, kept=2, resumed=saved).save(Frozen(6), saver.Local({}))
+    folder = saver.folder_of(tmp_path, spec)
+    left = [saver.name_of(4), saver.name_of(5) + ".damaged", saver.name_of(6)]
+    assert sorted(path.name for path in folder.iterdir()) == left, "the good one is not what went"
+    for path in saver.list_checkpoints(folder):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert "begins anew" not in caplog.text
+    assert saver.newest(tmp_path, spec) is None and "of 2 checkpoints" in caplog.text
+    assert "the run begins anew at round 0" in caplog.text
+
+
+def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
+    for one, rounds in ((other, (50,)), (spec, (4, 5)), (longer, (6,))):
+        writer = saver.Saver(tmp_path, one, {}, kept=2)
+        for t in rounds:
+            writer.save(Frozen(t), saver.Local({}))
+            (saver.folder_of(tmp_path, one) / f".{saver.name_of(t + 1)}.tmp-1").touch()  # a kill left it
+    kept = sorted(path.name for path in tmp_path.glob("checkpoints/*/*.safetensors"))
+    assert kept == [saver.name_of(t) for t in (5, 6, 50)]
+    assert [path.name for path in tmp_path.glob("checkpoints/*/.*")] == [f".{saver.name_of(7)}.tmp-1"]
+
+
+def test_what_killed_processes_left_of_the_model_goes_once_it_is_whole(tmp_path: Path) -> None:
+    rest = [tmp_path / "a" / f".model.{kind}-12345" for kind in ("tmp", "old")]
+    for folder in rest:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+    train(tmp_path / "a", dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1))
+    assert (tmp_path / "a" / "model" / "config.json").exists() and not any(folder.exists() for folder in rest)
 
 
 def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
@@ -175,7 +246,7 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
     assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == path
     assert not caplog.text
     for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
-        assert found(**changes) is None and f"{path} is past the end of this run" in caplog.text
+        assert found(**changes) is None and f"{path} is at or past the end of this run" in caplog.text
         with pytest.raises(CheckpointError, match="saved after round 5 and 500 tokens"):
             saver.chosen(path, dataclasses.replace(spec, **changes))
         caplog.clear()

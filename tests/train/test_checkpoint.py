@@ -8,7 +8,8 @@ import torch
 
 from dlc.errors import CheckpointError, UsageError
 from dlc.train import shelf
-from dlc.train.checkpoint import keep_last, list_checkpoints, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import left_over, load_checkpoint, save_checkpoint
+from dlc.train.shelf import list_checkpoints
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -135,14 +136,10 @@ def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: p
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_keep_last(tmp_path: Path) -> None:
-    for k in (3, 1, 10, 2):
+def test_checkpoints_are_listed_by_name_and_what_a_killed_process_left_is_told_apart(tmp_path: Path) -> None:
+    for k in (3, 10):
         save_checkpoint(tmp_path / f"c-{k:04}.safetensors", {"a": torch.zeros(1)}, {})
     (tmp_path / "other.txt").touch()
-    (tmp_path / ".c-0004.safetensors.tmp-123").touch()  # of a process that was killed
-    assert [p.name for p in keep_last(tmp_path, 2)] == ["c-0001.safetensors", "c-0002.safetensors"]
+    (tmp_path / ".c-0004.safetensors.tmp-123").touch()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["c-0003.safetensors", "c-0010.safetensors"]
-    assert (tmp_path / "other.txt").exists() and keep_last(tmp_path, 5) == []
-    assert not list(tmp_path.glob(".*"))
-    with pytest.raises(UsageError):
-        keep_last(tmp_path, 0)
+    assert [p.name for p in left_over(tmp_path)] == [".c-0004.safetensors.tmp-123"]

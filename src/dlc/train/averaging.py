@@ -116,8 +116,9 @@ class Averaging:
         self._unheard = False
         """There are others, and none had told where it stands when this peer began."""
         self._t = self._blocks = self._tokens = self._new_tokens = 0
-        """`new`: since the last exchange; the others with them."""
-        self._inner_step = self._diverged = 0
+        """`new`: since the last exchange, and in `blocks` and `tokens`, too."""
+        self._inner_step = self._kept_steps = self._diverged = 0
+        """`kept`: inner steps of this phase that are in `vector` already: it was resumed in the middle."""
         self._loss_sum = 0.0
         self._left = False
 
@@ -137,8 +138,8 @@ class Averaging:
         if saved is not None:
             self._restore(saved)
         handover.stand(self._t, self._vector)
-        if self._furthest(handover) > self._t:
-            self._take_over(handover)
+        if self._furthest(handover) > self._t and self._take_over(handover):
+            self._inner_step = self._kept_steps = 0
         exchange = self._exchange = exchange_of(self._peer, self._parts)
         own = {name: tensor for name, tensor in saved.own.items() if name != _COUNTS} if saved is not None else {}
         if own and saved is not None and saved.t == self._t:
@@ -149,13 +150,14 @@ class Averaging:
 
     def _restore(self, saved: Saved) -> None:
         counts = saved.own.get(_COUNTS)
-        if counts is None or counts.shape != (2,):
+        if counts is None or counts.shape != (3,):
             raise CheckpointError(f"{saved.path} is not of a run that averages without rounds")
         self._vector.copy_(theta_of(saved.image))
         self._view.scatter(self._vector)
         self._inner.load(saved.inner)
         load_random_state(saved.rng, self._inner.device)
-        self._t, (self._blocks, self._tokens) = saved.t, (int(count) for count in counts)
+        self._t, (self._blocks, self._tokens, made) = saved.t, (int(count) for count in counts)
+        self._inner_step = self._kept_steps = made
 
     def _furthest(self, handover: Handover) -> int:
         """The furthest step of the others; 0 where nobody tells one."""
@@ -258,8 +260,9 @@ class Averaging:
         averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
-        loss, self._loss_sum = self._loss_sum / max(1, self._inner_step), 0.0
-        self._t, self._inner_step, self._diverged, self._new_tokens = averaged.t, 0, 0, 0
+        loss, self._loss_sum = self._loss_sum / max(1, self._inner_step - self._kept_steps), 0.0
+        self._t, self._diverged, self._new_tokens = averaged.t, 0, 0
+        self._inner_step = self._kept_steps = 0
         distance = self._handover.stand(self._t, self._vector)
         parts.calls.moved(averaged.bytes_sent, averaged.bytes_received, averaged.waiting_s)
         parts.tell.event(
@@ -291,12 +294,13 @@ class Averaging:
         self._exchange.begin(self._vector)
         self._inner = parts.engine.inner_loop()
         self._drop(t)
+        self._inner_step = self._kept_steps = 0
         return True
 
     def _drop(self, t: int) -> None:
-        """The inner steps since exchange `t` are no part of the model any more."""
-        steps, tokens = self._inner_step, self._new_tokens
-        self._inner_step, self._loss_sum, self._new_tokens = 0, 0.0, 0
+        """The inner steps since `vector`, of exchange `t`, are no part of the model any more."""
+        steps, tokens = self._inner_step - self._kept_steps, self._new_tokens
+        self._inner_step, self._loss_sum, self._new_tokens = self._kept_steps, 0.0, 0
         self._tokens -= tokens
         if steps:
             self._parts.tell.work_dropped(t, steps, tokens)
@@ -322,7 +326,8 @@ class Averaging:
 
     def local(self) -> Local:
         assert self._exchange is not None
-        own = {_COUNTS: torch.tensor([self._blocks, self._tokens], device="cpu"), **self._exchange.own()}
+        counts = torch.tensor([self._blocks, self._tokens, self._inner_step], device="cpu")
+        own = {_COUNTS: counts, **self._exchange.own()}
         return Local(self._inner.tensors(), None, random_state(self._inner.device), own)
 
     def close(self) -> None:

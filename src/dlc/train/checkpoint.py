@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
-from dlc.train.shelf import META, demand_room, list_checkpoints
+from dlc.train.shelf import META, demand_room
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -66,7 +66,7 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
             header = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"the checkpoint {target} cannot be read ({e}); use an older one") from e
+        raise CheckpointError(f"the checkpoint {target} cannot be read ({e})") from e
     if header.get(_FORMAT_KEY) != str(FORMAT):
         raise CheckpointError(f"{target} is no dlc checkpoint of format {FORMAT}")
     text = header.get(META, "")
@@ -74,19 +74,6 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         raise CheckpointError(f"the checkpoint {target} is damaged: its content does not match its hash")
     meta: dict[str, Any] = json.loads(text)
     return tensors, meta
-
-
-def keep_last(folder: str | Path, k: int, pattern: str = "*.safetensors") -> list[Path]:
-    """Delete all checkpoints of a folder but the last k >= 1 by name; returns what was deleted.
-
-    Temporary files that a killed process left go too, so nobody else may be saving into the folder meanwhile.
-    """
-    if k < 1:
-        raise UsageError(f"at least one checkpoint must be kept, not {k}")
-    old = list_checkpoints(folder, pattern)[:-k]
-    for path in [*old, *left_over(folder)]:
-        path.unlink(missing_ok=True)
-    return old
 
 
 def left_over(folder: str | Path) -> list[Path]:
@@ -120,6 +107,16 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sweep_model_folder(path: str | Path) -> None:
+    """Delete what killed processes left of `save_model_folder` beside `path`, where a model is. Nobody else may be
+    writing there."""
+    target = Path(path)
+    if target.is_dir():
+        for kind in ("tmp", "old"):
+            for rest in target.parent.glob(f".{target.name}.{kind}-*"):
+                shutil.rmtree(rest, ignore_errors=True)
 
 
 def _tells_full(error: OSError | SafetensorError) -> bool:

@@ -100,6 +100,8 @@ class Phases:
         self._exchanges_s: deque[float] = deque(maxlen=EXCHANGES_KEPT)
         self._offer_s = 0.0
         """What the last offer took: measuring and encoding."""
+        self.ahead = False
+        """Inner steps since the last round that counted us are dropped, and the inner optimizer has made them."""
         self._leave_at: float | None = None
         self._diverged = 0
 
@@ -170,6 +172,7 @@ class Phases:
         self._supply.forget()
         self._in_step = self._passed = False
         if lost:
+            self.ahead = True
             self._tell.work_dropped(self._outer.position.t, lost, tokens, others=True)
 
     def _step(self, ahead: int | None = None) -> bool:
@@ -327,7 +330,7 @@ class Phases:
         self._exchanges_s.append(max(0.0, settled.report.seconds - settled.report.waiting_s))
         if not settled.counted:
             return None
-        self._passed, self._in_step, self._diverged = False, True, 0
+        self._passed, self._in_step, self._diverged, self.ahead = False, True, 0, False
         return settled.report
 
     def _patience_s(self) -> float:

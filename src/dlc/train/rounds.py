@@ -9,6 +9,7 @@ trained is counted once.
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,6 +21,8 @@ from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
 from dlc.train.strategy import CHANNEL, Parts
 from dlc.train.swarm import Frozen, Position
+
+log = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -59,6 +62,8 @@ class Rounds:
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
         if saved is not None:
+            if spec.fragments > 1 or spec.mixing:
+                log.info("what fragments, or mixing, had left of the inner steps before round %d is not saved", saved.t)
             self.outer.state.restore(saved.image, any_end=saved.spec != spec)
             self.phases.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
@@ -102,7 +107,8 @@ class Rounds:
 
     def local(self) -> Local:
         rng = random_state(self._parts.engine.device)
-        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng)
+        ahead = self.phases.ahead or self.phases.at_work
+        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng, ahead=ahead)
 
     def close(self) -> None:
         self.phases.close()

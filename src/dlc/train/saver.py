@@ -11,11 +11,15 @@
 
 The log holds the position in the data (the leases, and how far each is committed); the learning rate is a function of
 the round. So one peer that goes on from a round's end trains on as if it had never stopped, bit for bit on the CPU.
+Inner steps that are dropped, as on Ctrl-C, have moved the inner optimizer and the random state: what would be saved
+after them does not take the place of a checkpoint of that same round that was saved before.
 
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
 have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its
 length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the round counts, whenever it was written;
 so what is of a later round than the one that is saved, hence of a history that was given up, is moved away.
+
+A file that cannot be read is renamed, so that it takes no place of those that are kept.
 
 A new checkpoint is written before the oldest goes. Where the disk has no room for that, the oldest go first, but never
 the newest that is known to be whole. Writing may fail all the same: that is logged, what is there stays, and training
@@ -38,7 +42,7 @@ from torch import Tensor
 from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import bytes_tensor, keep_last, left_over, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import bytes_tensor, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import FOLDER, NAMES, file_of, list_checkpoints, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
@@ -46,6 +50,8 @@ log = logging.getLogger(__name__)
 
 KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
+DAMAGED = ".damaged"
+"""At the end of the name of a file that cannot be read."""
 NAMED_MAX = 5
 """Parameters named in an error."""
 _INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
@@ -72,6 +78,10 @@ class Saved:
     """What its positions are of (`SameData.mine`); empty: it does not say."""
     tokens: float = 0.0
     """That were trained until then."""
+    digest: bytes = b""
+    """Of the image, as all peers of the run have it."""
+    ahead: bool = False
+    """See `Local.ahead`."""
 
     def leads_to(self, spec: RunSpec) -> bool:
         """Whether a run of `spec` goes on from here: it is of that run, or of one of another length, and not past the
@@ -87,11 +97,13 @@ class Local:
     residual: Tensor | None = None
     rng: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, Tensor] = field(default_factory=dict)
+    ahead: bool = False
+    """It has gone on since the round, by inner steps that are in nothing else of the checkpoint."""
 
     def copy(self) -> Local:
         """The same on the CPU, in memory that nobody else writes to."""
         residual = self.residual.clone() if self.residual is not None else None
-        return Local(_copies(self.inner), residual, _copies(self.rng), _copies(self.own))
+        return Local(_copies(self.inner), residual, _copies(self.rng), _copies(self.own), self.ahead)
 
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
@@ -107,27 +119,47 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
-    """The newest checkpoint that can be read and that leads to `spec`, or else of any run; damaged ones are logged and
-    passed over."""
+    """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Damaged ones are logged, and
+    renamed."""
     folders = (state_dir / FOLDER).glob("*")
     files = [path for folder in folders for path in list_checkpoints(folder, NAMES)]
     if spec is not None:
         own = folder_of(state_dir, spec)
         files = [path for path in files if path.parent == own or _same_but_length(path, spec)]
+    unread = 0
     for path in newest_first(files):
         try:
             saved = read(path)
         except (CheckpointError, ConfigError) as error:
-            log.warning("%s", error)
+            unread += 1
+            log.warning("%s; %s", error, _passed_over(path, error))
             continue
         if spec is None or saved.leads_to(spec):
             return saved
         log.warning(
-            "%s is past the end of this run, which goes on from an older checkpoint, or begins anew at round 0; "
+            "%s is at or past the end of this run, which goes on from an older checkpoint, or begins anew at round 0; "
             "to go on from this one, give more rounds",
             path,
         )
+    if unread:
+        log.warning(
+            "of %s in %s, none can be gone on from: this peer takes the state of the others, and where there are none "
+            "the run begins anew at round 0",
+            "1 checkpoint" if len(files) == 1 else f"{len(files)} checkpoints",
+            state_dir / FOLDER,
+        )
     return None
+
+
+def _passed_over(path: Path, error: Exception) -> str:
+    """What is done with a file that could not be read, where one looks for the newest."""
+    if not isinstance(error, CheckpointError):
+        return "it is passed over"
+    try:
+        path.rename(path.with_name(path.name + DAMAGED))
+    except OSError as reason:
+        return f"it is passed over, and cannot be renamed ({reason.strerror})"
+    return f"it is passed over, and now called {path.name}{DAMAGED}"
 
 
 def of_another_run(state_dir: Path, spec: RunSpec) -> tuple[Path, RunSpec] | None:
@@ -171,8 +203,9 @@ def demand_way(saved: Saved, spec: RunSpec) -> None:
         return
     if spec.same_but_length(saved.spec):
         raise CheckpointError(
-            f"{saved.path} is past the end of this run: it was saved after round {saved.t} and {saved.tokens:.0f} "
-            f"tokens, and the run has rounds = {spec.rounds}, tokens = {spec.tokens} (0: no limit); raise them"
+            f"{saved.path} is at or past the end of this run: it was saved after round {saved.t} and "
+            f"{saved.tokens:.0f} tokens, and the run has rounds = {spec.rounds}, tokens = {spec.tokens} (0: no limit); "
+            "raise them"
         )
     fields = "\n  ".join(spec.differences(saved.spec))
     raise CheckpointError(f"{saved.path} is of another run; leave out --config and --rounds, or mend:\n  {fields}")
@@ -228,7 +261,8 @@ def read(path: Path) -> Saved:
         inner, rng, layout = _below(tensors, _INNER), _below(tensors, _RNG), dict(meta["layout"])
         own, data, t = _below(tensors, _OWN), str(meta.get("data", "")), int(meta["t"])
         residual, tokens = tensors.get(_RESIDUAL), float(meta["tokens"])
-        return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, data, tokens)
+        digest, ahead = bytes.fromhex(meta["digest"]), bool(meta.get("ahead", False))
+        return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, data, tokens, digest, ahead)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 
@@ -257,7 +291,7 @@ def check_same_model(saved: Saved, view: FlatView) -> None:
 class Saver:
     """Writes checkpoints of one run, one at a time, in a thread beside the training.
 
-    last: the one that the training goes on from.
+    resumed: the one that the training goes on from.
     """
 
     def __init__(
@@ -267,7 +301,7 @@ class Saver:
         layout: Mapping[str, str],
         kept: int = KEPT,
         data: str = "",
-        last: Path | None = None,
+        resumed: Saved | None = None,
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
@@ -275,8 +309,10 @@ class Saver:
         self._folder = folder_of(state_dir, spec)
         self._layout, self._data = list(layout.items()), data
         self._thread: threading.Thread | None = None
-        self.last = last
+        self.last = resumed.path if resumed is not None else None
         """The newest one that is whole on disk."""
+        self._exact = (resumed.t, resumed.digest) if resumed is not None and not resumed.ahead else None
+        """Round and digest of that one, if all of it is of that round."""
 
     @property
     def busy(self) -> bool:
@@ -297,6 +333,9 @@ class Saver:
 
     def save(self, frozen: Frozen, local: Local) -> Path | None:
         """Write now; None, with a warning in the log, if that failed."""
+        if local.ahead and self._exact == (frozen.t, frozen.digest) and self.last is not None and self.last.exists():
+            log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
+            return self.last
         path = self._folder / name_of(frozen.t)
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
@@ -307,17 +346,19 @@ class Saver:
             "digest": frozen.digest.hex(),
             "layout": self._layout,
             "data": self._data,
+            "ahead": local.ahead,
         }
         try:
             self._write(path, tensors, meta)
             # Those of later rounds are of a history that was given up: nobody must prefer them.
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
-            keep_last(self._folder, self._kept, NAMES)
+            for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
+                old.unlink(missing_ok=True)
         except (CheckpointError, OSError) as error:
             log.warning("%s; training goes on", error)
             return None
-        self.last = path
+        self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
         return path
 
     def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -330,14 +371,24 @@ class Saver:
 
     def _make_room(self) -> bool:
         """Delete what is needed least of this run, if there is such a thing."""
-        spare = left_over(self._folder)
+        damaged = (folder.glob(NAMES + DAMAGED) for folder in self._folder.parent.glob("*"))
+        spare = [*self._left_over(), *(path for paths in damaged for path in paths)]
         if self.last is not None and self.last.exists():
-            spare += [path for path in list_checkpoints(self._folder, NAMES) if not path.samefile(self.last)]
+            spare += reversed(self._others(self.last))
         if not spare:
             return False
         log.info("the disk has no room for one more checkpoint: %s is deleted first", spare[0])
         spare[0].unlink(missing_ok=True)
         return True
+
+    def _others(self, one: Path) -> list[Path]:
+        """The other checkpoints of this run, newest first."""
+        found = [path for folder in self._folder.parent.glob("*") for path in list_checkpoints(folder, NAMES)]
+        return newest_first(path for path in found if path != one and self._of_this_run(path))
+
+    def _left_over(self) -> list[Path]:
+        """What a killed process was writing: the state directory is ours alone."""
+        return [path for folder in self._folder.parent.glob("*") for path in left_over(folder)]
 
     def _of_this_run(self, path: Path) -> bool:
         """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what

@@ -25,6 +25,7 @@ from pathlib import Path
 from dlc.comm.events import RoundDone
 from dlc.errors import DlcError, UsageError
 from dlc.report import RoundReport
+from dlc.train.checkpoint import sweep_model_folder
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
 from dlc.train.group import Group, SiteLost
@@ -132,8 +133,7 @@ class Trainer:
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         if resume is not None:
             self._same_data.goes_on(resume)
-        last = resume.path if resume is not None else None
-        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, last)
+        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, resume)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
         calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
@@ -312,6 +312,7 @@ class Trainer:
     def _save_model(self) -> Path | None:
         try:
             save_model(self._engine.whole_model(), self._folder / "model", self._source.tokenizer)
+            sweep_model_folder(self._folder / "model")
         except UsageError as error:
             log.warning("%s", error)
             return None
