@@ -143,6 +143,9 @@ class VirtualPeer:
         state.restore(self.swarm.image)
         return self.position(channel)
 
+    def abandon(self, channel: str, state: State) -> None:
+        """Nobody opens it again."""
+
     def describe(self, **_: object) -> None:
         """Nobody listens."""
 

@@ -17,6 +17,7 @@ from torch import nn
 import dlc
 import dlc.comm.node
 from dlc.errors import CheckpointError, UsageError
+from dlc.train.outer_loop import OuterLoop
 from tests.swarm import DEADLINE_S, JOIN_S, PATIENT, ROUND_S, swarm
 
 STEPS = 5
@@ -205,6 +206,38 @@ def test_who_comes_with_another_model_of_as_many_elements_is_refused(other: nn.M
                 begin(late, other)
             assert torch.equal(flat(other), before)
             begin(late, nn.ModuleDict({"module": model()}))  # as DDP names them
+
+
+def test_a_creation_that_failed_can_be_tried_again_though_nobody_else_has_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state stayed on the channel: each further try was refused, and the rounds of the others waited for it."""
+    with swarm(1) as (peer,):
+        model = nn.Linear(4, 2)
+        adopt, image = OuterLoop.adopt, list[bytes]()
+
+        def interrupted(loop: OuterLoop) -> None:
+            image.append(bytes(loop.state.export()))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(OuterLoop, "adopt", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dlc.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), peer, sync_every=1)
+        monkeypatch.setattr(OuterLoop, "adopt", adopt)
+        wrong = nn.Linear(5, 2)
+        with pytest.raises(CheckpointError, match="of another kind.*holds 10 parameters, this model 12"):
+            dlc.DiLoCo(wrong, torch.optim.SGD(wrong.parameters(), lr=0.1), peer, sync_every=1)
+        with torch.no_grad():
+            model.weight.zero_()
+        opt = dlc.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), peer, sync_every=1)
+        assert bytes(opt.outer_state.export()) == image[0], "the run's, and not what the model held"
+        assert not torch.equal(model.weight, torch.zeros(2, 4))
+        model(torch.ones(4)).sum().backward()
+        report = opt.step()
+        assert report is not None and report.complete and report.t == 1
+        with pytest.raises(UsageError, match="has a state on channel 'train' already"):
+            dlc.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), peer, sync_every=1)
+        assert opt.step() is not None, "the one that is in use goes on"
 
 
 def test_no_round_waits_for_a_peer_that_has_ended_its_training_and_stays() -> None:

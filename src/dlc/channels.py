@@ -93,32 +93,52 @@ class Channels(ABC):
 
         Returns when the state is in step and this peer, unless it is an observer, is a voter. Raises RoundTimeout after
         `timeout_s`, UsageError if a state is attached and in step already, CheckpointError if the swarm's is of another
-        kind (tells what differs); after a RoundTimeout one may try again.
+        kind (tells what differs). After an error, and after `abandon`, one may try again, with another state.
         """
         grid = Grid(state.numel, chunk_elems, codec)
         if lease_len < 0:
             raise UsageError(f"lease_len is {lease_len}: give the blocks of one lease, or 0 for a channel without")
 
         def attach(node: Node, now: float) -> list[Effect]:
-            if channel in node.log.attached and node.log.is_open(channel) and node.log.synced:
+            before = node.log.attached.get(channel)
+            if before is None or not node.log.holds(channel):
+                return node.attach(channel, state, grid, lease_len, now)
+            if before.abandoned:
+                try:
+                    return node.hand_on(channel, state, grid, lease_len, now)
+                except CheckpointError as error:
+                    raise _of_another_kind(channel, str(error)) from None
+            if node.log.synced:
                 raise UsageError(
                     f"this peer has a state on channel {channel!r} already: "
                     "give a second training another channel, or a Peer of its own"
                 )
             return node.attach(channel, state, grid, lease_len, now)
 
-        self._act(attach)
-
         def ready(node: Node, now: float) -> bool:
             if why := node.log.attached[channel].misfit:
-                raise CheckpointError(
-                    f"the run's state of channel {channel!r} is of another kind than the one given here: {why}; give "
-                    "all peers of a run the same model and outer optimizer; this one may open the channel again"
-                )
+                raise _of_another_kind(channel, why)
             return has_seat(node) and node.log.is_open(channel) and node.log.synced
 
-        self._wait(lambda: self._ask(ready), timeout_s, f"channel {channel!r} is not in step yet")
+        try:
+            self._act(attach)
+            self._wait(lambda: self._ask(ready), timeout_s, f"channel {channel!r} is not in step yet")
+        except BaseException:
+            self.abandon(channel, state)
+            raise
         return self.position(channel)
+
+    def abandon(self, channel: str, state: State) -> None:
+        """Nobody uses this state any more. The peer still keeps it in step, as others may need it, until `open` puts
+        another in its place. Nothing happens where it is not the channel's."""
+
+        def mark(node: Node, now: float) -> None:
+            attached = node.log.attached.get(channel)
+            if attached is not None and attached.state is state:
+                attached.abandoned = True
+
+        with contextlib.suppress(SwarmClosed):
+            self._ask(mark)
 
     def position(self, channel: str) -> Position:
         """Where the channel stands in the log; a channel that nobody opened is at round 0."""
@@ -289,6 +309,13 @@ class Channels(ABC):
         """No round will come any more."""
         while self._pending:
             self._pending.popitem()[1].finish(None, False, error)
+
+
+def _of_another_kind(channel: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the run's state of channel {channel!r} is of another kind than the one given here: {why}; give "
+        "all peers of a run the same model and outer optimizer; this one may open the channel again"
+    )
 
 
 def _counts(node: Node, channel: str) -> bool:

@@ -22,6 +22,7 @@ from dlc.comm.codecs import get_codec
 from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
+from dlc.comm.reducer import WEIGHT_MAX
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.flat import device_of, flatten_tensors, parts_of_many, writable_tensors
@@ -95,7 +96,8 @@ class Collectives(Channels):
     ) -> RoundReport | Reduction:
         """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
 
-        All peers call it with the same shapes and the same `name`. Peers that are not ready within `patience_s` (None:
+        All peers call it with the same shapes, in the same order, and the same `name`: what is checked is the number of
+        all elements. Peers that are not ready within `patience_s` (None:
         half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
         SwarmClosed, UsageError.
 
@@ -124,15 +126,15 @@ class Collectives(Channels):
         between the farthest of them. Who is not ready after three times as long may be left out of the mean, and is
         named in the report.
         """
-        if not 0 <= expected_s < math.inf:
+        if not 0 <= _seconds("expected_s", expected_s) < math.inf:
             raise UsageError(f"expected_s is {expected_s}: it must be seconds until the tensors are ready, or 0")
         if expected_s and not async_op:
             raise UsageError("expected_s announces tensors: it needs async_op=True, and `ready` of the handle")
         many = writable_tensors(tensors)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
-        if not isinstance(weight, Real) or not weight >= 0 or weight == float("inf"):
-            raise UsageError(f"weight is {weight!r}: it must be a finite number that is not negative")
+        if not isinstance(weight, Real) or not 0 <= weight <= WEIGHT_MAX:
+            raise UsageError(f"weight is {weight!r}: it must be a number from 0 to 2^53")
         timeout_s = _seconds("timeout_s", timeout_s)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
         begun = clock()
@@ -143,12 +145,14 @@ class Collectives(Channels):
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
         """Wait until all trainers of the run that are alive have called it with this name.
 
-        RoundTimeout: some have not; it names them, where they are known.
+        RoundTimeout: some have not within three quarters of `timeout_s`; it names them, where they are known. The rest
+        of the time is for learning who they are.
         """
         report = self._waited_for(f"barrier/{name}", vectors.zeros(1), 1.0, timeout_s, BARRIER_SHARE)
         absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
         if absent:
-            raise RoundTimeout(f"barrier {name!r}: {', '.join(absent)} did not come within {timeout_s:g} s")
+            within_s = BARRIER_SHARE * timeout_s
+            raise RoundTimeout(f"barrier {name!r}: {', '.join(absent)} did not come within {within_s:g} s")
 
     def broadcast_state(
         self, state: Mapping[str, Tensor], source: str, *, name: str = "default", timeout_s: float = 60.0

@@ -155,6 +155,8 @@ class FlatView:
         for tensor, label in zip(given, labels, strict=True):
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                 continue
+            if is_lazy(tensor):
+                raise UsageError("a parameter has no shape yet: run the model on a batch first, as its layers are lazy")
             key = _identity(tensor)
             if key not in seen:
                 seen.add(key)
@@ -210,6 +212,11 @@ class FlatView:
             names = [parts[1:] for parts in names]
         shapes = [tuple(t.shape) for t in self.tensors]
         return Layout(_hash8(shapes), _hash8(names) if all(names) else UNKNOWN_LAYOUT.names)
+
+
+def is_lazy(t: Tensor) -> bool:
+    """Whether it is one of a lazy module that has seen no batch yet."""
+    return isinstance(t, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
 
 
 def _hash8(what: object) -> bytes:

@@ -122,6 +122,7 @@ class FakePeer:
         self.round_s = 1000.0
         """From an offer to the commit, as it is told."""
         self.on_contribute: Callable[[], None] = lambda: None
+        self.abandoned: list[OuterState] = []
 
     def open(
         self,
@@ -136,6 +137,9 @@ class FakePeer:
         self.state, self.ledger = state, Ledger(lease_len).seated([ME])
         self.grid = Grid(state.numel, chunk_elems, codec)
         return self.position(channel)
+
+    def abandon(self, channel: str, state: OuterState) -> None:
+        self.abandoned.append(state)
 
     def take_seat(self, timeout_s: float | None = None) -> None:
         self.held = False

@@ -14,6 +14,7 @@ from dlc.flat import FlatView
 from dlc.handles import Resume
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo, NotFinite
+from dlc.train.origin import Origin
 from tests.train.fake_peer import FakePeer
 
 
@@ -58,6 +59,117 @@ def test_an_optimizer_wrapped_by_accelerate_is_refused() -> None:
     wrapped = accelerate.Accelerator(cpu=True).prepare(sgd(model))
     with pytest.raises(UsageError, match=r"AcceleratedOptimizer wraps .*call follow\(\)"):
         DiLoCo(model, wrapped, FakePeer(), sync_every=2)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
+    model, peer = build(), FakePeer()
+    for weight in (0.0, -1.0, float("nan"), float("inf"), 2.0**53, 10**400):
+        with pytest.raises(UsageError, match="the weight of a step must be above 0"):
+            DiLoCo(model, sgd(model), peer, sync_every=2, weight=weight)
+    wide = nn.Parameter(torch.zeros(1).expand(8))
+    with pytest.raises(UsageError, match="expanded tensor"):
+        DiLoCo([wide], torch.optim.SGD([wide], lr=0.1), peer, sync_every=2)
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(UsageError, match="run the model on a batch first"):
+        DiLoCo(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), peer, sync_every=2)
+    with torch.no_grad():
+        next(model.parameters())[0] = float("nan")
+    with pytest.raises(UsageError, match="hold NaN or Inf, and a run would begin from them"):
+        DiLoCo(model, sgd(model), peer, sync_every=2)
+    assert not hasattr(peer, "state")
+
+
+def test_a_creation_that_is_interrupted_leaves_nothing_that_rounds_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, peer = build(), FakePeer()
+
+    def interrupted(loop: dlc.train.outer_loop.OuterLoop) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dlc.train.outer_loop.OuterLoop, "adopt", interrupted)
+        DiLoCo(model, sgd(model), peer, sync_every=2)
+    assert peer.said == [{"eta_s": NEVER_S}] and peer.abandoned == [peer.state]
+    DiLoCo(model, sgd(model), peer, sync_every=2)
+    assert peer.said[-1] == {"eta_s": -1.0}
+
+
+def test_parameters_that_are_replaced_or_cast_are_an_error_and_no_offer_of_nothing() -> None:
+    """Zeros were offered, with the full weight of the steps, and the report said complete."""
+    model, peer = build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2)
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    opt.step()
+    with pytest.raises(UsageError, match=r"4 of the parameters are no part of the model any more.*assign=True"):
+        opt.step()
+    model = build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, channel="cast")
+    model.to(torch.bfloat16)
+    with pytest.raises(UsageError, match="have changed their dtype or shape"):
+        opt.step()
+    assert not peer.weights
+
+
+@pytest.mark.parametrize("overlap", ["none", "eager"])
+def test_steps_of_an_offer_that_failed_are_counted_by_no_other(overlap: str) -> None:
+    model, peer = build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=3, overlap=overlap)
+    theta = params(model)
+
+    def fail() -> None:
+        peer.on_contribute = lambda: None
+        raise MemoryError
+
+    peer.on_contribute = fail
+    for step in range(2):
+        backward(model, step)
+        opt.step()
+    with pytest.raises(MemoryError):
+        opt.step()
+    assert torch.equal(params(model), theta) and opt.inner_step == 0 and not peer.weights
+    for step in range(3):
+        backward(model, step)
+        opt.step()
+    opt.flush()
+    assert peer.weights == [3.0] and len(peer.counted) == 1
+
+
+def test_an_interruption_after_the_offer_leaves_it_standing_and_nothing_of_the_overlay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, peer = build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2, overlap="eager")
+    scatter, theta = Origin.scatter, params(model)
+
+    def interrupted(origin: Origin, local: Tensor) -> Tensor:
+        monkeypatch.setattr(Origin, "scatter", scatter)
+        scatter(origin, local)
+        raise KeyboardInterrupt
+
+    peer.slices = [3, 0]
+    monkeypatch.setattr(Origin, "scatter", interrupted)
+    backward(model, 0)
+    opt.step()
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    offered = peer.vectors[0].clone()
+    torch.testing.assert_close(theta - params(model), offered)
+    assert opt.inner_step == 0
+    opt.flush()
+    assert peer.weights == [2.0] and torch.equal(peer.counted[0], offered)
+    opt.outer_state.read(theta)
+    assert torch.equal(params(model), theta), "the overlay is gone with the round"
+
+
+def test_a_state_of_another_inner_optimizer_changes_nothing() -> None:
+    model, other, peer = build(), build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=4)
+    half = DiLoCo(other, torch.optim.SGD([next(other.parameters())], lr=0.1), FakePeer(), sync_every=4)
+    backward(other, 0)
+    half.step()
+    before = params(model)
+    with pytest.raises(ValueError, match="parameter group"):
+        opt.load_state_dict(half.state_dict(outer=True))
+    assert torch.equal(params(model), before) and opt.state_dict()["inner_step"] == 0
 
 
 def test_parameters_that_begin_to_train_later_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -70,6 +70,8 @@ class Attached:
     synced: bool = False
     """Equal to the swarm's state at this head."""
     digest: bytes = b""
+    abandoned: bool = False
+    """Whoever gave the state has no use for it: another may take its place."""
     misfit: str = ""
     """Why the run's state cannot be taken here: it is of another kind. Not by itself will that ever change."""
     passed: deque[tuple[bytes, bytes]] = field(default_factory=lambda: deque(maxlen=PASSED_MAX))

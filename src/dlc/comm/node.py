@@ -255,6 +255,18 @@ class Node:
 
         return self._event(now, act)
 
+    def hand_on(self, channel: str, state: State, grid: Grid, lease_len: int, now: float) -> list[Effect]:
+        """Put another state in the place of one that is in step, which nobody uses any more: it becomes the same.
+        CheckpointError, with nothing changed: it is of another kind."""
+
+        def act() -> None:
+            attached = self.log.attached[channel]
+            before = attached.state
+            self.ctx.at_length(lambda: state.restore(before.export()), 2 * before.image_bytes())
+            attached.state, attached.grid, attached.lease_len, attached.abandoned = state, grid, lease_len, False
+
+        return self._event(now, act)
+
     def contribute(
         self,
         channel: str,
@@ -280,9 +292,9 @@ class Node:
         self._need_log(f"channel {channel!r} has no rounds")
         check_channel(channel, self.log.state)
         if channel in self.exchange.offered:
-            raise DlcError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
+            raise UsageError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
         if vector.numel() != grid.numel:
-            raise DlcError(f"the vector has {vector.numel()} elements, the channel {grid.numel}")
+            raise UsageError(f"the vector has {vector.numel()} elements, the channel {grid.numel}")
         if not (0 <= weight <= WEIGHT_MAX and 0 <= norm < math.inf and 0 <= patience_s < math.inf):
             raise UsageError(
                 f"weight {weight}, norm {norm}, patience {patience_s} s: none may be negative or not finite, "

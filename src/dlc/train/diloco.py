@@ -38,9 +38,10 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import SwarmClosed, UsageError
-from dlc.flat import FlatView
+from dlc.flat import FlatView, check_writable
 from dlc.handles import outer_part
 from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
@@ -78,6 +79,8 @@ class DiLoCo:
 
     model:   or its parameters, in the same order on all peers.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
+    inner:   steps these very parameters. One that keeps copies of its own, as some do in fp32 for a model of bf16,
+             would write them over the mean of every round: leave that to theta, which is fp32 on all peers.
     chunk_elems: elements per chunk of the exchange; 0: some hundreds of chunks.
     codec:   of contributions and means, as in `Peer.all_reduce`; "int8", "int4" and "topk" carry over what they lose.
     overlap: "none", or "delayed" or "eager": inner steps go on during a round; `flush` waits for the last one.
@@ -119,8 +122,8 @@ class DiLoCo:
     ) -> None:
         if sync_every < 1:
             raise UsageError(f"sync_every must be at least 1 inner step, not {sync_every}")
-        if not weight > 0:
-            raise UsageError(f"the weight of a step must be above 0, not {weight}")
+        if not 0 < weight <= WEIGHT_MAX / sync_every:
+            raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight}")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         self.inner = inner
         self.sync_every = sync_every
@@ -142,8 +145,11 @@ class DiLoCo:
         self._follows: tuple[RemovableHandle, ...] | None = None
         self._peer, self._channel = peer, channel
         _check_bare(inner)
-        view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
+        view = self._view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
         _check_trained(view, inner)
+        for tensor in view.tensors:
+            check_writable(tensor)
+        self._form = _form(view)
         self._model = model if isinstance(model, nn.Module) else None
         self._known = _trainable(self._model)
         """Ids of the parameters that needed gradients when this was made, or have been named since."""
@@ -165,8 +171,12 @@ class DiLoCo:
                 f"the run was resumed at round {t}, and this peer is to bring its state: give resume= here, too, with "
                 "the state of which dlc.Resume was made"
             )
-        self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
-        self._trains()
+        try:
+            self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
+            self._trains()
+        except BaseException:
+            self._ends()
+            raise
 
     def _trains(self) -> None:
         """Rounds wait for this peer, if they do for anybody."""
@@ -177,7 +187,7 @@ class DiLoCo:
 
     def _ends(self) -> None:
         """No round waits for this peer, unless it trains on another channel, until its next step."""
-        trained = _TRAINED[self._peer]
+        trained = _TRAINED.setdefault(self._peer, set())
         trained.discard(self._channel)
         if not trained:
             with contextlib.suppress(SwarmClosed):
@@ -322,6 +332,7 @@ class DiLoCo:
 
     def _exchange(self, wait: bool) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
+        self._check_same()
         self._tell_of_others()
         self._skipped = 0
         while self._steps:
@@ -331,13 +342,33 @@ class DiLoCo:
             except NotFinite:
                 self.inner.state.clear()  # moments that are not finite would spoil the model with the next step
                 raise
-            self._steps = self._offered = steps
+            finally:
+                if self._outer.waiting:
+                    self._steps = self._offered = steps
             if not wait:
                 return None
             report = self._settle(wait=True)
             if report is not None:
                 return report
         return None
+
+    def _check_same(self) -> None:
+        """UsageError: other tensors are trained, or they are of another kind, than when this was made."""
+        if _form(self._view) != self._form:
+            raise UsageError(
+                "the parameters have changed their dtype or shape since dlc.DiLoCo was made: bring the model into its "
+                "form first, and make the DiLoCo then"
+            )
+        if self._model is None:
+            return
+        here = {id(p) for p in self._model.parameters()}
+        gone = sum(id(tensor) not in here for tensor in self._view.tensors)
+        if gone:
+            raise UsageError(
+                f"{gone} of the parameters are no part of the model any more, as after load_state_dict(assign=True), "
+                "and what it learns would not be exchanged: put values into the parameters that it has (copy_), or "
+                "make the optimizer and dlc.DiLoCo after the change, on another channel"
+            )
 
     def _tell_of_others(self) -> None:
         """Which parameters are trained is settled when this is made: name those that came to it since."""
@@ -409,10 +440,15 @@ class DiLoCo:
         the log says so, they are not counted, but the next round is due when it would have been. Steps that this
         object has made since its last round are dropped, and a round that is on its way is waited for.
 
-        CheckpointError, with nothing changed: its residual, or the parameters, are of another model.
+        CheckpointError, with nothing changed: its residual, or the parameters, are of another model; ValueError, from
+        the inner optimizer, with nothing changed: it is of other parameter groups.
         """
         residual, local = state.get("residual"), state.get("local")
         self._outer.outgoing.check_residual(residual)
+        if local is not None:
+            self._outer.check_local(local)
+        if state["inner"] is not None:
+            self.inner.load_state_dict(state["inner"])
         if self._steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
@@ -424,8 +460,6 @@ class DiLoCo:
             if lost := int(state.get("steps", inner_step)):
                 log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
         self._outer.outgoing.load_residual(residual)
-        if state["inner"] is not None:
-            self.inner.load_state_dict(state["inner"])
 
     def _stands_at(self, image: Tensor) -> bool:
         """Whether the inner steps began at the outer state of this image."""
@@ -438,6 +472,10 @@ _TRAINED: weakref.WeakKeyDictionary[TrainPeer, set[str]] = weakref.WeakKeyDictio
 
 def _trainable(model: nn.Module | None) -> set[int]:
     return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+
+
+def _form(view: FlatView) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(tensor.dtype, tensor.shape) for tensor in view.tensors]
 
 
 def _check_bare(inner: torch.optim.Optimizer) -> None:

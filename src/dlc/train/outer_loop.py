@@ -123,6 +123,8 @@ class OuterLoop:
         """The parameters belong to an older base than `position`, or d is on its way and not kept: `resume` before the
         next inner step."""
         theta = view.gather(vectors.empty(view.numel))
+        self._sound = finite(theta)
+        """What the model holds now could be what a run begins from."""
         self.state = OuterState(theta, outer, fragments=self._fragments, layout=view.fingerprint())
         self._origin = Origin(view, self.state)
         self._clips = outer.clip == "median"
@@ -145,8 +147,11 @@ class OuterLoop:
     ) -> Position:
         """Attach the state to the channel and load the swarm's theta into the model; blocks until both are done.
 
-        `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `Outgoing`.
+        `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `Outgoing`. UsageError: the parameters hold NaN or
+        Inf, and the run might begin from them. After an error another loop may open the channel.
         """
+        if not self._sound and not self._peer.position(self._channel).t:
+            raise UsageError("the parameters hold NaN or Inf, and a run would begin from them: give a sound model")
         chunk_elems = chunk_elems or usual_chunk_elems(self.state.numel)
         self._leased = lease_len > 0
         grid = Grid(self.state.numel, chunk_elems, codec)
@@ -155,7 +160,11 @@ class OuterLoop:
         self._peer.open(
             self._channel, self.state, codec=codec, chunk_elems=chunk_elems, lease_len=lease_len, timeout_s=timeout_s
         )
-        return self.adopt()
+        try:
+            return self.adopt()
+        except BaseException:
+            self._peer.abandon(self._channel, self.state)
+            raise
 
     @property
     def outgoing(self) -> Outgoing:
@@ -174,16 +183,20 @@ class OuterLoop:
             self._shift(local, *self._overlay, -1.0)
         return local
 
-    def take_up(self, local: Tensor) -> None:
-        """Go on from theta with the parameters that `local` gave, in place of what is here. Not during an offer.
-
-        CheckpointError, with nothing changed: they are of another model, or not finite.
-        """
+    def check_local(self, local: Tensor) -> None:
+        """CheckpointError: what `local` gave is of another model, or not finite."""
         if local.dtype != torch.float32 or local.shape != (self._fragments.numel,) or not finite(local):
             raise CheckpointError(
                 f"the saved parameters are {local.dtype} {tuple(local.shape)}, this model needs finite float32 "
                 f"({self._fragments.numel},): they belong to another model, or are damaged"
             )
+
+    def take_up(self, local: Tensor) -> None:
+        """Go on from theta with the parameters that `local` gave, in place of what is here. Not during an offer.
+
+        CheckpointError, with nothing changed: see `check_local`.
+        """
+        self.check_local(local)
         self.adopt()
         self._origin.scatter(local.clone())
 
@@ -273,42 +286,39 @@ class OuterLoop:
         False: its lease is gone, d is dropped and the model is at theta.
 
         NotFinite: d holds NaN or Inf. UsageError: the hook made nothing of it that can be offered. In either case, and
-        where the hook raises, the model is at theta.
+        where the hook raises, or anything else before d is offered, the model is at theta. Where something is raised
+        after that, this loop is `waiting`, and the offer stands.
         """
-        if self._lean:
-            return self._offer_lean(weight, work)
+        try:
+            return self._offer_lean(weight, work) if self._lean else self._offer_kept(weight, work)
+        except BaseException:
+            if not self.waiting:
+                self.adopt()
+            raise
+
+    def _offer_kept(self, weight: float, work: Work) -> bool:
+        """Where d is kept, as steps may be made meanwhile."""
         d = self._measure()
         if not finite(d):
-            self._spare = d
-            self.adopt()
             raise NotFinite(NOT_FINITE)
         if not self._stands(self._peer.position(self._channel), work):
             self._spare = d
             self.adopt()
             return False
-        try:
-            hooked = self.outgoing.hooked(d)
-        except BaseException:
-            self._spare = d
-            self.adopt()
-            raise
+        hooked = self.outgoing.hooked(d)
         self.displaced = False
         self._contribute(d, hooked, weight, work)
         return True
 
     def _offer_lean(self, weight: float, work: Work) -> bool:
-        """The same where no step is made meanwhile."""
+        """Where no step is made meanwhile."""
         if not self._stands(self._peer.position(self._channel), work):
             self.adopt()
             return False
         taken = self.announced.taken_up(weight, work)
         while not self.announced.free(WAIT_SLICE_S):
             pass  # it was of other work, and its round goes on without us
-        try:
-            sent, norm = self.outgoing.streamed(self._parts(), taken[0] if taken is not None else None)
-        except BaseException:
-            self.adopt()
-            raise
+        sent, norm = self.outgoing.streamed(self._parts(), taken[0] if taken is not None else None)
         self.displaced = True
         self._origin.spend(by=lambda: self._peer.counts(self._channel))
         if taken is None:
@@ -344,15 +354,19 @@ class OuterLoop:
     def _send(
         self, d: Tensor | None, sent: Tensor | Encoded, fragment: int, norm: float, weight: float, work: Work
     ) -> None:
-        pending = self._peer.contribute(
-            self._channel,
-            sent,
-            weight=weight,
-            upto=work.upto,
-            norm=norm,
-            after=self.position.t,
-            patience_s=self._patience_s,
-        )
+        try:
+            pending = self._peer.contribute(
+                self._channel,
+                sent,
+                weight=weight,
+                upto=work.upto,
+                norm=norm,
+                after=self.position.t,
+                patience_s=self._patience_s,
+            )
+        except BaseException:
+            self.outgoing.over(sent)
+            raise
         self._offer = Offer(pending, fragment, d, sent, work)
 
     def _foresee(self, fragment: int, offered: Tensor) -> None:
@@ -363,7 +377,12 @@ class OuterLoop:
         local = self._origin.gather()
         before = self._fragments.take(local, fragment).clone()
         self._fragments.put(ahead, fragment, local)
-        moved = self._fragments.take(self._origin.scatter(local), fragment).sub_(before)
+        try:
+            moved = self._fragments.take(self._origin.scatter(local), fragment).sub_(before)
+        except BaseException:  # what is moved in part, and by how much is not known, would be taken for inner steps
+            self._fragments.put(before, fragment, local)
+            self._origin.scatter(local)
+            raise
         self._overlay = Overlay(fragment, moved if self._overlay is None else moved.add_(self._overlay.moved))
 
     def _done_with(self, offer: Offer) -> None:

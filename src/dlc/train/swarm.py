@@ -150,6 +150,9 @@ class TrainPeer(Protocol):
     ) -> Position:
         """Attach a replicated state; block until it equals the swarm's and this peer has a vote."""
 
+    def abandon(self, channel: str, state: State) -> None:
+        """This state is of no more use: `open` may put another in its place."""
+
     def take_seat(self, timeout_s: float | None = None) -> None:
         """Block until this peer has a vote and knows all rounds so far."""
 
