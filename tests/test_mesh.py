@@ -141,6 +141,10 @@ def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leave
         x = torch.ones(8)
         with pytest.raises(RoundTimeout, match="1 of at least 2 came"):
             dlc.Group(peers[0], "lonely", matchmaking_s=0.2).all_reduce(x)
+        with pytest.raises(RoundTimeout, match="all who contribute give weight 0"):
+            dlc.Group(peers[0], "weightless", min_size=1, matchmaking_s=0.2).all_reduce(x, weight=0.0)
+        with pytest.raises(RoundTimeout, match="nobody came who contributes"):
+            dlc.Group(peers[0], "idle", min_size=1, matchmaking_s=0.2).all_reduce(x, contributes=False)
         group = dlc.Group(peers[0], "later", matchmaking_s=LONG_S)
         call = group.all_reduce(x, async_op=True)
         assert isinstance(call, GroupCall) and call.stage == "waiting" and not call.done

@@ -294,6 +294,8 @@ class Meeting:
             why += "; " + ", ".join(f"{peer} wants at least {least}" for peer, least in sorted(wanting))
         if not any(w.contributes for w in wishes.values()):
             why = "nobody came who contributes"
+        elif not any(w.contributes and w.weight > 0 for w in wishes.values()):
+            why = "of those who came, all who contribute give weight 0"
         if self._misfits:
             names = ", ".join(sorted(peer[:8] for peer in self._misfits))
             why += f"; {names} would average another number of elements, or in another codec"
