@@ -170,6 +170,7 @@ NEWS: list[tuple[dict[str, Any], str]] = [
         "why: host.example.org:4600 (for more than 30 s); do this",
     ),
     ({"event": "history_lost", "rounds": 7, "tokens": 5120.0}, "7 rounds and 5120 tokens of ours are set aside"),
+    ({"event": "history_lost", "rounds": 1, "tokens": 9.0}, "1 round and 9 tokens of ours are set aside"),
     ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
     ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),
     (

@@ -18,11 +18,11 @@ import pytest
 from dlc.cli import main
 from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
-from dlc.errors import CheckpointError
+from dlc.errors import CheckpointError, NoRoom
 from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
 from dlc.statedir import StateDir
-from dlc.train import phases, saver
+from dlc.train import checkpoint, phases, saver
 from dlc.train.saver import Saved
 from dlc.train.setup import schedule_of
 from dlc.train.trainer import Summary, Trainer
@@ -159,6 +159,62 @@ def test_what_cannot_be_read_takes_no_place_and_where_nothing_can_be_that_is_sai
     assert "begins anew" not in caplog.text
     assert saver.newest(tmp_path, spec) is None and "of 2 checkpoints" in caplog.text
     assert "the run begins anew at round 0" in caplog.text
+
+
+def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, or a newer version's format: neither is damage."""
+    spec = spec_in(tmp_path, codec="fp16")
+    path = saver.Saver(tmp_path, spec, {}).save(Frozen(5), saver.Local({}))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 2)
+        assert saver.newest(tmp_path, spec) is None
+        patch.setattr(checkpoint, "safe_open", lambda *_, **__: open(tmp_path))  # noqa: SIM115 - a folder: OSError
+        assert saver.newest(tmp_path, spec) is None
+    found = saver.newest(tmp_path, spec)
+    assert found is not None and found.path == path
+
+
+def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
+    for t in (4, 5):
+        saver.Saver(state, spec, {}).save(Frozen(t), saver.Local({}))
+    monkeypatch.chdir(tmp_path)
+    resumed = saver.chosen(Path("state"), spec)
+    writer = saver.Saver(state, spec, {}, resumed=resumed)
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any) -> None:
+            raise NoRoom("full")
+
+        patch.setattr(saver, "save_checkpoint", full)
+        assert writer.save(Frozen(6), saver.Local({})) is None
+    assert [path.name for path in saver.list_checkpoints(saver.folder_of(state, spec))] == [saver.name_of(5)]
+    with monkeypatch.context() as patch:
+
+        def broken(*_: Any) -> None:
+            raise OSError("broken")
+
+        patch.setattr(saver, "_move_later", broken)
+        assert writer.save(Frozen(6), saver.Local({})) is None
+    assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
+
+
+def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
+    train(tmp_path / "a", dataclasses.replace(spec, rounds=AT))
+    saved = saver.newest(tmp_path / "a")
+    assert saved is not None and saved.residual is not None and saved.rng and saved.peer
+    assert saved.as_of(saved.peer) is saved
+    other = saved.as_of("another")
+    assert other.residual is None and not other.rng and other.inner
+    steps, summary = train(tmp_path / "b", spec, saved, stop_at=(AT, 1))
+    assert summary.t == AT and len(steps) == 1
+    own = saver.newest(tmp_path / "b", spec)
+    assert own is not None and own.t == AT, "in its own folder, though it made no round"
 
 
 def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:

@@ -60,6 +60,27 @@ def test_a_round_is_the_weighted_mean_of_all_and_standbys_hold_it_too() -> None:
     assert len(net.processes["h0"].service.owned) == len(net.processes["h1"].service.owned) == 2
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_an_offer_that_comes_after_its_owner_has_left_holds_nobody_up(asynchronous: bool, seed: int) -> None:
+    """What it offered was asked of it, in vain, for a minute, though the standby had taken over within a second."""
+    net = swarm(2, 2, asynchronous=asynchronous, seed=seed)
+    net.exchange({"t0": ones(), "t1": ones()})
+    owner, puller, offers = net.processes["h0"], net.processes["t0"], list[sm.PullOffer]()
+
+    def leaves(source: Process, to: str, message: object) -> None:
+        if source is owner and to == "t0" and isinstance(message, sm.PullOffer) and message.number and not offers:
+            offers.append(message)
+            net.clock.at(net.now + 1e-6, lambda: (net.act(owner, owner.node.leave), net.kill(owner)))
+
+    net.hook = leaves
+    began, before = net.now, len(puller.exchanges)
+    puller.begin(ones())
+    net.processes["t1"].begin(ones())
+    net.until(lambda: len(puller.exchanges) > before, 300.0, "the exchange")
+    assert offers and net.now - began < 10.0
+
+
 def test_one_helper_alone_serves_and_says_that_it_has_no_standby() -> None:
     net = swarm(1, 1)
     net.exchange({"t0": ones()})

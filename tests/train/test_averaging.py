@@ -449,6 +449,7 @@ def test_members_of_a_group_go_on_from_the_same_number() -> None:
         many = [Grids(peer, spec) for peer in peers]
         told = list(pool.map(lambda grid, t: grid.step(t, torch.ones(10)), many, (4, 7)))
         assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(7, 1), (7, 1)]
+    assert [Grids._number(word) for word in (b"", b"\xff" * 8, (9).to_bytes(8, "big"))] == [0, 0, 9]
 
 
 def rounds_seen(pair: Pairs) -> list[int]:

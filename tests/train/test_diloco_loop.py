@@ -92,6 +92,14 @@ def test_a_creation_that_is_interrupted_leaves_nothing_that_rounds_wait_for(monk
     DiLoCo(model, sgd(model), peer, sync_every=2)
     assert peer.said[-1] == {"eta_s": -1.0}
 
+    def refused(*_: Any, **__: Any) -> None:
+        raise UsageError("a state is there already")
+
+    monkeypatch.setattr(peer, "open", refused)
+    with pytest.raises(UsageError):
+        DiLoCo(model, sgd(model), peer, sync_every=2)
+    assert peer.said[-1] == {"eta_s": -1.0}, "the one that is in use goes on"
+
 
 def test_parameters_that_are_replaced_or_cast_are_an_error_and_no_offer_of_nothing() -> None:
     """Zeros were offered, with the full weight of the steps, and the report said complete."""

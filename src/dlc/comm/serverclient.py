@@ -231,6 +231,10 @@ class SpanClient(ServerPeer):
             raise ProtocolError(f"{type(message).__name__} is not for a trainer")
 
     def view_changed(self, view: SpanView) -> None:
+        pulled = self.pulled[view.span]
+        if pulled.fetching is not None and pulled.fetching[0] != view.owner:
+            self.fetches.cancel(*pulled.fetching)
+            pulled.fetching = None
         if self.exchange is not None and not self.exchange.over:
             leg = self.exchange.legs[view.span]
             leg.said_at = float("-inf")

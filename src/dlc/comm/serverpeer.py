@@ -67,7 +67,7 @@ class ServerPeer:
         self.out: list[Effect] = []
         self.witness = Witness()
         self.shelf = Shelf()
-        self.fetches = Fetches(self.send, members.rtt_s)
+        self.fetches = Fetches(self.send, members.rtt_s, members.gone)
         self.spans: Spans | None = None
         """None until a trainer told the layout."""
         self._looked_at = float("-inf")

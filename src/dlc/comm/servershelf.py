@@ -106,10 +106,15 @@ class Fetch:
 
 
 class Fetches:
-    """What I ask of others. `send(to, message)` sends on the control lane."""
+    """What I ask of others. `send(to, message)` sends on the control lane; `gone(holder)`: it has left for good."""
 
-    def __init__(self, send: Callable[[Voter, object], None], rtt_s: Callable[[PeerId], float]) -> None:
-        self._send, self._rtt_s = send, rtt_s
+    def __init__(
+        self,
+        send: Callable[[Voter, object], None],
+        rtt_s: Callable[[PeerId], float],
+        gone: Callable[[Voter], bool] = lambda holder: False,
+    ) -> None:
+        self._send, self._rtt_s, self._gone = send, rtt_s, gone
         self._all: dict[tuple[Voter, str], Fetch] = {}
         self.received_bytes = 0
         self.strays: dict[Voter, int] = {}
@@ -121,6 +126,9 @@ class Fetches:
         Parts of no bytes are not asked for.
         """
         if (holder, key) in self._all:
+            return
+        if self._gone(holder):  # its offer comes after the news
+            done(None)
             return
         fetch = Fetch(holder, key, tuple(sizes), done, now)
         fetch.parts = [None if size else b"" for size in sizes]

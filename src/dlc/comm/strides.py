@@ -53,18 +53,21 @@ class Strides:
 
     def ratio(self, voter: Voter) -> float:
         """Steps of this peer to mine, at most 1. What it did not tell yet, at most its last `every` steps, is taken to
-        have been made: so equal paces are 1, whoever is a step ahead of the other."""
+        have been made: so equal paces are 1, whoever is a step ahead of the other. 0: it told nothing for as long as
+        two of its notices take at my pace, as one that does not step."""
         if voter not in self._marks:
             return 1.0
         since = self._marks[voter][0]
-        mine, theirs = self.made - since.mine, self._told[voter] - since.theirs + self._every
-        return 1.0 if theirs >= mine else theirs / mine
+        mine, theirs = self.made - since.mine, self._told[voter] - since.theirs
+        if not theirs and mine > 2 * self._every:
+            return 0.0
+        return min(1.0, (theirs + self._every) / mine) if mine else 1.0
 
     def due(self, voter: Voter) -> bool:
         """In a step whose graph has me give to this peer: whether I do. Called once."""
-        credit = self._credit[voter] = min(1.0, self._credit.get(voter, 0.0) + self.ratio(voter))
-        return credit == 1.0
+        credit = self._credit[voter] = min(2.0, self._credit.get(voter, 0.0) + self.ratio(voter))
+        return credit >= 1.0
 
     def gave(self, voter: Voter) -> None:
         """It was due, and was given something."""
-        self._credit[voter] = 0.0
+        self._credit[voter] -= 1.0

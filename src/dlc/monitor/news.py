@@ -22,10 +22,8 @@ def _news(event: Mapping[str, Any]) -> str:
             told = event["reason"], event["peers"], event["left_s"]
             return waiting_text(*told, event.get("waited_s", 0.0), event.get("advice", ""))
         case "history_lost":
-            return (
-                "the swarm goes by another history: "
-                f"{event['rounds']} rounds and {event['tokens']:.0f} tokens of ours are set aside"
-            )
+            rounds = "1 round" if event["rounds"] == 1 else f"{event['rounds']} rounds"
+            return f"the swarm goes by another history: {rounds} and {event['tokens']:.0f} tokens of ours are set aside"
         case "digest_mismatch":
             return f"our state of round {event['t']} differed from the swarm's and is fetched again"
         case "contribution_dropped":

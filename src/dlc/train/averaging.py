@@ -151,7 +151,9 @@ class Averaging:
     def _restore(self, saved: Saved) -> None:
         counts = saved.own.get(_COUNTS)
         if counts is None or counts.shape != (3,):
-            raise CheckpointError(f"{saved.path} is not of a run that averages without rounds")
+            raise CheckpointError(
+                f"{saved.path} is not of a run that averages without rounds, or is of another version of dlc"
+            )
         self._vector.copy_(theta_of(saved.image))
         self._view.scatter(self._vector)
         self._inner.load(saved.inner)

@@ -31,6 +31,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 
+class DamagedError(CheckpointError):
+    """The file is not what was written."""
+
+
 def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Write a checkpoint in place of `path`. `meta` is JSON; tensors of any device, dtype and strides.
 
@@ -65,13 +69,15 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         with safe_open(target, framework="pt", device="cpu") as f:
             header = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict
-    except (OSError, SafetensorError) as e:
+    except OSError as e:
         raise CheckpointError(f"the checkpoint {target} cannot be read ({e})") from e
+    except SafetensorError as e:
+        raise DamagedError(f"the checkpoint {target} cannot be read ({e})") from e
     if header.get(_FORMAT_KEY) != str(FORMAT):
         raise CheckpointError(f"{target} is no dlc checkpoint of format {FORMAT}")
     text = header.get(META, "")
     if _content_hash(tensors, text) != header.get(_HASH_KEY):
-        raise CheckpointError(f"the checkpoint {target} is damaged: its content does not match its hash")
+        raise DamagedError(f"the checkpoint {target} is damaged: its content does not match its hash")
     meta: dict[str, Any] = json.loads(text)
     return tensors, meta
 

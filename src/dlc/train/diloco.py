@@ -171,11 +171,13 @@ class DiLoCo:
                 f"the run was resumed at round {t}, and this peer is to bring its state: give resume= here, too, with "
                 "the state of which dlc.Resume was made"
             )
+        of_another = channel in _TRAINED.get(peer, ())
         try:
             self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
             self._trains()
         except BaseException:
-            self._ends()
+            if not of_another:
+                self._ends()
             raise
 
     def _trains(self) -> None:

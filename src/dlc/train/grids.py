@@ -20,6 +20,8 @@ from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
 
 log = logging.getLogger(__name__)
 
+T_MAX = 10**8
+"""No run makes so many exchanges: names of checkpoints have eight digits."""
 T_BYTES = 8
 """Of the number of its exchange, that each member tells its group: all go on from the greatest."""
 
@@ -71,8 +73,9 @@ class Grids:
 
     @staticmethod
     def _number(word: bytes) -> int:
-        """Of the exchange, as a member told it; 0 where it told none."""
-        return int.from_bytes(word, "big") if len(word) == T_BYTES else 0
+        """Of the exchange, as a member told it; 0 where it told none that can be."""
+        t = int.from_bytes(word, "big")
+        return t if len(word) == T_BYTES and t < T_MAX else 0
 
     def own(self) -> dict[str, Tensor]:
         return {}

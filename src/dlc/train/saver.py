@@ -19,7 +19,7 @@ have folders of their own. A run goes on from its own checkpoints, and from thos
 length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the round counts, whenever it was written;
 so what is of a later round than the one that is saved, hence of a history that was given up, is moved away.
 
-A file that cannot be read is renamed, so that it takes no place of those that are kept.
+A file that is damaged is renamed, so that it takes no place of those that are kept.
 
 A new checkpoint is written before the oldest goes. Where the disk has no room for that, the oldest go first, but never
 the newest that is known to be whole. Writing may fail all the same: that is logged, what is there stays, and training
@@ -33,7 +33,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from torch import Tensor
 from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import bytes_tensor, left_over, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import FOLDER, NAMES, file_of, list_checkpoints, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
 DAMAGED = ".damaged"
-"""At the end of the name of a file that cannot be read."""
+"""At the end of the name of a file that is damaged."""
 NAMED_MAX = 5
 """Parameters named in an error."""
 _INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
@@ -82,6 +82,15 @@ class Saved:
     """Of the image, as all peers of the run have it."""
     ahead: bool = False
     """See `Local.ahead`."""
+    peer: str = ""
+    """Whose it is; empty: it does not say."""
+
+    def as_of(self, peer: str) -> Saved:
+        """What `peer` goes on from. Of another one's it has neither the residual, which is owed once and by that peer,
+        nor the random state, as no two draw the same."""
+        if self.peer in ("", peer):
+            return self
+        return replace(self, residual=None, rng={}, ahead=True)
 
     def leads_to(self, spec: RunSpec) -> bool:
         """Whether a run of `spec` goes on from here: it is of that run, or of one of another length, and not past the
@@ -153,7 +162,7 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
 
 def _passed_over(path: Path, error: Exception) -> str:
     """What is done with a file that could not be read, where one looks for the newest."""
-    if not isinstance(error, CheckpointError):
+    if not isinstance(error, DamagedError):
         return "it is passed over"
     try:
         path.rename(path.with_name(path.name + DAMAGED))
@@ -261,8 +270,9 @@ def read(path: Path) -> Saved:
         inner, rng, layout = _below(tensors, _INNER), _below(tensors, _RNG), dict(meta["layout"])
         own, data, t = _below(tensors, _OWN), str(meta.get("data", "")), int(meta["t"])
         residual, tokens = tensors.get(_RESIDUAL), float(meta["tokens"])
-        digest, ahead = bytes.fromhex(meta["digest"]), bool(meta.get("ahead", False))
-        return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, data, tokens, digest, ahead)
+        digest, ahead, peer = bytes.fromhex(meta["digest"]), bool(meta.get("ahead", False)), str(meta.get("peer", ""))
+        told = (data, tokens, digest, ahead, peer)
+        return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, *told)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 
@@ -302,12 +312,13 @@ class Saver:
         kept: int = KEPT,
         data: str = "",
         resumed: Saved | None = None,
+        peer: str = "",
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
         self._state_dir, self._spec, self._kept = state_dir, spec, kept
         self._folder = folder_of(state_dir, spec)
-        self._layout, self._data = list(layout.items()), data
+        self._layout, self._data, self._peer = list(layout.items()), data, peer
         self._thread: threading.Thread | None = None
         self.last = resumed.path if resumed is not None else None
         """The newest one that is whole on disk."""
@@ -333,7 +344,7 @@ class Saver:
 
     def save(self, frozen: Frozen, local: Local) -> Path | None:
         """Write now; None, with a warning in the log, if that failed."""
-        if local.ahead and self._exact == (frozen.t, frozen.digest) and self.last is not None and self.last.exists():
+        if local.ahead and self._exact == (frozen.t, frozen.digest) and self._is_here(self.last):
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
         path = self._folder / name_of(frozen.t)
@@ -347,9 +358,11 @@ class Saver:
             "layout": self._layout,
             "data": self._data,
             "ahead": local.ahead,
+            "peer": self._peer,
         }
         try:
             self._write(path, tensors, meta)
+            self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
             # Those of later rounds are of a history that was given up: nobody must prefer them.
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
@@ -358,8 +371,11 @@ class Saver:
         except (CheckpointError, OSError) as error:
             log.warning("%s; training goes on", error)
             return None
-        self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
         return path
+
+    def _is_here(self, path: Path | None) -> bool:
+        """Whether it is there, and in the state directory: one may go on from another peer's."""
+        return path is not None and path.exists() and path.resolve().is_relative_to(self._state_dir.resolve())
 
     def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         while True:
@@ -371,8 +387,7 @@ class Saver:
 
     def _make_room(self) -> bool:
         """Delete what is needed least of this run, if there is such a thing."""
-        damaged = (folder.glob(NAMES + DAMAGED) for folder in self._folder.parent.glob("*"))
-        spare = [*self._left_over(), *(path for paths in damaged for path in paths)]
+        spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
         if self.last is not None and self.last.exists():
             spare += reversed(self._others(self.last))
         if not spare:
@@ -384,7 +399,8 @@ class Saver:
     def _others(self, one: Path) -> list[Path]:
         """The other checkpoints of this run, newest first."""
         found = [path for folder in self._folder.parent.glob("*") for path in list_checkpoints(folder, NAMES)]
-        return newest_first(path for path in found if path != one and self._of_this_run(path))
+        here = one.resolve()
+        return newest_first(path for path in found if path.resolve() != here and self._of_this_run(path))
 
     def _left_over(self) -> list[Path]:
         """What a killed process was writing: the state directory is ours alone."""

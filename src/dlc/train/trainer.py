@@ -70,7 +70,7 @@ class Summary:
     validation_loss: float | None
     """Nats per token at the end; None if interrupted or failed."""
     tokens: float
-    """Of all peers together."""
+    """Of all peers together; 0 with strategy "parameter-server", where nobody counts those of all."""
     waited_s: float
     """Time this peer's inner steps stood still for rounds."""
     bytes_sent: int
@@ -128,12 +128,13 @@ class Trainer:
         self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)
         if resume is not None:
             check_same_model(resume, view)
+            resume = resume.as_of(peer.id)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         if resume is not None:
             self._same_data.goes_on(resume)
-        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, resume)
+        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, resume, peer.id)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
         calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
