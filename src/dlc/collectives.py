@@ -96,10 +96,9 @@ class Collectives(Channels):
     ) -> RoundReport | Reduction:
         """Replace `tensors` (fp32, bf16, fp16; CPU or CUDA), in place, by their weighted mean over the peers.
 
-        All peers call it with the same shapes, in the same order, and the same `name`: what is checked is the number of
-        all elements. Peers that are not ready within `patience_s` (None:
-        half of `timeout_s`) are left out and named in the report. Raises RoundTimeout (the tensors are unchanged),
-        SwarmClosed, UsageError.
+        All peers call it with the same shapes, in the same order, and the same `name`; of the shapes only the number of
+        all elements is checked. Peers that are not ready within `patience_s` (None: half of `timeout_s`) are left out
+        and named in the report. Raises RoundTimeout (the tensors are unchanged), SwarmClosed, UsageError.
 
         Where nobody's values of a chunk are in the mean, because they are not finite or have weight 0, each peer keeps
         its own there; the report is not `complete` then. After a RoundTimeout the round may still be decided without
