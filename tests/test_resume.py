@@ -6,6 +6,7 @@ One peer alone in its run, over a real log and real leases. Its model has dropou
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import queue
 import shutil
@@ -170,7 +171,11 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 2)
         assert saver.newest(tmp_path, spec) is None
-        patch.setattr(checkpoint, "safe_open", lambda *_, **__: open(tmp_path))  # noqa: SIM115 - a folder: OSError
+
+        def exhausted(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(checkpoint, "safe_open", exhausted)
         assert saver.newest(tmp_path, spec) is None
     found = saver.newest(tmp_path, spec)
     assert found is not None and found.path == path
