@@ -155,7 +155,7 @@ class FlatView:
         for tensor, label in zip(given, labels, strict=True):
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                 continue
-            if is_lazy(tensor):
+            if _is_lazy(tensor):
                 raise UsageError("a parameter has no shape yet: run the model on a batch first, as its layers are lazy")
             key = _identity(tensor)
             if key not in seen:
@@ -214,7 +214,7 @@ class FlatView:
         return Layout(_hash8(shapes), _hash8(names) if all(names) else UNKNOWN_LAYOUT.names)
 
 
-def is_lazy(t: Tensor) -> bool:
+def _is_lazy(t: Tensor) -> bool:
     """Whether it is one of a lazy module that has seen no batch yet."""
     return isinstance(t, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
 

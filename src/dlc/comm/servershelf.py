@@ -112,7 +112,7 @@ class Fetches:
         self,
         send: Callable[[Voter, object], None],
         rtt_s: Callable[[PeerId], float],
-        gone: Callable[[Voter], bool] = lambda holder: False,
+        gone: Callable[[Voter], bool],
     ) -> None:
         self._send, self._rtt_s, self._gone = send, rtt_s, gone
         self._all: dict[tuple[Voter, str], Fetch] = {}
