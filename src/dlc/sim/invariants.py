@@ -19,6 +19,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Past, counted_of
 from dlc.comm.probemessages import ProbePush
 from dlc.sim import limits
+from dlc.sim.ballots import Ballots
 from dlc.sim.history import History
 from dlc.sim.oracle import check_delivered, check_ledger, check_means, check_report
 from dlc.sim.paths import Paths
@@ -65,15 +66,9 @@ class Checker:
         self._hashes: dict[int, tuple[msg.Result, bytes]] = {}
         """By the identity of a result, which is kept with its hash so that no other takes its place."""
         self._votes: dict[tuple[bytes, Ballot], set[Voter]] = {}
-        self._values: dict[tuple[bytes, Ballot], bytes] = {}
-        self._decided: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes]]] = {}
-        """By slot: the ballot, who decided in it, and the entry."""
+        self._ballots = Ballots()
         self._rosters: dict[bytes, dict[Ballot, frozenset[Voter]]] = {}
         """By slot: who contributes under the plan of each ballot."""
-        self._ordinary: dict[bytes, dict[Ballot, frozenset[Voter]]] = {}
-        """By slot: who had promised an ordinary ballot that got a plan."""
-        self._forced: dict[bytes, list[tuple[Ballot, frozenset[Voter], bytes, int]]] = {}
-        """By slot: the votes in forced ballots, their deciders, the entry, and how many had been decided before."""
         self._pasts: dict[str, Past] = {}
         """Every round, by its hash in hex."""
         self._applied_at: dict[bytes, float] = {}
@@ -136,9 +131,8 @@ class Checker:
             raise Violation("I7", f"{process.voter} is stale and sends {type(m).__name__}")
         if isinstance(m, msg.Plan):
             self._rosters.setdefault(m.head, {})[m.ballot] = frozenset(part.voter for part in m.entry.roster)
-            if not m.deciders:
-                promised = frozenset(process.node.coordinator.promises)
-                self._ordinary.setdefault(m.head, {}).setdefault(m.ballot, promised)
+            promised = frozenset(m.deciders or process.node.coordinator.promises)
+            self._ballots.planned(m.head, m.ballot, promised)
             if self._truth.corrupt:
                 self._planned(m)
 
@@ -164,14 +158,15 @@ class Checker:
             if hashes != decree.hashes or manifest_hash(hashes) != m.manifest:
                 raise Violation("I2", f"{voter} votes for a manifest whose bytes it does not hold")
         known = self._manifests.setdefault(key, m.manifest)
-        value = self._values.setdefault(key, entry_hash)
+        value = self._ballots.value(m.head, m.ballot, entry_hash)
         if known != m.manifest or value != entry_hash:
             raise Violation("I3", f"two values in ballot {m.ballot} of slot {m.head[:3].hex()}")
         voters.add(voter)
-        if deciders:
-            before = len(self._decided.get(m.head, ()))
-            self._forced.setdefault(m.head, []).append((m.ballot, deciders, value, before))
-        self._decide(state, key, deciders)
+        decides = deciders <= voters if deciders else proper_quorum(voters, state)
+        deciding = (deciders or frozenset(voters & set(state.electorate))) if decides else NO_ONE
+        why = self._ballots.voted(m.head, m.ballot, deciding)
+        if why:
+            raise Violation("I1", f"slot {m.head[:3].hex()}: {why}")
 
     def _hash_of(self, result: msg.Result) -> bytes:
         """Hashed once for each object: results cannot be changed, and mostly are the same objects everywhere here."""
@@ -179,46 +174,6 @@ class Checker:
         if known is None:
             known = self._hashes[id(result)] = (result, result_hash(result))
         return known[1]
-
-    def _decide(self, state: LogState, key: tuple[bytes, Ballot], deciders: frozenset[Voter]) -> None:
-        """I1: deciding sets of one slot that intersect decide the same entry, but where one was passed over.
-
-        That is: after the one, and in a ballot between the two, a forced ballot without any of its deciders got a vote
-        for the entry of the other, or a quorum without any of them decided it (which only a forced ballot does not
-        intersect), or, whenever it was, promised the ballot in which the other entry got a vote. These were all out of
-        reach, nobody else can know what they decided, and those votes outrank theirs when one of them comes back.
-        """
-        voters, value = self._votes[key], self._values[key]
-        if deciders:
-            if not deciders <= voters:
-                return
-            deciding = deciders
-        else:
-            if not proper_quorum(voters, state):
-                return
-            deciding = frozenset(voters & set(state.electorate))
-        head, decided = key[0], self._decided.setdefault(key[0], [])
-        for number, (then, others, other) in enumerate(decided):
-            if other == value or not others & deciding:
-                continue
-            by_force = any(
-                then < ballot < key[1] and voted == value and number < before and not forced & others
-                for ballot, forced, voted, before in self._forced.get(head, ())
-            )
-            by_quorum = any(
-                then < ballot < key[1] and voted == value and not quorum & others
-                for ballot, quorum, voted in decided[number + 1 :]
-            )
-            outranked = any(
-                then < ballot < key[1]
-                and self._values.get((head, ballot)) == value
-                and promised
-                and not promised & others
-                for ballot, promised in self._ordinary.get(head, {}).items()
-            )
-            if not (by_force or by_quorum or outranked):
-                raise Violation("I1", f"slot {head[:3].hex()}: {sorted(others)} and {sorted(deciding)} differ")
-        decided.append((key[1], deciding, value))
 
     def bulk_sent(self, process: Process, m: msg.Bulk) -> None:
         plan = process.node.slot.plan
@@ -358,7 +313,7 @@ class Checker:
         self._check_forks(process, entry)
 
     def _check_decided(self, process: Process, entry: Entry) -> None:
-        if not any(value == entry.hash for _, _, value in self._decided.get(entry.parent, ())):
+        if not self._ballots.is_decided(entry.parent, entry.hash):
             raise Violation("I1", f"{process.voter} applies {entry.kind} {entry.hash[:3].hex()}, which nobody decided")
 
     def _check_forks(self, process: Process, entry: Entry) -> None:
