@@ -16,8 +16,9 @@ from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
 from dlc.comm.groups import DONE_AGAIN_S, LATE, NOBODY, RESULT, GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import ANSWER_S, GROUP_MAX, Call, GroupFormed, MeetingFailed
-from dlc.comm.meshmessages import Begin, Done, Invite, Parcel, Seat
+from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, Parcel, Seat
 from dlc.comm.messages import GridSpec
+from dlc.comm.reducer import NOT_FINITE
 from dlc.sim.meshnet import Host, MeshNet
 
 NUMEL, CHUNK = 1000, 32
@@ -546,7 +547,7 @@ def test_a_member_that_is_done_tells_who_asks_it_that_nobody_contributes_any_mor
     assert isinstance(callers[2].end, GroupFailed) and callers[2].end.why == NOBODY
 
 
-@pytest.mark.parametrize("how", ["short", "nan", "seats"])
+@pytest.mark.parametrize("how", ["short", "nan", "seats", "left out"])
 def test_nonsense_of_one_member_is_refused_and_counted_under_its_name(how: str) -> None:
     net = MeshNet(9)
     hosts = net.add(4)
@@ -556,23 +557,37 @@ def test_nonsense_of_one_member_is_refused_and_counted_under_its_name(how: str) 
         if source != liar or not isinstance(m, Parcel):
             return m
         if how == "short":
-            return Parcel(m.key, m.chunk, m.weight, m.included, m.payload[:-4])
+            return replace(m, payload=m.payload[:-4])
         if how == "nan":
-            return Parcel(m.key, m.chunk, m.weight, m.included, b"\xff" * len(m.payload))
-        return Parcel(m.key, m.chunk, m.weight, (0, 9), m.payload) if m.included else m
+            return replace(m, payload=b"\xff" * len(m.payload))
+        if how == "left out":
+            return replace(m, left_out=(LeftOut(0, "late"),)) if m.included else m
+        return replace(m, included=(0, 9)) if m.included else m
 
     net.tamper = tamper
     callers = calls(net, hosts)
     net.until(lambda: ended([c for c in callers if c.host.name != liar]))
     honest = [c for c in callers if c.host.name != liar]
     for caller in honest:
-        assert (liar in caller.outcome.missing) == (how != "seats")
+        assert (liar in caller.outcome.missing) == (how in ("short", "nan"))
         assert liar in caller.outcome.lost
     check_included_chunkwise(callers, honest)
     assert sum(h.mesh.ground.dropped[liar, reason] for h in hosts for reason in REASONS[how]) > 0 or how == "nan"
 
 
-REASONS = {"short": ["wrong size"], "nan": ["a result that cannot be"], "seats": ["a result that cannot be"]}
+REASONS = {"short": ["wrong size"]} | dict.fromkeys(["nan", "seats", "left out"], ["a result that cannot be"])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_what_is_not_finite_is_told_as_that_by_all_and_to_its_own_peer(codec: str) -> None:
+    """Only owners saw why: the others, and who has the NaN and owns nothing, said that it came late."""
+    net = MeshNet(12)
+    hosts = net.add(4)
+    sick = hosts[1]
+    callers = [Caller(net, host, i, codec=codec, owns=host is not sick) for i, host in enumerate(hosts)]
+    callers[1].given.fill_(float("nan"))
+    net.until(lambda: ended(callers))
+    assert [c.outcome.missing for c in callers] == [{sick.name: NOT_FINITE}] * 4
 
 
 def test_a_begin_that_cannot_be_starts_nothing() -> None:

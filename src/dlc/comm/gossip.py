@@ -189,7 +189,7 @@ class Gossip:
         holding = Holding(self.grid, until_run, sent=lambda peer, chunk: self._sent(vector, peer, chunk))
         key = self._key(self._vector)
         for chunk, payload in enumerate(payloads):
-            holding.put(Parcel(key, chunk, 0.0, (), payload))
+            holding.put(Parcel(key, chunk, 0.0, (), (), payload))
         self.parcels.holdings.hold(key, holding)
         for to, weight in gifts:
             self._serial += 1

@@ -38,7 +38,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.holdings import Holding
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meshmessages import Begin, Done, Key, Parcel, Seat
+from dlc.comm.meshmessages import Begin, Done, Key, LeftOut, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
 from dlc.comm.parcels import DEAD, LATE, LEFT, WRONG_SIZE, Intake, Parcels
@@ -55,6 +55,8 @@ OPEN_BYTES, OPEN_CHUNKS_MIN = 16 << 20, 4
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 DONE_AGAIN_S = 1.0
 """Running time after which Done is said again."""
+WHY_CHARS_MAX = 128
+"""Of a reason that another owner tells."""
 WEIGHT_SLACK = 1e-6
 """Relative: a result's weight is the sum of those it names but for rounding."""
 
@@ -125,6 +127,8 @@ class Reduction:
         """Seats that are dead, gone, or gave no results."""
         self._absent: dict[int, str] = {}
         """Contributors that give nothing more, as an owner sees it, and why."""
+        self._left_out: dict[int, str] = {}
+        """Contributors that a result is without, and why, as its owner told it."""
         self._finished: set[int] = {self.me}
         """Seats that need nothing more."""
         self._results_left = set(range(grid.n_chunks)) if out is not None else set()
@@ -278,7 +282,8 @@ class Reduction:
             self._fail(NOBODY)
             return
         weight = math.fsum(self.seats[i].weight for i in included)
-        parcel = Parcel(self._key(RESULT), chunk, weight, included, payload)
+        left_out = tuple(LeftOut(i, self._absent.get(i, LATE)) for i in self._contributors if i not in included)
+        parcel = Parcel(self._key(RESULT), chunk, weight, included, left_out, payload)
         self.outcome.reduced += 1
         self.parcels.holdings.put(parcel.key, parcel)
         self._take_result(parcel)
@@ -344,12 +349,17 @@ class Reduction:
         for i in parcel.included:
             peer = self.seats[i].voter.peer
             self.outcome.included[peer] = self.outcome.included.get(peer, 0) + elems
+        for i, why in parcel.left_out:
+            self._left_out.setdefault(i, why)
 
     def _sound(self, parcel: Parcel, giver: int | None) -> bool:
         """Whether this result can be one of this group."""
         included = parcel.included
         sound = bool(included) and all(a < b for a, b in zip(included, included[1:], strict=False))
+        others = [i for i in self._contributors if i not in included]
         sound = sound and all(i in self._contributors for i in included)
+        sound = sound and [i for i, _ in parcel.left_out] == others
+        sound = sound and all(0 < len(why) <= WHY_CHARS_MAX for _, why in parcel.left_out)
         if sound:
             weight = math.fsum(self.seats[i].weight for i in included)
             sound = abs(weight - parcel.weight) <= WEIGHT_SLACK * weight
@@ -395,7 +405,7 @@ class Reduction:
         for i in self._contributors:
             peer = self.seats[i].voter.peer
             if outcome.included.get(peer, 0) < outcome.known:
-                outcome.missing[peer] = self._absent.get(i) or self._lost.get(i) or LATE
+                outcome.missing[peer] = self._absent.get(i) or self._left_out.get(i) or self._lost.get(i) or LATE
         self.ground.notify(GroupDone(outcome))
         self._tell_done()
 

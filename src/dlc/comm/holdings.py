@@ -63,7 +63,7 @@ class Holding:
             assert self._vector is not None
             start, stop = self.grid.span(chunk)
             payload = self.grid.coder.encode(self._vector[start:stop])
-            parcel = Parcel(key, chunk, self._weight, (), payload)
+            parcel = Parcel(key, chunk, self._weight, (), (), payload)
             if self._keep:
                 self._parcels[chunk] = parcel
         return parcel

@@ -71,6 +71,13 @@ class NoParcel:
     why: str
 
 
+class LeftOut(NamedTuple):
+    """A contributor that a result is without."""
+
+    seat: int
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class Parcel(Bulk):
     """One chunk."""
@@ -81,6 +88,8 @@ class Parcel(Bulk):
     """Of a contribution or gift: its own; of a result: the sum of those included."""
     included: tuple[int, ...]
     """Of a result: seats whose contributions are in this chunk's mean, ascending."""
+    left_out: tuple[LeftOut, ...]
+    """Of a result: the other contributors, ascending, as its owner saw them."""
     payload: bytes | memoryview = field(default=b"", metadata={"frame": True})
 
 
