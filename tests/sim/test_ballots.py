@@ -30,7 +30,8 @@ class Slot:
             assert self.ballots.value(HEAD, ballot, value) == value
             votes.add(name)
             decides = votes >= set(self.forced[counter]) if counter in self.forced else len(votes) >= 3
-            why = self.ballots.voted(HEAD, ballot, frozenset(V[n] for n in votes) if decides else frozenset())
+            deciding = frozenset(V[n] for n in votes) if decides else frozenset()
+            why = self.ballots.voted(HEAD, ballot, deciding, counter in self.forced)
             if why:
                 return why
         return ""
@@ -47,6 +48,19 @@ def test_two_groups_force_one_slot_and_a_quorum_goes_on_with_the_higher_ballot()
         for vote in votes if lower_first else reversed(votes):
             assert slot.vote(*vote) == ""
         assert slot.vote(3, "abde", Y) == ""
+
+
+def test_a_quorum_may_not_decide_in_an_older_ballot_after_others_forced_a_newer_one() -> None:
+    """Before that it may: they could not know."""
+    for lower_first in (True, False):
+        slot = Slot()
+        slot.plan(0, "")
+        slot.plan(1, "de", forced=True)
+        slot.plan(2, "cde")
+        votes = [(0, "abc", X), (1, "d", Y)]
+        for vote in votes if lower_first else reversed(votes):
+            assert slot.vote(*vote) == ""
+        assert ("differ" in slot.vote(2, "dec", Y)) == (not lower_first)
 
 
 @pytest.mark.parametrize("others", ["ab", "de"])

@@ -28,7 +28,7 @@ from typing import Any
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError as error:
@@ -192,6 +192,11 @@ def _check_trainer(trainer: pl.Trainer) -> None:
         raise UsageError(
             "a search for a learning rate or a batch size makes steps that ruin a model, and the other peers would "
             "take part in it: make the search with a Trainer without DLCStrategy"
+        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        raise UsageError(
+            "StochasticWeightAveraging would leave each peer with another model, the average of its own steps: leave "
+            "it out; rounds average over the peers already"
         )
     devices = getattr(trainer._accelerator_connector, "_devices_flag", "auto")  # no public name tells what was given
     named = devices.strip(",").split(",") if isinstance(devices, str) else devices  # their numbers, or how many

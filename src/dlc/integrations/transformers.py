@@ -69,7 +69,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     Without `resume=`, which takes what `saved_state` gave, it looks into the checkpoint from which the Trainer resumes.
     One process per peer: UsageError under torchrun, FSDP or DeepSpeed. UsageError also with `auto_find_batch_size`: it
     would begin the training anew in the middle of the run. TypeError: `dlc.DiLoCo` has no such keyword.
-    What `dlc.DiLoCo` and its `step` raise comes out of `trainer.train()`.
+    What `dlc.DiLoCo` and its `step` raise comes out of `trainer.train()`. Where anything else ends that by an exception
+    and the process goes on without training, call `callback.diloco.unfollow()`, or the others' rounds wait for it.
     """
 
     def __init__(self, peer: TrainPeer, sync_every: int = 500, *, weight: float | None = None, **options: Any) -> None:
@@ -100,6 +101,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             raise UsageError(
                 f"DiLoCoCallback needs a process of its own for each peer, but this Trainer has {args.world_size}: "
                 "start each without torchrun, with a Peer of its own"
+            )
+        if args.deepspeed:
+            raise UsageError(
+                "DeepSpeed keeps parameters of its own, which a round would not change: train without it, or let "
+                "several GPUs be one peer by `torchrun ... -m dlc join`"
             )
         if args.auto_find_batch_size:
             raise UsageError(

@@ -1,7 +1,7 @@
 """I1 (docs/protocol.md, "Why what is decided stays decided"): the votes of every slot, as all send them.
 
-The order that counts is that of the ballots, not that in which their votes were sent: nobody who votes in a ballot can
-know of a vote that no promise told of.
+The order that counts is that of the ballots. Of time there is one rule: a quorum that decides in an older ballot, after
+others went on without it by force, must not be: who slept so long votes no more for what it promised before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dlc.comm.ids import Ballot, Voter
 class Votes:
     promised: dict[Ballot, frozenset[Voter]] = field(default_factory=dict)
     """Whose promises the plan of each ballot was made from; of a forced one, its deciders."""
+    forced: list[tuple[Ballot, int]] = field(default_factory=list)
+    """Of each vote in a forced ballot: the ballot, and how often had been decided before."""
     values: dict[Ballot, bytes] = field(default_factory=dict)
     """The entry that got a vote in each ballot."""
     decided: list[tuple[Ballot, frozenset[Voter], bytes]] = field(default_factory=list)
@@ -37,12 +39,14 @@ class Ballots:
         slot = self._slots.get(head)
         return slot is not None and any(value == entry for _, _, value in slot.decided)
 
-    def voted(self, head: bytes, ballot: Ballot, deciding: frozenset[Voter]) -> str:
+    def voted(self, head: bytes, ballot: Ballot, deciding: frozenset[Voter], forced: bool) -> str:
         """A vote in this ballot: what is wrong with it, if anything.
 
         deciding: those who voted in it, where they are a quorum or all deciders of a forced ballot; else empty.
         """
         slot = self._slots[head]
+        if forced:
+            slot.forced.append((ballot, len(slot.decided)))
         why = self._passed_over(slot, ballot, deciding) if deciding else ""
         if deciding:
             slot.decided.append((ballot, deciding, slot.values[ballot]))
@@ -51,18 +55,21 @@ class Ballots:
     @staticmethod
     def _passed_over(slot: Votes, ballot: Ballot, deciding: frozenset[Voter]) -> str:
         """Deciding sets that intersect decide the same entry, but where the lower one was passed over: in a ballot
-        between the two, and without any of its deciders, a forced ballot got a vote for the entry of the other, or a
-        quorum decided it (which only a forced ballot does not intersect), or promised a ballot in which it got a vote.
-        Nobody among these can know what those others decided, and their votes outrank theirs when one comes back.
+        between the two, and without any of its deciders, a forced ballot got a vote for the entry of the other (later,
+        unless the lower one was forced as well), or a quorum decided it (later; only a forced ballot does not intersect
+        that), or promised a ballot in which it got a vote. Nobody among these can know what those others decided, and
+        their votes outrank theirs when one comes back.
         """
-        value = slot.values[ballot]
+        value, by_force = slot.values[ballot], {b for b, _ in slot.forced}
         for number, (then, others, other) in enumerate(slot.decided):
             if other == value or not others & deciding:
                 continue
             between = [b for b, voted in slot.values.items() if then < b < ballot and voted == value]
-            outranked = any(not slot.promised[b] & others for b in between)
+            apart = {b for b in between if not slot.promised[b] & others}
+            outranked = bool(apart - by_force)
+            forced = any(b in apart and (then in by_force or number < before) for b, before in slot.forced)
             by_quorum = any(b in between and not quorum & others for b, quorum, _ in slot.decided[number + 1 :])
-            if not (outranked or by_quorum):
+            if not (outranked or forced or by_quorum):
                 return f"{sorted(others)} and {sorted(deciding)} differ"
         return ""
 

@@ -164,7 +164,7 @@ class Checker:
         voters.add(voter)
         decides = deciders <= voters if deciders else proper_quorum(voters, state)
         deciding = (deciders or frozenset(voters & set(state.electorate))) if decides else NO_ONE
-        why = self._ballots.voted(m.head, m.ballot, deciding)
+        why = self._ballots.voted(m.head, m.ballot, deciding, bool(deciders))
         if why:
             raise Violation("I1", f"slot {m.head[:3].hex()}: {why}")
 

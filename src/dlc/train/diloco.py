@@ -40,8 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.straggler import NEVER_S
-from dlc.errors import SwarmClosed, UsageError
-from dlc.flat import FlatView, check_writable
+from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.handles import outer_part
 from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
@@ -52,6 +51,7 @@ from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
 from dlc.train.swarm import TrainPeer
+from dlc.train.trained import Trained
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class DiLoCo:
     Creation blocks until the swarm's parameters are in `model` (the first peer's become the swarm's), at most
     `timeout_s` where given. All peers must build models of equal shapes, and use equal `outer` and codec.
 
-    model:   or its parameters, in the same order on all peers.
+    model:   or its parameters, in the same order on all peers. Where several optimizers train one model, or one process
+             several, each has a DiLoCo over the parameters of its own, and all peers step them in the same order.
     outer:   the outer optimizer and its schedule. ConfigError: a schedule that ends, without `total_rounds`.
     inner:   steps these very parameters. One that keeps copies of its own, as some do in fp32 for a model of bf16,
              would write them over the mean of every round: leave that to theta, which is fp32 on all peers.
@@ -120,8 +121,8 @@ class DiLoCo:
         resume: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        if sync_every < 1:
-            raise UsageError(f"sync_every must be at least 1 inner step, not {sync_every}")
+        if not isinstance(sync_every, int) or sync_every < 1:
+            raise UsageError(f"sync_every must be a whole number of inner steps, at least 1, not {sync_every!r}")
         if not 0 < weight <= WEIGHT_MAX / sync_every:
             raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight}")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
@@ -144,18 +145,10 @@ class DiLoCo:
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: tuple[RemovableHandle, ...] | None = None
         self._peer, self._channel = peer, channel
-        _check_bare(inner)
-        view = self._view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(model)
-        _check_trained(view, inner)
-        for tensor in view.tensors:
-            check_writable(tensor)
-        self._form = _form(view)
-        self._model = model if isinstance(model, nn.Module) else None
-        self._known = _trainable(self._model)
-        """Ids of the parameters that needed gradients when this was made, or have been named since."""
+        self._trained = Trained(model, inner)
         self._outer = OuterLoop(
             peer,
-            view,
+            self._trained.view,
             channel=channel,
             outer=outer,
             fragments=fragments,
@@ -175,6 +168,7 @@ class DiLoCo:
         try:
             self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
             self._trains()
+            self._trained.claim()
         except BaseException:
             if not of_another:
                 self._ends()
@@ -258,6 +252,7 @@ class DiLoCo:
 
     def _caught_up(self, *_: object) -> None:
         """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
+        self._trained.check_mine()
         if self._offered and not self._overlaps:
             self._settle(wait=True)
             if self._outer.displaced and not self._outer.resume(self._work):
@@ -296,10 +291,12 @@ class DiLoCo:
             )
 
     def unfollow(self) -> None:
-        """Undo `follow`; nothing is exchanged, and no round waits for this peer before it makes another step."""
-        if self._follows is not None:
-            self._unhook()
+        """Undo `follow`, or end the use of this object; nothing is exchanged, no round waits for this peer before it
+        makes another step, and another DiLoCo may train the parameters."""
+        self._unhook()
+        if self._channel in _TRAINED.get(self._peer, ()):
             self._ends()
+        self._trained.release()
 
     def _unhook(self) -> None:
         for hook in self._follows or ():
@@ -315,15 +312,18 @@ class DiLoCo:
         """
         self._unhook()
         try:
+            self._trained.check_mine()
             report = self.flush()
             report = self._exchange(wait=True) or report
         finally:
             self._ends()
+            self._trained.release()
         self._outer.adopt()
         return report
 
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
+        self._trained.check_mine()
         self.flush()
         self._steps = self._skipped = 0
         self._outer.adopt()
@@ -334,9 +334,10 @@ class DiLoCo:
 
     def _exchange(self, wait: bool) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
-        self._check_same()
-        self._tell_of_others()
         self._skipped = 0
+        if self._steps:
+            self._trained.check_same()
+            self._trained.tell_of_others()
         while self._steps:
             steps, self._steps = self._steps, 0  # dropped, if nothing can be offered
             try:
@@ -353,37 +354,6 @@ class DiLoCo:
             if report is not None:
                 return report
         return None
-
-    def _check_same(self) -> None:
-        """UsageError: other tensors are trained, or they are of another kind, than when this was made."""
-        if _form(self._view) != self._form:
-            raise UsageError(
-                "the parameters have changed their dtype or shape since dlc.DiLoCo was made: bring the model into its "
-                "form first, and make the DiLoCo then"
-            )
-        if self._model is None:
-            return
-        here = {id(p) for p in self._model.parameters()}
-        gone = sum(id(tensor) not in here for tensor in self._view.tensors)
-        if gone:
-            raise UsageError(
-                f"{gone} of the parameters are no part of the model any more, as after load_state_dict(assign=True), "
-                "and what it learns would not be exchanged: put values into the parameters that it has (copy_), or "
-                "make the optimizer and dlc.DiLoCo after the change, on another channel"
-            )
-
-    def _tell_of_others(self) -> None:
-        """Which parameters are trained is settled when this is made: name those that came to it since."""
-        more = _trainable(self._model) - self._known
-        if more and self._model is not None:
-            self._known |= more
-            names = [name for name, p in self._model.named_parameters() if id(p) in more]
-            log.warning(
-                "%d parameters need gradients that did not when dlc.DiLoCo was made (%s): they are trained by this "
-                "peer alone, and never averaged; make a DiLoCo on another channel, once they all do",
-                len(names),
-                ", ".join([*names[:3], "..."] if len(names) > 3 else names),
-            )
 
     def _settle(self, wait: bool) -> RoundReport | None:
         """The report of the round, if it is over and counted what was offered."""
@@ -445,6 +415,8 @@ class DiLoCo:
         CheckpointError, with nothing changed: its residual, or the parameters, are of another model; ValueError, from
         the inner optimizer, with nothing changed: it is of other parameter groups.
         """
+        if not {"inner", "inner_step"} <= state.keys():
+            raise CheckpointError("this is no state of dlc.DiLoCo: give what its own state_dict() returned")
         residual, local = state.get("residual"), state.get("local")
         self._outer.outgoing.check_residual(residual)
         if local is not None:
@@ -470,34 +442,6 @@ class DiLoCo:
 
 _TRAINED: weakref.WeakKeyDictionary[TrainPeer, set[str]] = weakref.WeakKeyDictionary()
 """Channels on which each peer trains: what a peer tells of itself is of all of them."""
-
-
-def _trainable(model: nn.Module | None) -> set[int]:
-    return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
-
-
-def _form(view: FlatView) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(tensor.dtype, tensor.shape) for tensor in view.tensors]
-
-
-def _check_bare(inner: torch.optim.Optimizer) -> None:
-    """UsageError: a framework's wrapper, whose `step` may make none."""
-    of_lightning = any(kind.__name__ == "LightningOptimizer" for kind in type(inner).__mro__)
-    if hasattr(inner, "step_was_skipped") or of_lightning:  # the first is accelerate's
-        raise UsageError(
-            f"{type(inner).__name__} wraps an optimizer, and makes no step where gradients are accumulated: give "
-            "dlc.DiLoCo the optimizer itself (its .optimizer), call follow(), and step the wrapper"
-        )
-
-
-def _check_trained(view: FlatView, inner: torch.optim.Optimizer) -> None:
-    """UsageError: its steps would change nothing of the model."""
-    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    if held and not any(id(tensor) in held for tensor in view.tensors):
-        raise UsageError(
-            "the optimizer holds none of the model's parameters, so its steps would not train it: make the optimizer "
-            "from the parameters of this very model, after the last change of it"
-        )
 
 
 __all__ = ["DiLoCo", "NotFinite"]

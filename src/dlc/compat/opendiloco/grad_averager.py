@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from dlc.compat.opendiloco.strategy import codec_of, peer_of
-from dlc.errors import UsageError
+from dlc.errors import RoundTimeout, UsageError
 from dlc.handles import Reduction
 from dlc.peer import Peer
 
 MATCHMAKING_S = 5.0
 ALLREDUCE_S = 60.0
 NEEDLESS = frozenset(
-    "client_mode auxiliary start target_group_size min_group_size initial_group_bits averaging_alpha shutdown_timeout "
-    "next_chunk_timeout sender_timeout reducer_timeout request_timeout part_size_bytes bandwidth min_vector_size "
+    "client_mode auxiliary start target_group_size initial_group_bits shutdown_timeout next_chunk_timeout "
+    " sender_timeout reducer_timeout request_timeout part_size_bytes bandwidth min_vector_size "
     "allow_state_sharing declare_state_period".split()
 )
-"""Of Hivemind's averager, taken and not used: all peers of the run are one group."""
+"""Of Hivemind's averager, taken and not used: all peers of the run are one group, so none is too large for it."""
 
 
 class Control:
     """One averaging, planned or on its way: what `step(wait=False)` and `schedule_step` return."""
 
-    def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float | None, least: int = 1) -> None:
+        self.timeout_s, self._least = timeout_s, least
         self._reduction: Reduction | None = None
         self._result: dict[str, None] | None = None
 
@@ -50,12 +50,14 @@ class Control:
     def result(self, timeout: float | None = None) -> dict[str, None]:
         """Wait for the mean, and write it into the gradients. Who is in it, by peer id.
 
-        RoundTimeout: not within `timeout` seconds (None: those of the step); it can be waited for again. UsageError:
-        not begun yet.
+        RoundTimeout: not within `timeout` seconds (None: those of the step); it can be waited for again. Or fewer than
+        `min_group_size` peers came, whose mean the gradients are then. UsageError: not begun yet.
         """
         if self._reduction is None:
             raise UsageError("nothing is on its way: pass this control to step()")
         report = self._reduction.wait(self.timeout_s if timeout is None else timeout)
+        if len(report.contributors) < self._least:
+            raise RoundTimeout(f"{len(report.contributors)} peers came, fewer than min_group_size={self._least}")
         return {share.peer: None for share in report.contributors}
 
     def cancel(self) -> bool:
@@ -67,8 +69,9 @@ class DiLoCoGradAverager:
     """`main_parameters`: what the inner steps move. `offloaded_optimizer`: the outer one, over copies on the CPU.
 
     Its parameters' gradients become the mean of (outer parameter - main parameter) over the peers of `dht`'s run that
-    call `step` with the same `prefix`; those that are not ready within `min_matchmaking_time` seconds are left out. The
-    outer step is the caller's; `DiLoCoOptimizer` needs none of this.
+    call `step` with the same `prefix`; those that are not ready within `min_matchmaking_time` seconds are left out.
+    Where fewer than `min_group_size` (1, not Hivemind's 2) have come, `step` raises RoundTimeout. The outer step is the
+    caller's; `DiLoCoOptimizer` needs none of this.
 
     KeyError, ValueError, TypeError: as OpenDiLoCo, an argument is not offered, or unknown.
     """
@@ -84,10 +87,14 @@ class DiLoCoGradAverager:
         compression: object = "fp32",
         min_matchmaking_time: float = MATCHMAKING_S,
         allreduce_timeout: float | None = ALLREDUCE_S,
+        min_group_size: int = 1,
+        averaging_alpha: float = 1.0,
         **of_hivemind: Any,
     ) -> None:
         if of_hivemind.get("client_mode") or of_hivemind.get("auxiliary"):
             raise KeyError("client_mode and auxiliary are not offered by DiLoCoGradAverager")
+        if averaging_alpha != 1.0:
+            raise ValueError(f"averaging_alpha={averaging_alpha} is not offered: the gradients become the mean")
         if "averaged_grads" in of_hivemind:
             raise KeyError("averaged_grads is not offered: the gradients of offloaded_optimizer are averaged")
         if unknown := of_hivemind.keys() - NEEDLESS:
@@ -100,7 +107,7 @@ class DiLoCoGradAverager:
         self.main_parameters, self.offloaded_optimizer = list(main_parameters), offloaded_optimizer
         self.prefix = prefix
         self._peer, self._codec = peer, codec_of(compression)
-        self._patience_s, self._timeout_s = min_matchmaking_time, allreduce_timeout
+        self._patience_s, self._timeout_s, self._least = min_matchmaking_time, allreduce_timeout, min_group_size
         self._outer = [p for group in offloaded_optimizer.param_groups for p in group["params"]]
         shapes = [tuple(p.shape) for p in self.main_parameters]
         if [tuple(p.shape) for p in self._outer] != shapes:
@@ -125,7 +132,7 @@ class DiLoCoGradAverager:
 
     def schedule_step(self, scheduled_time: float | None = None, timeout: float | None = None) -> Control:
         """For a later `step(control=...)`. There is nothing to prepare, so the time changes nothing."""
-        return Control(self._timeout_s if timeout is None else timeout)
+        return Control(self._timeout_s if timeout is None else timeout, self._least)
 
     def step(
         self, control: Control | None = None, timeout: float | None = None, wait: bool = True

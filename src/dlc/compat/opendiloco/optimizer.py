@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.compat.bound import BoundOptimizer
 from dlc.compat.opendiloco.outer import OuterOptimizer, parameters_of, spec_of
 from dlc.compat.opendiloco.strategy import AllReduceStrategy, codec_of, patience_of, peer_of
 from dlc.compat.opendiloco.tracker import DiloCoProgressTracker, Own
@@ -18,7 +19,7 @@ from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.report import RoundReport
 from dlc.train.checkpoint import bytes_tensor
-from dlc.train.diloco import DiLoCo
+from dlc.train.diloco import DiLoCo, skipped
 from dlc.train.outer import OuterState
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class StateAverager:
         self.scheduler_inner_optimizer: Any = None
 
 
-class DiLoCoOptimizer(torch.optim.Optimizer):
+class DiLoCoOptimizer(BoundOptimizer):
     """Steps an inner optimizer, and every `num_inner_steps` of its steps exchanges with all peers of `run_id`.
 
     dht: a `dlc.Peer`, or what holds one as `.peer`. batch_size: samples of a step; a peer's weight in a round is its
@@ -93,7 +94,6 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         outer_scheduler: None = None,
         **of_hivemind: object,
     ) -> None:
-        # No super().__init__: this is an optimizer to schedulers and Trainers, but its state is the inner one's.
         _check(of_hivemind)
         if outer_scheduler is not None:
             raise UsageError(
@@ -131,7 +131,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self._diloco: DiLoCo | None = None
         self._epochs_before = 0
         """Of a run that this one goes on from."""
-        self._samples = 0
+        self._samples = self._made = 0
+        self.inner_optimizer.register_step_post_hook(self._count)
         self._saved: Mapping[str, Any] | None = None
 
     # ---------------------------------------------------------------- training
@@ -156,19 +157,19 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
                     scaler.unscale_(self.inner_optimizer)
             return closure() if closure is not None else None
         diloco = self._joined()
-        before, t = diloco.inner_step, diloco.t
+        before, t, made = diloco.inner_step, diloco.t, self._made
         samples = self.batch_size if batch_size is None else batch_size
         self._samples = self._samples + samples if before else samples
         diloco.weight = self._samples / (before + 1)
         last = diloco.last_report
         inner: Any = self.inner_optimizer
         loss = scaler.step(inner) if scaler is not None else inner.step(closure)
-        if diloco.inner_step == before:  # skipped by the scaler
+        if self._made == made:  # skipped by the scaler
             self._samples -= samples
-        elif not diloco.inner_step:
-            self._samples = 0
-        if self.state_averager.scheduler_inner_optimizer is not None:
-            self.state_averager.scheduler_inner_optimizer.step()
+        else:
+            self._samples = self._samples if diloco.inner_step else 0
+            if self.state_averager.scheduler_inner_optimizer is not None:
+                self.state_averager.scheduler_inner_optimizer.step()
         report = diloco.last_report
         if diloco.t != t and report is not None and report is not last:
             log.info("%s", report.summary())
@@ -206,9 +207,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return self.inner_optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self.inner_optimizer.defaults
+    def _inside(self) -> torch.optim.Optimizer:
+        return self.inner_optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all peers train the parameters that they joined with."""
@@ -255,6 +255,9 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             self._diloco.load_state_dict(dict(self._saved))
 
     # ---------------------------------------------------------------- inside
+
+    def _count(self, *_: object) -> None:
+        self._made += not skipped(self.inner_optimizer)
 
     def _own(self) -> Own:
         steps = self._diloco.inner_step if self._diloco is not None else 0

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from dlc.compat.bound import BoundOptimizer
 from dlc.compat.hivemind.optim.grad_averager import GradientAverager
 from dlc.compat.hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
 from dlc.errors import UsageError
 
 
-class TorchFace(torch.optim.Optimizer):
-    """Base of `Optimizer`, which makes its parts. torch's own `__init__` is not called: the optimizer inside is one."""
+class TorchFace(BoundOptimizer):
+    """Base of `Optimizer`, which makes its parts."""
 
     run_id: str
     tracker: ProgressTracker
@@ -43,6 +44,10 @@ class TorchFace(torch.optim.Optimizer):
         return self.state_averager.optimizer
 
     @property
+    def _inside(self) -> torch.optim.Optimizer:
+        return self.opt
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         return {**self.opt.state, "local_epoch": self.local_epoch}
 
@@ -62,7 +67,7 @@ class TorchFace(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch})"
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = False) -> None:
         """Forget the gradients of the model. UsageError with reuse_grad_buffers: they are the sums."""
         if self.grad_averager is not None and self.grad_averager.reuse_grad_buffers:
             raise UsageError(

@@ -22,10 +22,13 @@ log = logging.getLogger(__name__)
 class GradientAverager(DecentralizedAverager):
     """Three sets of tensors: the gradients of `parameters`, the sums of them (`accumulate_grads_`), and the averages.
 
-    A sum is divided by the number of batches, each counted by its size against the first one's; the weight in a
-    round is the number of samples. reuse_grad_buffers: the parameters' gradients are the sums: nobody may zero them.
-    accumulate_grads_on: device of the sums. warn: say where sums were not reset, or averages not used. averaged_grads:
-    tensors to average in, of the shapes of the gradients (ValueError otherwise). Others: DecentralizedAverager.
+    A sum is divided by the number of batches, and each batch is counted by its size against the first one's; the weight
+    in a round is the number of samples. As in Hivemind; so the average is that of all samples only where all batches of
+    a peer have one size: where its first one is smaller than the others, its gradients count for too much.
+
+    reuse_grad_buffers: the parameters' gradients are the sums: nobody may zero them. accumulate_grads_on: device of
+    the sums. warn: say where sums were not reset, or averages not used. averaged_grads: tensors to average in, of the
+    shapes of the gradients (ValueError otherwise). Others: DecentralizedAverager.
     """
 
     def __init__(

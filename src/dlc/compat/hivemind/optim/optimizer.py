@@ -298,7 +298,11 @@ class Optimizer(TorchFace):
                 raise
         self._met = frozenset(map(str, group)) - {self.dht.swarm.id}
         with averager.get_tensors() as averaged, torch.no_grad():
-            for param, average in zip(self.state_averager.parts.optimized, averaged, strict=True):
+            parts = self.state_averager.parts
+            for main, param, average in zip(parts.main, parts.optimized, averaged, strict=True):
+                if not main.requires_grad:  # the optimizer leaves it alone, weight decay and all
+                    param.grad = None
+                    continue
                 if param.grad is None or param.grad.shape != average.shape:
                     param.grad = torch.empty_like(param)
                 param.grad.copy_(average)

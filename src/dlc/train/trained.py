@@ -1,0 +1,182 @@
+"""The parameters of one `dlc.DiLoCo`: that they are whole, stay what they were, and are trained by nobody else."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dlc.errors import UsageError
+from dlc.flat import FlatView, check_writable
+
+log = logging.getLogger(__name__)
+
+NAMES_TOLD = 3
+_CLAIMS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Whose each parameter is: weak references to `Trained`."""
+_MADE = itertools.count(1)
+_newest = 0
+"""Of all claims: where it is as it was, nobody's have changed."""
+
+
+class Trained:
+    """Looks at the model, the inner optimizer and the parameters of one DiLoCo. UsageError, when it is made: they do
+    not belong together, or cannot be averaged."""
+
+    def __init__(self, model: nn.Module | Sequence[nn.Parameter], inner: torch.optim.Optimizer) -> None:
+        if not isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "param_groups"):
+            raise UsageError(f"inner must be a torch optimizer, not {type(inner).__name__}")
+        _check_bare(inner)
+        self.view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(_parameters(model))
+        self._model = model if isinstance(model, nn.Module) else None
+        self._inner = inner
+        self._check_whole()
+        held = {id(parameter) for parameter in self._optimized()}
+        if held and not any(id(tensor) in held for tensor in self.view.tensors):
+            raise UsageError(
+                "the optimizer holds none of the model's parameters, so its steps would not train it: make the "
+                "optimizer from the parameters of this very model, after the last change of it"
+            )
+        for tensor in self.view.tensors:
+            check_writable(tensor)
+        self._form = self._formed()
+        self._known = self._trainable()
+        """Ids of the parameters that needed gradients when this was made, or have been named since."""
+        self._seen = 0
+        self._tell_of_ranks()
+
+    def _check_whole(self) -> None:
+        """UsageError: each process holds a part of each tensor."""
+        modules = self._model.modules() if self._model is not None else ()
+        shards: list[Any] = [m for m in modules if type(m).__name__ == "FullyShardedDataParallel"]
+        parted = any(m.process_group.size() > 1 for m in shards)
+        flat = self._model is None and any(getattr(tensor, "_is_flat_param", False) for tensor in self.view.tensors)
+        if parted or flat or any(hasattr(tensor, "to_local") for tensor in self.view.tensors):
+            raise UsageError(
+                "the parameters are shards (FSDP): rounds would average a part of the model on one rank with another "
+                "part on another. `torchrun ... -m dlc join --parallel fsdp` trains such a model; in a loop of your "
+                "own, keep it whole (DDP)"
+            )
+
+    def _tell_of_ranks(self) -> None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            log.warning(
+                "this process is one of %d ranks of torch.distributed: if they do not all make a dlc.DiLoCo, with a "
+                "Peer each, the others do not see what a round changes. Broadcast the parameters after each round, or "
+                "use `torchrun ... -m dlc join`, which does",
+                distributed.get_world_size(),
+            )
+
+    # ---------------------------------------------------------------- nobody else's
+
+    def claim(self) -> None:
+        """From now on these parameters are trained by this DiLoCo, whoever did before."""
+        global _newest
+        _newest = self._seen = next(_MADE)
+        for tensor in self.view.tensors:
+            _CLAIMS[tensor] = weakref.ref(self)
+
+    def release(self) -> None:
+        """They may be anybody's, as far as this is concerned."""
+        for tensor in self.view.tensors:
+            if self._owner(tensor) is self:
+                del _CLAIMS[tensor]
+
+    def check_mine(self) -> None:
+        """UsageError: another DiLoCo was made over some of them, and is in use. Both would offer the steps of both."""
+        if self._seen == _newest:
+            return
+        others = sum(self._owner(tensor) not in (None, self) for tensor in self.view.tensors)
+        if others:
+            raise UsageError(
+                f"another dlc.DiLoCo was made over {others} of these parameters, and each would count the steps of "
+                "both: call unfollow() of the one that is not to go on, or finish() before the other is made; several "
+                "optimizers of one model need a dlc.DiLoCo each over the parameters of their own, "
+                "dlc.DiLoCo([parameters], optimizer, ...)"
+            )
+        self._seen = _newest
+
+    @staticmethod
+    def _owner(tensor: Tensor) -> Trained | None:
+        reference: weakref.ref[Trained] | None = _CLAIMS.get(tensor)  # type: ignore[no-untyped-call]
+        return reference() if reference is not None else None
+
+    # ---------------------------------------------------------------- what they were
+
+    def check_same(self) -> None:
+        """UsageError: other tensors are trained, or they are of another kind, than when this was made."""
+        if self._formed() != self._form:
+            raise UsageError(
+                "the parameters have changed their dtype or shape since dlc.DiLoCo was made: bring the model into its "
+                "form first, and make the DiLoCo then"
+            )
+        if self._model is None:
+            return
+        here = {id(p) for p in self._model.parameters()}
+        gone = sum(id(tensor) not in here for tensor in self.view.tensors)
+        if gone:
+            raise UsageError(
+                f"{gone} of the parameters are no part of the model any more, as after load_state_dict(assign=True), "
+                "merged adapters or fully_shard, and what it learns would not be exchanged: put values into the "
+                "parameters that it has (copy_), or make the optimizer and dlc.DiLoCo after the change, on another "
+                "channel"
+            )
+
+    def tell_of_others(self) -> None:
+        """Which parameters are averaged is settled when this is made: tell once of each that is trained and is not."""
+        more = self._trainable() - self._known
+        mine = {id(tensor) for tensor in self.view.tensors}
+        foreign = {id(p) for p in self._optimized() if p.requires_grad} - mine - self._known
+        self._known |= more | foreign
+        if more and self._model is not None:
+            names = [name for name, p in self._model.named_parameters() if id(p) in more]
+            log.warning(
+                "%d parameters need gradients that did not when dlc.DiLoCo was made (%s): they are trained by this "
+                "peer alone, and never averaged; make a DiLoCo on another channel, once they all do",
+                len(names),
+                ", ".join([*names[:NAMES_TOLD], "..."] if len(names) > NAMES_TOLD else names),
+            )
+        if foreign - more:
+            log.warning(
+                "the optimizer trains %d parameters that are none of those given to dlc.DiLoCo: they are trained by "
+                "this peer alone, and never averaged; give dlc.DiLoCo a module that has them all",
+                len(foreign - more),
+            )
+
+    def _optimized(self) -> Iterator[Tensor]:
+        return (parameter for group in self._inner.param_groups for parameter in group["params"])
+
+    def _trainable(self) -> set[int]:
+        return {id(p) for p in self._model.parameters() if p.requires_grad} if self._model is not None else set()
+
+    def _formed(self) -> list[tuple[torch.dtype, torch.Size]]:
+        return [(tensor.dtype, tensor.shape) for tensor in self.view.tensors]
+
+
+def _parameters(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """UsageError: these are no tensors."""
+    many = list(given)
+    for parameter in many:
+        if not isinstance(parameter, Tensor):
+            raise UsageError(
+                f"model must be a module, or its parameters, not {type(parameter).__name__}s: of groups of parameters "
+                "give the parameters of all, one after the other"
+            )
+    return many
+
+
+def _check_bare(inner: torch.optim.Optimizer) -> None:
+    """UsageError: a framework's wrapper, whose `step` may make none."""
+    of_lightning = any(kind.__name__ == "LightningOptimizer" for kind in type(inner).__mro__)
+    if hasattr(inner, "step_was_skipped") or of_lightning:  # the first is accelerate's
+        raise UsageError(
+            f"{type(inner).__name__} wraps an optimizer, and makes no step where gradients are accumulated: give "
+            "dlc.DiLoCo the optimizer itself (its .optimizer), call follow(), and step the wrapper"
+        )

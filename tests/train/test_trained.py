@@ -1,0 +1,161 @@
+"""What one DiLoCo trains is whole, stays what it was, and is trained by nobody else."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dlc.errors import CheckpointError, UsageError
+from dlc.train.diloco import DiLoCo
+from tests.train.fake_peer import FakePeer
+
+
+class Pair(nn.Module):
+    """Two parts, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+
+def sgd(*params: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def step(opt: DiLoCo, *params: nn.Parameter) -> None:
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    opt.step()
+
+
+def test_two_over_one_model_are_an_error_before_a_step_counts_twice() -> None:
+    """They made -39 of ten steps of -0.3, and all peers agreed on that."""
+    m = Pair()
+    first = DiLoCo(m, sgd(m.a), FakePeer(), sync_every=1, channel="a")
+    second = DiLoCo(m, sgd(m.c), FakePeer(), sync_every=1, channel="c")
+    step(second, m.a, m.c)
+    before = [p.detach().clone() for p in m.parameters()]
+    with pytest.raises(UsageError, match=r"another dlc.DiLoCo was made over 2 of these parameters"):
+        step(first, m.a, m.c)
+    with pytest.raises(UsageError, match="another dlc.DiLoCo"):
+        first.finish()
+    with pytest.raises(UsageError, match="another dlc.DiLoCo"):
+        first.reload()
+    assert all(torch.equal(p, q) for p, q in zip(m.parameters(), before, strict=True))
+
+
+def test_each_over_its_own_parameters_trains_as_one_would() -> None:
+    m = Pair()
+    opts = [DiLoCo([p], sgd(p), FakePeer(), sync_every=1, channel=n) for n, p in (("a", m.a), ("c", m.c))]
+    for _ in range(3):
+        for opt in opts:
+            step(opt, m.a, m.c)
+    assert torch.equal(m.a, m.c) and m.a[0] < 0
+
+
+def test_two_that_follow_one_optimizer_are_an_error() -> None:
+    m = Pair()
+    inner, peer = sgd(*m.parameters()), FakePeer()
+    for channel in ("a", "c"):
+        DiLoCo(m, inner, peer if channel == "a" else FakePeer(), sync_every=2, channel=channel).follow()
+    m.a.grad = torch.ones(3)
+    with pytest.raises(UsageError, match="another dlc.DiLoCo"):
+        inner.step()
+    assert not m.a.any()
+
+
+@pytest.mark.parametrize("how", ["unfollow", "finish", "gone"])
+def test_parameters_are_handed_on(how: str) -> None:
+    """To the later one; and back, where that has ended."""
+    m = Pair()
+    first = DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2)
+    step(first, m.a)
+    later = [DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2, channel="more")]
+    step(later[0], m.a)
+    if how == "gone":
+        later.clear()
+        gc.collect()
+    else:
+        getattr(later[0], how)()
+    step(first, m.a)
+    assert first.inner_step == 0, "its round is over"
+
+
+def test_what_the_optimizer_trains_beside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It went its own way on each peer, without a word."""
+    m, head = Pair(), nn.Parameter(torch.zeros(2))
+    opt = DiLoCo(m, sgd(*m.parameters(), head), FakePeer(), sync_every=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            step(opt, m.a, head)
+    (record,) = caplog.records
+    assert "trains 1 parameters that are none of those given to dlc.DiLoCo" in record.message
+
+
+def test_nothing_is_wrong_with_parameters_that_are_gone_where_nothing_is_left_to_exchange() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    opt = DiLoCo(model, sgd(*model.parameters()), FakePeer(), sync_every=2)
+    for _ in range(2):
+        step(opt, *model.parameters())
+    model[1] = nn.Identity()  # as adapters that were merged
+    assert opt.finish() is None
+    step(opt)
+    with pytest.raises(UsageError, match="2 of the parameters are no part of the model any more.*merged adapters"):
+        opt.finish()
+
+
+class FullyShardedDataParallel(nn.Module):
+    """By its name and group, torch's first one."""
+
+    def __init__(self, inside: nn.Module, ranks: int) -> None:
+        super().__init__()
+        self.inside, self.process_group = inside, SimpleNamespace(size=lambda: ranks)
+
+
+def test_shards_are_refused() -> None:
+    """Those of two ranks were averaged with one another: layers with other layers, and no error."""
+    sharded = FullyShardedDataParallel(nn.Linear(2, 2), 2)
+    for model in (sharded, nn.Sequential(nn.Linear(2, 2), sharded)):
+        with pytest.raises(UsageError, match=r"shards \(FSDP\).*--parallel fsdp"):
+            DiLoCo(model, sgd(*model.parameters()), FakePeer(), sync_every=2)
+    flat = nn.Parameter(torch.zeros(4))
+    flat._is_flat_param = True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="shards"):
+        DiLoCo([flat], sgd(flat), FakePeer(), sync_every=2)
+    alone = FullyShardedDataParallel(nn.Linear(2, 2), 1)
+    DiLoCo(alone, sgd(*alone.parameters()), FakePeer(), sync_every=2)
+
+
+def test_one_of_several_ranks_is_told_that_the_others_see_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    m = Pair()
+    with caplog.at_level(logging.WARNING):
+        DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2)
+        assert not caplog.records
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2)
+    assert "one of 4 ranks" in caplog.text
+
+
+def test_what_is_no_optimizer_no_parameter_no_period_and_no_state_is_named() -> None:
+    m = Pair()
+    inner = sgd(*m.parameters())
+    for none in (None, torch.optim.SGD):
+        with pytest.raises(UsageError, match="inner must be a torch optimizer, not"):
+            DiLoCo(m, none, FakePeer(), sync_every=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="of groups of parameters give the parameters"):
+        DiLoCo([{"params": [m.a]}], inner, FakePeer(), sync_every=2)  # type: ignore[list-item]
+    for period in (2.5, 0, "2"):
+        with pytest.raises(UsageError, match="a whole number of inner steps"):
+            DiLoCo(m, inner, FakePeer(), sync_every=period)  # type: ignore[arg-type]
+    opt = DiLoCo(m, inner, FakePeer(), sync_every=2)
+    for state in ({}, inner.state_dict()):
+        with pytest.raises(CheckpointError, match="no state of dlc.DiLoCo"):
+            opt.load_state_dict(state)
