@@ -126,6 +126,10 @@ def test_a_search_for_the_batch_size_is_refused_before_the_run_is_begun(tmp_path
     one = trainer(tmp_path, Net(), [callback(peer := FakePeer())], auto_find_batch_size=True)
     with pytest.raises(UsageError, match="auto_find_batch_size"):
         one.train()
+    two = trainer(tmp_path, Net(), [callback(peer)])
+    two.args.deepspeed = {"zero_optimization": {"stage": 1}}
+    with pytest.raises(UsageError, match="DeepSpeed keeps parameters of its own"):
+        two.train()
     assert not peer.weights
 
 
@@ -396,8 +400,10 @@ def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_
     peer = FakePeer()
     strategy(peer)  # skips where Lightning is not installed
     from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 
+    with pytest.raises(UsageError, match="would leave each peer with another model"):
+        fit(strategy(peer), callbacks=[StochasticWeightAveraging(0.1)])
     with pytest.raises(UsageError, match="make the search with a Trainer without DLCStrategy"):
         fit(strategy(peer), callbacks=[LearningRateFinder()])
     sizes = Trainer(accelerator="cpu", logger=False, callbacks=[BatchSizeFinder()])  # which needs a DataModule to fit

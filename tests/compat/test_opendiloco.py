@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
-from dlc.errors import ConfigError, UsageError
+from dlc.errors import ConfigError, RoundTimeout, UsageError
 from dlc.peer import Peer
 from dlc.survey import Member
 from tests.swarm import JOIN_S, swarm
@@ -154,7 +155,8 @@ def test_where_the_swarm_lives_its_state_counts_and_gradients_of_other_parameter
 @pytest.mark.parametrize("fused", [False, True])
 def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step(fused: bool) -> None:
     net, peer = model(), LonePeer()
-    optimizer = made(net, peer, inner_optimizer=partial(ADAMW, fused=fused))
+    halving = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
+    optimizer = made(net, peer, inner_optimizer=partial(ADAMW, fused=fused), scheduler=halving)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     sizes = iter((1, 2, 100, 4))
     for step, spoilt in enumerate((False, False, True, False)):
@@ -165,6 +167,7 @@ def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step
         optimizer.step(batch_size=next(sizes), scaler=scaler)
         scaler.update()
     assert peer.weights == [7.0] and optimizer.local_epoch == 1 and scaler.get_scale() == 4.0
+    assert optimizer.param_groups[0]["lr"] == 0.01 / 2**3, "the schedule goes on with the steps that were made"
 
 
 def test_a_closure_is_evaluated_once_and_its_loss_comes_back() -> None:
@@ -276,6 +279,25 @@ def test_to_a_scheduler_it_is_an_optimizer_and_its_groups_are_the_inner_ones() -
         optimizer.add_param_group({"params": []})
 
 
+def test_it_is_not_copied_and_its_hooks_are_those_of_the_inner_one() -> None:
+    """One deepcopy, which failed, broke the steps of all such optimizers in the process."""
+    net = model()
+    optimizer = made(net, LonePeer())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither pickled nor copied"):
+            copied(optimizer)
+    told: list[object] = []
+    optimizer.register_step_pre_hook(lambda inner, *_: told.append(inner))
+    after = optimizer.register_step_post_hook(lambda inner, *_: told.append(inner))
+    train(net, optimizer, range(1))
+    assert told == [optimizer.inner_optimizer] * 2 and optimizer.defaults is optimizer.inner_optimizer.defaults
+    after.remove()
+    train(net, optimizer, range(1))
+    assert len(told) == 3
+    with pytest.raises(UsageError, match="no hooks of its state"):
+        optimizer.register_state_dict_post_hook(lambda *_: None)
+
+
 def test_the_tracker_counts_trainers_that_are_alive_and_believes_no_nonsense() -> None:
     net, peer = model(), LonePeer()
     peer.known = [
@@ -354,6 +376,9 @@ def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the
                 assert torch.equal(one, torch.full((3,), 0.5)) and torch.equal(other, torch.zeros(2, 2))
             with pytest.raises(UsageError, match="used already"):
                 averager.step(control)
+        alone = DiLoCoGradAverager(mains[0], outers[0], dht=peers[0], prefix="h", min_group_size=2)
+        with pytest.raises(RoundTimeout, match="1 peers came, fewer than min_group_size=2"):
+            alone.step()
         with pytest.raises(UsageError, match="on its way"):
             averagers[0].schedule_step().result()
     make: Callable[..., object] = partial(DiLoCoGradAverager, offloaded_optimizer=outers[0], dht=peers[0], prefix="g")
@@ -361,6 +386,7 @@ def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the
         (KeyError, {"client_mode": True}),
         (KeyError, {"averaged_grads": ()}),
         (TypeError, {"prefxi": 1}),
+        (ValueError, {"averaging_alpha": 0.25}),
     ):
         with pytest.raises(error):
             make(mains[0], **options)

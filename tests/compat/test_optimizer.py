@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1240,3 +1241,40 @@ def test_the_state_of_an_optimizer_is_made_without_a_step_and_carried_over() -> 
     assert torch.equal(weights(net), weights(other))
     with pytest.raises(UsageError, match="shapes"):
         optimizer_state.load(again, metadata, mine, [torch.zeros(1), torch.zeros(1)])
+
+
+def test_it_is_not_copied_and_zero_grad_keeps_the_gradients_as_hiveminds() -> None:
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither pickled nor copied"):
+            copied(opt)
+    assert opt.defaults == opt.opt.defaults
+    F.mse_loss(*batch_of(net)).backward()
+    opt.zero_grad()
+    assert net.weight.grad is not None and not net.weight.grad.any()
+    opt.zero_grad(set_to_none=True)
+    assert net.weight.grad is None
+    opt.shutdown()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_frozen_parameters_do_not_decay(offload: bool) -> None:
+    """Gradients of zero were made for them, and AdamW took that for a step."""
+    net = model()
+    net.bias.requires_grad_(False)
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    options = {"offload_optimizer": True, "delay_optimizer_step": False} if offload else {}
+    opt = optimizer(Town(), net, optimizer=adamw, batch_size_per_step=TARGET, **options)
+    bias, weight = net.bias.detach().clone(), net.weight.detach().clone()
+    for _ in range(2):
+        F.mse_loss(*batch_of(net)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert torch.equal(net.bias, bias) and not torch.equal(net.weight, weight) and opt.local_epoch == 2
+    opt.shutdown()
+
+
+def batch_of(net: nn.Module) -> tuple[Tensor, Tensor]:
+    ((x, y),) = batches(0, 1, TARGET)
+    return net(x), y
