@@ -401,6 +401,7 @@ class DiLoCo:
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
             state["steps"], state["local"] = self._steps, self._outer.local() if kept else None
+            state["offered"] = self._offered
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -431,8 +432,11 @@ class DiLoCo:
         else:
             inner_step = max(0, int(state["inner_step"]))
             self._skipped = min(inner_step, self._period - 1)
-            if lost := int(state.get("steps", inner_step)):
+            offered = int(state.get("offered", 0))
+            if lost := int(state.get("steps", inner_step)) - offered:
                 log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
+            if offered:
+                log.warning("so are %d more, unless the round counted them that was on its way then", offered)
         self._outer.outgoing.load_residual(residual)
 
     def _stands_at(self, image: Tensor) -> bool:
