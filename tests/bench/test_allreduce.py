@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,6 @@ from dlc.bench.allreduce import (
     WrongMean,
     combine,
     join_timeout_s,
-    slowest_link_mbps,
     take_part,
 )
 from dlc.bench.pattern import Pattern
@@ -34,12 +33,14 @@ WORK = Work(n_peers=3, mb=2.0, codec="fp16", rounds=3)
 def test_three_peers_measure_and_agree() -> None:
     with swarm(3) as peers, ThreadPoolExecutor(3) as pool:
         reports = list(pool.map(lambda peer: take_part(peer, WORK, lambda text: None, 180.0), peers))
-    whole = combine(reports, WORK, False, 100.0)
+    links = dict.fromkeys(permutations("abc", 2), 100.0)
+    whole = combine(reports, WORK, False, links)
     assert whole.incomplete_rounds == 0 and len(whole.seconds) == 3
     for report in reports:
         assert len(report.seconds) == 3 and report.waiting_s + report.reduce_s + report.rest_s > 0
     assert sum(r.sent_mb for r in reports) == pytest.approx(3 * 2 * 2 / 3 * 1.0, rel=0.02), "2 (N - 1) / N each"
     assert whole.limit_s == pytest.approx(4 / 3 * (8e6 + 16) / 100e6)
+    assert whole.slowest_link_mbps == 100.0 and whole.limited_by.startswith("all that")
     assert whole.limit_share == pytest.approx(whole.limit_s / whole.seconds_median)
     assert json.loads(json.dumps(whole.to_dict()))["peers"][0]["peer"] == reports[0].peer
 
@@ -131,22 +132,3 @@ def test_processes_of_one_host_may_take_their_time_but_not_fail() -> None:
 def test_work_that_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Work(**({"n_peers": 2, "mb": 1.0, "codec": "fp16", "rounds": 1} | options))
-
-
-def test_the_slowest_link_is_that_between_the_sites_that_take_part(tmp_path: Path) -> None:
-    links = tmp_path / "links.json"
-    rates = {("a:1", "b:1"): 90.0, ("b:1", "a:1"): 70, ("a:1", "c:1"): 5.0, ("c:1", "a:1"): None}
-    pairs = [{"from": a, "to": b, "up_mbps": rate} for (a, b), rate in rates.items()]
-    links.write_text(json.dumps({"pairs": pairs}))
-    assert slowest_link_mbps(links, ["a:1", "b:1"]) == 70.0
-    with pytest.raises(UsageError, match="no rate for c:1 to a:1"):
-        slowest_link_mbps(links, ["a:1", "c:1"])
-    for nothing in (0.0, True, float("inf"), -1.0):
-        links.write_text(json.dumps({"pairs": [pairs[0], pairs[1] | {"up_mbps": nothing}]}))
-        with pytest.raises(UsageError, match="no rate for b:1 to a:1"):
-            slowest_link_mbps(links, ["a:1", "b:1"])
-    links.write_text("[]")
-    with pytest.raises(UsageError, match="no output of"):
-        slowest_link_mbps(links, ["a:1", "b:1"])
-    with pytest.raises(UsageError, match="cannot be read"):
-        slowest_link_mbps(tmp_path / "nowhere", ["a:1"])

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dlc.bench.limit import Rates, least
 from dlc.bench.pattern import Pattern
 from dlc.bench.plain import rounded
 from dlc.comm import vectors
@@ -93,7 +92,9 @@ class AllReduceReport:
     slowest_link_mbps: float | None
     """Of --links; None without."""
     limit_s: float | None
-    """The same bytes over the slowest link."""
+    """The least time of a round over these links: see limit.py."""
+    limited_by: str
+    """What takes so long: a path, or all that one host sends or receives; "" without --links."""
     limit_share: float | None
     """limit_s / seconds_median: 1 is perfect."""
     seconds: tuple[float, ...]
@@ -242,8 +243,11 @@ def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundRe
     )
 
 
-def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, slowest_mbps: float | None) -> AllReduceReport:
-    """One report of all. Where rounds were incomplete they no longer pair up, and the slowest peer's times count."""
+def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, links: Rates | None) -> AllReduceReport:
+    """One report of all. Where rounds were incomplete they no longer pair up, and the slowest peer's times count.
+
+    links: between all hosts that take part.
+    """
     lost = max(p.incomplete_rounds for p in peers)
     if lost:
         seconds = max((p.seconds for p in peers), key=statistics.median)
@@ -252,7 +256,7 @@ def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, slowest_mb
     median_s = statistics.median(seconds)
     wire_mbit = get_codec(work.codec).wire_bytes(work.numel) * 8e-6
     each_mbit = 2 * (work.n_peers - 1) / work.n_peers * wire_mbit
-    limit_s = each_mbit / slowest_mbps if slowest_mbps else None
+    limit = least(links, wire_mbit) if links else None
     return AllReduceReport(
         n_peers=work.n_peers,
         mb=work.mb,
@@ -263,33 +267,14 @@ def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, slowest_mb
         seconds_median=median_s,
         seconds_min=min(seconds),
         effective_mbps=each_mbit / median_s,
-        slowest_link_mbps=slowest_mbps,
-        limit_s=limit_s,
-        limit_share=limit_s / median_s if limit_s is not None else None,
+        slowest_link_mbps=min(links.values()) if links else None,
+        limit_s=limit.seconds if limit is not None else None,
+        limited_by=limit.by if limit is not None else "",
+        limit_share=limit.seconds / median_s if limit is not None else None,
         seconds=seconds,
         stopped=next((p.stopped for p in peers if p.stopped), ""),
         peers=tuple(peers),
     )
-
-
-def slowest_link_mbps(links: Path, sites: Sequence[str]) -> float:
-    """The slowest direction between any two of `sites`, out of what `dlc bench matrix --json` printed."""
-    try:
-        pairs = json.loads(links.read_text(encoding="utf-8"))["pairs"]
-        rates = {(p["from"], p["to"]): p["up_mbps"] for p in pairs}
-    except OSError as error:
-        raise UsageError(f"the file {links} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{links} is no output of `dlc bench matrix --json`") from None
-    wanted = [(a, b) for a in sites for b in sites if a != b]
-    unknown = [f"{a} to {b}" for a, b in wanted if not _is_rate(rates.get((a, b)))]
-    if unknown:
-        raise UsageError(f"{links} has no rate for {', '.join(unknown[:3])}; measure these, or leave out --links")
-    return float(min(rates[pair] for pair in wanted))
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class Children:

@@ -62,8 +62,8 @@ def allreduce(report: AllReduceReport, console: Console) -> None:
     )
     if report.limit_s is not None and report.limit_share is not None:
         console.print(
-            f"limit of the slowest link ({report.slowest_link_mbps:.0f} Mbit/s): {report.limit_s:.3f} s; "
-            f"this is {report.limit_share:.0%} of it",
+            f"limit of the links: {report.limit_s:.3f} s ({report.limited_by}); "
+            f"{report.limit_share:.0%} of what they allow was reached",
             highlight=False,
             soft_wrap=True,
         )

@@ -361,16 +361,22 @@ def _allreduce(args: argparse.Namespace) -> int:
     if args.threads > (most := THREADS_PER_CORE_MAX * (os.cpu_count() or 1)):
         raise UsageError(f"--threads is {args.threads}; on this host choose up to {most}")
     peers, key = addresses_of(args.peers or ()), run_key(args.key_file)
+    if args.links and args.n_peers not in (None, len(peers)):
+        raise UsageError(
+            f"--links tells the limit between all {len(peers)} hosts of --peers, and --n-peers is {args.n_peers}: list "
+            "those that take part, or leave out --links"
+        )
     _check_place(args, key is not None)
     import torch  # takes seconds, so only now that the options are known to be right
 
     from dlc.bench import allreduce, show
+    from dlc.bench.limit import read_links
     from dlc.cli.console import Stdout
     from dlc.peer import Peer
 
     n_peers = args.local if args.local is not None else args.n_peers or len(peers)
     work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
-    slowest_mbps = allreduce.slowest_link_mbps(args.links, peers) if args.links else None
+    links = read_links(args.links, peers) if args.links else None
     args.join_timeout = args.join_timeout or allreduce.join_timeout_s(args.local)
     if args.local is not None and not args.threads:
         args.threads = max(1, (os.cpu_count() or 1) // n_peers)
@@ -394,7 +400,7 @@ def _allreduce(args: argparse.Namespace) -> int:
                     allreduce.take_part(peer, work, say, args.join_timeout, children.look),
                     *children.reports(),
                 ]
-    report = allreduce.combine(reports, work, key is not None, slowest_mbps)
+    report = allreduce.combine(reports, work, key is not None, links)
     if args.json:
         _print_json(report.to_dict())
     else:
