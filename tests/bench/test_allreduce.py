@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from dlc.bench import allreduce
 from dlc.bench.allreduce import (
+    GONE_S,
     WARM_UP_ROUNDS,
-    Children,
     PeerReport,
     Work,
     WrongMean,
@@ -67,7 +68,11 @@ class FakePeer:
     def members(self) -> list[Any]:
         return [SimpleNamespace(alive=True)] * 2
 
-    def all_reduce(self, tensor: torch.Tensor, *, name: str = "default", codec: str, timeout_s: float) -> RoundReport:
+    def all_reduce(self, tensor: torch.Tensor, *, name: str, codec: str, timeout_s: float, async_op: bool) -> Any:
+        report = self._report(tensor, name, codec)
+        return SimpleNamespace(wait=lambda timeout_s: report, done=True, cancel=lambda: False)
+
+    def _report(self, tensor: torch.Tensor, name: str, codec: str) -> RoundReport:
         other = "y" * 32
         gone = self.missing and name == "default"
         if name == "default":
@@ -112,11 +117,48 @@ def test_who_does_not_come_is_told() -> None:
         take_part(peer, WORK, lambda text: None, 0.2)
 
 
-def test_processes_of_one_host_may_take_their_time_but_not_fail() -> None:
+def test_who_is_gone_for_a_while_ends_it_and_who_stood_still_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, other = [0.0], SimpleNamespace(alive=True)
+    monkeypatch.setattr(allreduce, "clock", lambda: now[0])
+    peer = SimpleNamespace(members=lambda: [SimpleNamespace(alive=True), other])
+    gone = allreduce._Gone(peer, 2, lambda: None)  # type: ignore[arg-type]
+    for at, alive in ((0.0, True), (1.0, False), (GONE_S, False), (GONE_S + 2, True), (GONE_S + 3, False)):
+        now[0], other.alive = at, alive
+        gone()
+    now[0] = 2 * GONE_S + 3
+    with pytest.raises(DlcError, match="only 1 of 2 peers are still here"):
+        gone()
+
+
+@pytest.mark.parametrize("at", ["gate", "default"])
+def test_what_is_looked_for_ends_a_round_in_the_middle(at: str) -> None:
+    """Its call is given up, and the figures are of the rounds before."""
+    given_up: list[str] = []
+
+    class Stuck(FakePeer):
+        def all_reduce(self, tensor: torch.Tensor, *, name: str, codec: str, timeout_s: float, async_op: bool) -> Any:
+            if self.round < WARM_UP_ROUNDS + 2 or name != at:
+                return super().all_reduce(tensor, name=name, codec=codec, timeout_s=timeout_s, async_op=async_op)
+
+            def wait(timeout_s: float) -> RoundReport:
+                raise RoundTimeout("not yet")
+
+            return SimpleNamespace(wait=wait, done=False, cancel=lambda: given_up.append(name))
+
+    stuck = Stuck()
+
+    def look() -> None:
+        if stuck.round == WARM_UP_ROUNDS + 2:
+            raise DlcError("a peer has died")
+
+    work = Work(n_peers=2, mb=0.4, codec="fp16", rounds=5)
+    report = take_part(stuck, work, lambda text: None, 5.0, look)  # type: ignore[arg-type]
+    assert len(report.seconds) == 2 and report.stopped == "after 2 of 5 rounds: a peer has died"
+    assert given_up == [at]
+
+
+def test_processes_of_one_host_may_take_their_time() -> None:
     assert join_timeout_s(None) == join_timeout_s(2) == 60.0 and join_timeout_s(16) == 160.0
-    with Children(1, {"--peers": "127.0.0.1:1", "--codec": "nix"}) as children, Peer.join() as peer:
-        with pytest.raises(DlcError, match="exit status 2"):
-            take_part(peer, WORK, lambda text: None, 600.0, children.look)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,17 @@ def test_ctrl_c_ends_an_allreduce_and_its_processes(run: Any) -> None:
     wait_until(lambda: not any(child.is_running() for child in children), WAIT_S, "the other peers end")
 
 
+def test_a_process_that_is_killed_does_not_cost_what_was_measured(run: Any) -> None:
+    reduce = run("allreduce", "--local", "2", "--mb", "1", "--rounds", "100000", "--json")
+    reduce.until("round 3 of")
+    (child,) = psutil.Process(reduce.process.pid).children(recursive=True)
+    child.kill()
+    code, out, err = reduce.end()
+    report = json.loads(out)
+    assert code == 4 and len(report["peers"]) == 1 and len(report["seconds"]) >= 2
+    assert "SIGKILL" in report["stopped"] and report["stopped"] in err and "stands above" not in err
+
+
 def test_codec_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "codec", "--mb", "1", "--device", "cpu", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

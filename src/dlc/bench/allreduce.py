@@ -15,10 +15,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,7 @@ from dlc.bench.plain import rounded
 from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.codecs import get_codec
-from dlc.errors import DlcError, UsageError
+from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.peer import Peer
 from dlc.report import RoundReport
 
@@ -46,6 +44,8 @@ GATE_S_MAX = 60.0
 JOIN_S, JOIN_S_PER_PROCESS = 60.0, 10.0
 """For the next peer to come: by default, and for each process of --local where that is more."""
 LOOK_EVERY_S = 0.1
+GONE_S = 10.0
+"""For a peer that is taken for dead to be there again: a machine may stand still for a while."""
 
 
 class WrongMean(DlcError):
@@ -99,8 +99,9 @@ class AllReduceReport:
     """limit_s / seconds_median: 1 is perfect."""
     seconds: tuple[float, ...]
     stopped: str
-    """Why a peer had no more rounds; "" if all had."""
+    """Why a peer had no more rounds, or told nothing; "" if all had and did."""
     peers: tuple[PeerReport, ...]
+    """In a swarm of several hosts this one only; else those that came to their end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, rounded to what was measured."""
@@ -147,7 +148,8 @@ def take_part(
     """All rounds, as one of `work.n_peers`. Raises WrongMean, UsageError (not everybody came), and what else
     ended it before there was a round to report.
 
-    join_timeout_s: from one peer that comes to the next. look: called while waiting for them; what it raises ends that.
+    join_timeout_s: from one peer that comes to the next. look: called while waiting for others; the DlcError that it
+    raises ends that.
     """
     _wait_for_all(peer, work.n_peers, say, join_timeout_s, look)
     pattern = Pattern(work.numel, work.codec)
@@ -155,15 +157,16 @@ def take_part(
     _meet(peer, gate, work.n_peers, join_timeout_s, look)
     seconds: list[float] = []
     reports: list[RoundReport] = []
+    gone = _Gone(peer, work.n_peers, look)
     for number in range(-WARM_UP_ROUNDS, work.rounds):
         say("warm-up" if number < 0 else f"round {number + 1} of {work.rounds}")
         pattern.fill(vector, peer.id)
-        if work.pause_s and number > -WARM_UP_ROUNDS:
-            threading.Event().wait(work.pause_s)
         try:
-            _meet(peer, gate, work.n_peers, GATE_S_MAX)
+            if number > -WARM_UP_ROUNDS:
+                _pause(work.pause_s, look)
+            _meet(peer, gate, work.n_peers, GATE_S_MAX, gone)
             begin = clock()
-            report = peer.all_reduce(vector, codec=work.codec, timeout_s=ROUND_TIMEOUT_S)
+            report = _reduced(peer, vector, "default", work.codec, ROUND_TIMEOUT_S, look)
         except DlcError as error:
             if not any(_whole(r, work) for r in reports):
                 raise
@@ -196,18 +199,62 @@ def _wait_for_all(
         threading.Event().wait(LOOK_EVERY_S)
 
 
-def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float, look: Callable[[], None] = lambda: None) -> None:
+class _Gone:
+    """Raises DlcError, where a peer of the benchmark is gone for good, or where `look` raises it."""
+
+    def __init__(self, peer: Peer, n_peers: int, look: Callable[[], None]) -> None:
+        self._peer, self._n_peers, self._look = peer, n_peers, look
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        self._look()
+        here = sum(member.alive for member in self._peer.members())
+        if here >= self._n_peers:
+            self._since = None
+            return
+        now = clock()
+        self._since = now if self._since is None else self._since
+        if now >= self._since + GONE_S:
+            raise DlcError(f"only {here} of {self._n_peers} peers are still here")
+
+
+def _pause(seconds: float, look: Callable[[], None]) -> None:
+    until = clock() + seconds
+    while (left_s := until - clock()) > 0:
+        look()
+        threading.Event().wait(min(LOOK_EVERY_S, left_s))
+
+
+def _meet(peer: Peer, gate: Tensor, n_peers: int, timeout_s: float, look: Callable[[], None]) -> None:
     """A round with everybody in it. Alive is not enough: a newcomer takes part only when it has a seat."""
     deadline, most = clock() + timeout_s, 0
-    while (
-        len((report := peer.all_reduce(gate, name="gate", codec="fp32", timeout_s=GATE_S_MAX)).contributors) < n_peers
-    ):
+    while len((report := _reduced(peer, gate, "gate", "fp32", GATE_S_MAX, look)).contributors) < n_peers:
         look()
         if (here := len(report.contributors)) > most:
             deadline, most = clock() + timeout_s, here
         if clock() >= deadline:
             raise DlcError(f"not all {n_peers} peers took part within {timeout_s:g} s: {report.summary()}")
         threading.Event().wait(LOOK_EVERY_S)
+
+
+def _reduced(
+    peer: Peer, tensor: Tensor, name: str, codec: str, timeout_s: float, look: Callable[[], None]
+) -> RoundReport:
+    """An all-reduce that is given up when `look` raises."""
+    until = clock() + timeout_s
+    reduction = peer.all_reduce(tensor, name=name, codec=codec, timeout_s=timeout_s, async_op=True)
+    try:
+        while (left_s := until - clock()) > 0:
+            try:
+                return reduction.wait(min(LOOK_EVERY_S, left_s))
+            except RoundTimeout:
+                if reduction.done:
+                    raise
+            look()
+        raise RoundTimeout(f"no round of {name!r} was committed within {timeout_s:g} s")
+    except BaseException:
+        reduction.cancel()
+        raise
 
 
 def _check(vector: Tensor, pattern: Pattern, report: RoundReport) -> None:
@@ -243,13 +290,15 @@ def _summary(peer: Peer, work: Work, seconds: list[float], reports: list[RoundRe
     )
 
 
-def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, links: Rates | None) -> AllReduceReport:
+def combine(
+    peers: Sequence[PeerReport], work: Work, encrypted: bool, links: Rates | None, lost: str = ""
+) -> AllReduceReport:
     """One report of all. Where rounds were incomplete they no longer pair up, and the slowest peer's times count.
 
-    links: between all hosts that take part.
+    links: between all hosts that take part. lost: why the report of a peer is not among `peers`.
     """
-    lost = max(p.incomplete_rounds for p in peers)
-    if lost:
+    incomplete = max(p.incomplete_rounds for p in peers)
+    if incomplete:
         seconds = max((p.seconds for p in peers), key=statistics.median)
     else:
         seconds = tuple(max(of_round) for of_round in zip(*(p.seconds for p in peers), strict=True))
@@ -263,7 +312,7 @@ def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, links: Rat
         codec=work.codec,
         encrypted=encrypted,
         rounds=work.rounds,
-        incomplete_rounds=lost,
+        incomplete_rounds=incomplete,
         seconds_median=median_s,
         seconds_min=min(seconds),
         effective_mbps=each_mbit / median_s,
@@ -272,56 +321,6 @@ def combine(peers: Sequence[PeerReport], work: Work, encrypted: bool, links: Rat
         limited_by=limit.by if limit is not None else "",
         limit_share=limit.seconds / median_s if limit is not None else None,
         seconds=seconds,
-        stopped=next((p.stopped for p in peers if p.stopped), ""),
+        stopped=next((p.stopped for p in peers if p.stopped), lost),
         peers=tuple(peers),
     )
-
-
-class Children:
-    """The other peers of `--local`: processes that run this very command. Closing ends those that still live.
-
-    Each has a session of its own: a Ctrl-C of the terminal is for us alone, and we end them.
-    """
-
-    def __init__(self, n: int, options: Mapping[str, str]) -> None:
-        words = [word for option in options.items() for word in option]
-        command = [sys.executable, "-m", "dlc", "bench", "allreduce", "--json", "--log-level", "error", *words]
-        self._processes: list[subprocess.Popen[str]] = []
-        try:
-            for _ in range(n):
-                self._processes.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-                )
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Children:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def look(self) -> None:
-        """DlcError if one of them failed."""
-        for process in self._processes:
-            if process.poll():
-                raise DlcError(f"a peer ended with exit status {process.returncode}; its error stands above")
-
-    def reports(self) -> list[PeerReport]:
-        """What each of them printed; waits for their end."""
-        found = []
-        for process in self._processes:
-            text, _ = process.communicate()
-            self.look()
-            (plain,) = json.loads(text)["peers"]
-            found.append(PeerReport(**plain | {"seconds": tuple(plain["seconds"])}))
-        return found
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()  # they keep nothing, and a signal that they may answer is told once more by each
-        for process in self._processes:
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()

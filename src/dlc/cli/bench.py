@@ -370,6 +370,7 @@ def _allreduce(args: argparse.Namespace) -> int:
     import torch  # takes seconds, so only now that the options are known to be right
 
     from dlc.bench import allreduce, show
+    from dlc.bench.children import Children
     from dlc.bench.limit import read_links
     from dlc.cli.console import Stdout
     from dlc.peer import Peer
@@ -395,12 +396,10 @@ def _allreduce(args: argparse.Namespace) -> int:
             join_timeout_s=args.join_timeout,
         ) as peer:
             n_children = n_peers - 1 if args.local is not None else 0
-            with allreduce.Children(n_children, _child_options(args, peer.address, n_peers)) as children:
-                reports = [
-                    allreduce.take_part(peer, work, say, args.join_timeout, children.look),
-                    *children.reports(),
-                ]
-    report = allreduce.combine(reports, work, key is not None, links)
+            with Children(n_children, _child_options(args, peer.address, n_peers)) as children:
+                mine = allreduce.take_part(peer, work, say, args.join_timeout, children.look)
+                others, lost = children.reports()
+    report = allreduce.combine([mine, *others], work, key is not None, links, lost)
     if args.json:
         _print_json(report.to_dict())
     else:
