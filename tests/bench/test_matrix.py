@@ -119,6 +119,47 @@ def test_the_table_shows_rates_and_errors_and_no_markup_of_others() -> None:
     assert "123 (20.0)" in text and "[red]b:1 is not there" in text and "A  a:1" in text
 
 
+def shown(report: MatrixReport, width: int = 80) -> str:
+    out = io.StringIO()
+    show.matrix(report, Console(file=out, width=width))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 8, 12, 20, 30])
+def test_no_number_is_cut_off_however_many_sites_there_are(n: int, width: int) -> None:
+    sites = tuple(f"site-{i}.example.org:4700" for i in range(n))
+    ways = [(a, b) for a in sites for b in sites if a != b]
+    pairs = tuple(PairReport(a, b, 12345.0 + i, 1000.5 + i, "") for i, (a, b) in enumerate(ways))
+    text = shown(MatrixReport(sites, True, pairs, 3.0), width)
+    assert "…" not in text
+    for i, (a, b) in enumerate(ways):
+        assert f"{12345 + i}" in text and f"{1000.5 + i:.1f}" in text
+        assert a in text and b in text
+    lines = text.splitlines()
+    assert all(len(line) <= width or f"{ways[0][0]} to" in text for line in lines)
+
+
+def test_what_does_not_fit_is_left_out_one_by_one() -> None:
+    def of(n: int) -> str:
+        sites = tuple(f"host{i}:4700" for i in range(n))
+        pairs = tuple(PairReport(a, b, 123.0, 20.0, "") for a in sites for b in sites if a != b)
+        return shown(MatrixReport(sites, True, pairs, 3.0))
+
+    assert "A  host0:4700  " in of(3) and "Mbit/s (round trip, ms)" in of(3)
+    assert "Mbit/s (ms)" in of(5) and "\nA  host0:4700\n" in of(5) and "123 (20.0)" in of(5)
+    assert "\nms " in of(8) and "\nA  host0:4700\n" in of(8) and "(20.0)" not in of(8)
+    assert "host0:4700 to host13:4700: 123 Mbit/s, 20.0 ms" in of(14)
+
+
+def test_an_error_tells_who_measured_to_whom_and_an_address_is_no_markup() -> None:
+    sites = ("[fe80::1]:1", "b:1", "c:1")
+    pairs = tuple(PairReport(a, b, None, None, "no way") for a in sites for b in sites if a != b)
+    text = shown(MatrixReport(sites, True, pairs, 3.0))
+    assert "A  [fe80::1]:1" in text
+    assert "[fe80::1]:1 to b:1, c:1: no way\nb:1 to [fe80::1]:1, c:1: no way\n" in text
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the heat map needs the extra `plots`")
     heatmap.check(tmp_path / "m.png")
