@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from dlc.bench import children as children_module
 from dlc.bench.allreduce import PeerReport, Work, combine, take_part
-from dlc.bench.children import Children
-from dlc.errors import DlcError
+from dlc.bench.children import LOCAL_MAX, Children, check_local
+from dlc.errors import DlcError, UsageError
 from dlc.peer import Peer
 from tests.helpers import wait_until
 
@@ -73,6 +74,18 @@ def test_very_many_rounds_are_no_reason_to_stand_still(monkeypatch: pytest.Monke
     )
     with processes(monkeypatch, program) as children:
         assert children.reports() == ([long], "")
+
+
+def test_no_more_are_started_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "meminfo"
+    monkeypatch.setattr(children_module, "MEMINFO", told)
+    check_local(LOCAL_MAX, 8000.0)  # where the system does not tell
+    told.write_text("MemTotal:       99999999 kB\nMemAvailable:    8000000 kB\nHugePages_Total:       0\n")
+    check_local(4, 300.0)
+    with pytest.raises(UsageError, match=r"--local 4 with --mb 400 takes about 9.0 GB of memory, and 8.2 GB are free"):
+        check_local(4, 400.0)
+    with pytest.raises(UsageError, match=f"--local is {LOCAL_MAX + 1}; choose up to {LOCAL_MAX}"):
+        check_local(LOCAL_MAX + 1, 0.1)
 
 
 def test_who_fails_before_the_first_round_ends_the_waiting() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dlc.bench.children import LOCAL_MAX
 from dlc.bench.link import LinkReport, StreamRates
 from dlc.bench.stream import Stopped
 from dlc.cli import main
@@ -125,6 +126,7 @@ def test_every_tool_has_help_with_an_example(capsys: pytest.CaptureFixture[str],
         (["matrix", "--peers", "a:1,b:1", "--png", "m.jpg"], ".png"),
         (["allreduce"], "--local"),
         (["allreduce", "--local", "1"], "at least 2 peers"),
+        (["allreduce", "--local", "100000"], "choose up to 64 processes"),
         (["allreduce", "--local", "2", "--codec", "nix"], "unknown codec"),
         (["allreduce", "--local", "2", "--codec", "topk"], "for training only"),
         (["allreduce", "--local", "2", "--links", "f"], "--peers"),
@@ -140,6 +142,17 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(
 ) -> None:
     code, text = fails(capsys, *words)
     assert code == 2 and said in text
+
+
+def test_processes_are_no_more_than_fit_and_the_help_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlc.bench.children._free_bytes", lambda: 2e9)
+    code, text = fails(capsys, "allreduce", "--local", "4", "--mb", "100")
+    assert code == 2 and "takes about 3.0 GB of memory, and 2.0 GB are free" in text
+    with pytest.raises(SystemExit):
+        main(["bench", "allreduce", "--help"])
+    assert f"up to {LOCAL_MAX}" in capsys.readouterr().out
 
 
 def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> None:

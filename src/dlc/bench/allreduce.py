@@ -36,7 +36,7 @@ from dlc.report import RoundReport
 WARM_UP_ROUNDS = 2
 """Not timed: first connections, page faults, pace estimates."""
 MB_MAX = 8000.0
-"""The vector, its pattern and the results that are held: about four times this in memory."""
+"""The vector, its pattern, what is sent and the results that are held: up to five times this in memory."""
 ROUND_TIMEOUT_S = 600.0
 """Others are waited for during half of it."""
 GATE_S_MAX = 60.0

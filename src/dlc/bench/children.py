@@ -7,22 +7,50 @@ would, and print what was measured until then.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
 from dlc.bench.allreduce import LOOK_EVERY_S, PeerReport
 from dlc.comm.clock import clock
-from dlc.errors import DlcError
+from dlc.errors import DlcError, UsageError
 
+LOCAL_MAX = 64
+"""Processes of --local, this one included: each takes a core for seconds to begin with, and a port or two."""
+VECTORS, PROCESS_BYTES = 5, 250e6
+"""Memory of a process: so many vectors (seen: 4.7 with fp32, 3.4 with fp16), and what it has without any."""
+MEMINFO = Path("/proc/meminfo")
 LAST_S = 30.0
 """For the others to notice that one has died, and to print what they saw: more than GONE_S."""
 WITH_REPORT = (0, 4)
 """Exit status of a process that printed what it saw: of all rounds, or until it was stopped."""
+
+
+def check_local(n: int, mb: float) -> None:
+    """UsageError: `n` processes with vectors of `mb` are too many, or take more memory than is free."""
+    if n > LOCAL_MAX:
+        raise UsageError(f"--local is {n}; choose up to {LOCAL_MAX} processes")
+    needed, free = n * (VECTORS * mb * 1e6 + PROCESS_BYTES), _free_bytes()
+    if needed > free:
+        raise UsageError(
+            f"--local {n} with --mb {mb:g} takes about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are "
+            "free: choose fewer processes, or a smaller vector"
+        )
+
+
+def _free_bytes() -> float:
+    """Memory that can be had without swapping; infinite where the system does not tell."""
+    try:
+        told = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        return int(told["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return math.inf
 
 
 class Children:

@@ -100,7 +100,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
     reduce = _tool(tools, "allreduce", "time the all-reduce, here or together with other hosts", ALLREDUCE_EXAMPLE)
     where = reduce.add_mutually_exclusive_group(required=True)
-    where.add_argument("--local", type=count, metavar="N", help="N processes on this host")
+    where.add_argument("--local", type=count, metavar="N", help="N processes on this host, up to 64")
     where.add_argument(
         "--peers", type=given, metavar="HOST:PORT,...", help="all hosts, this one included; the same list on each"
     )
@@ -370,13 +370,15 @@ def _allreduce(args: argparse.Namespace) -> int:
     import torch  # takes seconds, so only now that the options are known to be right
 
     from dlc.bench import allreduce, show
-    from dlc.bench.children import Children
+    from dlc.bench.children import Children, check_local
     from dlc.bench.limit import read_links
     from dlc.cli.console import Stdout
     from dlc.peer import Peer
 
     n_peers = args.local if args.local is not None else args.n_peers or len(peers)
     work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
+    if args.local is not None:
+        check_local(n_peers, work.mb)
     links = read_links(args.links, peers) if args.links else None
     args.join_timeout = args.join_timeout or allreduce.join_timeout_s(args.local)
     if args.local is not None and not args.threads:
