@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from dlc.bench.codec import MB_MAX, devices, measure_codecs
+from dlc.bench.codec import MB_MAX, _errors, devices, measure_codecs
 from dlc.comm.blockcodecs import BLOCK
 from dlc.comm.codecs import CODECS
 from dlc.errors import UsageError
@@ -27,6 +32,39 @@ def test_every_codec_is_measured_on_the_cpu() -> None:
         step = 3.0 / limit  # the greatest of a block is at 2.5 to 4 for most, and errors are even within a step
         assert 0.8 < reports[name].rms_relative_error * 12**0.5 / step < 1.25
         assert reports[name].max_relative_error <= 6 / limit / 2
+
+
+MEASURED = """
+import resource, torch
+from dlc.bench import codec
+codec.keep_freed_chunks = lambda: True
+def peak(mb):
+    codec.measure_codecs(mb, [torch.device("cpu")], lambda text: None)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small = peak(1.0)
+print((peak(30.0) - small) / 30e6)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others count ru_maxrss in other units")
+def test_memory_is_three_times_the_vector() -> None:
+    """Every chunk is given back to the system when it is freed: else what lies between others stays, more or less."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, env=environment)
+    assert float(done.stdout) < 4.0
+
+
+def test_errors_are_those_of_the_whole_vector() -> None:
+    """Chunk by chunk they are what they are in one piece, and what is no number shows."""
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    decoded = exact.half().float()
+    error = (decoded.double() - exact.double()).square().sum().item()
+    found = _errors(torch.split(decoded, 300), torch.split(exact, 300))
+    assert found == pytest.approx(
+        (error, exact.double().square().sum().item(), (decoded.double() - exact.double()).abs().max().item()), rel=1e-12
+    )
+    decoded[999] = math.nan
+    assert all(map(math.isnan, _errors([decoded], [exact])[::2]))
 
 
 def test_says_so_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,13 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     )
 
     codec = _tool(tools, "codec", "time encoding and decoding on this host, and what each codec loses", CODEC_EXAMPLE)
-    codec.add_argument("--mb", type=float, default=64.0, metavar="MB", help="MB (10^6 bytes) of fp32 (default 64)")
+    codec.add_argument(
+        "--mb",
+        type=float,
+        default=64.0,
+        metavar="MB",
+        help="MB (10^6 bytes) of fp32, three times in memory (default 64)",
+    )
     codec.add_argument(
         "--device", default="auto", help="auto (default: the CPU, and CUDA where there is one), cpu, cuda"
     )
