@@ -17,6 +17,7 @@ import pytest
 
 from dlc.bench.children import LOCAL_MAX
 from dlc.bench.link import LinkReport, StreamRates
+from dlc.bench.matrix import MatrixReport, PairReport
 from dlc.bench.stream import Stopped
 from dlc.cli import main
 from dlc.cli.bench import _interruptible
@@ -201,6 +202,25 @@ def test_rates_that_are_missing_are_told_by_the_exit_status(
     assert main(["bench", "link", "--to", "h:1", "--log-level", "error"]) == code
     shown = capsys.readouterr()
     assert shown.err.count("\n") == bool(said) and said in shown.err and "up Mbit/s" in shown.out
+
+
+@pytest.mark.parametrize(("up_mbps", "code"), [(9.0, 0), (None, 4)])
+def test_a_picture_that_cannot_be_written_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, up_mbps: Any, code: int
+) -> None:
+    def draw(report: MatrixReport, path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    pairs = (PairReport("a:1", "b:1", 9.0, 1.0, ""), PairReport("b:1", "a:1", up_mbps, 1.0, ""))
+    report = MatrixReport(("a:1", "b:1"), False, pairs, 3.0)
+    monkeypatch.setattr("dlc.bench.matrix.measure_matrix", lambda *words, **options: report)
+    monkeypatch.setattr("dlc.bench.heatmap.check", lambda path: None)
+    monkeypatch.setattr("dlc.bench.heatmap.draw", draw)
+    picture = tmp_path / "m.png"
+    assert main(["bench", "matrix", "--peers", "a:1,b:1", "--png", str(picture), "--json"]) == code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["pairs"][0]["up_mbps"] == 9.0
+    assert f"{picture} could not be written: No space left on device" in shown.err
 
 
 def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> None:

@@ -167,11 +167,28 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_nobody_here_may_write_is_refused_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
+    asked: list[Path] = []
+    monkeypatch.setattr(heatmap.os, "access", lambda path, mode: asked.append(path))
+    (tmp_path / "old.png").touch()
+    for name in ("new.png", "old.png"):
+        with pytest.raises(UsageError, match=f"{name} cannot be written by this user"):
+            heatmap.check(tmp_path / name)
+    assert asked == [tmp_path, tmp_path / "old.png"]
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
     with pytest.raises(UsageError, match="png"):
         heatmap.check(tmp_path / "m.jpg")
     with pytest.raises(UsageError, match="folder that exists"):
         heatmap.check(tmp_path / "nowhere" / "m.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match="folder.png is a folder"):
+        heatmap.check(tmp_path / "folder.png")
     monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"dlc\[plots\]"):
         heatmap.check(tmp_path / "m.png")

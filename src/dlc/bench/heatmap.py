@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from pathlib import Path
 
 from dlc.bench.matrix import MatrixReport
@@ -20,10 +21,14 @@ def check(path: Path) -> None:
         raise UsageError("--png needs matplotlib, of the extra `plots`: pip install 'dlc[plots]'")
     if path.suffix.lower() != ".png" or not path.absolute().parent.is_dir():
         raise UsageError(f"--png wants the name of a .png file in a folder that exists, not {path}")
+    if path.is_dir():
+        raise UsageError(f"--png wants the name of a file, and {path} is a folder")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--png: {path} cannot be written by this user; name another file")
 
 
 def draw(report: MatrixReport, path: Path) -> None:
-    """Write the picture: rows send, columns receive, colour is the logarithm of the rate."""
+    """Write the picture: rows send, columns receive, colour is the logarithm of the rate. OSError: it cannot be."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

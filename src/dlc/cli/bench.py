@@ -321,8 +321,11 @@ def _matrix(args: argparse.Namespace) -> int:
     else:
         show.matrix(report, Stdout())
     if args.png is not None:
-        heatmap.draw(report, args.png)
-        log.info("drawn to %s", args.png)
+        try:
+            heatmap.draw(report, args.png)
+            log.info("drawn to %s", args.png)
+        except OSError as error:  # what was measured is printed, and counts
+            print(f"dlc bench: {args.png} could not be written: {error.strerror or error}", file=sys.stderr)
     if report.failed:
         print(f"dlc bench: {report.failed} of {len(report.pairs)} directions were not measured", file=sys.stderr)
     return _status(report.failed, len(report.pairs))
