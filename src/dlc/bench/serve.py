@@ -23,10 +23,11 @@ from dlc.comm.lanes import Incoming, Route
 from dlc.comm.measures import MeasureOrder
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
-from dlc.errors import DlcError, ProtocolError
+from dlc.errors import DlcError, ProtocolError, UsageError
 
 log = logging.getLogger(__name__)
 
+PORT_MAX = 65535
 POLL_S_MAX = 0.25
 FULL_POLL_S = 0.001
 """While a connection is full: the transport does not tell when one that others opened has room again."""
@@ -40,7 +41,9 @@ class Site:
 
     def __init__(self, listen: str, security: LinkSecurity | None, insecure: bool = False) -> None:
         ident, port = b"site" + secrets.token_bytes(8), parse_address(listen)[1]
-        bulk_port = port + 1 if 0 < port < 65535 else 0  # as a peer: a firewall needs two neighbours
+        if port == PORT_MAX:
+            raise UsageError(f"a site needs this port and the next one, and {PORT_MAX} is the last: listen on another")
+        bulk_port = port + 1 if port else 0  # as a peer: a firewall needs two neighbours
         self._security = security
         self._transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=bulk_port)
         self.host, self.port = self._transport.host, self._transport.control_port

@@ -67,7 +67,7 @@ example:
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """The tools of `dlc bench`, with their options."""
-    from dlc.cli.options import count, given, path, pause, seconds
+    from dlc.cli.options import count, given, number, path, pause, seconds
 
     tools = bench.add_subparsers(dest="tool", metavar="TOOL", required=True)
     serve = _tool(tools, "serve", "let others measure the links of this host, until Ctrl-C", SERVE_EXAMPLE)
@@ -80,7 +80,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     link.add_argument("--to", type=given, metavar="HOST:PORT", required=True, help="where it listens")
     _add_key(link, listens=False)
     link.add_argument("--seconds", type=seconds, default=30.0, metavar="S", help="in all (default 30)")
-    link.add_argument("--max-mb", type=float, default=2000.0, metavar="MB", help="payload in all (default 2000)")
+    link.add_argument("--max-mb", type=number, default=2000.0, metavar="MB", help="payload in all (default 2000)")
     link.add_argument("--streams", default="1,2,4,8", metavar="N,...", help="connections to try (default 1,2,4,8)")
 
     matrix = _tool(tools, "matrix", "measure every direction between hosts that run `dlc bench serve`", MATRIX_EXAMPLE)
@@ -95,7 +95,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     )
     _add_key(matrix, listens=True)
     matrix.add_argument("--seconds", type=seconds, default=5.0, metavar="S", help="for each direction (default 5)")
-    matrix.add_argument("--max-mb", type=float, default=500.0, metavar="MB", help="for each direction (default 500)")
+    matrix.add_argument("--max-mb", type=number, default=500.0, metavar="MB", help="for each direction (default 500)")
     matrix.add_argument("--png", type=path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
 
     reduce = _tool(tools, "allreduce", "time the all-reduce, here or together with other hosts", ALLREDUCE_EXAMPLE)
@@ -113,7 +113,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     reduce.add_argument("--advertise", type=given, metavar="HOST[:PORT]", help="with --peers: what others dial")
     _add_key(reduce, listens=True)
     reduce.add_argument(
-        "--mb", type=float, default=100.0, metavar="MB", help="MB (10^6 bytes) of fp32 per peer (default 100)"
+        "--mb", type=number, default=100.0, metavar="MB", help="MB (10^6 bytes) of fp32 per peer (default 100)"
     )
     reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
     reduce.add_argument("--rounds", type=count, default=5, metavar="R", help="timed rounds (default 5)")
@@ -136,7 +136,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     codec = _tool(tools, "codec", "time encoding and decoding on this host, and what each codec loses", CODEC_EXAMPLE)
     codec.add_argument(
         "--mb",
-        type=float,
+        type=number,
         default=64.0,
         metavar="MB",
         help="MB (10^6 bytes) of fp32, three times in memory (default 64)",
@@ -199,11 +199,12 @@ def _budget(args: argparse.Namespace, streams: str, down: bool) -> Any:
         numbers = tuple(int(n) for n in streams.split(","))
     except ValueError:
         raise UsageError(f"--streams wants numbers like 1,2,4,8, not {streams!r}") from None
-    if not 0 < args.max_mb < 1e9:
-        raise UsageError(f"--max-mb is {args.max_mb:g}; choose a number of MB above 0")
+    from dlc.bench.limits import BYTES_MAX, MB
     from dlc.bench.link import Budget
 
-    return Budget(args.seconds, int(args.max_mb * 1e6), numbers, down)
+    if not 1 <= args.max_mb <= BYTES_MAX // MB:  # also what is no number of bytes, and would be no Budget
+        raise UsageError(f"--max-mb is {args.max_mb:g}; choose 1 to {BYTES_MAX // MB} MB")
+    return Budget(args.seconds, int(args.max_mb * MB), numbers, down)
 
 
 def _print_json(document: object) -> None:

@@ -272,7 +272,8 @@ def path(text: str) -> Path:
     return Path(os.path.expanduser(given(text)))
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """Any, also one that is not finite."""
     try:
         return float(text)
     except ValueError:
@@ -281,7 +282,7 @@ def _number(text: str) -> float:
 
 def seconds(text: str) -> float:
     """Above 0."""
-    value = _number(text)
+    value = number(text)
     if not 0 < value < SECONDS_MAX:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0 and below {SECONDS_MAX:g}")
     return value
@@ -289,7 +290,7 @@ def seconds(text: str) -> float:
 
 def pause(text: str) -> float:
     """Seconds, or 0."""
-    return 0.0 if _number(text) == 0 else seconds(text)
+    return 0.0 if number(text) == 0 else seconds(text)
 
 
 def count(text: str) -> int:
