@@ -14,7 +14,7 @@ import torch
 
 from dlc.cli import main
 from dlc.cli.evaluate import Evaluation, _json
-from dlc.errors import CheckpointError
+from dlc.errors import CheckpointError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import BYTES, DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import saver, shelf
@@ -154,6 +154,29 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.Capt
     said = printed(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
     assert (said["source"], said["tokenizer"], said["seq_len"], said["blocks"]) == ("stdlib", "bytes", 16, 4)
     assert said["loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+def test_a_text_of_one_block_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it is held out, and nobody is told so."""
+    save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    (tmp_path / "a.txt").write_text("x" * 20)
+    assert main(["eval", str(tmp_path / "m"), "--source", str(tmp_path / "a.txt"), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["blocks"] == 1 and "to train on" not in said.err
+
+
+def test_a_name_that_is_no_folder_is_told_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def restore(target: str) -> None:
+        told.append(caplog.text)
+        raise UsageError("no such model")
+
+    monkeypatch.setattr("dlc.train.restored.restore", restore)
+    assert fails(capsys, "eval", "nope") == "dlc eval: no such model"
+    assert "there is no file or folder nope here: the Hugging Face hub is asked" in told[0]
 
 
 def test_an_export_without_room_fails_at_once_and_into_an_empty_folder_fills_it(

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from dlc.errors import DataError
 from dlc.train import sources
-from dlc.train.data import BlockSource, permute
-from dlc.train.packing import is_validation
+from dlc.train.data import BlockSource, WholeText, permute
+from dlc.train.packing import is_validation, tokenise
 from dlc.train.sources import Files, Place
+from dlc.train.tokens import ByteTokenizer
 
 
 def documents(source: object) -> list[tuple[str, bytes]]:
@@ -58,6 +59,27 @@ def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> Non
     assert torch.equal(batch[1], source.block(n))
     with pytest.raises(DataError):
         source.block(-1)
+
+
+def test_a_text_to_evaluate_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what a run would hold out, too, and across the two; one block is enough."""
+    caplog.set_level(logging.INFO, "dlc")
+    for i in range(60):
+        (tmp_path / f"{i}.txt").write_text(f"{i:02} " * 5)
+    streams = tokenise(Files(Place(str(tmp_path))), ByteTokenizer())
+    ids = [*streams.train.tolist(), *streams.held.tolist()]
+    assert len(streams.held) and len(ids) == 60 * 16
+    for seq_len in (7, 100, len(ids)):
+        whole = WholeText(Place(str(tmp_path)), seq_len, ByteTokenizer())
+        got = torch.cat(whole.batches(8, 10**6))
+        assert got.dtype == torch.int64 and got.shape == (len(ids) // seq_len, seq_len)
+        assert got.reshape(-1).tolist() == ids[: len(ids) // seq_len * seq_len]
+        assert whole.bytes_per_token == 15 / 16
+        assert f"has {whole.n_blocks} blocks of {seq_len} tokens" in caplog.text
+    assert "held out" not in caplog.text and "to train on" not in caplog.text
+    assert [len(batch) for batch in WholeText(Place(str(tmp_path)), 7, ByteTokenizer()).batches(2, 5)] == [2, 2, 1]
+    with pytest.raises(DataError, match=f"holds {len(ids)} tokens, fewer than a block of {len(ids) + 1}: .*--seq-len"):
+        WholeText(Place(str(tmp_path)), len(ids) + 1, ByteTokenizer())
 
 
 def test_a_source_that_is_used_up_is_told_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

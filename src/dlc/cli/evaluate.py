@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from dlc.train.restored import Restored
     from dlc.train.tokens import Tokenizer
+
+log = logging.getLogger(__name__)
 
 SEQ_LEN = 1024
 """Of a model that no run tells it of; less where the model takes less."""
@@ -49,8 +52,12 @@ def evaluate_model(args: argparse.Namespace) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
-    if not (os.path.exists(os.path.expanduser(args.model)) or HUB_NAME.fullmatch(args.model)):
-        raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
+    if not os.path.exists(os.path.expanduser(args.model)):
+        if not HUB_NAME.fullmatch(args.model):
+            raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
+        log.info(
+            "there is no file or folder %s here: the Hugging Face hub is asked for a model of that name", args.model
+        )
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -104,17 +111,15 @@ def _given_data(args: argparse.Namespace) -> DataSpec | None:
 def _text(
     args: argparse.Namespace, data: DataSpec | None, restored: Restored, tokenizer: Tokenizer, seq_len: int
 ) -> _Text:
-    from dlc.train.data import BlockSource, blocks_of, place_of
+    from dlc.train.data import WholeText, blocks_of, place_of
     from dlc.train.packing import TOKENS
     from dlc.train.sources import Place
 
     cache = home() / TOKENS
     if data is not None:
         place = Place(data.source, data.subset, data.split, data.text_field)
-        source = BlockSource(data.source, seq_len, tokenizer=tokenizer, place=place, cache=cache)
-        return _Text(
-            data.source, "all", source.all_batches(args.batch_size, args.blocks), source.bytes_per_token_of_all
-        )
+        whole = WholeText(place, seq_len, tokenizer, cache)
+        return _Text(data.source, "all", whole.batches(args.batch_size, args.blocks), whole.bytes_per_token)
     if restored.spec is None:
         held = blocks_of(Place(STDLIB), seq_len, tokenizer, cache=cache)
     else:

@@ -253,7 +253,12 @@ def _add_eval(evaluation: argparse.ArgumentParser) -> None:
         "--text-field", type=given, metavar="NAME", help="with --source: as data.text_field (default text)"
     )
     text.add_argument("--tokenizer", type=given, metavar="T", help="as data.tokenizer; default: the model's own")
-    text.add_argument("--seq-len", type=count, metavar="N", help="tokens per block; default: that of the run, or 1024")
+    text.add_argument(
+        "--seq-len",
+        type=count,
+        metavar="N",
+        help="tokens per block; default: that of the run; without one 1024, or what the model takes if that is less",
+    )
     text.add_argument("--blocks", type=count, default=256, metavar="N", help="at most so many blocks (default 256)")
     evaluation.add_argument("--batch-size", type=count, default=8, metavar="B", help="blocks at once (default 8)")
     evaluation.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")

@@ -33,7 +33,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.runspec import RunSpec
 from dlc.train import datasets_io
-from dlc.train.packing import VALIDATION_ONE_IN, tokenise
+from dlc.train.packing import VALIDATION_ONE_IN, Streams, tokenise
 from dlc.train.sources import Documents, Files, Place
 from dlc.train.streaming import StreamSource
 from dlc.train.tokens import ByteTokenizer, Ids, Tokenizer
@@ -146,12 +146,10 @@ class BlockSource:
         split_seq_len = split_seq_len or seq_len
         self.tokens_per_block, self._seed = seq_len, seed
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
-        streams = tokenise(open_documents(place or Place(str(source))), self.tokenizer, cache)
+        streams = _streams(place or Place(str(source)), self.tokenizer, cache)
         self._metas = (streams.train_meta, streams.held_meta)
         self._measured = streams.held_meta if len(streams.held) >= split_seq_len else streams.train_meta
         """Of the side that the validation blocks are from, as `_split` takes them."""
-        if not sum(meta.text_bytes for meta in self._metas):
-            raise DataError(f"the data source {source} holds no text; give a file or folder with text in it")
         train, validation = _split(streams.train, streams.held, split_seq_len, str(source))
         self._train, self._validation = _blocks(train.reshape(-1), seq_len), _blocks(validation.reshape(-1), seq_len)
         self.n_blocks = len(self._train)
@@ -175,11 +173,6 @@ class BlockSource:
     def bytes_per_token(self) -> float:
         """As `Blocks.bytes_per_token`."""
         return max(1, self._measured.text_bytes) / self._measured.tokens
-
-    @property
-    def bytes_per_token_of_all(self) -> float:
-        """The same of both sides: for `all_batches`."""
-        return sum(meta.text_bytes for meta in self._metas) / sum(meta.tokens for meta in self._metas)
 
     def block(self, k: int) -> Tensor:
         """Training position k >= 0: int64 [seq_len]."""
@@ -212,17 +205,51 @@ class BlockSource:
         """As `Blocks.validation_batches`; evenly spaced."""
         return _spread(self._validation, batch_size, max_blocks)
 
-    def all_batches(self, batch_size: int, max_blocks: int) -> list[Tensor]:
-        """Of both sides, evenly spaced: for the evaluation of text that no run is trained on."""
-        both = self.n_blocks + self.n_validation_blocks
-        of_train = max_blocks * self.n_blocks // both
-        return _spread(self._train, batch_size, of_train) + _spread(
-            self._validation, batch_size, max_blocks - min(of_train, self.n_blocks)
-        )
-
     def fingerprint(self) -> bytes:
         """As `Blocks.fingerprint`: BLAKE3-256 of all ids of both sides, in the order in which they are packed."""
         return blake3("".join(f"{meta.tokens}:{meta.digest}\n" for meta in self._metas).encode()).digest()
+
+
+class WholeText:
+    """All of a source as blocks, for the evaluation of text that no run is trained on: nothing is split off.
+
+    It is read, and tokenised, at creation. DataError: as of `BlockSource`, but that one block is enough.
+    """
+
+    def __init__(self, place: Place, seq_len: int, tokenizer: Tokenizer, cache: Path | None = None) -> None:
+        check_seq_len(seq_len)
+        self._seq_len = seq_len
+        self._streams = streams = _streams(place, tokenizer, cache)
+        n_tokens = len(streams.train) + len(streams.held)
+        self.n_blocks = n_tokens // seq_len
+        if not self.n_blocks:
+            raise DataError(
+                f"the data source {place.source} holds {n_tokens} tokens, fewer than a block of {seq_len}: give more "
+                "text, or a smaller --seq-len"
+            )
+        log.info("%s has %d blocks of %d tokens", place.source, self.n_blocks, seq_len)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a token stands for, on average."""
+        metas = (self._streams.train_meta, self._streams.held_meta)
+        return sum(meta.text_bytes for meta in metas) / sum(meta.tokens for meta in metas)
+
+    def batches(self, batch_size: int, max_blocks: int) -> list[Tensor]:
+        """At most `max_blocks` blocks, evenly spaced: int64 [<= batch_size, seq_len] each."""
+        rows = _spaced(self.n_blocks, max_blocks)
+        return [
+            torch.from_numpy(np.stack([self._block(row) for row in rows[a : a + batch_size]]))
+            for a in range(0, len(rows), batch_size)
+        ]
+
+    def _block(self, row: int) -> npt.NDArray[np.int64]:
+        """Of one side of a run, or of the end of one and the beginning of the other."""
+        train, held = self._streams.train, self._streams.held
+        start, stop = row * self._seq_len, (row + 1) * self._seq_len
+        first = train[start:stop]
+        second = held[max(0, start - len(train)) : max(0, stop - len(train))]
+        return np.concatenate([first, second]).astype(np.int64)
 
 
 def first_block(seed: int, peer: str) -> int:
@@ -264,10 +291,22 @@ def _tensor(blocks: Ids, rows: Sequence[int]) -> Tensor:
 
 
 def _spread(blocks: Ids, batch_size: int, max_blocks: int) -> list[Tensor]:
-    n = len(blocks)
-    count = min(max_blocks, n)
-    rows = [j * n // count for j in range(count)]
-    return [_tensor(blocks, rows[a : a + batch_size]) for a in range(0, count, batch_size)]
+    rows = _spaced(len(blocks), max_blocks)
+    return [_tensor(blocks, rows[a : a + batch_size]) for a in range(0, len(rows), batch_size)]
+
+
+def _spaced(n: int, most: int) -> list[int]:
+    """At most `most` of 0 ... n - 1."""
+    count = min(most, n)
+    return [j * n // count for j in range(count)]
+
+
+def _streams(place: Place, tokenizer: Tokenizer, cache: Path | None) -> Streams:
+    """DataError: there is no text."""
+    streams = tokenise(open_documents(place), tokenizer, cache)
+    if not streams.train_meta.text_bytes + streams.held_meta.text_bytes:
+        raise DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
+    return streams
 
 
 def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
