@@ -90,8 +90,9 @@ def _slowest(
 
 def _hosts(rates: Rates, sites: Sequence[str]) -> Iterator[list[Member]]:
     """The hosts' links, in Mbit/s, in both readings."""
-    out = {s: max(rate for (a, _), rate in rates.items() if a == s) for s in sites}
-    into = {s: max(rate for (_, b), rate in rates.items() if b == s) for s in sites}
+    out, into = dict.fromkeys(sites, 0.0), dict.fromkeys(sites, 0.0)
+    for (a, b), rate in rates.items():
+        out[a], into[b] = max(out[a], rate), max(into[b], rate)
     best_out = [(a, b) for (a, b), rate in rates.items() if not _less(rate, out[a])]
     best_in = [(a, b) for (a, b), rate in rates.items() if not _less(rate, into[b])]
     ups = {a for a, b in best_out if _less(rates[a, b], into[b])}
