@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import dlc.bench.flow as flow_module
 import dlc.bench.link as link_module
 import dlc.bench.stream as stream_module
 import dlc.bench.transfer as transfer_module
@@ -39,7 +40,7 @@ def serving(security: LinkSecurity | None = KEYED, listen: str = "127.0.0.1:0") 
 
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for seconds is no site that is gone, and no link that lost a ping."""
+    """A machine that stands still for seconds is no site that is gone, no link that lost a ping, and no slow start."""
     for module, name in (
         (stream_module, "OPEN_S"),
         (stream_module, "BUSY_S"),
@@ -48,6 +49,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (link_module, "PING_S_MAX"),
     ):
         monkeypatch.setattr(module, name, WAIT_S)
+    monkeypatch.setattr(flow_module, "GROWTH", 1e9)
 
 
 def reached_by_polls(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:

@@ -169,20 +169,21 @@ def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> N
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     serving = json.loads(site.line())
     address = f"127.0.0.1:{serving['port']}"
-    budget = ("--key-file", key, "--seconds", "100", "--max-mb", "8", "--json")
+    budget = ("--key-file", key, "--seconds", "100", "--max-mb", "400", "--json")
     code, out, err = run("link", "--to", address, "--streams", "1,2", *budget).end()
     report = json.loads(out)
-    two = report["streams"][1]
-    # The first of two may be through before the other begins.
-    assert code == (4 if None in (two["up_mbps"], two["down_mbps"]) else 0), err
-    assert report["up_mbps"] and report["down_mbps"]
+    # The first of two may be through before the other begins, and a machine that stands still leaves a rate unknown.
+    known = [rates[way] is not None for rates in report["streams"] for way in ("up_mbps", "down_mbps")]
+    assert code == (0 if all(known) else 4 if any(known) else 3), err
     assert report["to"] == address and report["encrypted"] and [s["n"] for s in report["streams"]] == [1, 2]
     assert "2 connections down" in err, "progress"
     picture = tmp_path / "m.png"
     code, out, err = run("matrix", "--peers", address, "--listen", "127.0.0.1:0", "--png", str(picture), *budget).end()
-    assert code == 0, err
     matrix = json.loads(out)
-    assert len(matrix["pairs"]) == 2 and all(pair["up_mbps"] for pair in matrix["pairs"]) and picture.exists()
+    known = [pair["up_mbps"] is not None for pair in matrix["pairs"]]
+    assert code == (0 if all(known) else 4 if any(known) else 3), err
+    assert len(known) == 2 and all(p["rtt_ms"] and (p["up_mbps"] or p["error"]) for p in matrix["pairs"])
+    assert picture.exists()
     assert matrix["sites"][1] == address
     assert main(["bench", "link", "--to", address]) == 3, "no key"
     site.process.send_signal(signal.SIGINT)
@@ -206,7 +207,7 @@ def test_rates_that_are_missing_are_told_by_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rates: Any, code: int, said: str
 ) -> None:
     streams = tuple(StreamRates(n, *of_n) for n, of_n in enumerate(rates, 1))
-    report = LinkReport("h:1", True, 1.0, 1.0, 1.0, 9, *rates[0], streams, 9.0, 9.0)
+    report = LinkReport("h:1", True, 1.0, 1.0, 1.0, 9, *rates[0], streams, 9.0, 9.0, 9.0)
     monkeypatch.setattr("dlc.bench.link.measure", lambda *words, **options: report)
     assert main(["bench", "link", "--to", "h:1", "--log-level", "error"]) == code
     shown = capsys.readouterr()
@@ -232,6 +233,23 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
     assert f"{picture} could not be written: No space left on device" in shown.err
 
 
+def test_transfers_that_ended_with_their_bytes_are_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "5 MB were through before the rate had settled: give more --max-mb"
+    for rates, code, n_lines in (
+        (StreamRates(1, 90.0, 90.0, bytes_ended=True), 0, 1),
+        (StreamRates(1, None, None, why, why, bytes_ended=True), 3, 2),
+    ):
+        report = LinkReport("h:1", True, 1.0, 1.0, 1.0, 9, rates.up_mbps, rates.down_mbps, (rates,), 9.0, 9.0, 9.0)
+        monkeypatch.setattr("dlc.bench.link.measure", lambda *words, found=report, **options: found)
+        assert main(["bench", "link", "--to", "h:1", "--json", "--log-level", "error"]) == code
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["streams"][0]["bytes_ended"] is True
+        assert shown.err.count("\n") == n_lines and "--max-mb ended transfers" in shown.err
+        assert shown.err.count(why) == n_lines - 1
+
+
 def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> None:
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     address = f"127.0.0.1:{json.loads(site.line())['port']}"
@@ -242,7 +260,7 @@ def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> No
     assert code == 130 and out == "" and "interrupted" in err and "Traceback" not in err
     again = ("--key-file", key, "--seconds", "100", "--max-mb", "4", "--streams", "1")
     code, _, err = run("link", "--to", address, *again).end()
-    assert code == 0 and "busy" not in err
+    assert code in (0, 3) and "busy" not in err
 
 
 def test_a_ctrl_c_that_is_lost_where_it_comes_ends_the_measurement_all_the_same() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from dlc.bench.host import Abandon, Begin, Host, HostEffect, Reply
 from dlc.bench.limits import (
+    BUSY_S,
     BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
@@ -154,6 +155,27 @@ def test_an_order_that_nobody_asks_for_any_more_is_abandoned_once(host: Host) ->
     assert host.tick(IDLE_S + 1) == [] and host.busy, "until it has really ended"
     host.finished("the measurement was stopped", None, None, IDLE_S + 2)
     assert not host.busy
+
+
+def test_an_order_has_time_to_wait_for_a_busy_site_and_says_what_took_too_long(host: Host) -> None:
+    order, end = MeasureOrder(ONE, "far:4700", 5.0, 10**6), int(BUSY_S + 5 + SLACK_S)
+    effects = [effect for now in range(end) for effect in host.receive("c", order, float(now))]
+    assert Abandon() not in effects, "a site that is busy for BUSY_S, and the measurement after that"
+    assert host.tick(float(end)) == [Abandon()]
+    host.finished("the measurement was stopped", None, None, end + 0.5)
+    outcome = answer(host.receive("c", order, end + 1.0))
+    assert isinstance(outcome, MeasureOutcome)
+    assert outcome.error == "the way to far:4700 was not measured: it took over 95 s"
+
+
+def test_an_order_to_measure_the_way_to_oneself_is_refused_at_once(host: Host) -> None:
+    host.receive("c", MeasureOrder(ONE, "myself:4700", 5.0, 10**6), 0.0)
+    told = opened(host, ONE, now=0.1)
+    assert isinstance(told, MeasureAnswer) and "is to measure the way" in told.refusal
+    other = opened(host, TWO, now=0.1)
+    assert isinstance(other, MeasureAnswer) and not other.refusal and other.wait_s > 0, "others wait"
+    host.finished(told.refusal, None, None, 0.2)
+    assert opened(host, ONE, now=0.3) == MeasureAnswer(ONE, "", 0.0, 4701)
 
 
 def test_an_order_waits_while_a_session_is_open(host: Host) -> None:

@@ -21,6 +21,8 @@ from tests.helpers import wait_until
 
 SMALL = Budget(400.0, 16_000_000, (1, 2))
 """It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
+ENOUGH = Budget(400.0, 1_600_000_000, (1, 2))
+"""The same, for a rate of each transfer of one stream, up to 20 Gbit/s."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_a_link_is_measured_within_its_budget(security: LinkSecurity | None) -> None:
     said: list[str] = []
     with serving(security) as site:
-        report = measure(site.address, security, SMALL, say=said.append)
+        report = measure(site.address, security, ENOUGH, say=said.append)
         assert site.bad_frames == 0
     assert report.to == site.address and report.encrypted == (security is not None)
     assert 0 < report.rtt_min_ms <= report.rtt_ms <= report.rtt_p95_ms and report.pings > 0
@@ -46,7 +48,8 @@ def test_a_link_is_measured_within_its_budget(security: LinkSecurity | None) -> 
     # The first of two may be through before the other begins.
     assert all(rate is None or rate > 0 for rate in (two.up_mbps, two.down_mbps))
     assert (report.up_mbps, report.down_mbps) == (report.streams[0].up_mbps, report.streams[0].down_mbps)
-    assert 15.9 < report.moved_mb <= 16.0 and report.seconds < SMALL.seconds
+    assert 1599 < report.moved_mb <= report.asked_mb <= 1600 and report.seconds < ENOUGH.seconds
+    assert alone.bytes_ended and any("--max-mb ended" in remark for remark in report.remarks())
     assert any("2 connections down" in text for text in said)
     plain = report.to_dict()
     assert plain["streams"][1]["n"] == 2 and {"up_mbps", "down_mbps", "rtt_ms", "rtt_p95_ms"} <= plain.keys()
@@ -76,7 +79,7 @@ def test_one_after_the_other_where_two_want_the_same_site() -> None:
         finally:
             second.set()
         thread.join(WAIT_S)
-    assert len(found) == 1 and found[0].up_mbps is not None
+    assert len(found) == 1 and found[0].moved_mb > 15
     assert any("busy" in text for text in said)
 
 
@@ -108,7 +111,7 @@ def test_a_closed_bulk_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             hasty.setattr(transfer_module, "STALL_S", 0.5)
             measure(site.address, KEYED, SMALL)
         site._host._bulk_port = site.bulk_port
-        assert measure(site.address, KEYED, SMALL).up_mbps, "the site is free again at once"
+        assert measure(site.address, KEYED, SMALL).moved_mb > 15, "the site is free again at once"
 
 
 def test_a_site_that_vanishes_in_the_middle_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +144,10 @@ def test_a_site_that_dies_in_the_middle_is_no_closed_port(monkeypatch: pytest.Mo
 def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(
     monkeypatch: pytest.MonkeyPatch, stood_still: bool
 ) -> None:
+    monkeypatch.setattr(link_module, "least_phase_s", lambda rtt_s: -WAIT_S)  # no time is too short, however late it is
     if stood_still:  # when this host looks again, everything is over, and nobody has told that the site is gone
         monkeypatch.setattr(transfer_module, "DRAIN_S", 0.0)
-        monkeypatch.setattr(link_module, "MOVE_SHARE", 0.0)
+        monkeypatch.setattr(link_module, "moving_s", lambda phase_s, rtt_s: 0.0)
     real = transfer_module.Transfer.receive
     with contextlib.ExitStack() as living:
         site = living.enter_context(serving())
@@ -155,7 +159,7 @@ def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(
 
         monkeypatch.setattr(transfer_module.Transfer, "receive", receive)
         with pytest.raises(MeasureFailed, match="stopped answering"):
-            measure(site.address, KEYED, Budget(1.0, 100_000_000_000, (1,)))
+            measure(site.address, KEYED, Budget(2.0, 100_000_000_000, (1,)))
 
 
 @pytest.mark.parametrize("moment", ["connecting", "round trips", "2 connections up"])
@@ -169,7 +173,7 @@ def test_it_can_be_stopped_at_any_moment(moment: str) -> None:
 
         with pytest.raises(Stopped):
             measure(site.address, KEYED, SMALL, say=say, stop=stop)
-        assert measure(site.address, KEYED, SMALL).up_mbps, "and the site is free again"
+        assert measure(site.address, KEYED, SMALL).moved_mb > 15, "and the site is free again"
 
 
 def test_an_error_of_one_stream_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +208,7 @@ def test_a_budget_out_of_bounds_is_refused(seconds: float, n_bytes: int, streams
 
 def test_the_advice_follows_the_numbers() -> None:
     def report(*rates: StreamRates) -> LinkReport:
-        return LinkReport("h:1", True, 1, 1, 1, 9, rates[0].up_mbps, rates[0].down_mbps, rates, 9, 9)
+        return LinkReport("h:1", True, 1, 1, 1, 9, rates[0].up_mbps, rates[0].down_mbps, rates, 9, 9, 9)
 
     assert report(StreamRates(1, 50, 50)).advice() == ""
     assert "no more than 1 connection" in report(StreamRates(1, 50, 50), StreamRates(2, 55, None)).advice()
@@ -213,7 +217,7 @@ def test_the_advice_follows_the_numbers() -> None:
     shuffled = report(StreamRates(8, 90, 90), StreamRates(1, 30, None), StreamRates(2, 33, 50)).advice()
     assert shuffled.startswith("8 connections carried 3.0 times what 1 connection did")
     unmeasured = report(StreamRates(1, None, None), StreamRates(2, 50, 9), StreamRates(4, 55, 9)).advice()
-    assert unmeasured == "More connections carried no more than 2 connections."
+    assert unmeasured == "4 connections carried no more than 2 connections."
 
 
 def test_what_cannot_be_compared_gives_no_advice() -> None:
@@ -223,4 +227,4 @@ def test_what_cannot_be_compared_gives_no_advice() -> None:
         (StreamRates(16, 50, 50), StreamRates(16, 90, 90)),
         (StreamRates(1, 50, None), StreamRates(2, None, 90)),
     ):
-        assert LinkReport("h:1", True, 1, 1, 1, 9, None, None, rates, 9, 9).advice() == ""
+        assert LinkReport("h:1", True, 1, 1, 1, 9, None, None, rates, 9, 9, 9).advice() == ""

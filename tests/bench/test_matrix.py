@@ -13,19 +13,21 @@ from rich.console import Console
 
 import dlc.bench.heatmap as heatmap
 import dlc.bench.matrix as matrix_module
+import dlc.bench.stream as stream_module
 from dlc.bench import show
 from dlc.bench.link import Budget
 from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
 from dlc.bench.stream import Stopped
+from dlc.comm.clock import clock
 from dlc.comm.lanes import Event
-from dlc.comm.measures import MeasureOrder
+from dlc.comm.measures import MeasureOpen, MeasureOrder
 from dlc.comm.transport import Transport
 from dlc.errors import UsageError
 from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
 from tests.helpers import wait_until
 
-SMALL = Budget(100.0, 4_000_000, (1,), down=False)
-"""It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
+SMALL = Budget(100.0, 400_000_000, (1,), down=False)
+"""It ends with its bytes, in about a second: its time is for a machine that stands still in between."""
 OPEN_S = 2.0
 
 
@@ -82,6 +84,29 @@ def test_a_site_that_cannot_be_reached_costs_its_own_pairs_only(soon: None) -> N
     said = {p.sender: p.error for p in report.pairs if p.error and p.sender not in (a.address, b.address)}
     assert "cannot be reached from here" in said[gone.address] and "refused our key" in said[stranger.address]
     assert report.failed == 10
+
+
+def test_a_host_under_two_names_is_told_so(soon: None) -> None:
+    with serving() as a:
+        other = a.address.replace("127.0.0.1", "localhost")
+        report = measure_matrix((a.address, other), KEYED, SMALL, reach={})
+    assert [pair.up_mbps for pair in report.pairs] == [None, None]
+    assert all("list it under one address" in pair.error for pair in report.pairs), report.pairs
+
+
+def test_a_receiver_that_is_busy_is_named(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (stream_module, matrix_module):
+        monkeypatch.setattr(module, "BUSY_S", OPEN_S)
+    with serving() as a, serving() as b:
+        b._host.receive("somebody", MeasureOpen(b"s" * 16, 600.0, 10**9), clock())
+        report = measure_matrix((a.address, b.address), KEYED, SMALL, reach={})
+    assert f"{b.address} was busy with other measurements" in report.pairs[0].error
+
+
+def test_too_few_bytes_are_the_reason_of_a_pair_without_a_rate(soon: None) -> None:
+    with serving() as a, serving() as b:
+        report = measure_matrix((a.address, b.address), KEYED, Budget(100.0, 1_000_000, (1,), down=False), reach={})
+    assert report.failed == 2 and all("give more --max-mb" in pair.error and pair.rtt_ms for pair in report.pairs)
 
 
 def test_an_order_whose_asker_is_gone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from dlc.comm.window import CHUNK_BYTES_MAX
 SESSION = b"s" * 16
 BLOCK = memoryview(bytes(CHUNK_BYTES_MAX))
 STEP_S = 0.001
+RTT_S = 0.02
 SKEW_S = 1000.0
 """The site's clock is not ours."""
 
@@ -25,12 +26,22 @@ SKEW_S = 1000.0
 class FakeLink:
     """Both directions of one connection: `rate_mbit` for payload, half the round trip for everything."""
 
-    def __init__(self, rate_mbit: float, rtt_s: float, up: bool, seconds: float, n_bytes: int) -> None:
+    def __init__(
+        self,
+        rate_mbit: float,
+        rtt_s: float,
+        up: bool,
+        seconds: float,
+        n_bytes: int,
+        slow_start: bool = False,
+        until: float = math.inf,
+    ) -> None:
+        self.slow_start = slow_start
         self.now, self.rate, self.rtt_s = 0.0, rate_mbit * 125_000, rtt_s
         self.host = Host(1, BLOCK)
         self.host.receive("c", MeasureOpen(SESSION, 60.0, 10**10), SKEW_S)
         self.transfer = Transfer(
-            up, SESSION, BLOCK, seconds=seconds, bytes_max=n_bytes, rtt_s=rtt_s, counted=0, now=0.0
+            up, SESSION, BLOCK, seconds=seconds, bytes_max=n_bytes, rtt_s=rtt_s, counted=0, now=0.0, until=until
         )
         self.free_at = {"there": 0.0, "here": 0.0}
         self.flying: list[tuple[float, int, str, Message]] = []
@@ -40,7 +51,8 @@ class FakeLink:
 
     def send(self, to: str, message: Message) -> None:
         n_bytes = len(getattr(message, "payload", b""))
-        self.free_at[to] = max(self.now, self.free_at[to]) + n_bytes / self.rate
+        slow = 14_600 * 2 ** min(self.now / self.rtt_s, 30) / self.rtt_s if self.slow_start else math.inf
+        self.free_at[to] = max(self.now, self.free_at[to]) + n_bytes / min(self.rate, slow)
         heapq.heappush(self.flying, (self.free_at[to] + self.rtt_s / 2, next(self.serial), to, message))
 
     def run(self) -> Transfer:
@@ -71,7 +83,7 @@ class FakeLink:
 def test_the_rate_of_the_link_is_found(rate_mbit: float, rtt_s: float, up: bool) -> None:
     link = FakeLink(rate_mbit, rtt_s, up, 4.0, 10**10)
     done = link.run()
-    assert done.drained() and rate_mbps([done.meter]) == pytest.approx(rate_mbit, rel=0.03)
+    assert done.drained() and rate_mbps([done.meter], min(rtt_s, 0.2)) == pytest.approx(rate_mbit, rel=0.03)
     assert link.now < 4.0 + 2 * rtt_s + DRAIN_S + 0.5
 
 
@@ -79,8 +91,29 @@ def test_bytes_are_bounded_exactly() -> None:
     for up in (True, False):
         link = FakeLink(100, 0.02, up, 10.0, 1_234_567)
         done = link.run()
-        assert done.moved == 1_234_567 and done.drained() and link.now < 1.0
-        assert rate_mbps([done.meter]) is not None
+        assert done.moved == done.asked == 1_234_567 and done.drained() and link.now < 1.0
+        assert done.bytes_ended and not FakeLink(100, 0.02, up, 10.0, 10**9).transfer.bytes_ended
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize(("rate_mbit", "rtt_s"), [(50, 0.25), (100, 0.105)])
+def test_slow_start_is_never_the_rate(rate_mbit: float, rtt_s: float, up: bool) -> None:
+    for rtts in (6, 9, 14):
+        done = FakeLink(rate_mbit, rtt_s, up, rtts * rtt_s, 10**10, slow_start=True).run()
+        assert rate_mbps([done.meter], rtt_s) is None, rtts
+    done = FakeLink(rate_mbit, rtt_s, up, 20 * rtt_s, 10**10, slow_start=True).run()
+    assert rate_mbps([done.meter], rtt_s) == pytest.approx(rate_mbit, rel=0.05)
+    few = FakeLink(rate_mbit, rtt_s, up, 100 * rtt_s, 2_500_000, slow_start=True).run()
+    assert few.bytes_ended and rate_mbps([few.meter], rtt_s) is None
+
+
+def test_who_connects_late_has_not_more_time() -> None:
+    link = FakeLink(10, 0.02, True, 2.0, 10**9, until=3.0)
+    link.still = (0.0, 2.5)
+    assert link.run().drained() and link.now == pytest.approx(3.0, abs=0.3)
+    link = FakeLink(10, 0.02, True, 2.0, 10**9, until=1.0)
+    link.still = (0.0, 2.5)
+    assert link.run().drained() and link.now < 3.0 and rate_mbps([link.transfer.meter], 0.02) is None
 
 
 def test_a_link_that_dies_is_a_stall_and_no_rate_is_made_up() -> None:
@@ -88,7 +121,7 @@ def test_a_link_that_dies_is_a_stall_and_no_rate_is_made_up() -> None:
     link.still = (0.0, math.inf)
     done = link.run()
     assert done.stalled(link.now) and link.now == pytest.approx(STALL_S, abs=0.01)
-    assert done.moved == 0 and rate_mbps([done.meter]) is None
+    assert done.moved == 0 and rate_mbps([done.meter], RTT_S) is None
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
@@ -108,7 +141,7 @@ def test_silence_at_the_end_of_the_time_lowers_the_rate(up: bool, back_at: float
     link.still = (3.0, back_at)
     done = link.run()
     assert done.done(link.now) and done.drained() == (back_at < math.inf)
-    assert least < (rate_mbps([done.meter]) or 0) < most
+    assert least < (rate_mbps([done.meter], RTT_S) or 0) < most
 
 
 def test_few_bytes_that_all_are_lost_are_a_stall_too() -> None:

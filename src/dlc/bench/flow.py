@@ -10,7 +10,16 @@ MARKS_MAX = 4096
 BUNCH_S = 0.002
 """Chunks that lay ready together are read within this time."""
 SKIP_SHARE = 0.3
-"""First part of a transfer that is not counted: slow start, and the filling of buffers on the way."""
+"""First part of a transfer that is never counted: slow start, and the filling of buffers on the way."""
+SETTLE_RTTS = 10
+"""Round trips that are never counted: TCP begins with 14 kB and doubles about once in each of them."""
+COUNTED_RTTS = 5
+"""Round trips that a rate is made of at least: losses make what comes through in a single one differ by half."""
+PACE_S_MIN = 0.01
+"""A shorter round trip counts as this: threads and buffers of both hosts need as long to find their pace."""
+GROWTH, GROWTH_RTTS = 1.25, 3
+"""A rate still grows if it is more than so many times the one before, each over so many round trips, as in BBR. Later
+the halves of what is counted are compared so."""
 
 
 class Meter:
@@ -62,16 +71,43 @@ class Meter:
         return b1 if t1 <= t0 else b0 + (b1 - b0) * (at_s - t0) / (t1 - t0)
 
 
-def rate_mbps(meters: Sequence[Meter]) -> float | None:
-    """Sum of the rates of streams that ran side by side, while all of them ran; None if they never all did.
+def least_s(rtt_s: float) -> float:
+    """A transfer that runs for less than this has no rate."""
+    return (SETTLE_RTTS + COUNTED_RTTS) * max(rtt_s, PACE_S_MIN)
 
-    The first mark of each only tells when it began. All marks are of one clock.
+
+def rate_mbps(meters: Sequence[Meter], rtt_s: float) -> float | None:
+    """Sum of the rates of streams that ran side by side, while all of them ran and once their sum had stopped growing;
+    None if they never all did, or not for long enough after that.
+
+    The first mark of each only tells when it began. All marks are of one clock. rtt_s: without load.
     """
     if not meters or any(len(m.times) < 2 for m in meters):
         return None
     begin, end = max(m.times[0] for m in meters), min(m.end for m in meters)
-    begin += SKIP_SHARE * (end - begin)
-    if end <= begin:
+    pace_s = max(rtt_s, PACE_S_MIN)
+    grown = _grown(meters, begin, end, pace_s)
+    if grown is None:
         return None
-    moved = sum(m.total_at(end) - m.total_at(begin) for m in meters)
-    return moved * 8e-6 / (end - begin)
+    begin = max(grown, begin + SETTLE_RTTS * pace_s, begin + SKIP_SHARE * (end - begin))
+    while end - begin >= COUNTED_RTTS * pace_s:
+        middle = (begin + end) / 2
+        if _moved(meters, middle, end) <= GROWTH * _moved(meters, begin, middle):
+            return _moved(meters, begin, end) * 8e-6 / (end - begin)
+        begin += pace_s  # the losses at the end of slow start can hold everything back for some round trips
+    return None
+
+
+def _grown(meters: Sequence[Meter], begin: float, end: float, pace_s: float) -> float | None:
+    """When the sum of the rates had stopped growing; None if it never did."""
+    step_s = GROWTH_RTTS * pace_s
+    at = begin + step_s
+    while at + step_s <= end:
+        if _moved(meters, at, at + step_s) <= GROWTH * _moved(meters, at - step_s, at):
+            return at
+        at += pace_s
+    return None
+
+
+def _moved(meters: Sequence[Meter], begin: float, end: float) -> float:
+    return sum(m.total_at(end) - m.total_at(begin) for m in meters)

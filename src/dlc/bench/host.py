@@ -4,7 +4,10 @@ One thing at a time, because two measurements on one host would disturb each oth
 or an *order* (we measure somebody for a client). Whoever comes meanwhile is told how long to wait at most.
 
     FREE --MeasureOpen--> SESSION --MeasureClose, time over, too many bytes, silence for IDLE_S--> FREE
-    FREE --MeasureOrder--> ORDER --finished, or not asked for during IDLE_S--> FREE (the outcome is kept for a while)
+    FREE --MeasureOrder--> ORDER --finished, time over, not asked for during IDLE_S--> FREE (the outcome stays)
+
+An order's time holds the wait for a site that is busy. The session that it opens over there has the order's id: a site
+that is asked for the session of its own order is to measure the way to itself, and refuses.
 
 What a client can make a site hold is a few numbers per connection: at most STREAMS_MAX connections, each with PULLS_MAX
 chunks that wait to be sent, all of them views of one block of random bytes.
@@ -18,6 +21,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from dlc.bench.limits import (
+    BUSY_S,
     BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
@@ -60,7 +64,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Nobody waits for the order's outcome any more: stop measuring, and call `finished`."""
+    """The order takes too long, or nobody asks for its outcome any more: stop measuring, and call `finished`."""
 
 
 HostEffect = Reply | Begin | Abandon
@@ -92,7 +96,8 @@ class Order:
     ends_at: float
     heard_at: float
     outcome: MeasureOutcome
-    abandoned: bool = False
+    abandoned: str = ""
+    """Why; empty while it is not."""
 
 
 class Host:
@@ -129,7 +134,8 @@ class Host:
             if now >= order.heard_at + OUTCOME_KEEP_S:
                 self._order = None
         elif not order.abandoned and now >= min(order.ends_at, order.heard_at + IDLE_S):
-            order.abandoned = True
+            late = now >= order.ends_at
+            order.abandoned = f"it took over {_order_s(order.asked.seconds):g} s" if late else "nobody asked for it"
             return [Abandon()]
         return []
 
@@ -144,6 +150,8 @@ class Host:
     def finished(self, error: str, up_mbps: float | None, rtt_ms: float | None, now: float) -> None:
         """What came of the order that was begun."""
         assert self._order is not None
+        if self._order.abandoned and up_mbps is None:
+            error = f"the way to {self._order.asked.address} was not measured: {self._order.abandoned}"
         self._order.heard_at = now
         self._order.outcome = dataclasses.replace(
             self._order.outcome, running=False, error=error, up_mbps=up_mbps, rtt_ms=rtt_ms
@@ -201,6 +209,8 @@ class Host:
         if self._is_open(asked.session, now):
             return MeasureAnswer(asked.session, "", 0.0, self._bulk_port)
         refusal, wait_s = _refusal(asked.seconds, asked.bytes_max), self._free_in_s(now)
+        if self._order is not None and self._order.outcome.running and self._order.asked.order == asked.session:
+            refusal = "it is the host that is to measure the way there; list it under one address"
         if not refusal and not wait_s:
             self._session = Session(asked.session, now + asked.seconds + SLACK_S, now, asked.bytes_max)
         return MeasureAnswer(asked.session, refusal, wait_s, self._bulk_port)
@@ -213,7 +223,7 @@ class Host:
         if refusal or wait_s:
             return [Reply(MeasureOutcome(asked.order, False, refusal, wait_s, None, None))]
         outcome = MeasureOutcome(asked.order, True, "", 0.0, None, None)
-        self._order = Order(asked, now + asked.seconds + SLACK_S, now, outcome)
+        self._order = Order(asked, now + _order_s(asked.seconds), now, outcome)
         return [Begin(asked), Reply(outcome)]
 
     def _bulk(self, route: Hashable, message: MeasurePush | MeasurePull, now: float) -> None:
@@ -235,6 +245,11 @@ class Host:
         else:
             stream.total_bytes += n_bytes
             stream.counted_at, stream.owes_count = now, True
+
+
+def _order_s(seconds: float) -> float:
+    """An order takes up to this: the site that it measures the way to may be busy at first."""
+    return BUSY_S + seconds + SLACK_S
 
 
 def _refusal(seconds: float, bytes_max: int) -> str:

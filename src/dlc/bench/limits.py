@@ -14,6 +14,8 @@ BYTES_MAX = 100_000 * MB
 """Payload of one measurement: 80 s of a 10 Gbit/s link; more tells nothing new and may cost money."""
 SLACK_S = 30.0
 """Beyond the seconds that were asked for: connecting, and what is still on the way."""
+BUSY_S = 60.0
+"""How long a client waits for a site that measures with somebody else; an order may take so much longer."""
 IDLE_S = 15.0
 """A session that is silent for this long is over: its client died. Clients say something every second."""
 STREAMS_MAX = 16

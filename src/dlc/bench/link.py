@@ -4,32 +4,41 @@
 
 Streams are connections of the bulk lane, each with a transport and a thread of its own; the site serves all of them
 with one thread, as a peer does. Rates are payload bytes at the receiver, encrypted as in a real run.
+
+A transfer needs a number of round trips before its rate means anything. So the time is not spread over more numbers of
+streams than it is enough for: the last ones are not measured, and their report says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dlc.bench.flow import rate_mbps
+from dlc.bench.flow import PACE_S_MIN, least_s, rate_mbps
 from dlc.bench.limits import BYTES_MAX, MB, SECONDS_MAX, STREAMS_MAX
 from dlc.bench.plain import rounded
 from dlc.bench.stream import Stream, new_block
-from dlc.bench.transfer import Transfer, median, percentile
+from dlc.bench.transfer import DRAIN_S, Transfer, median, percentile
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
 from dlc.comm.security import LinkSecurity
+from dlc.comm.window import WINDOW_BYTES_MIN, WINDOW_EXTRA_S
 from dlc.errors import UsageError
 
 PING_SHARE, PING_S_MAX = 0.1, 2.0
 """Of the whole time, for round trips."""
-MOVE_SHARE = 0.7
-"""Of a transfer's time, from its first sign of progress on; the rest is for connecting before and draining after."""
+CONNECT_RTTS = 7
+"""To connect a stream, from the first packet to the first byte of payload that is known to have come through."""
+PHASE_RTTS = 26
+"""Planned for a transfer, until nothing is on the way any more. More than it needs at least: segments that wait for a
+lost one count when that has come, so a few round trips can carry more than the link."""
+TOO_SLOW = "the link is too slow for more connections: they would only keep it full for long"
 HELPS = 1.2
 """So many times the rate of one stream is worth several connections; less is noise."""
 
@@ -55,9 +64,9 @@ class Budget:
             raise UsageError(f"--streams wants up to {STREAMS_MAX} numbers from 1 to {STREAMS_MAX}, like 1,2,4,8")
 
     @property
-    def phases(self) -> int:
-        """Transfers that share the budget."""
-        return len(self.streams) * (2 if self.down else 1)
+    def directions(self) -> int:
+        """Transfers of each number of streams."""
+        return 2 if self.down else 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,11 @@ class StreamRates:
     n: int
     up_mbps: float | None
     down_mbps: float | None
+    up_missing: str = ""
+    """Why `up_mbps` is None; empty where it is not."""
+    down_missing: str = ""
+    bytes_ended: bool = False
+    """The bytes of a transfer were used up before its time was over."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,8 @@ class LinkReport:
     """All of it."""
     moved_mb: float
     """Payload that came through, both directions."""
+    asked_mb: float
+    """Payload that was sent, or asked for: also what had not come through when a transfer was broken off."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, rounded to what was measured."""
@@ -98,6 +114,17 @@ class LinkReport:
     def missing(self) -> int:
         """How many rates of `streams` are None."""
         return sum(rate is None for rates in self.streams for rate in (rates.up_mbps, rates.down_mbps))
+
+    def remarks(self) -> list[str]:
+        """What limits these numbers, a sentence each: rates that are missing, transfers that ended with their bytes."""
+        found: list[str] = []
+        if self.missing:
+            texts = [text for rates in self.streams for text in (rates.up_missing, rates.down_missing) if text]
+            why = "; ".join(dict.fromkeys(texts))
+            found.append(f"{self.missing} of {2 * len(self.streams)} rates could not be told: {why}")
+        if ended := [str(rates.n) for rates in self.streams if rates.bytes_ended]:
+            found.append(f"--max-mb ended transfers before their time, with --streams {','.join(ended)}")
+        return found
 
     def advice(self) -> str:
         """What the numbers of streams mean, in one sentence; empty where no two of them can be compared."""
@@ -112,7 +139,7 @@ class LinkReport:
         gain, best = max(gains, key=lambda found: found[0])
         fewest = _connections(measured[0].n)
         if gain < HELPS:
-            return f"More connections carried no more than {fewest}."
+            return f"{_connections(max(n for _, n in gains))} carried no more than {fewest}."
         return f"{best} connections carried {gain:.1f} times what {fewest} did: several help on this path."
 
 
@@ -123,23 +150,26 @@ def measure(
     *,
     say: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
+    session: bytes | None = None,
 ) -> LinkReport:
     """Measure the link to a site that runs `dlc bench serve`.
 
-    say: told what is going on. stop: ends it early, with `Stopped`. Raises UnreachableError, WrongKeyError (the site
-    cannot be used), MeasureFailed (it broke in the middle). Whatever happens, no thread and no socket is left.
+    say: told what is going on. stop: ends it early, with `Stopped`. session: its name; a random one, unless given.
+    Raises UnreachableError, WrongKeyError (the site cannot be used), MeasureFailed (it broke in the middle). Whatever
+    happens, no thread and no socket is left.
     """
     keep_freed_chunks()
-    session, block = secrets.token_bytes(16), new_block()
     mine = threading.Event()  # set when this measurement ends, for whatever reason
-    streams: list[Stream] = []
+    either, block = _Either(mine, stop), new_block()
+    name = session or secrets.token_bytes(16)
     with ThreadPoolExecutor(max(budget.streams), "dlc-stream") as pool:
+        work = _Work(lambda: Stream(address, security, name, block, either), budget, pool, say)
         try:
-            return _measured(address, security, budget, session, block, streams, pool, say, _Either(mine, stop))
+            return work.run(address, security is not None)
         finally:
             mine.set()
             pool.shutdown(wait=True, cancel_futures=True)
-            for stream in reversed(streams):  # the first one, which says that the session is over, comes last
+            for stream in reversed(work.streams):  # the first one, which says that the session is over, comes last
                 stream.close()
 
 
@@ -154,67 +184,146 @@ class _Either(threading.Event):
         return self._mine.is_set() or (self._other is not None and self._other.is_set())
 
 
-def _measured(
-    address: str,
-    security: LinkSecurity | None,
-    budget: Budget,
-    session: bytes,
-    block: memoryview,
-    streams: list[Stream],
-    pool: ThreadPoolExecutor,
-    say: Callable[[str], None],
-    stop: threading.Event,
-) -> LinkReport:
-    say(f"connecting to {address}")
-    first = Stream(address, security, session, block, stop)
-    streams.append(first)
-    bulk_port = first.open(budget.seconds, budget.bytes_max, say)
-    begin = clock()
-    first.use(bulk_port)
-    say("round trips")
-    rtts_s = first.ping(min(PING_SHARE * budget.seconds, PING_S_MAX))
-    left, moved, rates = budget.phases, 0, []
-    longest_s = (begin + budget.seconds - clock()) / left
-    for n in budget.streams:
-        while len(streams) < n:
-            streams.append(Stream(address, security, session, block, stop))
-            streams[-1].use(bulk_port)
+class _Work:
+    """One measurement: its streams, and what they have moved."""
+
+    def __init__(
+        self, connect: Callable[[], Stream], budget: Budget, pool: ThreadPoolExecutor, say: Callable[[str], None]
+    ) -> None:
+        self.streams: list[Stream] = []
+        self._connect, self._budget, self._pool, self._say = connect, budget, pool, say
+        self._bulk_port = 0
+        self._rtt_s = 0.0
+        self._until = 0.0
+        self._share = 0  # bytes of one transfer of all streams together
+        self._moved = self._asked = 0
+        self._slow = False  # what streams have on the way at least takes over DRAIN_S
+
+    def run(self, address: str, encrypted: bool) -> LinkReport:
+        """See `measure`."""
+        budget, say = self._budget, self._say
+        say(f"connecting to {address}")
+        first = self._connect()
+        self.streams.append(first)
+        self._bulk_port = first.open(budget.seconds, budget.bytes_max, say)
+        begin = clock()
+        first.use(self._bulk_port)
+        say("round trips")
+        rtts_s = first.ping(min(PING_SHARE * budget.seconds, PING_S_MAX))
+        self._rtt_s, self._until = min(rtts_s), begin + budget.seconds
+        fit = fitting(budget, self._rtt_s, self._until - clock())
+        self._share = (budget.bytes_max - sum(budget.streams)) // (fit * budget.directions)  # a byte connects a stream
+        rates: list[StreamRates] = []
+        for place, n in enumerate(budget.streams):
+            needed_s = connecting_s(self._rtt_s) + budget.directions * least_phase_s(self._rtt_s)
+            if place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
+                why = TOO_SLOW if self._slow else too_short(budget, self._rtt_s)
+                rates.append(StreamRates(n, None, None, why, why if budget.down else ""))
+            else:
+                rates.append(self._rates(n, fit - place - 1))
+        return LinkReport(
+            to=address,
+            encrypted=encrypted,
+            rtt_ms=1e3 * median(rtts_s),
+            rtt_min_ms=1e3 * min(rtts_s),
+            rtt_p95_ms=1e3 * percentile(rtts_s, 0.95),
+            pings=len(rtts_s),
+            up_mbps=rates[0].up_mbps,
+            down_mbps=rates[0].down_mbps,
+            streams=tuple(rates),
+            seconds=clock() - begin,
+            moved_mb=self._moved / MB,
+            asked_mb=self._asked / MB,
+        )
+
+    def _rates(self, n: int, later: int) -> StreamRates:
+        """Of that many streams; so many numbers of streams come after this one, and need their time too."""
+        while len(self.streams) < n:
+            self.streams.append(self._connect())
+            self.streams[-1].use(self._bulk_port)
         # Connected before, and not in the middle of the others' traffic, where a handshake can take seconds.
-        _side_by_side(streams[:n], pool, True, PING_S_MAX, 1, min(rtts_s))
-        found: list[float | None] = [None, None]
-        for up in (True, False) if budget.down else (True,):
-            seconds = min(longest_s, (begin + budget.seconds - clock()) / left)
-            left -= 1
-            if seconds <= 0:  # connecting or draining took what was left
+        self._side_by_side(n, True, PING_S_MAX, 1, self._until)
+        directions = self._budget.directions
+        mbps: list[float | None] = [None, None]
+        missing = ["", ""]
+        bytes_ended = False
+        for place in range(directions):
+            later = 0 if self._slow else later
+            left_s = self._until - clock() - later * connecting_s(self._rtt_s)
+            seconds = left_s / (directions - place + later * directions)
+            if seconds < least_phase_s(self._rtt_s):
+                missing[place] = too_short(self._budget, self._rtt_s)
                 continue
-            say(f"{_connections(n)} {'up' if up else 'down'}, {seconds:.1f} s")
-            share = (budget.bytes_max - sum(budget.streams)) // budget.phases // n  # a byte connects a stream
-            done = _side_by_side(streams[:n], pool, up, MOVE_SHARE * seconds, share, min(rtts_s))
-            found[0 if up else 1] = rate_mbps([t.meter for t in done])
-            moved += sum(t.moved for t in done)
-        rates.append(StreamRates(n, *found))
-    return LinkReport(
-        to=address,
-        encrypted=security is not None,
-        rtt_ms=1e3 * median(rtts_s),
-        rtt_min_ms=1e3 * min(rtts_s),
-        rtt_p95_ms=1e3 * percentile(rtts_s, 0.95),
-        pings=len(rtts_s),
-        up_mbps=rates[0].up_mbps,
-        down_mbps=rates[0].down_mbps,
-        streams=tuple(rates),
-        seconds=clock() - begin,
-        moved_mb=moved / MB,
+            self._say(f"{_connections(n)} {'down' if place else 'up'}, {seconds:.1f} s")
+            move_s = moving_s(seconds, self._rtt_s)
+            done = self._side_by_side(n, not place, move_s, self._share // n, clock() + seconds)
+            mbps[place] = rate_mbps([t.meter for t in done], self._rtt_s)
+            ended = any(t.bytes_ended for t in done)
+            bytes_ended = bytes_ended or ended
+            self._slow = not ended and sum(t.moved for t in done) * DRAIN_S < n * WINDOW_BYTES_MIN * move_s
+            if mbps[place] is None:
+                missing[place] = unsettled(self._share if ended else None)
+        return StreamRates(n, mbps[0], mbps[1], missing[0], missing[1], bytes_ended)
+
+    def _side_by_side(self, n: int, up: bool, seconds: float, bytes_max: int, until: float) -> list[Transfer]:
+        """One transfer on each of the first n streams at the same time; the first on the calling thread, which Ctrl-C
+        reaches."""
+        words = (up, seconds, bytes_max, self._rtt_s, until)
+        others: list[Future[Transfer]] = [self._pool.submit(s.transfer, *words) for s in self.streams[1:n]]
+        done = [self.streams[0].transfer(*words), *(other.result() for other in others)]
+        self._moved += sum(t.moved for t in done)
+        self._asked += sum(t.asked for t in done)
+        return done
+
+
+# ---------------------------------------------------------------- what the time is enough for
+
+
+def connecting_s(rtt_s: float) -> float:
+    """To connect streams; all of one number do it at the same time."""
+    return CONNECT_RTTS * rtt_s
+
+
+def moving_s(phase_s: float, rtt_s: float) -> float:
+    """What a transfer of `phase_s` asks for payload; never less than it takes to have a rate.
+
+    The rest is for what is on the way then: twice what the path holds, and what losses held back.
+    """
+    return max(phase_s - 2 * (2 * rtt_s + WINDOW_EXTRA_S), least_s(rtt_s) + rtt_s)
+
+
+def least_phase_s(rtt_s: float) -> float:
+    """A transfer that gets less has no rate; with its first round trip, in which nothing comes."""
+    return least_s(rtt_s) + rtt_s + 2 * (rtt_s + WINDOW_EXTRA_S)
+
+
+def number_s(budget: Budget, rtt_s: float) -> float:
+    """To measure one number of streams."""
+    phase_s = PHASE_RTTS * max(rtt_s, PACE_S_MIN) + 2 * WINDOW_EXTRA_S
+    return connecting_s(rtt_s) + budget.directions * phase_s
+
+
+def fitting(budget: Budget, rtt_s: float, left_s: float) -> int:
+    """How many numbers of streams, from the first on, can be measured in that time: at least one is tried."""
+    return min(max(int(left_s / number_s(budget, rtt_s)), 1), len(budget.streams))
+
+
+def too_short(budget: Budget, rtt_s: float) -> str:
+    """Why there was no time; says how much there must be."""
+    all_s = len(budget.streams) * number_s(budget, rtt_s)
+    wanted_s = math.ceil(all_s + min(PING_SHARE / (1 - PING_SHARE) * all_s, PING_S_MAX))
+    if wanted_s <= budget.seconds:
+        return "what was measured before took longer than planned: give more --seconds, or fewer streams"
+    return (
+        f"the round trip of {1e3 * rtt_s:.0f} ms is too long for the time: give --seconds {wanted_s}, or fewer streams"
     )
 
 
-def _side_by_side(
-    streams: Sequence[Stream], pool: ThreadPoolExecutor, up: bool, seconds: float, bytes_max: int, rtt_s: float
-) -> list[Transfer]:
-    """One transfer on each stream at the same time; the first on the calling thread, which Ctrl-C reaches."""
-    others: list[Future[Transfer]] = [pool.submit(s.transfer, up, seconds, bytes_max, rtt_s) for s in streams[1:]]
-    done = [streams[0].transfer(up, seconds, bytes_max, rtt_s)]
-    return done + [other.result() for other in others]
+def unsettled(bytes_share: int | None) -> str:
+    """Why a transfer has no rate. bytes_share: what ended it, where that was not its time."""
+    if bytes_share is None:
+        return "too little came through, or it still grew when the time was over: give more --seconds"
+    return f"{bytes_share / MB:.3g} MB were through before the rate had settled: give more --max-mb"
 
 
 def _connections(n: int) -> str:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlc.bench.limits import IDLE_S, SLACK_S, TAG
+from dlc.bench.limits import BUSY_S, IDLE_S, SLACK_S, TAG
 from dlc.bench.link import Budget
 from dlc.bench.plain import rounded
 from dlc.bench.schedule import turns
-from dlc.bench.stream import AUTH_FAILURES, BUSY_S, OPEN_S, Stopped, wrong_key
+from dlc.bench.stream import AUTH_FAILURES, OPEN_S, Stopped, wrong_key
 from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
@@ -43,10 +43,10 @@ class PairReport:
     sender: str
     receiver: str
     up_mbps: float | None
-    """From sender to receiver, Mbit/s of payload; None: see `error`, or too little came through to tell."""
+    """From sender to receiver, Mbit/s of payload; None: see `error`."""
     rtt_ms: float | None
     error: str
-    """Why nothing was measured; empty where it was."""
+    """Why there is no rate; empty where there is one."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Asker:
             self._given_up[site] = error
         elif a.busy and now >= a.begun_at + BUSY_S:
             return f"{site} was busy with other measurements for {BUSY_S:g} s"
-        elif a.running and now >= a.begun_at + BUSY_S + OPEN_S + budget.seconds + SLACK_S:
+        elif a.running and now >= a.begun_at + 2 * BUSY_S + OPEN_S + budget.seconds + SLACK_S:
             return f"{site} did not come to an end"
         return error
 

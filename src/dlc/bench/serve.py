@@ -124,8 +124,8 @@ class Site:
         log.info("asked to measure the way to %.80r", order.address)
         try:
             budget = Budget(order.seconds, order.bytes_max, (1,), down=False)
-            report = measure(order.address, self._security, budget, stop=abandon)
-            self._results.put(("", report.up_mbps, report.rtt_ms))
+            report = measure(order.address, self._security, budget, stop=abandon, session=order.order)
+            self._results.put((report.streams[0].up_missing, report.up_mbps, report.rtt_ms))
         except DlcError as error:
             self._results.put((str(error), None, None))
         except Exception as error:

@@ -9,11 +9,12 @@ All of them return early with `Stopped` when `stop` is set.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable
 
-from dlc.bench.limits import TAG
+from dlc.bench.limits import BUSY_S, TAG
 from dlc.bench.transfer import PING_LOST_S, STALL_S, Pinger, Transfer
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.clock import clock
@@ -32,8 +33,6 @@ POLL_S_MAX = 0.1
 ASK_AGAIN_S = 0.5
 OPEN_S = 10.0
 """To reach a site: a connection attempt that lost two packets, and a handshake."""
-BUSY_S = 60.0
-"""How long a client waits for a site that measures with somebody else."""
 AUTH_FAILURES = 2
 """A site that dies in the middle of a handshake looks like one with another key; twice in a row it is the key."""
 KEEP_ALIVE_S = 1.0
@@ -122,8 +121,9 @@ class Stream:
             raise MeasureFailed(self._silent())
         return pinger.rtts_s
 
-    def transfer(self, up: bool, seconds: float, bytes_max: int, rtt_s: float) -> Transfer:
-        """Move payload in one direction for that time, or until so many bytes have moved. Raises MeasureFailed."""
+    def transfer(self, up: bool, seconds: float, bytes_max: int, rtt_s: float, until: float = math.inf) -> Transfer:
+        """Move payload in one direction for that time, but not later than `until`, or until so many bytes have moved.
+        Raises MeasureFailed."""
         now = clock()
         transfer = Transfer(
             up,
@@ -134,6 +134,7 @@ class Stream:
             rtt_s=rtt_s,
             counted=self._counted,
             now=now,
+            until=until,
         )
         while not transfer.done(now):
             if transfer.stalled(now):

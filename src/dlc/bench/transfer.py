@@ -5,9 +5,10 @@
                 down: MeasurePull while the window has room; MeasureData is counted here
 
 A transfer begins to count with the first sign of progress, so connecting is no part of it. It stops asking when its
-time is over or its bytes are used up, and is done when nothing is on the way any more (or not within DRAIN_S, though
-something came through until ALIVE_S before the end: then the connection must not be used again). Nothing moving for
-STALL_S is a failure, also at the end. Silence within the time counts: the rate's time ends with the asking.
+time is over (`seconds` after that, and not later than `until`) or its bytes are used up, and is done when nothing is on
+the way any more (or not within DRAIN_S, though something came through until ALIVE_S before the end: then the connection
+must not be used again). Nothing moving for STALL_S is a failure, also at the end. Silence within the time counts: the
+rate's time ends with the asking.
 """
 
 from __future__ import annotations
@@ -89,16 +90,18 @@ class Transfer:
         rtt_s: float,
         counted: int,
         now: float,
+        until: float = math.inf,
     ) -> None:
         """`block`: what is sent, CHUNK_BYTES_MAX bytes; `counted`: what the other side had counted before."""
         self.meter = Meter()
         """up: by the other side's clock; down: by ours."""
         self.moved = 0
         """Bytes that have come through."""
+        self.asked = 0
+        """Bytes that were sent, or asked for, whether they have come through or not."""
         self._up, self._session, self._block = up, session, block
         self._window = Window(rtt_s)
-        self._seconds, self._bytes_max = seconds, bytes_max
-        self._asked = 0
+        self._seconds, self._until, self._bytes_max = seconds, until, bytes_max
         self._counted = counted
         self._moved_at = now
         self._clocks_apart_s = math.inf  # ours minus the meter's, with the shortest way of a count to here
@@ -107,24 +110,29 @@ class Transfer:
 
     @property
     def _over(self) -> bool:
-        return self._time_over or self._asked >= self._bytes_max
+        return self._time_over or self.asked >= self._bytes_max
+
+    @property
+    def bytes_ended(self) -> bool:
+        """All its bytes were asked for before its time was over."""
+        return self.asked >= self._bytes_max
 
     @property
     def wants_room(self) -> bool:
         """`next_bulk` has something to give."""
-        on_the_way = self._asked - self.moved
+        on_the_way = self.asked - self.moved
         return not self._over and (on_the_way == 0 or on_the_way + self._window.chunk_bytes <= self._window.n_bytes)
 
     def next_bulk(self) -> MeasurePush | MeasurePull:
         """The next message, while `wants_room`; it stays the next one until `sent`."""
-        n_bytes = min(self._window.chunk_bytes, self._bytes_max - self._asked)
+        n_bytes = min(self._window.chunk_bytes, self._bytes_max - self.asked)
         if self._up:
             return MeasurePush(self._session, payload=self._block[:n_bytes])  # type: ignore[arg-type]
         return MeasurePull(self._session, n_bytes)
 
     def sent(self, bulk: MeasurePush | MeasurePull) -> None:
         """The link took what `next_bulk` gave."""
-        self._asked += len(bulk.payload) if isinstance(bulk, MeasurePush) else bulk.n_bytes
+        self.asked += len(bulk.payload) if isinstance(bulk, MeasurePush) else bulk.n_bytes
 
     def receive(self, message: Message, now: float) -> None:
         if self._up and isinstance(message, MeasureCount):
@@ -137,7 +145,7 @@ class Transfer:
             return
         self.moved, self._moved_at = moved, now
         if self._end == math.inf:
-            self._end = now + self._seconds
+            self._end = min(now + self._seconds, self._until)
         self.meter.add(at_s, moved)
         self._clocks_apart_s = min(self._clocks_apart_s, now - at_s)
         self._window.progress(now, moved)
@@ -152,7 +160,7 @@ class Transfer:
 
     def drained(self) -> bool:
         """Nothing is on the way."""
-        return self._over and self._asked == self.moved
+        return self._over and self.asked == self.moved
 
     def done(self, now: float) -> bool:
         return self.drained() or (self._alive_at_end and now >= self._end + DRAIN_S)

@@ -79,9 +79,16 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     link = _tool(tools, "link", "measure the link to a host that runs `dlc bench serve`", LINK_EXAMPLE)
     link.add_argument("--to", type=given, metavar="HOST:PORT", required=True, help="where it listens")
     _add_key(link, listens=False)
-    link.add_argument("--seconds", type=seconds, default=30.0, metavar="S", help="in all (default 30)")
+    link.add_argument(
+        "--seconds", type=seconds, default=30.0, metavar="S", help="in all, from when the site was reached (default 30)"
+    )
     link.add_argument("--max-mb", type=number, default=2000.0, metavar="MB", help="payload in all (default 2000)")
-    link.add_argument("--streams", default="1,2,4,8", metavar="N,...", help="connections to try (default 1,2,4,8)")
+    link.add_argument(
+        "--streams",
+        default="1,2,4,8",
+        metavar="N,...",
+        help="connections to try, the last ones if there is time (default 1,2,4,8)",
+    )
 
     matrix = _tool(tools, "matrix", "measure every direction between hosts that run `dlc bench serve`", MATRIX_EXAMPLE)
     matrix.add_argument(
@@ -94,7 +101,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--advertise", type=given, metavar="HOST[:PORT]", help="with --listen: what others dial; default: a guess"
     )
     _add_key(matrix, listens=True)
-    matrix.add_argument("--seconds", type=seconds, default=5.0, metavar="S", help="for each direction (default 5)")
+    matrix.add_argument("--seconds", type=seconds, default=10.0, metavar="S", help="for each direction (default 10)")
     matrix.add_argument("--max-mb", type=number, default=500.0, metavar="MB", help="for each direction (default 500)")
     matrix.add_argument("--png", type=path, metavar="FILE", help="draw a heat map; needs the extra `plots`")
 
@@ -287,11 +294,9 @@ def _link(args: argparse.Namespace) -> int:
         _print_json(report.to_dict())
     else:
         show.link(report, Stdout())
-    n_rates = 2 * len(report.streams)
-    if report.missing:
-        why = "too little came through; give it more --seconds, or more --max-mb"
-        print(f"dlc bench: {report.missing} of {n_rates} rates could not be told: {why}", file=sys.stderr)
-    return _status(report.missing, n_rates)
+    for remark in report.remarks():
+        print(f"dlc bench: {remark}", file=sys.stderr)
+    return _status(report.missing, 2 * len(report.streams))
 
 
 def _matrix(args: argparse.Namespace) -> int:

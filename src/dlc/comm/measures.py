@@ -69,11 +69,11 @@ class MeasureOutcome:
     order: bytes
     running: bool
     error: str
-    """Why nothing was measured; empty while it runs, and where it went well."""
+    """Why there is no rate; empty while it runs, and where it went well."""
     wait_s: float
     """> 0: another measurement goes on here, and ends within this time; nothing was begun."""
     up_mbps: float | None
-    """From the asked site to `address`; None: too little came through to tell."""
+    """From the asked site to `address`; None: see `error`."""
     rtt_ms: float | None
     """Median."""
 
