@@ -6,6 +6,7 @@ import gc
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,6 +68,23 @@ def test_two_that_follow_one_optimizer_are_an_error() -> None:
     with pytest.raises(UsageError, match="another dlc.DiLoCo"):
         inner.step()
     assert not m.a.any()
+
+
+def test_two_that_were_both_ended_are_told_apart_again() -> None:
+    """Nobody's parameters are those of whoever steps first."""
+    m = Pair()
+    inner = sgd(*m.parameters())
+    one, two = (DiLoCo(m, inner, FakePeer(), sync_every=9, channel=name) for name in "ab")
+    for opt in (one, two):
+        opt.unfollow()
+    for opt in (one, two):
+        opt.follow()
+    m.a.grad = torch.ones(3)
+    with pytest.raises(UsageError, match="another dlc.DiLoCo"):
+        inner.step()
+    two.unfollow()
+    inner.step()
+    assert one.inner_step == 1
 
 
 @pytest.mark.parametrize("how", ["unfollow", "finish", "gone"])
@@ -152,6 +170,7 @@ def test_what_is_no_optimizer_no_parameter_no_period_and_no_state_is_named() -> 
             DiLoCo(m, none, FakePeer(), sync_every=2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="of groups of parameters give the parameters"):
         DiLoCo([{"params": [m.a]}], inner, FakePeer(), sync_every=2)  # type: ignore[list-item]
+    DiLoCo(m, inner, FakePeer(), sync_every=np.int64(2))  # type: ignore[arg-type]
     for period in (2.5, 0, "2"):
         with pytest.raises(UsageError, match="a whole number of inner steps"):
             DiLoCo(m, inner, FakePeer(), sync_every=period)  # type: ignore[arg-type]

@@ -274,12 +274,15 @@ class Coordinator:
         if everyone or waited >= members.t_prep_s:
             self._propose_chosen()
 
-    def _propose_chosen(self) -> None:
-        # What a mute peer holds cannot be had. Its promise is left out where the others are a quorum without it, as
-        # if it had not come; a forced ballot needs everybody's.
+    def heard(self) -> dict[Voter, Promise]:
+        """The promises that count. What a mute peer holds cannot be had: its own is left out where the others are a
+        quorum without it, as if it had not come; a forced ballot needs everybody's."""
         mute = self.agenda.mute()
         heard = {v: p for v, p in self.promises.items() if v not in mute}
-        choice = choose(heard if not self.deciders and self.log.state.quorum(heard) else self.promises)
+        return heard if not self.deciders and self.log.state.quorum(heard) else self.promises
+
+    def _propose_chosen(self) -> None:
+        choice = choose(self.heard())
         if isinstance(choice, Again):
             entry = choice.decree.entry  # of an opening, the digest tells those who lack the first state to fetch it
             self._propose(entry, (), (-1,) * len(choice.fixed), choice.fixed, entry.digest)

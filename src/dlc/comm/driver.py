@@ -394,7 +394,7 @@ class Driver:
         return frames
 
     def _warm(self, now: float) -> None:
-        """Open links before they are needed: a chunk would wait for the handshakes of TCP, the gate and the seal."""
+        """Open links before they are needed: a chunk would wait for the handshakes of TCP and CURVE."""
         if self._bulk is None or now < self._warm_at:
             return
         self._warm_at = now + WARM_S

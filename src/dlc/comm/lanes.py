@@ -28,8 +28,7 @@ CONTROL_RECEIVE_HWM = 256
 """Control messages received and not yet polled, per link."""
 CONTROL_FRAME_BYTES_MAX = (4 << 20) + 4096
 BULK_FRAME_BYTES_MAX = (8 << 20) + 4096
-"""Longest frame, payload and header; libzmq drops a connection that announces more, and what sealing adds, before it
-allocates."""
+"""Longest frame, payload and header; libzmq drops a connection that announces more, before it allocates."""
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 3
@@ -49,7 +48,7 @@ class Incoming:
     """A message. Who sent it stands inside it: nothing here is proof of that."""
 
     lane: Lane
-    frames: Frames
+    frames: list[bytes | memoryview]
     route: Route | None
     """For `reply`, if the sender opened the connection; else None."""
     address: str | None

@@ -26,8 +26,6 @@ handshake it tries ten times a second, and it keeps to the first address of a na
 socket, after a back-off. `ZMQ_IMMEDIATE` keeps messages out of a connection that is not up; control messages wait in
 `pending` meanwhile, so a peer that starts later gets them. What was written to a connection that then breaks is lost.
 
-A bulk link of a run with a key says hello as soon as it is up, and carries messages once that is answered (`sealing`).
-
 A bulk link keeps a duplicate of its connection's descriptor while it lives (`tcp`), to pace it and to look at it.
 """
 
@@ -63,7 +61,6 @@ from dlc.comm.lanes import (
     LinkEvent,
     LinkKind,
 )
-from dlc.comm.sealing import AGAIN, HELLO, SEAL_BYTES, BrokenSeal, Greeting, Session
 from dlc.comm.security import LinkSecurity
 
 RETRY_MIN_S = 0.1
@@ -92,7 +89,7 @@ def set_lane_options(sock: zmq.Socket[Any], lane: Lane) -> None:
     sock.linger = 0
     sock.sndhwm = CONTROL_SEND_HWM if control else BULK_SEND_HWM
     sock.rcvhwm = CONTROL_RECEIVE_HWM if control else BULK_RECEIVE_HWM
-    sock.maxmsgsize = CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX + SEAL_BYTES
+    sock.maxmsgsize = CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX
     sock.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)
     sock.tcp_keepalive = 1
     sock.tcp_keepalive_idle = KEEPALIVE_IDLE_S
@@ -134,9 +131,6 @@ class Link:
         self._rate_Bps: float | None = None
         self._tcp: socket.socket | None = None
         """Duplicate of the connection's descriptor: closed before libzmq closes its own, or it would stay open."""
-        self._greeting: Greeting | None = None
-        """Said, and not answered yet."""
-        self._session: Session | None = None
         self._acked_bytes = 0
         """The most that a sample of this connection said."""
         self._context = context
@@ -157,18 +151,13 @@ class Link:
         """When `advance` next has something to do."""
         if self._retry_at is not None:
             return self._retry_at
-        settled = self.up and self._greeting is None
-        return None if settled or self._resolving else self._opened_at + _OVERDUE_S
+        return None if self.up or self._resolving else self._opened_at + _OVERDUE_S
 
     def advance(self, now: float) -> list[LinkEvent]:
         """Start what is due: a look-up, or an attempt to connect; or give an attempt up."""
         if self._retry_at is None:
-            if self._resolving or now < self._opened_at + _OVERDUE_S:
-                return []
-            if not self.up:
+            if not self.up and not self._resolving and now >= self._opened_at + _OVERDUE_S:
                 return self._fail("refused", "nothing was heard of the attempt to connect", now)
-            if self._greeting is not None:
-                return self._fail("handshake_failed", "it does not answer our hello", now)
             return []
         if now < self._retry_at:
             return []
@@ -194,54 +183,13 @@ class Link:
         """Hand a message to libzmq if the link is up and has room; never blocks."""
         if self.socket is None:
             return False
-        if self._seals:
-            if self._session is None or not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
-                return False
-            frames = self._session.seal(frames)
-        return self._send(self.socket, frames)
-
-    @staticmethod
-    def _send(sock: zmq.Socket[bytes], frames: Frames) -> bool:
         last = len(frames) - 1
         try:  # only the first frame can find no room
             for index, frame in enumerate(frames):
-                sock.send(frame, zmq.NOBLOCK if index == last else _NOT_LAST)
+                self.socket.send(frame, zmq.NOBLOCK if index == last else _NOT_LAST)
         except zmq.Again:
             return False
         return True
-
-    @property
-    def _seals(self) -> bool:
-        return self._security is not None and self.lane == "bulk"
-
-    @property
-    def takes(self) -> bool:
-        """Messages may be handed over as soon as there is room."""
-        return self.socket is not None and (self._session is not None or not self._seals)
-
-    def opened(self, frames: Frames, now: float) -> Frames | None:
-        """A message that came on this link, as it was before it was sealed; None: it is none for the caller."""
-        if not self._seals:
-            return frames
-        if frames[0] == HELLO:
-            session = self._greeting.answered(frames) if self._greeting is not None else None
-            if session is not None:
-                self._session, self._greeting = session, None
-            return None
-        if frames[0] == AGAIN:
-            if self._session is not None:
-                self._greet(now)
-            return None
-        try:
-            return self._session.open(frames) if self._session is not None else None
-        except BrokenSeal:
-            return None
-
-    def _greet(self, now: float) -> None:
-        """Begin a session."""
-        assert self._security is not None and self.socket is not None
-        self._greeting, self._session, self._opened_at = Greeting(self._security.bulk_secret), None, now
-        self._send(self.socket, self._greeting.hello)  # where there is no room, nobody answers, and it is opened anew
 
     def send_or_keep(self, frames: Frames) -> bool:
         """Like `send`, but a message that cannot go now waits its turn; False if too much is waiting."""
@@ -300,7 +248,6 @@ class Link:
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; messages inside libzmq have `linger_s` to leave. The link can be opened again."""
         self.up = False
-        self._greeting = self._session = None
         if self._tcp is not None:
             self._tcp.close()
             self._tcp = None
@@ -324,7 +271,7 @@ class Link:
             self.socket.connect_timeout = int(CONNECT_TIMEOUT_S * 1000)
             self.socket.ipv6 = ":" in host
             if self._security is not None:
-                self._security.apply_client(self.socket, self.lane)
+                self._security.apply_client(self.socket)
             self._watch()
             self.socket.connect(f"tcp://{join_address(host, self._port)}")
         except zmq.ZMQError as error:  # too many open files, an address that libzmq does not take
@@ -356,8 +303,6 @@ class Link:
             self._keep_descriptor(value)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.up, self.tried, self._failures = True, False, 0
-            if self._seals:
-                self._greet(now)
             return [LinkEvent(self.address, "connected", f"reached at {self._candidates[self._candidate]}")]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return self._fail("auth_failed", f"it refused our credentials (status {value})", now)

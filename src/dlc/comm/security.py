@@ -1,20 +1,13 @@
 """The run key, and what every link derives from it.
 
-A run has one secret: the **run key**, 32 random bytes that the operator copies to every host.
-
-**The control lane.** From the key HKDF-SHA256 derives two Curve25519 key pairs that all members share: the *server*
-pair, used by sockets that listen, and the *client* pair, used by sockets that connect. CurveZMQ then keeps strangers
-out in both directions:
+A run has one secret: the **run key**, 32 random bytes that the operator copies to every host. From it HKDF-SHA256
+derives two Curve25519 key pairs that all members share: the *server* pair, used by sockets that listen, and the
+*client* pair, used by sockets that connect. CurveZMQ then keeps strangers out in both directions:
 
 - a stranger who connects does not know the server's public key, so the server drops its first handshake message;
 - a stranger who listens does not know the server's secret key, so our client never completes the handshake;
 - one who had learnt the server's public key (it is not sent, but it is not secret to libzmq either) is still refused
   by `ZapHandler`, which accepts the derived client key and nothing else.
-
-**The bulk lane** is encrypted by `sealing`, with its own secret of the run key: CurveZMQ's cipher costs several times
-as much. Its connections pass a gate first, so that no stranger can send what libzmq would keep: ZMTP's PLAIN, with a
-name that was never used before, and as its password a MAC of the name. Who listens on the way learns passwords, but
-none is taken twice by the same process, and nothing that comes on such a connection is believed for it.
 
 All members hold the same credentials: the key says "one of us", never "who"; who is proved by signatures (`identity`).
 Nor does it say of which run: whoever joins need not know the run's name before it has asked, so the links of every run
@@ -30,7 +23,6 @@ import logging
 import os
 import secrets
 import stat
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +32,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
-from dlc.comm.lanes import Lane
 from dlc.errors import KeyFileError, UsageError
 
 log = logging.getLogger(__name__)
@@ -49,10 +40,7 @@ KEY_BYTES = 32
 KEY_PREFIX = "dlc-key-1:"
 KEY_FILE_BYTES_MAX = 4096
 """A key file is one short line; more than this is another file, and is not read into memory."""
-ZAP_DOMAIN, GATE_DOMAIN = b"dlc", b"dlc-bulk"
-"""Of the control lane, and of the bulk lane."""
-NAMES_MAX = 1 << 16
-"""Of names that came to the gate, the last so many are remembered."""
+ZAP_DOMAIN = b"dlc"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -103,14 +91,12 @@ def _parse(text: str, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class LinkSecurity:
-    """The credentials that the members of one run share; the four keys of CURVE are in Z85."""
+    """The CURVE credentials that the members of one run share; the four keys are in Z85."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
     client_public: bytes
     client_secret: bytes = field(repr=False)
-    bulk_gate: bytes = field(repr=False)
-    bulk_secret: bytes = field(repr=False)
 
     @classmethod
     def derive(cls, run_key: bytes, run_name: str) -> LinkSecurity:
@@ -119,40 +105,28 @@ class LinkSecurity:
             raise KeyFileError(f"a run key has {KEY_BYTES} bytes, not {len(run_key)}")
         if not zmq.has("curve"):
             raise UsageError("this build of libzmq has no CURVE; install the pyzmq wheel from PyPI")
-        server, client, gate, bulk = (
-            _derive(run_key, run_name, role) for role in (b"server", b"client", b"bulk gate", b"bulk")
-        )
-        server, client = z85.encode(server), z85.encode(client)
-        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client, gate, bulk)
+        server = _derive_secret(run_key, run_name, b"server")
+        client = _derive_secret(run_key, run_name, b"client")
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
-    def apply_server(self, sock: zmq.Socket[Any], lane: Lane = "control") -> None:
+    def apply_server(self, sock: zmq.Socket[Any]) -> None:
         """Prepare a socket that will bind; a `ZapHandler` of the same context must already be bound."""
-        if lane == "bulk":
-            sock.plain_server = True
-            sock.zap_domain = GATE_DOMAIN
-            return
         sock.curve_secretkey = self.server_secret
         sock.curve_server = True
         sock.zap_domain = ZAP_DOMAIN
 
-    def apply_client(self, sock: zmq.Socket[Any], lane: Lane = "control") -> None:
-        """Prepare a socket that will connect, once."""
-        if lane == "bulk":
-            name = secrets.token_hex(16).encode()
-            sock.plain_username, sock.plain_password = name, self.password(name)
-            return
+    def apply_client(self, sock: zmq.Socket[Any]) -> None:
+        """Prepare a socket that will connect."""
         sock.curve_serverkey = self.server_public
         sock.curve_publickey = self.client_public
         sock.curve_secretkey = self.client_secret
 
-    def password(self, name: bytes) -> bytes:
-        """By which the bulk lane's gate knows a member."""
-        return hmac.digest(self.bulk_gate, name, "sha256").hex().encode()
 
-
-def _derive(run_key: bytes, run_name: str, role: bytes) -> bytes:
+def _derive_secret(run_key: bytes, run_name: str, role: bytes) -> bytes:
     info = b"dlc link 1\0" + role + b"\0" + run_name.encode()
-    return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(run_key)
+    secret = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(run_key)
+    encoded: bytes = z85.encode(secret)
+    return encoded
 
 
 class ZapHandler:
@@ -162,12 +136,9 @@ class ZapHandler:
     """
 
     def __init__(self, context: zmq.Context[Any], security: LinkSecurity) -> None:
-        self._security = security
         self._client_public: bytes = z85.decode(security.client_public)
-        self._names: OrderedDict[bytes, None] = OrderedDict()
-        """That came to the gate, the oldest first."""
         self.refused = 0
-        """Clients that knew the server's public key and still were not one of us; those that the gate turned away."""
+        """Clients that knew the server's public key and still were not one of us."""
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ENDPOINT)
@@ -186,23 +157,12 @@ class ZapHandler:
             self.socket.send_multipart([b"1.0", request_id, *status, b"member" if accepted else b"", b""])
 
     def _accepts(self, request: list[bytes]) -> bool:
-        if len(request) < 6 or request[0] != b"1.0":
+        if len(request) != 7:
             return False
-        kind, credentials = (request[2], request[5]), request[6:]
-        if kind == (ZAP_DOMAIN, b"CURVE") and len(credentials) == 1:
-            return hmac.compare_digest(credentials[0], self._client_public)
-        if kind == (GATE_DOMAIN, b"PLAIN") and len(credentials) == 2:
-            return self._passes(*credentials)
-        return False
-
-    def _passes(self, name: bytes, password: bytes) -> bool:
-        """The gate of the bulk lane."""
-        if not hmac.compare_digest(password, self._security.password(name)) or name in self._names:
-            return False
-        self._names[name] = None
-        if len(self._names) > NAMES_MAX:
-            self._names.popitem(last=False)
-        return True
+        version, _, domain, _, _, mechanism, key = request
+        return (version, domain, mechanism) == (b"1.0", ZAP_DOMAIN, b"CURVE") and hmac.compare_digest(
+            key, self._client_public
+        )
 
     def close(self) -> None:
         """Release the endpoint; libzmq then refuses every new client."""

@@ -13,8 +13,7 @@ it is given) and `close`. Links are made on demand, each watches itself (`links`
 Messages travel on a connection that somebody opened: `send_*` uses ours, `reply` uses theirs. Order is kept within one
 lane and one connection; nothing is delivered twice; what is inside a connection that breaks is lost, and the caller's
 protocol repeats itself. Frames received may be memoryviews of libzmq's own memory: they stay valid as long as they are
-referenced, and hold that memory as long. With a run key those of the bulk lane were sealed (`sealing`), and are opened
-before anybody sees them.
+referenced, and hold that memory as long.
 
 Without a run key a transport listens on loopback only, unless `insecure` says that this is meant.
 """
@@ -27,7 +26,6 @@ import itertools
 import math
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -48,7 +46,6 @@ from dlc.comm.lanes import (
     Writable,
 )
 from dlc.comm.links import Link, set_lane_options
-from dlc.comm.sealing import AGAIN, HELLO, BrokenSeal, Session, answer
 from dlc.comm.security import LinkSecurity, ZapHandler
 from dlc.comm.tcp import TcpSample
 from dlc.errors import UsageError
@@ -65,8 +62,6 @@ LINKS_MAX = 4096
 """Links to others, both lanes: addresses come from records that other peers sign, so there must be an end."""
 SOCKETS_MAX = 4 * LINKS_MAX
 """Three for each link, and those of closed ones that libzmq has not taken away yet."""
-SESSIONS_MAX = LINKS_MAX
-"""Of bulk connections that others opened; of more, those that said hello first have to say it again."""
 IDENT_BYTES_MAX = 200
 """A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
 CLOSE_POLL_S = 0.05
@@ -108,10 +103,6 @@ class Transport:
         self._security = security
         self._clock = clock
         self._serial = itertools.count()
-        self.unsealed = 0
-        """Bulk messages dropped because they were not sealed in the session of their connection."""
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
-        """Of bulk connections that others opened, by routing id."""
         self._links: dict[tuple[Lane, str], Link] = {}
         self._events: list[LinkEvent | Reached] = []
         self._closed = False
@@ -155,17 +146,8 @@ class Transport:
         """Send on the connection that a message came in on; False if it is gone or full."""
         control = route.lane == "control"
         _check(frames, CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX)
-        if self._security is not None and not control:
-            session = self._sessions.get(route.routing_id)
-            if session is None:
-                return False
-            frames = session.seal(frames)
-        return self._route(self._control if control else self._bulk, route.routing_id, frames)
-
-    @staticmethod
-    def _route(sock: zmq.Socket[bytes], routing_id: bytes, frames: Frames) -> bool:
         try:
-            sock.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+            (self._control if control else self._bulk).send_multipart([route.routing_id, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
@@ -221,7 +203,7 @@ class Transport:
         self._events = []
         for address in want_write:
             link = self._links.get(("bulk", address))
-            if link is not None and link.takes and ready.get(link.socket, 0) & _POLLOUT:
+            if link is not None and link.socket is not None and ready.get(link.socket, 0) & _POLLOUT:
                 events.append(Writable(address))
         return events
 
@@ -270,7 +252,7 @@ class Transport:
         sock.router_handover = 1
         sock.ipv6 = ":" in self.host
         if self._security is not None:
-            self._security.apply_server(sock, lane)
+            self._security.apply_server(sock)
         address = join_address(self.host, port)
         try:
             sock.bind(f"tcp://{address}")
@@ -341,7 +323,7 @@ class Transport:
         watched += [(monitor, _POLLIN) for monitor in self._door.monitors]
         for (lane, address), link in self._links.items():
             if link.socket is not None:
-                write = link.pending if lane == "control" else address in wanted and link.takes
+                write = link.pending if lane == "control" else address in wanted
                 read = _POLLIN if bulk or lane == "control" else 0
                 if read or write:
                     watched.append((link.socket, read | (_POLLOUT if write else 0)))
@@ -393,46 +375,21 @@ class Transport:
                 parts = [sock.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 break
-            while parts[-1].more:
-                parts.append(sock.recv(copy=False))
+            more = parts[0].more
+            while more:
+                part = sock.recv(copy=False)
+                more = part.more
+                if len(parts) <= FRAMES_MAX + 1:  # further ones are not kept: there may be millions
+                    parts.append(part)
             room -= 1
             route = Route(lane, parts.pop(0).bytes) if address is None else None
             if not 1 <= len(parts) <= FRAMES_MAX:
                 self.dropped += 1
                 continue
             observed = str(parts[0].get("Peer-Address")).removeprefix("::ffff:")
-            came: Frames = [part.bytes if len(part) < VIEW_BYTES_MIN else part.buffer for part in parts]
-            frames = self._opened(came, route, address) if lane == "bulk" else came
-            if frames is None:
-                continue
+            frames = [part.bytes if len(part) < VIEW_BYTES_MIN else part.buffer for part in parts]
             events.append(Incoming(lane, frames, route, address, observed))
         return room
-
-    def _opened(self, frames: Frames, route: Route | None, address: str | None) -> Frames | None:
-        """A bulk message as it was before it was sealed; None: it is none for the caller."""
-        if self._security is None:
-            return frames
-        if route is None:
-            link = self._links.get(("bulk", address or ""))
-            return link.opened(frames, self._clock()) if link is not None else None
-        if frames[0] == HELLO:
-            answered = answer(self._security.bulk_secret, frames)
-            if answered is not None and self._route(self._bulk, route.routing_id, answered[0]):
-                self._sessions.pop(route.routing_id, None)
-                self._sessions[route.routing_id] = answered[1]
-                if len(self._sessions) > SESSIONS_MAX:
-                    self._sessions.popitem(last=False)
-            return None
-        session = self._sessions.get(route.routing_id)
-        try:
-            if session is None:
-                raise BrokenSeal
-            return session.open(frames)
-        except BrokenSeal:
-            self.unsealed += 1
-            self._sessions.pop(route.routing_id, None)
-            self._route(self._bulk, route.routing_id, [AGAIN])
-            return None
 
 
 def _listen_host(host: str, listen: str) -> str:

@@ -131,10 +131,16 @@ class Checker:
             raise Violation("I7", f"{process.voter} is stale and sends {type(m).__name__}")
         if isinstance(m, msg.Plan):
             self._rosters.setdefault(m.head, {})[m.ballot] = frozenset(part.voter for part in m.entry.roster)
-            promised = frozenset(m.deciders or process.node.coordinator.promises)
-            self._ballots.planned(m.head, m.ballot, promised)
+            self._plan_sent(process, m)
             if self._truth.corrupt:
                 self._planned(m)
+
+    def _plan_sent(self, process: Process, plan: msg.Plan) -> None:
+        promised, state = frozenset(plan.deciders or process.node.coordinator.heard()), process.node.log.state
+        in_advance = state.ranked and plan.ballot == Ballot(0, state.ranked[0])
+        if not (plan.deciders or in_advance or proper_quorum(promised, state)):
+            raise Violation("I1", f"{process.voter} plans {plan.ballot} with the promises of {sorted(promised)} only")
+        self._ballots.planned(plan.head, plan.ballot, promised)
 
     def _voted(self, process: Process, m: msg.Held) -> None:
         node, voter = process.node, process.voter

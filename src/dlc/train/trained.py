@@ -84,13 +84,15 @@ class Trained:
             _CLAIMS[tensor] = weakref.ref(self)
 
     def release(self) -> None:
-        """They may be anybody's, as far as this is concerned."""
+        """They may be anybody's, as far as this is concerned, until `check_mine`."""
+        self._seen = 0
         for tensor in self.view.tensors:
             if self._owner(tensor) is self:
                 del _CLAIMS[tensor]
 
     def check_mine(self) -> None:
-        """UsageError: another DiLoCo was made over some of them, and is in use. Both would offer the steps of both."""
+        """Before a step. UsageError: another DiLoCo was made over some of them, and is in use: both would offer the
+        steps of both."""
         if self._seen == _newest:
             return
         others = sum(self._owner(tensor) not in (None, self) for tensor in self.view.tensors)
@@ -101,6 +103,8 @@ class Trained:
                 "optimizers of one model need a dlc.DiLoCo each over the parameters of their own, "
                 "dlc.DiLoCo([parameters], optimizer, ...)"
             )
+        if any(self._owner(tensor) is None for tensor in self.view.tensors):
+            self.claim()
         self._seen = _newest
 
     @staticmethod
