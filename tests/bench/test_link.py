@@ -144,22 +144,23 @@ def test_a_site_that_dies_in_the_middle_is_no_closed_port(monkeypatch: pytest.Mo
 def test_a_site_that_dies_shortly_before_the_end_is_no_measurement(
     monkeypatch: pytest.MonkeyPatch, stood_still: bool
 ) -> None:
-    monkeypatch.setattr(link_module, "least_phase_s", lambda rtt_s: -WAIT_S)  # no time is too short, however late it is
+    monkeypatch.setattr(link_module, "moving_s", lambda phase_s, rtt_s: 0.0 if stood_still else 0.5)
     if stood_still:  # when this host looks again, everything is over, and nobody has told that the site is gone
         monkeypatch.setattr(transfer_module, "DRAIN_S", 0.0)
-        monkeypatch.setattr(link_module, "moving_s", lambda phase_s, rtt_s: 0.0)
     real = transfer_module.Transfer.receive
     with contextlib.ExitStack() as living:
         site = living.enter_context(serving())
 
         def receive(self: transfer_module.Transfer, message: Message, now: float) -> None:
-            real(self, message, now)
-            if isinstance(message, MeasureData):
+            if not isinstance(message, MeasureData):
+                real(self, message, now)
+            elif not self.moved:  # what came after this one is lost with the site
                 living.close()
+                real(self, message, now)
 
         monkeypatch.setattr(transfer_module.Transfer, "receive", receive)
         with pytest.raises(MeasureFailed, match="stopped answering"):
-            measure(site.address, KEYED, Budget(2.0, 100_000_000_000, (1,)))
+            measure(site.address, KEYED, Budget(WAIT_S, 100_000_000_000, (1,)))
 
 
 @pytest.mark.parametrize("moment", ["connecting", "round trips", "2 connections up"])
