@@ -14,10 +14,11 @@ import torch
 from dlc.comm import groups
 from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
-from dlc.comm.groups import DONE_AGAIN_S, LATE, NOBODY, RESULT, GroupDone, GroupFailed, Outcome
+from dlc.comm.groups import CONTRIBUTION, DONE_AGAIN_S, LATE, NOBODY, RESULT, GroupDone, GroupFailed, Outcome
 from dlc.comm.meetings import ANSWER_S, GROUP_MAX, Call, GroupFormed, MeetingFailed
-from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, Parcel, Seat
+from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
+from dlc.comm.parcels import WHY_CHARS_MAX
 from dlc.comm.reducer import NOT_FINITE
 from dlc.sim.meshnet import Host, MeshNet
 
@@ -588,6 +589,20 @@ def test_what_is_not_finite_is_told_as_that_by_all_and_to_its_own_peer(codec: st
     callers[1].given.fill_(float("nan"))
     net.until(lambda: ended(callers))
     assert [c.outcome.missing for c in callers] == [{sick.name: NOT_FINITE}] * 4
+
+
+@pytest.mark.parametrize("why", ["", "x" * 1000])
+def test_a_member_that_gives_no_reason_or_a_long_one_costs_its_own_contribution(why: str) -> None:
+    """It went on with the results, whose receivers refuse such a reason."""
+    net = MeshNet(13)
+    hosts = net.add(4)
+    mute = hosts[2]
+    net.tamper = lambda source, target, m: (
+        NoParcel(m.key, why) if isinstance(m, Parcel) and source == mute.name and m.key.part == CONTRIBUTION else m
+    )
+    callers = [Caller(net, host, i, owns=host is not mute) for i, host in enumerate(hosts)]
+    net.until(lambda: ended(callers))
+    assert [c.outcome.missing for c in callers] == [{mute.name: why[:WHY_CHARS_MAX] or LATE}] * 4
 
 
 def test_a_begin_that_cannot_be_starts_nothing() -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -126,6 +127,33 @@ def test_bulk_can_be_replied_to(node: Callable[..., Node]) -> None:
     assert got.route is not None and b.transport.reply(got.route, [b"h", b"y" * (1 << 20)])
     pump(lambda: a.messages("bulk"), a, b)
     assert [(e.address, e.route) for e in a.events if isinstance(e, Incoming)] == [(b.bulk_address, None)]
+
+
+def test_of_a_message_with_too_many_frames_few_are_held(node: Callable[..., Node]) -> None:
+    """A million empty ones cost half a gigabyte before they were counted."""
+    alive: weakref.WeakSet[Part] = weakref.WeakSet()
+    most = 0
+
+    class Part:
+        bytes = b""
+
+        def __init__(self, more: bool) -> None:
+            self.more = more
+            alive.add(self)
+
+    class Sender:
+        left = 10_000
+
+        def recv(self, flags: int = 0, copy: bool = True) -> Part:
+            nonlocal most
+            most, self.left = max(most, len(alive)), self.left - 1
+            if self.left < 0:
+                raise zmq.Again
+            return Part(self.left > 0)
+
+    transport, events = node("a").transport, []
+    assert transport._take(Sender(), "control", None, 5, events) == 4  # type: ignore[arg-type]
+    assert not events and transport.dropped == 1 and most <= transport_module.FRAMES_MAX + 3
 
 
 def test_control_is_taken_before_bulk_that_came_earlier(node: Callable[..., Node]) -> None:

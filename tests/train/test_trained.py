@@ -83,25 +83,45 @@ def test_two_that_were_both_ended_are_told_apart_again() -> None:
     with pytest.raises(UsageError, match="another dlc.DiLoCo"):
         inner.step()
     two.unfollow()
+    with pytest.raises(UsageError, match="meanwhile"):
+        inner.step()
+    one.reload()
     inner.step()
     assert one.inner_step == 1
 
 
 @pytest.mark.parametrize("how", ["unfollow", "finish", "gone"])
-def test_parameters_are_handed_on(how: str) -> None:
-    """To the later one; and back, where that has ended."""
+def test_parameters_are_handed_on_and_back_but_not_what_was_trained_meanwhile(how: str) -> None:
+    """It was offered by both: -11.5 in place of -7.7."""
     m = Pair()
-    first = DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2)
+    peer = FakePeer()
+    first = DiLoCo(m, sgd(*m.parameters()), peer, sync_every=2)
     step(first, m.a)
     later = [DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=2, channel="more")]
-    step(later[0], m.a)
+    for _ in range(3):
+        step(later[0], m.a)
     if how == "gone":
         later.clear()
         gc.collect()
     else:
         getattr(later[0], how)()
+    with pytest.raises(UsageError, match=r"has trained these parameters meanwhile.*call reload\(\)"):
+        step(first, m.a)
+    first.reload()
+    assert torch.equal(m.a, torch.zeros(3)) and first.inner_step == 0
     step(first, m.a)
-    assert first.inner_step == 0, "its round is over"
+    assert not peer.weights
+    step(first, m.a)
+    assert peer.weights == [2.0] and m.a[0] < -0.2
+
+
+def test_parameters_that_were_given_up_and_that_nobody_took_go_on() -> None:
+    m = Pair()
+    opt = DiLoCo(m, sgd(*m.parameters()), peer := FakePeer(), sync_every=2)
+    step(opt, m.a)
+    opt.unfollow()
+    step(opt, m.a)
+    assert peer.weights == [2.0]
 
 
 def test_what_the_optimizer_trains_beside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,13 +135,17 @@ def test_what_the_optimizer_trains_beside_the_model_is_told_once(caplog: pytest.
     assert "trains 1 parameters that are none of those given to dlc.DiLoCo" in record.message
 
 
-def test_nothing_is_wrong_with_parameters_that_are_gone_where_nothing_is_left_to_exchange() -> None:
+def test_parameters_that_are_gone_are_told_where_nothing_is_left_to_exchange(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     opt = DiLoCo(model, sgd(*model.parameters()), FakePeer(), sync_every=2)
     for _ in range(2):
         step(opt, *model.parameters())
     model[1] = nn.Identity()  # as adapters that were merged
-    assert opt.finish() is None
+    with caplog.at_level(logging.WARNING):
+        assert opt.finish() is None
+    assert "2 of the parameters are no part of the model any more" in caplog.text
     step(opt)
     with pytest.raises(UsageError, match="2 of the parameters are no part of the model any more.*merged adapters"):
         opt.finish()
@@ -133,6 +157,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(self, inside: nn.Module, ranks: int) -> None:
         super().__init__()
         self.inside, self.process_group = inside, SimpleNamespace(size=lambda: ranks)
+        self.sharding_strategy = SimpleNamespace(name="FULL_SHARD")
 
 
 def test_shards_are_refused() -> None:
@@ -142,11 +167,13 @@ def test_shards_are_refused() -> None:
         with pytest.raises(UsageError, match=r"shards \(FSDP\).*--parallel fsdp"):
             DiLoCo(model, sgd(*model.parameters()), FakePeer(), sync_every=2)
     flat = nn.Parameter(torch.zeros(4))
-    flat._is_flat_param = True  # type: ignore[attr-defined]
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="shards"):
         DiLoCo([flat], sgd(flat), FakePeer(), sync_every=2)
     alone = FullyShardedDataParallel(nn.Linear(2, 2), 1)
     DiLoCo(alone, sgd(*alone.parameters()), FakePeer(), sync_every=2)
+    sharded.sharding_strategy.name = "NO_SHARD"
+    DiLoCo(sharded, sgd(*sharded.parameters()), FakePeer(), sync_every=2)
 
 
 def test_one_of_several_ranks_is_told_that_the_others_see_nothing(
@@ -178,3 +205,12 @@ def test_what_is_no_optimizer_no_parameter_no_period_and_no_state_is_named() -> 
     for state in ({}, inner.state_dict()):
         with pytest.raises(CheckpointError, match="no state of dlc.DiLoCo"):
             opt.load_state_dict(state)
+
+
+def test_of_parameters_that_share_memory_one_is_named_and_both_are_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    one = nn.Parameter(torch.zeros(3))
+    other = nn.Parameter(one.data)
+    with caplog.at_level(logging.WARNING):
+        step(DiLoCo([one, other], sgd(one), FakePeer(), sync_every=1), one)
+        step(DiLoCo([one, other], sgd(one, other), FakePeer(), sync_every=1, channel="b"), one, other)
+    assert not caplog.records

@@ -244,13 +244,11 @@ def _reduced(
     until = clock() + timeout_s
     reduction = peer.all_reduce(tensor, name=name, codec=codec, timeout_s=timeout_s, async_op=True)
     try:
-        while (left_s := until - clock()) > 0:
+        while reduction.done or clock() < until:
             try:
-                return reduction.wait(min(LOOK_EVERY_S, left_s))
+                return reduction.wait(LOOK_EVERY_S)
             except RoundTimeout:
-                if reduction.done:
-                    raise
-            look()
+                look()
         raise RoundTimeout(f"no round of {name!r} was committed within {timeout_s:g} s")
     except BaseException:
         reduction.cancel()

@@ -1,9 +1,9 @@
 """`dlc bench codec`: how fast this host encodes and decodes, and what each codec loses.
 
-A vector of unit normal numbers goes through each codec in chunks of CHUNK_ELEMS, as in a round. GB/s are of fp32 (10^9
-bytes) on one thread, as the driver works; the best of REPEATS passes counts, since everything else on the host only
-makes a pass slower. With `cuda` the copy between device and host is part of it, as in a round: encoded there, and
-decoded here.
+A vector of normal numbers, of the size of pseudo-gradients, goes through each codec in chunks of CHUNK_ELEMS, as in a
+round. GB/s are of fp32 (10^9 bytes) on one thread, as the driver works; the best of REPEATS passes counts, since
+everything else on the host only makes a pass slower. With `cuda` the copy between device and host is part of it, as in
+a round: encoded there, and decoded here.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Rates = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Limit:
-    """No round of this kind takes less."""
+    """The least time of a round, as far as the rates of single paths tell."""
 
     seconds: float
     by: str

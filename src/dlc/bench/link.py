@@ -15,7 +15,7 @@ import dataclasses
 import math
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ lost one count when that has come, so a few round trips can carry more than the 
 TOO_SLOW = "the link is too slow for more connections: they would only keep it full for long"
 HELPS = 1.2
 """So many times the rate of one stream is worth several connections; less is noise."""
+ENOUGH = 1.5
+"""Times what was too little that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class StreamRates:
     down_missing: str = ""
     bytes_ended: bool = False
     """The bytes of a transfer were used up before its time was over."""
+    planned: bool = True
+    """The time is enough for it, as far as round trips tell; else it is no fault that there are no rates."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +116,21 @@ class LinkReport:
 
     @property
     def missing(self) -> int:
-        """How many rates of `streams` are None."""
-        return sum(rate is None for rates in self.streams for rate in (rates.up_mbps, rates.down_mbps))
+        """How many rates of `streams` that were planned are None."""
+        planned = [rates for rates in self.streams if rates.planned]
+        return sum(rate is None for rates in planned for rate in (rates.up_mbps, rates.down_mbps))
 
     def remarks(self) -> list[str]:
         """What limits these numbers, a sentence each: rates that are missing, transfers that ended with their bytes."""
         found: list[str] = []
         if self.missing:
-            texts = [text for rates in self.streams for text in (rates.up_missing, rates.down_missing) if text]
+            tried = [rates for rates in self.streams if rates.planned]
+            texts = [text for rates in tried for text in (rates.up_missing, rates.down_missing) if text]
             why = "; ".join(dict.fromkeys(texts))
-            found.append(f"{self.missing} of {2 * len(self.streams)} rates could not be told: {why}")
+            found.append(f"{self.missing} of {2 * len(tried)} rates could not be told: {why}")
+        if left := [rates for rates in self.streams if not rates.planned]:
+            numbers = ",".join(str(rates.n) for rates in left)
+            found.append(f"not measured with --streams {numbers}: {left[0].up_missing}")
         if ended := [str(rates.n) for rates in self.streams if rates.bytes_ended]:
             found.append(f"--max-mb ended transfers before their time, with --streams {','.join(ended)}")
         return found
@@ -218,7 +227,7 @@ class _Work:
             needed_s = connecting_s(self._rtt_s) + budget.directions * least_phase_s(self._rtt_s)
             if place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
                 why = TOO_SLOW if self._slow else too_short(budget, self._rtt_s)
-                rates.append(StreamRates(n, None, None, why, why if budget.down else ""))
+                rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=place < fit))
             else:
                 rates.append(self._rates(n, fit - place - 1))
         return LinkReport(
@@ -260,10 +269,17 @@ class _Work:
             mbps[place] = rate_mbps([t.meter for t in done], self._rtt_s)
             ended = any(t.bytes_ended for t in done)
             bytes_ended = bytes_ended or ended
-            self._slow = not ended and sum(t.moved for t in done) * DRAIN_S < n * WINDOW_BYTES_MIN * move_s
+            slow = not ended and sum(t.moved for t in done) * DRAIN_S < n * WINDOW_BYTES_MIN * move_s
+            self._slow = self._slow or slow
             if mbps[place] is None:
-                missing[place] = unsettled(self._share if ended else None)
+                missing[place] = unsettled(self._enough(done) if ended else 0)
         return StreamRates(n, mbps[0], mbps[1], missing[0], missing[1], bytes_ended)
+
+    def _enough(self, done: Sequence[Transfer]) -> int:
+        """Bytes of all transfers together with which one as fast as these would have lasted for long enough."""
+        lasted_s = min(t.meter.times[-1] - t.meter.times[0] for t in done if t.meter.times)
+        longer = ENOUGH * least_s(self._rtt_s) / max(lasted_s, PACE_S_MIN)
+        return math.ceil(self._budget.bytes_max * max(longer, ENOUGH))
 
     def _side_by_side(self, n: int, up: bool, seconds: float, bytes_max: int, until: float) -> list[Transfer]:
         """One transfer on each of the first n streams at the same time; the first on the calling thread, which Ctrl-C
@@ -319,11 +335,15 @@ def too_short(budget: Budget, rtt_s: float) -> str:
     )
 
 
-def unsettled(bytes_share: int | None) -> str:
-    """Why a transfer has no rate. bytes_share: what ended it, where that was not its time."""
-    if bytes_share is None:
+def unsettled(bytes_needed: int) -> str:
+    """Why a transfer has no rate. bytes_needed: of all transfers, where its bytes ended it and not its time."""
+    if not bytes_needed:
         return "too little came through, or it still grew when the time was over: give more --seconds"
-    return f"{bytes_share / MB:.3g} MB were through before the rate had settled: give more --max-mb"
+    if bytes_needed > BYTES_MAX:
+        return "its bytes were through before the rate had settled: give fewer --streams, and more --max-mb"
+    return (
+        f"its bytes were through before the rate had settled: give --max-mb {bytes_needed // MB + 1}, or fewer streams"
+    )
 
 
 def _connections(n: int) -> str:

@@ -296,7 +296,7 @@ def _link(args: argparse.Namespace) -> int:
         show.link(report, Stdout())
     for remark in report.remarks():
         print(f"dlc bench: {remark}", file=sys.stderr)
-    return _status(report.missing, 2 * len(report.streams))
+    return _status(report.missing, 2 * sum(rates.planned for rates in report.streams))
 
 
 def _matrix(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Begin, Done, Key, LeftOut, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
-from dlc.comm.parcels import DEAD, LATE, LEFT, WRONG_SIZE, Intake, Parcels
+from dlc.comm.parcels import DEAD, LATE, LEFT, WHY_CHARS_MAX, WRONG_SIZE, Intake, Parcels
 from dlc.comm.partition import Member
 from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace
 from dlc.comm.service import ServiceNews
@@ -55,8 +55,6 @@ OPEN_BYTES, OPEN_CHUNKS_MIN = 16 << 20, 4
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 DONE_AGAIN_S = 1.0
 """Running time after which Done is said again."""
-WHY_CHARS_MAX = 128
-"""Of a reason that another owner tells."""
 WEIGHT_SLACK = 1e-6
 """Relative: a result's weight is the sum of those it names but for rounding."""
 

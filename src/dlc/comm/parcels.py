@@ -46,6 +46,8 @@ ASKS_MAX = 3
 LOOK_S = 0.25
 """Intakes are looked at so often: who has been silent for too long, whose time is over."""
 
+WHY_CHARS_MAX = 128
+"""Of the reason that a holder gives for not sending: others are told it, too."""
 LATE, DEAD, LEFT, WRONG_SIZE = "late", "dead", "left", "refused: wrong size"
 
 
@@ -174,7 +176,7 @@ class Parcels:
     def receive_no_parcel(self, sender: Voter, m: NoParcel) -> None:
         intake = self._intakes.get((m.key, sender))
         if intake is not None:
-            self._fail(intake, m.why)
+            self._fail(intake, m.why[:WHY_CHARS_MAX] or LATE)
 
     # ---------------------------------------------------------------- time and members
 

@@ -324,13 +324,15 @@ class DiLoCo:
             self._ends()
             self._trained.release()
         self._outer.adopt()
+        self._trained.tell_of_gone()
         return report
 
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
-        self._trained.check_mine()
+        self._trained.check_free()
         self.flush()
         self._steps = self._skipped = 0
+        self._trained.claim()
         self._outer.adopt()
 
     @property
@@ -441,7 +443,11 @@ class DiLoCo:
             if lost := int(state.get("steps", inner_step)) - offered:
                 log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
             if offered:
-                log.warning("so are %d more, unless the round counted them that was on its way then", offered)
+                log.warning(
+                    "%d inner steps were on their way to a round when this state was saved: they are lost, unless it "
+                    "counted them",
+                    offered,
+                )
         self._outer.outgoing.load_residual(residual)
 
     def _stands_at(self, image: Tensor) -> bool:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 NAMES_TOLD = 3
 _CLAIMS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Whose each parameter is: weak references to `Trained`."""
+"""The last claim to each parameter: its number, and a weak reference to the `Trained`; None where it was released."""
 _MADE = itertools.count(1)
 _newest = 0
 """Of all claims: where it is as it was, nobody's have changed."""
@@ -48,16 +48,17 @@ class Trained:
         self._form = self._formed()
         self._known = self._trainable()
         """Ids of the parameters that needed gradients when this was made, or have been named since."""
-        self._seen = 0
+        self._claimed = self._seen = 0
+        """The number of the claim, and the newest one that was looked at since."""
         self._tell_of_ranks()
 
     def _check_whole(self) -> None:
         """UsageError: each process holds a part of each tensor."""
         modules = self._model.modules() if self._model is not None else ()
-        shards: list[Any] = [m for m in modules if type(m).__name__ == "FullyShardedDataParallel"]
-        parted = any(m.process_group.size() > 1 for m in shards)
-        flat = self._model is None and any(getattr(tensor, "_is_flat_param", False) for tensor in self.view.tensors)
-        if parted or flat or any(hasattr(tensor, "to_local") for tensor in self.view.tensors):
+        wrapped: list[Any] = [m for m in modules if type(m).__name__ == "FullyShardedDataParallel"]
+        sharded = any(m.process_group.size() > 1 and m.sharding_strategy.name != "NO_SHARD" for m in wrapped)
+        flat = self._model is None and any(getattr(tensor, "_fsdp_flattened", False) for tensor in self.view.tensors)
+        if sharded or flat or any(hasattr(tensor, "to_local") for tensor in self.view.tensors):
             raise UsageError(
                 "the parameters are shards (FSDP): rounds would average a part of the model on one rank with another "
                 "part on another. `torchrun ... -m dlc join --parallel fsdp` trains such a model; in a loop of your "
@@ -79,38 +80,52 @@ class Trained:
     def claim(self) -> None:
         """From now on these parameters are trained by this DiLoCo, whoever did before."""
         global _newest
-        _newest = self._seen = next(_MADE)
+        _newest = self._claimed = self._seen = next(_MADE)
         for tensor in self.view.tensors:
-            _CLAIMS[tensor] = weakref.ref(self)
+            _CLAIMS[tensor] = (_newest, weakref.ref(self))
 
     def release(self) -> None:
         """They may be anybody's, as far as this is concerned, until `check_mine`."""
         self._seen = 0
         for tensor in self.view.tensors:
-            if self._owner(tensor) is self:
-                del _CLAIMS[tensor]
+            if self._last_claim(tensor) == (self._claimed, self):
+                _CLAIMS[tensor] = (self._claimed, None)
 
     def check_mine(self) -> None:
         """Before a step. UsageError: another DiLoCo was made over some of them, and is in use: both would offer the
-        steps of both."""
+        steps of both. Or it is not any more, and has trained them meanwhile."""
         if self._seen == _newest:
             return
-        others = sum(self._owner(tensor) not in (None, self) for tensor in self.view.tensors)
-        if others:
+        self.check_free()
+        claims = [self._last_claim(tensor) for tensor in self.view.tensors]
+        if any(number > self._claimed for number, _ in claims):
             raise UsageError(
-                f"another dlc.DiLoCo was made over {others} of these parameters, and each would count the steps of "
-                "both: call unfollow() of the one that is not to go on, or finish() before the other is made; several "
-                "optimizers of one model need a dlc.DiLoCo each over the parameters of their own, "
-                "dlc.DiLoCo([parameters], optimizer, ...)"
+                "another dlc.DiLoCo has trained these parameters meanwhile, and what it did is no part of this one's "
+                "steps: call reload(), which takes the swarm's parameters and drops the steps that are in no round"
             )
-        if any(self._owner(tensor) is None for tensor in self.view.tensors):
+        if any(owner is None for _, owner in claims):
             self.claim()
         self._seen = _newest
 
+    def check_free(self) -> None:
+        """UsageError: another DiLoCo was made over some of them, and is in use."""
+        others = sum(self._last_claim(tensor)[1] not in (None, self) for tensor in self.view.tensors)
+        if others:
+            raise UsageError(
+                f"another dlc.DiLoCo was made over {others} of these parameters, and each would count the steps of "
+                "both: call unfollow() of the one that is not to go on, or finish() before the other is made; where it "
+                "follows an optimizer and has no name any more, make a new optimizer. Several optimizers of one model "
+                "need a dlc.DiLoCo each over the parameters of their own, dlc.DiLoCo([parameters], optimizer, ...)"
+            )
+
     @staticmethod
-    def _owner(tensor: Tensor) -> Trained | None:
-        reference: weakref.ref[Trained] | None = _CLAIMS.get(tensor)  # type: ignore[no-untyped-call]
-        return reference() if reference is not None else None
+    def _last_claim(tensor: Tensor) -> tuple[int, Trained | None]:
+        """Its number, and whose it is, if that is in use."""
+        claim: tuple[int, weakref.ref[Trained] | None] | None = _CLAIMS.get(tensor)  # type: ignore[no-untyped-call]
+        if claim is None:
+            return 0, None
+        number, reference = claim
+        return number, reference() if reference is not None else None
 
     # ---------------------------------------------------------------- what they were
 
@@ -121,11 +136,7 @@ class Trained:
                 "the parameters have changed their dtype or shape since dlc.DiLoCo was made: bring the model into its "
                 "form first, and make the DiLoCo then"
             )
-        if self._model is None:
-            return
-        here = {id(p) for p in self._model.parameters()}
-        gone = sum(id(tensor) not in here for tensor in self.view.tensors)
-        if gone:
+        if gone := self._gone():
             raise UsageError(
                 f"{gone} of the parameters are no part of the model any more, as after load_state_dict(assign=True), "
                 "merged adapters or fully_shard, and what it learns would not be exchanged: put values into the "
@@ -133,11 +144,27 @@ class Trained:
                 "channel"
             )
 
+    def _gone(self) -> int:
+        """How many are no part of the model any more."""
+        if self._model is None:
+            return 0
+        here = {id(p) for p in self._model.parameters()}
+        return sum(id(tensor) not in here for tensor in self.view.tensors)
+
+    def tell_of_gone(self) -> None:
+        """At the end: the model does not have what the swarm has."""
+        if gone := self._gone():
+            log.warning(
+                "%d of the parameters are no part of the model any more: those in their place are this peer's own, and "
+                "not the swarm's newest",
+                gone,
+            )
+
     def tell_of_others(self) -> None:
         """Which parameters are averaged is settled when this is made: tell once of each that is trained and is not."""
         more = self._trainable() - self._known
-        mine = {id(tensor) for tensor in self.view.tensors}
-        foreign = {id(p) for p in self._optimized() if p.requires_grad} - mine - self._known
+        mine = {tensor.data_ptr() for tensor in self.view.tensors}  # of those that share memory the view has one
+        foreign = {id(p) for p in self._optimized() if p.requires_grad and p.data_ptr() not in mine} - self._known
         self._known |= more | foreign
         if more and self._model is not None:
             names = [name for name, p in self._model.named_parameters() if id(p) in more]
