@@ -106,7 +106,7 @@ def test_a_receiver_that_is_busy_is_named(soon: None, monkeypatch: pytest.Monkey
 def test_too_few_bytes_are_the_reason_of_a_pair_without_a_rate(soon: None) -> None:
     with serving() as a, serving() as b:
         report = measure_matrix((a.address, b.address), KEYED, Budget(100.0, 1_000_000, (1,), down=False), reach={})
-    assert report.failed == 2 and all("give more --max-mb" in pair.error and pair.rtt_ms for pair in report.pairs)
+    assert report.failed == 2 and all("give --max-mb " in pair.error and pair.rtt_ms for pair in report.pairs)
 
 
 def test_an_order_whose_asker_is_gone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
