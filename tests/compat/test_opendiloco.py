@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -283,7 +283,7 @@ def test_it_is_not_copied_and_its_hooks_are_those_of_the_inner_one() -> None:
     """One deepcopy, which failed, broke the steps of all such optimizers in the process."""
     net = model()
     optimizer = made(net, LonePeer())
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+    for copied in (copy.copy, copy.deepcopy, operator.methodcaller("__reduce_ex__", 2)):
         with pytest.raises(TypeError, match="neither pickled nor copied"):
             copied(optimizer)
     told: list[object] = []
