@@ -169,21 +169,20 @@ def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> N
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     serving = json.loads(site.line())
     address = f"127.0.0.1:{serving['port']}"
-    budget = ("--key-file", key, "--seconds", "100", "--max-mb", "400", "--json")
+    budget = ("--key-file", key, "--seconds", "16", "--max-mb", "100000", "--json")
     code, out, err = run("link", "--to", address, "--streams", "1,2", *budget).end()
     report = json.loads(out)
-    # The first of two may be through before the other begins, and a machine that stands still leaves a rate unknown.
-    known = [rates[way] is not None for rates in report["streams"] for way in ("up_mbps", "down_mbps")]
-    assert code == (0 if all(known) else 4 if any(known) else 3), err
+    two = report["streams"][1]
+    assert code == (4 if None in (two["up_mbps"], two["down_mbps"]) else 0), err
+    assert report["up_mbps"] and report["down_mbps"], err
     assert report["to"] == address and report["encrypted"] and [s["n"] for s in report["streams"]] == [1, 2]
     assert "2 connections down" in err, "progress"
     picture = tmp_path / "m.png"
-    code, out, err = run("matrix", "--peers", address, "--listen", "127.0.0.1:0", "--png", str(picture), *budget).end()
+    sites = ("--peers", address, "--listen", "127.0.0.1:0", "--png", str(picture))
+    code, out, err = run("matrix", *sites, *budget, "--seconds", "6").end()
+    assert code == 0, err
     matrix = json.loads(out)
-    known = [pair["up_mbps"] is not None for pair in matrix["pairs"]]
-    assert code == (0 if all(known) else 4 if any(known) else 3), err
-    assert len(known) == 2 and all(p["rtt_ms"] and (p["up_mbps"] or p["error"]) for p in matrix["pairs"])
-    assert picture.exists()
+    assert len(matrix["pairs"]) == 2 and all(pair["up_mbps"] for pair in matrix["pairs"]) and picture.exists()
     assert matrix["sites"][1] == address
     assert main(["bench", "link", "--to", address]) == 3, "no key"
     site.process.send_signal(signal.SIGINT)
@@ -258,9 +257,9 @@ def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> No
     link.process.send_signal(signal.SIGINT)
     code, out, err = link.end()
     assert code == 130 and out == "" and "interrupted" in err and "Traceback" not in err
-    again = ("--key-file", key, "--seconds", "100", "--max-mb", "4", "--streams", "1")
+    again = ("--key-file", key, "--seconds", "8", "--max-mb", "100000", "--streams", "1")
     code, _, err = run("link", "--to", address, *again).end()
-    assert code in (0, 3) and "busy" not in err
+    assert code == 0 and "busy" not in err
 
 
 def test_a_ctrl_c_that_is_lost_where_it_comes_ends_the_measurement_all_the_same() -> None:

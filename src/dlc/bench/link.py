@@ -277,7 +277,7 @@ class _Work:
 
     def _enough(self, done: Sequence[Transfer]) -> int:
         """Bytes of all transfers together with which one as fast as these would have lasted for long enough."""
-        lasted_s = min(t.meter.times[-1] - t.meter.times[0] for t in done if t.meter.times)
+        lasted_s = min((t.meter.times[-1] - t.meter.times[0] for t in done if t.meter.times), default=0.0)
         longer = ENOUGH * least_s(self._rtt_s) / max(lasted_s, PACE_S_MIN)
         return math.ceil(self._budget.bytes_max * max(longer, ENOUGH))
 

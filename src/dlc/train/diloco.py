@@ -32,7 +32,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from blake3 import blake3
@@ -122,12 +122,9 @@ class DiLoCo:
         resume: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        try:
-            sync_every = operator.index(sync_every)
-        except TypeError:
-            sync_every = 0
-        if sync_every < 1:
-            raise UsageError("sync_every must be a whole number of inner steps, at least 1")
+        if not isinstance(sync_every, SupportsIndex) or operator.index(sync_every) < 1:
+            raise UsageError(f"sync_every must be a whole number of inner steps, at least 1, not {sync_every!r}")
+        sync_every = operator.index(sync_every)
         if not 0 < weight <= WEIGHT_MAX / sync_every:
             raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight}")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
