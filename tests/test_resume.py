@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import queue
 import shutil
@@ -21,7 +22,7 @@ from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError, NoRoom
 from dlc.peer import Peer, Resume
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.train import checkpoint, phases, saver
 from dlc.train.saver import Saved
@@ -90,7 +91,7 @@ def train(
             resume=saved,
             eval_blocks=2,
             checkpoint_every=1,
-            keep=ROUNDS,
+            keep=2 * ROUNDS,
             **options,
         )
         summary = trainer.run(stop)
@@ -119,6 +120,34 @@ def test_who_resumes_at_a_rounds_end_has_the_same_loss_curve_bit_for_bit(tmp_pat
 
     without, _ = train(tmp_path / "c", spec, dataclasses.replace(saved, rng={}))
     assert losses(without) != losses(whole, since=AT), "the random state plays no part: the test proves nothing"
+
+
+def test_what_other_fragments_have_not_exchanged_is_resumed_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And by a run that reached its end, and was made longer; not by another peer, nor where the swarm went on."""
+    caplog.set_level(logging.INFO, logger="dlc.train.rounds")
+    spec = spec_in(tmp_path)
+    inner = dataclasses.replace(spec.inner, total_steps=2 * ROUNDS * H)  # the schedule, whatever the length
+    spec = dataclasses.replace(spec, sync_every=2 * H, fragments=2, inner=inner)
+    whole, end = train(tmp_path / "a", spec)
+    assert [step["step"] for step in whole] == list(range(2 * ROUNDS * H))
+    saved = saver.chosen(named(tmp_path / "a", spec, AT + 1), spec)
+    for copy in ("b", "c", "d"):
+        shutil.copytree(tmp_path / "a", tmp_path / copy)
+    resumed, same_end = train(tmp_path / "b", spec, saved)
+    assert losses(resumed) == losses(whole, since=AT + 1) and len(resumed) == (2 * ROUNDS - AT - 1) * H
+    assert same_end.digest == end.digest and not caplog.records
+
+    short = dataclasses.replace(spec, rounds=AT)
+    saver.set_aside(tmp_path / "d")
+    train(tmp_path / "d", short)
+    longer, same_end = train(tmp_path / "d", spec, saver.newest(tmp_path / "d", spec))
+    assert losses(longer) == losses(whole, since=2 * AT) and same_end.digest == end.digest and not caplog.records
+
+    another, other_end = train(tmp_path / "c", spec, saved.as_of("another"))
+    assert other_end.digest != end.digest
+    assert caplog.messages == [f"what fragments, or mixing, had left of the inner steps before round {AT + 1} is lost"]
 
 
 def test_who_is_stopped_in_the_middle_of_a_phase_goes_on_bit_for_bit_from_the_round_before(tmp_path: Path) -> None:
@@ -209,7 +238,8 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
 
 
 def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(tmp_path: Path) -> None:
-    spec = spec_in(tmp_path)
+    timeouts = TimeoutsSpec(evict_s=9.0)  # whose checkpoint it is is waited for
+    spec = dataclasses.replace(spec_in(tmp_path), timeouts=timeouts)
     train(tmp_path / "a", dataclasses.replace(spec, rounds=AT))
     saved = saver.newest(tmp_path / "a")
     assert saved is not None and saved.residual is not None and saved.rng and saved.peer

@@ -169,7 +169,7 @@ def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> N
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     serving = json.loads(site.line())
     address = f"127.0.0.1:{serving['port']}"
-    budget = ("--key-file", key, "--seconds", "16", "--max-mb", "100000", "--json")
+    budget = ("--key-file", key, "--seconds", "10", "--max-mb", "100000", "--json")
     code, out, err = run("link", "--to", address, "--streams", "1,2", *budget).end()
     report = json.loads(out)
     two = report["streams"][1]
@@ -179,7 +179,7 @@ def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> N
     assert "2 connections down" in err, "progress"
     picture = tmp_path / "m.png"
     sites = ("--peers", address, "--listen", "127.0.0.1:0", "--png", str(picture))
-    code, out, err = run("matrix", *sites, *budget, "--seconds", "6").end()
+    code, out, err = run("matrix", *sites, *budget, "--seconds", "4").end()
     assert code == 0, err
     matrix = json.loads(out)
     assert len(matrix["pairs"]) == 2 and all(pair["up_mbps"] for pair in matrix["pairs"]) and picture.exists()
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> No
     link.process.send_signal(signal.SIGINT)
     code, out, err = link.end()
     assert code == 130 and out == "" and "interrupted" in err and "Traceback" not in err
-    again = ("--key-file", key, "--seconds", "8", "--max-mb", "100000", "--streams", "1")
+    again = ("--key-file", key, "--seconds", "5", "--max-mb", "100000", "--streams", "1")
     code, _, err = run("link", "--to", address, *again).end()
     assert code == 0 and "busy" not in err
 

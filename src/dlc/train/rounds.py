@@ -13,6 +13,8 @@ import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
+
 from dlc.train.offers import NotFinite
 from dlc.train.others import Others
 from dlc.train.outer_loop import OuterLoop
@@ -24,12 +26,17 @@ from dlc.train.swarm import Frozen, Position
 
 log = logging.getLogger(__name__)
 
+_PARAMETERS = "parameters"
+
 
 class Rounds:
     """See `strategy.Strategy`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._finished = False
+        self._at_end: Tensor | None = None
+        """What `_ahead_of_theta` gave before the model was set to theta of that same round, when all was trained."""
         spec, peer, engine, clock = parts.spec, parts.peer, parts.engine, parts.clock
         self.outer = OuterLoop(
             peer,
@@ -61,18 +68,26 @@ class Rounds:
 
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
+        ahead = saved.own.get(_PARAMETERS) if saved is not None else None
         if saved is not None:
-            if spec.fragments > 1 or spec.mixing:
-                log.info("what fragments, or mixing, had left of the inner steps before round %d is not saved", saved.t)
+            if ahead is not None:
+                self.outer.check_local(ahead)
             self.outer.state.restore(saved.image, any_end=saved.spec != spec)
             self.phases.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
-        return self.outer.open(
+        position = self.outer.open(
             codec=spec.codec,
             chunk_elems=spec.chunk_elems,
             lease_len=spec.blocks_per_lease,
             residual=saved.residual if saved is not None else None,
         )
+        if saved is not None and (spec.fragments > 1 or spec.mixing):
+            mine, here = saved.peer in ("", self._parts.peer.id), position.digest == saved.digest
+            if ahead is not None and mine and here:
+                self.outer.take_up(ahead)
+            else:
+                log.info("what fragments, or mixing, had left of the inner steps before round %d is lost", saved.t)
+        return position
 
     def ready(self) -> bool:
         if self.phases.at_work:
@@ -93,7 +108,10 @@ class Rounds:
         self.phases.drop()
 
     def finish(self) -> Position:
-        return self.outer.adopt()
+        ahead, of = self._at_end if self._finished else self._ahead_of_theta(), self.outer.position.digest
+        position = self.outer.adopt()
+        self._finished, self._at_end = True, ahead if position.digest == of else None
+        return position
 
     def at_rest(self) -> AbstractContextManager[None]:
         """Steps of the next phase, or other fragments, may be ahead of the last round."""
@@ -108,7 +126,17 @@ class Rounds:
     def local(self) -> Local:
         rng = random_state(self._parts.engine.device)
         ahead = self.phases.ahead or self.phases.at_work
-        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng, ahead=ahead)
+        parameters = self._at_end if self._finished else self._ahead_of_theta()
+        own = {} if parameters is None else {_PARAMETERS: parameters}
+        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng, own, ahead)
+
+    def _ahead_of_theta(self) -> Tensor | None:
+        """The parameters, where all steps are counted and the model is not at theta: other fragments have their turn
+        later. With overlap the steps that are ahead are not counted, and cannot be told from the rest."""
+        spec = self._parts.spec
+        if spec.fragments == 1 or spec.overlap != "none" or self.phases.ahead or self.phases.at_work:
+            return None
+        return self.outer.local()
 
     def close(self) -> None:
         self.phases.close()

@@ -6,7 +6,8 @@
     image    outer state: theta, moments    (OuterState.export)
     inner.*  the inner optimizer's state, local to this peer
     residual what encoding lost of this peer's contributions; only with a codec that keeps it (Outgoing.residual)
-    own.*    what a strategy without a common state keeps of this peer (Strategy.local)
+    own.*    what a strategy without a common state keeps of this peer (Strategy.local); with fragments the parameters,
+             which are ahead of theta by what had no turn yet
     rng.*    the random state of this peer's inner steps (rng.random_state)
 
 The log holds the position in the data (the leases, and how far each is committed); the learning rate is a function of
