@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 # Further arguments of test, test-gpu, sim, demo and bench: make test ARGS="-k runspec"
 # Each test run simulates fresh seeds for 90 seconds; for another time: make test ARGS="--sim-seconds 20"
 ARGS ?=
+# Processes that run tests at once. Most tests wait for most of their time; what measures runs alone.
+WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -36,7 +38,7 @@ types: $(STAMP) ## static types of src, by mypy --strict
 	$(BIN)/mypy --strict src
 
 test: $(STAMP) ## the whole test suite, with the reason for every skip and the slowest tests
-	$(BIN)/python -m pytest -q -rs --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -rs --durations=10 -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)

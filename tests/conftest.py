@@ -1,14 +1,20 @@
-"""One thread per test process, no network, and a reason for every skip."""
+"""One thread per test process, no network, a reason for every skip, and tests that measure alone on the machine."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import sys
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+if sys.platform != "win32":
+    from tests.turns import Turns
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers or datasets is imported: a test never downloads
 torch.set_num_threads(1)
@@ -24,15 +30,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(f"no CUDA device is visible to torch {torch.__version__}")
-    if item.get_closest_marker("netns"):
-        if shutil.which("ip") is None:
-            pytest.skip("network namespaces need iproute2, which is not installed")
-        if os.geteuid() != 0:
-            pytest.skip("network namespaces need root")
 
 
-SIMULATED = pytest.StashKey[list[str]]()
-"""Lines on the fresh seeds that this run simulated, for the summary: it is told on success too."""
+SIMULATED = "simulated"
+"""Name of the property of a test that tells of the fresh seeds it simulated: the summary tells it on success too."""
+TURNS = pytest.StashKey["Turns"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,15 +43,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SIMULATED] = []
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist, where several processes run tests
+    if worker is not None and sys.platform != "win32":
+        config.stash[TURNS] = Turns(Path(tempfile.gettempdir()) / f"dlc-turns-{worker['testrunuid']}")
 
 
-@pytest.fixture
-def simulated(request: pytest.FixtureRequest) -> list[str]:
-    """Lines for the end of the test run."""
-    return request.config.stash[SIMULATED]
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    turns = item.config.stash.get(TURNS, None)
+    if turns is None:
+        return (yield)
+    with turns.taken(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in terminalreporter.config.stash[SIMULATED]:
-        terminalreporter.write_line(line)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, line in getattr(report, "user_properties", ()) if getattr(report, "when", "") == "call" else ():
+                if name == SIMULATED:
+                    terminalreporter.write_line(line)

@@ -18,6 +18,7 @@ from tests.helpers import benchmark_module, undisturbed, wait_until
 wan_module = benchmark_module("_wan")
 REASON = wan_module.available()
 needs_wan = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = pytest.mark.alone
 
 ECHO = """
 import socket, sys, threading

@@ -165,6 +165,7 @@ def test_processes_are_no_more_than_fit_and_the_help_says_how_many(
     assert f"up to {LOCAL_MAX}" in capsys.readouterr().out
 
 
+@pytest.mark.alone
 def test_serve_link_and_matrix_together(run: Any, key: str, tmp_path: Path) -> None:
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     serving = json.loads(site.line())
@@ -249,6 +250,7 @@ def test_transfers_that_ended_with_their_bytes_are_told_in_one_line(
         assert shown.err.count(why) == n_lines - 1
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_link_at_once_and_frees_the_site(run: Any, key: str) -> None:
     site = run("serve", "--listen", "127.0.0.1:0", "--key-file", key, "--json")
     address = f"127.0.0.1:{json.loads(site.line())['port']}"

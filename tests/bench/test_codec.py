@@ -46,6 +46,7 @@ print((peak(30.0) - small) / 30e6)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="others count ru_maxrss in other units")
 def test_memory_is_three_times_the_vector() -> None:
     """Every chunk is given back to the system when it is freed: else what lies between others stays, more or less."""

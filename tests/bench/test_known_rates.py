@@ -76,6 +76,7 @@ class Observed:
 Run = tuple[dict[str, Any], float, float, float]
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_known_rates_are_reported_in_the_right_direction(tmp_path: Path) -> None:
     key = tmp_path / "run.key"

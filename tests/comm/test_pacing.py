@@ -89,6 +89,7 @@ def open_files() -> int:
 # ---------------------------------------------------------------------- pacing
 
 
+@pytest.mark.alone
 @linux
 def test_a_paced_link_takes_its_time_and_an_unpaced_one_does_not(pair: tuple[Node, Node]) -> None:
     a, b = pair
@@ -101,6 +102,7 @@ def test_a_paced_link_takes_its_time_and_an_unpaced_one_does_not(pair: tuple[Nod
     wait_until(lambda: seconds_for(a, b, 2_000_000) < 0.3, WAIT_S, "it is quick again")
 
 
+@pytest.mark.alone
 @linux
 def test_a_rate_outlives_the_connection(pair: tuple[Node, Node]) -> None:
     a, b = pair
@@ -160,6 +162,7 @@ def test_bulk_links_ask_for_a_congestion_control(
 # ---------------------------------------------------------------------- the kernel's numbers
 
 
+@pytest.mark.alone
 @linux
 def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     a, b = pair
@@ -394,6 +397,7 @@ def test_bulk_links_are_open_before_the_first_round() -> None:
             assert sample is not None and sample.bytes_acked < 10_000, "nothing but handshakes"
 
 
+@pytest.mark.alone
 @linux
 def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with swarm(2) as peers:

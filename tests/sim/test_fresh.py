@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,7 @@ PEERS = (2, 8)
 SEEDS = 10**9
 
 
-def test_fresh_seeds(pytestconfig: pytest.Config, simulated: list[str]) -> None:
+def test_fresh_seeds(pytestconfig: pytest.Config, record_property: Callable[[str, object], None]) -> None:
     job = Job(PEERS, FAULTS, first=int(code_version(), 16) % SEEDS)
     end = time.monotonic() + float(pytestconfig.getoption("--sim-seconds"))
     broken: list[str] = []
@@ -34,8 +35,9 @@ def test_fresh_seeds(pytestconfig: pytest.Config, simulated: list[str]) -> None:
             replay = f"python -m dlc.sim {where} --transcript"
             broken.append(f"seed {outcome.seed}: {outcome.violation}\nreplay: {replay}")
     result = f"{len(broken)} violations" if broken else "no violation"
-    simulated.append(
-        f"simulator: {done} fresh schedules from seed {job.first} on, {len(FAULTS)} kinds of faults, {result}"
+    record_property(
+        "simulated",
+        f"simulator: {done} fresh schedules from seed {job.first} on, {len(FAULTS)} kinds of faults, {result}",
     )
     assert not broken, "\n".join(broken)
     assert done, "no schedule was run: give --sim-seconds more than 0"
