@@ -201,9 +201,10 @@ class Host:
         self.key.write_text(generate_run_key())
         self._started: list[Process] = []
 
-    def config(self, rounds: int) -> str:
-        path = self.folder / f"RUN-{rounds}.toml"
-        path.write_text(RUN.format(rounds=rounds, text=self.text.as_posix()))
+    def config(self, rounds: int, impatient: bool = False) -> str:
+        """`impatient`: those who are gone are waited for the shortest time that there is, not a minute."""
+        path, table = self.folder / f"RUN-{rounds}.toml", RUN.format(rounds=rounds, text=self.text.as_posix())
+        path.write_text(table.replace("probe_s = 1.0", "probe_s = 0.4\nevict_s = 24.0") if impatient else table)
         return str(path)
 
     def start(self, name: str, *words: str, launcher: Sequence[str] = ("-m",)) -> Process:

@@ -118,7 +118,7 @@ def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host
 def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
     """By its RUN.toml; who has none is told by who has."""
     at, key = free_addresses(2), ["--key-file", str(host.key)]
-    three = ["--config", host.config(rounds=3), *key]
+    three = ["--config", host.config(rounds=3, impatient=True), *key]
     both = [host.start(name, *three, "--listen", at[i], "--peers", at[1 - i]) for i, name in enumerate("ab")]
     assert [process.event("end")["t"] for process in both] == [3, 3]
     assert [process.exit_code() for process in both] == [0, 0]
@@ -127,7 +127,8 @@ def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
     assert over.exit_code() == 0 and not over.all("step")
     assert "the run has had its rounds: to train on, raise rounds in RUN.toml" in over.log()
 
-    a = host.start("a", "--config", host.config(rounds=0), *key, "--listen", at[0], "--found")
+    endless = host.config(rounds=0, impatient=True)
+    a = host.start("a", "--config", endless, *key, "--listen", at[0], "--found")
     a.event("started")  # SIGINT would end one that is still importing
     b = host.start("b", *key, "--peers", at[0])
     b.event("round", counted=True)
