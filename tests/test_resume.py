@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from dlc.cli import main
+from dlc.cli.join import _join_swarm
+from dlc.cli.options import parser
 from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError, NoRoom
@@ -507,6 +509,28 @@ def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
     left = named(tmp_path / folder, dataclasses.replace(spec, rounds=2), 2)
     assert f"the checkpoint {left} belongs to another run, and is left alone (seed: 7 now, 0 then)" in caplog.text
     assert left.exists()
+
+
+def test_who_names_no_run_goes_on_from_the_newest_of_the_swarms_and_not_of_any(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "a"
+    other = dataclasses.replace(spec, seed=7, rounds=1)
+    train(state, dataclasses.replace(spec, rounds=AT))
+    train(state, other)
+    newest = saver.newest(state)
+    assert newest is not None and newest.spec == other
+    with Peer.join(spec=spec, state_dir=tmp_path / "b", hold=True) as founder:
+        args = parser(demo_wanted=False).parse_args(["join"])
+        args.peers, args.key, args.listen = (founder.address,), None, "127.0.0.1:0"
+        opened = StateDir(state)
+        peer, saved = _join_swarm(args, None, opened, newest, queue.SimpleQueue())
+        with peer:
+            assert peer.spec == spec and saved is not None
+            assert saved.path == named(state, dataclasses.replace(spec, rounds=AT), AT)
+        opened.close()
+    assert f"the checkpoint {newest.path} belongs to another run, and is left alone" in caplog.text
 
 
 def test_an_end_that_could_not_be_saved_is_no_success(

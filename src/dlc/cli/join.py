@@ -220,9 +220,10 @@ def _join_swarm(
     saved: Saved | None,
     events: queue.SimpleQueue[object],
 ) -> tuple[Peer, Saved | None]:
-    """The peer, and the checkpoint it goes on from, if it leads to the swarm's run."""
+    """The peer, and the checkpoint it goes on from: `saved`, or else the newest that leads to the swarm's run, if any."""
     from dlc.joining import OtherSpec
     from dlc.peer import Peer, Resume
+    from dlc.train import saver
 
     def attempt(spec: RunSpec | None, saved: Saved | None) -> Peer:
         return Peer.join(
@@ -246,13 +247,16 @@ def _join_swarm(
         return attempt(spec, saved), saved
     try:
         return attempt(saved.spec, saved), saved
-    except SpecMismatch as error:
-        if isinstance(error, OtherSpec) and saved.leads_to(error.theirs):
-            return attempt(error.theirs, saved), saved
+    except OtherSpec as error:
+        theirs = error.theirs
+        if saved.leads_to(theirs):
+            return attempt(theirs, saved), saved
         if args.resume != AUTO:
             raise
-    log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
-    return attempt(None, None), None
+    if not theirs.same_but_length(saved.spec):
+        log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
+    own = saver.newest(state.path, theirs)
+    return attempt(None if own is None else theirs, own), own
 
 
 def _train(
