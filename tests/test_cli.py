@@ -227,6 +227,12 @@ def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]
     assert code == 3 and "127.0.0.1:1" in text
 
 
+@pytest.mark.parametrize(("role", "folder"), [("trainer", "peer-0"), ("observer", "observer-0")])
+def test_the_state_lies_in_a_directory_of_its_own_by_role(tmp_path: Path, role: str, folder: str) -> None:
+    assert main(["join", "--role", role, "--peers", "127.0.0.1:1", "--join-timeout", "0.1"]) == 3
+    assert [path.name for path in (tmp_path / "home" / "dlc").iterdir()] == [folder]
+
+
 def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
     def says(why: str, *words: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dlc.cli import main
-from dlc.cli.join import _join_swarm
+from dlc.cli.join import join_swarm
 from dlc.cli.options import parser
 from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
@@ -525,7 +525,7 @@ def test_who_names_no_run_goes_on_from_the_newest_of_the_swarms_and_not_of_any(
         args = parser(demo_wanted=False).parse_args(["join"])
         args.peers, args.key, args.listen = (founder.address,), None, "127.0.0.1:0"
         opened = StateDir(state)
-        peer, saved = _join_swarm(args, None, opened, newest, queue.SimpleQueue())
+        peer, saved = join_swarm(args, None, opened, newest, queue.SimpleQueue())
         with peer:
             assert peer.spec == spec and saved is not None
             assert saved.path == named(state, dataclasses.replace(spec, rounds=AT), AT)

@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 import dlc.statedir as statedir
+from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import StateDirBusy, UsageError
 from dlc.statedir import Ephemeral, PeerState, StateDir, free_state_dir
 
@@ -66,6 +67,24 @@ def test_peers_of_one_host_get_a_directory_each(tmp_path: Path) -> None:
     assert again.path == first.path and again.identity.peer == first.identity.peer
     again.close()
     second.close()
+
+
+def test_an_observer_takes_no_trainers_directory_and_which_are_in_use_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    roles = (OBSERVER, HELPER, TRAINER)
+    states = [free_state_dir(tmp_path, "run", role) for role in roles]
+    assert [state.path.name for state in states] == ["observer-0", "helper-0", "peer-0"]
+    assert not caplog.messages
+    states += [free_state_dir(tmp_path, "run", TRAINER) for _ in range(2)]
+    folder = tmp_path / "run"
+    assert caplog.messages == [
+        f"in {folder} other processes use peer-0: this one takes peer-1",
+        f"in {folder} other processes use peer-0 to peer-1: this one takes peer-2",
+    ]
+    for state in states:
+        state.close()
 
 
 @pytest.mark.parametrize("run", ["../../out", "..", ".", "", "a/b", "C:\\x", "ø"])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dlc.comm.identity import PRIVATE_KEY_BYTES, Identity
+from dlc.comm.roles import TRAINER
 from dlc.errors import StateDirBusy, UsageError
 
 log = logging.getLogger(__name__)
@@ -185,14 +186,19 @@ class Ephemeral:
         """Nothing is held."""
 
 
-def free_state_dir(base: Path | str, run: str) -> StateDir:
-    """The first of `<base>/<run>/peer-0`, `peer-1`, ... that no process uses, so peers of one host have one each."""
-    folder = Path(base) / _file_name(run)
+def free_state_dir(base: Path | str, run: str, role: str = TRAINER) -> StateDir:
+    """The first of `<base>/<run>/peer-0`, `peer-1`, ... that no process uses, so peers of one host have one each; of a
+    helper or an observer `helper-0`, `observer-0`, ..., so that none takes the place of a trainer's checkpoints."""
+    folder, kind = Path(base) / _file_name(run), "peer" if role == TRAINER else role
     for number in range(PEERS_PER_HOST_MAX):
         try:
-            return StateDir(folder / f"peer-{number}")
+            state = StateDir(folder / f"{kind}-{number}")
         except StateDirBusy:
             continue
+        if number:
+            before = f"{kind}-0" + (f" to {kind}-{number - 1}" if number > 1 else "")
+            log.info("in %s other processes use %s: this one takes %s", folder, before, state.path.name)
+        return state
     raise StateDirBusy(f"all {PEERS_PER_HOST_MAX} state directories in {folder} are in use; name another directory")
 
 

@@ -70,7 +70,7 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
         named, spec = _named_checkpoint(args, spec)
     if spec is None and not args.peers and args.role != OBSERVER:
         spec = RunSpec() if named is None else named.spec
-    state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run)
+    state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run, args.role)
     try:
         with site.leading(args, rank) as group:
             _take_part(args, spec, named, state, interrupts, group)
@@ -154,7 +154,7 @@ def _take_part(
             _check_parts(spec)
             if found is None:
                 _tell_other_run(state.path, spec)
-        peer, saved = _join_swarm(args, spec, state, found, events)
+        peer, saved = join_swarm(args, spec, state, found, events)
     except SpecMismatch as error:
         if named is None:
             raise
@@ -213,14 +213,14 @@ def _tell_awaited(state: StateDir) -> None:
         )
 
 
-def _join_swarm(
+def join_swarm(
     args: argparse.Namespace,
     spec: RunSpec | None,
     state: StateDir,
     saved: Saved | None,
     events: queue.SimpleQueue[object],
 ) -> tuple[Peer, Saved | None]:
-    """The peer, and the checkpoint it goes on from: `saved`, or else the newest that leads to the swarm's run, if any."""
+    """The peer, and the checkpoint it goes on from: `saved`, or else the newest that leads to the swarm's run."""
     from dlc.joining import OtherSpec
     from dlc.peer import Peer, Resume
     from dlc.train import saver

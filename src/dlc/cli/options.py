@@ -171,7 +171,13 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--print-config", action="store_true", help="print all options of the run, and exit")
     here = join.add_argument_group("this peer")
-    here.add_argument("--state-dir", type=path, metavar="DIR", help="identity, checkpoints, model; default: a free one")
+    here.add_argument(
+        "--state-dir",
+        type=path,
+        metavar="DIR",
+        help="identity, checkpoints, model; default: the first of DLC_HOME/RUN/peer-0, peer-1, ... that no process "
+        "uses (RUN is dlc where --peers are given without --config; of other roles helper-0, observer-0, ...)",
+    )
     here.add_argument(
         "--resume",
         type=given,
