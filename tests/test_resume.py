@@ -29,6 +29,7 @@ from dlc.statedir import StateDir
 from dlc.train import checkpoint, phases, saver
 from dlc.train.saver import Saved
 from dlc.train.setup import schedule_of
+from dlc.train.shelf import list_checkpoints
 from dlc.train.trainer import Summary, Trainer
 
 ROUNDS, AT, H = 5, 2, 3
@@ -190,7 +191,7 @@ def test_what_cannot_be_read_takes_no_place_and_where_nothing_can_be_that_is_sai
     folder = saver.folder_of(tmp_path, spec)
     left = [saver.name_of(4), saver.name_of(5) + ".damaged", saver.name_of(6)]
     assert sorted(path.name for path in folder.iterdir()) == left, "the good one is not what went"
-    for path in saver.list_checkpoints(folder):
+    for path in list_checkpoints(folder):
         path.write_bytes(path.read_bytes()[:-1])
     assert "begins anew" not in caplog.text
     assert saver.newest(tmp_path, spec) is None and "of 2 checkpoints" in caplog.text
@@ -216,6 +217,33 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
     assert found is not None and found.path == path
 
 
+@pytest.mark.parametrize("level", ["all", "of one run"])
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str
+) -> None:
+    """The run would begin anew at round 0."""
+    spec, state, config = spec_in(tmp_path, codec="fp16"), tmp_path / "a", tmp_path / "RUN.toml"
+    config.write_text(spec.to_toml())
+    path = saver.Saver(state, spec, {}).save(Frozen(4), saver.Local({}))
+    assert path is not None
+    shut = {path.parent if level == "of one run" else path.parent.parent}
+    listdir = os.listdir
+
+    def refused(folder: str) -> list[str]:
+        if Path(folder) in shut:
+            raise PermissionError(13, "Permission denied")
+        return listdir(folder)
+
+    monkeypatch.setattr("dlc.train.shelf.os.listdir", refused)  # a mode would stop anybody but root
+    assert main(["join", "--config", str(config), "--state-dir", str(state), "--device", "cpu"]) == 2
+    assert f"the checkpoints in {shut.pop()} cannot be read (Permission denied)" in capsys.readouterr().err
+    foreign = path.parent.parent / "lost+found"
+    foreign.mkdir()
+    shut.add(foreign)
+    found = saver.newest(state, spec)
+    assert found is not None and found.path == path, "the folder that may not be read is none of ours"
+
+
 def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +260,7 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
 
         patch.setattr(saver, "save_checkpoint", full)
         assert writer.save(Frozen(6), saver.Local({})) is None
-    assert [path.name for path in saver.list_checkpoints(saver.folder_of(state, spec))] == [saver.name_of(5)]
+    assert [path.name for path in list_checkpoints(saver.folder_of(state, spec))] == [saver.name_of(5)]
     with monkeypatch.context() as patch:
 
         def broken(*_: Any) -> None:
@@ -416,7 +444,7 @@ def test_what_stays_on_the_disk_and_what_is_chosen(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     train(tmp_path / "a", spec)
     folder = tmp_path / "a"
-    kept = saver.list_checkpoints(saver.folder_of(folder, spec))
+    kept = list_checkpoints(saver.folder_of(folder, spec))
     assert [path.name for path in kept] == [saver.name_of(t) for t in range(1, ROUNDS + 1)]
     assert saver.chosen(folder, None).t == saver.chosen(kept[0].parent, spec).t == ROUNDS
     with pytest.raises(CheckpointError, match="no checkpoint in"):
@@ -444,7 +472,7 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
     writer = saver.Saver(tmp_path, spec, {}, kept=2)
     for t in (5, 6, 4, 5):
         writer.save(Frozen(t), saver.Local({}))
-    names = [path.name for path in saver.list_checkpoints(saver.folder_of(tmp_path, spec))]
+    names = [path.name for path in list_checkpoints(saver.folder_of(tmp_path, spec))]
     assert names == [saver.name_of(4), saver.name_of(5)]
     aside = [path.name for path in tmp_path.glob("checkpoints.old-*/*/*")]
     assert sorted(aside) == [saver.name_of(5), saver.name_of(6)]

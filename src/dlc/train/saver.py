@@ -44,7 +44,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, NAMES, file_of, list_checkpoints, newest_first, spec_of
+from dlc.train.shelf import FOLDER, NAMES, file_of, files_in, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -130,9 +130,8 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Damaged ones are logged, and
-    renamed."""
-    folders = (state_dir / FOLDER).glob("*")
-    files = [path for folder in folders for path in list_checkpoints(folder, NAMES)]
+    renamed. CheckpointError: a folder of them may not be read."""
+    files = files_in(state_dir)
     if spec is not None:
         own = folder_of(state_dir, spec)
         files = [path for path in files if path.parent == own or _same_but_length(path, spec)]
@@ -174,8 +173,7 @@ def _passed_over(path: Path, error: Exception) -> str:
 
 def of_another_run(state_dir: Path, spec: RunSpec) -> tuple[Path, RunSpec] | None:
     """The newest checkpoint there with its run, where none is of this run, of whatever length."""
-    files = [path for folder in (state_dir / FOLDER).glob("*") for path in list_checkpoints(folder, NAMES)]
-    runs = [(path, there) for path in newest_first(files) if (there := spec_of(path)) is not None]
+    runs = [(path, there) for path in newest_first(files_in(state_dir)) if (there := spec_of(path)) is not None]
     return runs[0] if runs and not any(spec.same_but_length(there) for _, there in runs) else None
 
 
@@ -230,8 +228,7 @@ def set_later_aside(state_dir: Path, saved: Saved, spec: RunSpec) -> Path | None
 
 def _move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> Path | None:
     """Move those of these checkpoints away that are of rounds after t. Returns where to, if any."""
-    found = [path for folder in (state_dir / FOLDER).glob("*") for path in list_checkpoints(folder, NAMES)]
-    later = [path for path in found if path.name > name_of(t) and concerned(path)]
+    later = [path for path in files_in(state_dir) if path.name > name_of(t) and concerned(path)]
     if not later:
         return None
     aside = _aside(state_dir)
@@ -399,8 +396,7 @@ class Saver:
 
     def _others(self, one: Path) -> list[Path]:
         """The other checkpoints of this run, newest first."""
-        found = [path for folder in self._folder.parent.glob("*") for path in list_checkpoints(folder, NAMES)]
-        here = one.resolve()
+        here, found = one.resolve(), files_in(self._state_dir)
         return newest_first(path for path in found if path.resolve() != here and self._of_this_run(path))
 
     def _left_over(self) -> list[Path]:

@@ -20,6 +20,8 @@ from dlc.runspec import RunSpec
 
 FOLDER, NAMES = "checkpoints", f"t-{'[0-9]' * 8}.safetensors"
 """Folder and names of a trainer's checkpoints; what else somebody keeps beside them is not the trainer's."""
+RUN_FOLDER = re.compile(r"[0-9a-f]{12}")
+"""Name of the folder of one run."""
 META = "dlc_meta"
 """The caller's meta data, as JSON, in the header of a file."""
 HEADER_BYTES_MAX = 100 << 20
@@ -34,6 +36,30 @@ WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
     """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
     return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
+
+
+def files_in(state_dir: Path) -> list[Path]:
+    """All of a trainer's checkpoints there. CheckpointError: they may not be read, which must not be taken for none."""
+    files: list[Path] = []
+    for folder in _listed(state_dir / FOLDER):
+        if RUN_FOLDER.fullmatch(folder.name):
+            files += [file for file in _listed(folder) if file.match(NAMES)]
+        else:
+            files += list_checkpoints(folder, NAMES)  # lost+found may stay shut
+    return files
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What lies in it; nothing where it is no folder. A glob passes over what may not be read."""
+    try:
+        return [folder / name for name in os.listdir(os.path.join(folder, os.curdir))]  # the dot: it may be searched
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {folder} cannot be read ({error.strerror}): let this user read that folder, or give "
+            "another --state-dir"
+        ) from None
 
 
 def file_of(path: Path) -> Path:
