@@ -22,7 +22,7 @@ from dlc.cli.join import join_swarm
 from dlc.cli.options import parser
 from dlc.comm.log import LogState
 from dlc.comm.wire import unpack
-from dlc.errors import CheckpointError, NoRoom
+from dlc.errors import CheckpointError, ConfigError, NoRoom
 from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
@@ -215,6 +215,53 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
         assert saver.newest(tmp_path, spec) is None
     found = saver.newest(tmp_path, spec)
     assert found is not None and found.path == path
+
+
+def test_what_another_version_wrote_is_told_and_keeps_its_name_and_of_another_run_it_is_no_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer version knows options that this one does not; its hashes, hence its folders, differ too."""
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "a"
+    newer = [by_a_newer_version(state, one) for one in (spec, dataclasses.replace(spec, run="other"))]
+    assert saver.newest(state, spec) is None and saver.of_another_run(state, spec) is None
+    (said,) = caplog.messages
+    assert said.startswith(f"the checkpoint {newer[0]} is of another version of dlc: unknown option 'speed'")
+    assert said.endswith("; it is passed over")
+    assert all(path.exists() for path in newer)
+    with pytest.raises(ConfigError, match=f"{newer[0]} is of another version"):
+        saver.chosen(newer[0], None)
+    caplog.clear()
+    own = saver.Saver(state, spec, {}).save(Frozen(4), saver.Local({}))
+    found = saver.newest(state, spec)
+    assert found is not None and found.path == own and all(path.exists() for path in newer)
+
+
+def by_a_newer_version(state: Path, spec: RunSpec) -> Path:
+    path = saver.Saver(state / "of-old", spec, {}).save(Frozen(5), saver.Local({}))
+    assert path is not None
+    tensors, meta = checkpoint.load_checkpoint(path)
+    there = state / "checkpoints" / spec.run.encode().hex()[:8].ljust(12, "0") / path.name
+    checkpoint.save_checkpoint(there, tensors, {**meta, "spec": "speed = 9\n" + meta["spec"]})
+    return there
+
+
+def test_a_damaged_header_in_the_folder_of_another_length_is_told_and_of_another_run_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
+    for one in (spec, other):
+        for t in (4, 5):
+            saver.Saver(tmp_path, one, {}).save(Frozen(t), saver.Local({}))
+        with named(tmp_path, one, 5).open("r+b") as file:
+            file.write(b"\xff" * 64)
+    found = saver.newest(tmp_path, longer)
+    assert found is not None and found.path == named(tmp_path, spec, 4)
+    assert f"now called {saver.name_of(5)}.damaged" in caplog.text and len(caplog.messages) == 1
+    assert not named(tmp_path, spec, 5).exists() and named(tmp_path, other, 5).exists()
+    caplog.clear()
+    named(tmp_path, spec, 4).write_bytes(b"")
+    assert saver.newest(tmp_path, longer) is None and "the run begins anew at round 0" in caplog.text
 
 
 @pytest.mark.parametrize("level", ["all", "of one run"])

@@ -44,7 +44,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, NAMES, file_of, files_in, newest_first, spec_of
+from dlc.train.shelf import FOLDER, NAMES, file_of, files_in, meta_of, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -129,18 +129,17 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
-    """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Damaged ones are logged, and
-    renamed. CheckpointError: a folder of them may not be read."""
-    files = files_in(state_dir)
+    """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Those of another version of
+    dlc are logged; damaged ones are renamed, too. CheckpointError: a folder of them may not be read."""
+    files, unclear = files_in(state_dir), set[Path]()
     if spec is not None:
-        own = folder_of(state_dir, spec)
-        files = [path for path in files if path.parent == own or _same_but_length(path, spec)]
+        files, unclear = _of_run(files, spec, folder_of(state_dir, spec))
     unread = 0
     for path in newest_first(files):
         try:
             saved = read(path)
         except (CheckpointError, ConfigError) as error:
-            unread += 1
+            unread += path not in unclear or isinstance(error, DamagedError)
             log.warning("%s; %s", error, _passed_over(path, error))
             continue
         if spec is None or saved.leads_to(spec):
@@ -158,6 +157,18 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             state_dir / FOLDER,
         )
     return None
+
+
+def _of_run(files: list[Path], spec: RunSpec, own: Path) -> tuple[list[Path], set[Path]]:
+    """Those of this run, of whatever length, with those that may be of it; and the latter alone: neither their headers
+    tell the run, nor what lies beside them, as all of a folder are of one."""
+    runs = {path: spec_of(path) for path in files}
+    told = {path: there for path, there in runs.items() if there is not None}
+    ours = {path for path in files if path.parent == own or (path in told and spec.same_but_length(told[path]))}
+    ours |= {path for path in files if path not in told and path.parent in {of_run.parent for of_run in ours}}
+    known = {path.parent for path in (*told, *ours)}
+    unclear = {path for path in files if path.parent not in known and meta_of(path).get("run", spec.run) == spec.run}
+    return [path for path in files if path in ours or path in unclear], unclear
 
 
 def _passed_over(path: Path, error: Exception) -> str:
@@ -271,6 +282,8 @@ def read(path: Path) -> Saved:
         digest, ahead, peer = bytes.fromhex(meta["digest"]), bool(meta.get("ahead", False)), str(meta.get("peer", ""))
         told = (data, tokens, digest, ahead, peer)
         return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, *told)
+    except ConfigError as error:
+        raise ConfigError(f"the checkpoint {path} is of another version of dlc: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 
