@@ -118,6 +118,12 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
         shelf.file_of(tmp_path)
 
 
+def test_why_it_could_not_be_written_is_told_though_nothing_can_be_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save_checkpoint(tmp_path / "a" / "a.safetensors", {"a": torch.zeros(1)}, {})
+
+
 def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save_checkpoint(path, {"a": torch.zeros(10)}, {"round": 1})

@@ -7,6 +7,7 @@ tensors and meta data, so a file that is cut short or altered raises CheckpointE
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -59,7 +60,8 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
         kind = NoRoom if _tells_full(e) else CheckpointError
         raise kind(f"the checkpoint {target} could not be written ({e}); what was there is kept") from e
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what is told
+            temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
