@@ -16,6 +16,7 @@ from dlc.addresses import advertised, default_listen
 from dlc.cli import main
 from dlc.cli.join import join_line
 from dlc.cli.options import parser
+from dlc.cli.places import home
 from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table
 from dlc.comm.security import generate_run_key, load_run_key
@@ -312,6 +313,7 @@ def test_the_traceback_is_there_when_asked_for(
         RunSpec(run="a.b", rounds=7, inner=InnerSpec(betas=(0.5, 0.75), lr=1e-5)),
         RunSpec(model=ModelSpec(kind="path", path='a "quoted" folder')),
         RunSpec(model=ModelSpec(config={"model_type": "gpt2", "rope": {"kinds": ["a", 1], "more": {"x y": True}}})),
+        RunSpec(model=ModelSpec(config={"model_type": "gpt2", "kinds": ["[ a, ]", "a\u2028 b", " ", ", ]"], "no": []})),
     ],
 )
 def test_print_config_reads_back_as_the_same_run(
@@ -425,6 +427,10 @@ def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPat
     assert (args.state_dir, args.profile) == (tmp_path / "peer", (tmp_path / "traces", 3))
     assert parser(demo_wanted=True).parse_args(["demo", "--out=~/out"]).out == tmp_path / "out"
     assert parser(demo_wanted=False).parse_args(["join", "--state-dir=~nobody-of-this-name/x"]).state_dir
+    monkeypatch.setenv("DLC_HOME", "~/state")
+    assert home() == tmp_path / "state"
+    monkeypatch.setenv("DLC_HOME", "~nobody-of-this-name/x")
+    assert home().parts[-1] == "x"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")

@@ -54,7 +54,8 @@ def assigned(name: str, value: Any) -> str:
     """`name = value` as TOML; lists on one line."""
     text = tomli_w.dumps({name: value}).strip()
     if isinstance(value, list) and not any(isinstance(item, (list, dict)) for item in value):
-        return " ".join(line.strip() for line in text.splitlines()).replace("[ ", "[").replace(", ]", "]")
+        head, *items = (line.strip(" ") for line in text.split("\n"))  # U+2028, say, ends no line of TOML
+        return head + " ".join(items).removesuffix(", ]") + "]" if items else head
     return text
 
 

@@ -12,7 +12,8 @@ from dlc.statedir import StateDir
 
 def home() -> Path:
     """The folder with the state of all peers of this user."""
-    return Path(os.environ.get("DLC_HOME") or Path.home() / ".local" / "state" / "dlc")
+    named = os.environ.get("DLC_HOME")
+    return Path(os.path.expanduser(named)) if named else Path.home() / ".local" / "state" / "dlc"
 
 
 def key_file(given: str | None) -> Path | None:
