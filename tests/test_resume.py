@@ -318,6 +318,24 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
     assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
 
 
+def test_where_one_goes_on_from_another_peers_one_of_ones_own_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other peer deletes its own as it goes on, on a full disk too."""
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
+    for folder, rounds in ((state, (3, 4)), (tmp_path / "other", (5,))):
+        for t in rounds:
+            saver.Saver(folder, spec, {}).save(Frozen(t), saver.Local({}))
+    writer = saver.Saver(state, spec, {}, resumed=saver.chosen(tmp_path / "other", spec))
+
+    def full(*_: Any) -> None:
+        raise NoRoom("full")
+
+    monkeypatch.setattr(saver, "save_checkpoint", full)
+    assert writer.save(Frozen(6), saver.Local({})) is None
+    assert list_checkpoints(saver.folder_of(state, spec)) == [named(state, spec, 4)]
+
+
 def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(tmp_path: Path) -> None:
     timeouts = TimeoutsSpec(evict_s=9.0)  # whose checkpoint it is is waited for
     spec = dataclasses.replace(spec_in(tmp_path), timeouts=timeouts)

@@ -400,7 +400,10 @@ class Saver:
         """Delete what is needed least of this run, if there is such a thing."""
         spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
         if self.last is not None and self.last.exists():
-            spare += reversed(self._others(self.last))
+            others = self._others(self.last)
+            if not self._is_here(self.last):  # another's, who may delete it: one of ours stays
+                others = others[1:]
+            spare += reversed(others)
         if not spare:
             return False
         log.info("the disk has no room for one more checkpoint: %s is deleted first", spare[0])
