@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +16,8 @@ import torch
 import dlc
 from dlc.comm.cells import grid_of
 from dlc.comm.effects import Effect
+from dlc.comm.gossip import Share, absorb
+from dlc.comm.grid import Grid
 from dlc.comm.meetings import Call
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Leg
@@ -45,6 +49,12 @@ def waiting(gossip: dlc.Gossip) -> float:
     machine = gossip._machine
     assert machine is not None
     return gossip._ask(lambda: sum(share.weight for share in machine._arrivals.taken))
+
+
+def settled(gossip: dlc.Gossip) -> bool:
+    """None of its gifts is on its way."""
+    machine = gossip._machine
+    return machine is not None and not gossip._ask(lambda: machine.unsettled)
 
 
 def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
@@ -189,6 +199,37 @@ def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
         assert sum(g.weight + waiting(g) for g in gossips) == pytest.approx(4.0)
         for gossip in gossips:
             gossip.close()
+
+
+@pytest.mark.parametrize("where", ["while it waits", "while it takes in"])
+def test_ctrl_c_in_a_step_of_gossip_loses_no_mass(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had given and taken was in its weight, and not in its tensors."""
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        gossips = [dlc.Gossip(p, "interrupted", graph="ring", codec="fp32") for p in peers]
+        held = [torch.full((8,), 0.0), torch.full((8,), 8.0)]
+        wait_until(lambda: all(len(g._members()) == 1 for g in gossips), LONG_S)
+        gossips[0].step(held[0], wait_s=0.0)
+        gossips[1].step(held[1], wait_s=0.0)
+        wait_until(lambda: waiting(gossips[0]) > 0.0 and all(settled(g) for g in gossips), LONG_S)
+
+        def interrupted(grid: Grid, z: torch.Tensor, weight: float, share: Share) -> float:
+            os.kill(os.getpid(), signal.SIGINT)
+            return absorb(grid, z, weight, share)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if where == "while it waits":
+                patch.setattr(gossips[0], "_wait", lambda *args: signal.raise_signal(signal.SIGINT))
+            else:
+                patch.setattr("dlc.gossip.absorb", interrupted)
+            gossips[0].step(held[0], wait_s=0.0)
+        assert float(held[0][0]) == 4.0, "of what it had, 0, and as much of the other, 8"
+        wait_until(lambda: all(settled(g) for g in gossips), LONG_S)
+        for gossip, x in zip(gossips, held, strict=True):
+            monkeypatch.setattr(gossip, "_give", lambda *args: [])
+            gossip.step(x, wait_s=0.0)
+        assert sum(g.weight for g in gossips) == pytest.approx(2.0)
+        assert sum(g.weight * float(x[0]) for g, x in zip(gossips, held, strict=True)) == pytest.approx(8.0)
 
 
 def test_what_a_fast_peer_learns_counts_and_is_not_given_away_to_a_slow_one() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from torch import Tensor
@@ -101,7 +102,8 @@ class Gossip:
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift of which nothing has gone to its taker for so long is withdrawn, and comes back; one that gets on
         goes on into later steps. Nothing is given to a peer before its last gift is settled.
-        Raises SwarmClosed, UsageError (other shapes than before; NaN or Inf); nothing was given or taken then.
+        Raises UsageError (other shapes than before; NaN or Inf): nothing was given or taken then. After Ctrl-C, or
+        SwarmClosed, the tensors hold what this peer has by then: no mass is lost, and the next step goes on from there.
         """
         began = clock()
         many = writable_tensors(tensors)
@@ -117,14 +119,21 @@ class Gossip:
         self._strides.step({voter: place.made for voter, place in members.items()}, every)
         took: dict[str, float] = {}
         returned: dict[str, str] = {}
-        before = self._absorb(machine, grid, z, took, returned)
-        gave = self._give(machine, grid, z, sorted([*members, self.peer.voter]), keep_s)
-        self._open_links(machine, sorted([*members, self.peer.voter]))
-        waited = clock()
-        self._wait(machine, members, took, wait_s)
-        waited = clock() - waited
-        after = self._absorb(machine, grid, z, took, returned)
-        unflatten_into(z, many)
+        everybody = sorted([*members, self.peer.voter])
+
+        def exchange() -> tuple[Arrivals, list[tuple[Voter, float]]]:
+            arrivals = self._absorb(machine, grid, z, took, returned)
+            return arrivals, self._give(machine, grid, z, everybody, keep_s)
+
+        try:
+            before, gave = _unbroken(exchange)
+            self._open_links(machine, everybody)
+            waited = clock()
+            self._wait(machine, members, took, wait_s)
+            waited = clock() - waited
+            after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
+        finally:
+            unflatten_into(z, many)
         mine = sketch(z, self.seed)
         self._trail.add(self.t, mine)
         if self._strides.made % every == 0:
@@ -267,3 +276,12 @@ class Gossip:
             self._error = news.error
         if isinstance(news, Stopped) or (isinstance(news, GossipNews) and news.name == self.name):
             self._news.set()
+
+
+def _unbroken(change: Callable[[], T]) -> T:
+    """Run this to its end, and wait for it even after Ctrl-C: half of it would be mass that nobody has.
+
+    On a thread of its own, as handlers of signals run on the main one.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="dlc-gossip") as thread:
+        return thread.submit(change).result()
