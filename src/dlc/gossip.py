@@ -46,6 +46,9 @@ T = TypeVar("T")
 WEIGHT_MIN = 2.0**-20
 """Who holds less gives nothing more away before something comes: its neighbours have what it had."""
 
+T_MAX = 1 << 53
+"""Nobody makes so many steps: who tells of more is not followed, as what comes after could not be told at some time."""
+
 
 class Gossip:
     """One peer's place in a gossip; for one thread at a time.
@@ -115,7 +118,7 @@ class Gossip:
         machine, grid = self._begun(z.numel())
         members = self._members()
         every = 1 + len(members) // DIRECT_MAX  # the more peers, the less often each tells all others
-        self.t = max([self.t + 1, *(place.t for place in members.values())])
+        self.t = max([self.t + 1, *(place.t for place in members.values() if place.t <= T_MAX)])
         self._strides.step({voter: place.made for voter, place in members.items()}, every)
         took: dict[str, float] = {}
         returned: dict[str, str] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 
 from dlc.comm.board import TTL_S_MAX
 from dlc.comm.ids import PeerId
 from dlc.comm.mesh import Mesh
-from dlc.comm.rotation import Place, Seen, Turn
+from dlc.comm.rotation import AWAY_S_MAX, EXCHANGE_S_MAX, Place, Seen, Turn
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
@@ -53,7 +54,9 @@ class Places:
 
     def _show(self, place: Place, mates: Collection[PeerId]) -> None:
         to = None if self._everybody else mates
-        self._mesh.act(lambda mesh, now: mesh.post(self._key, pack(place), TTL_S_MAX, now, to))
+        away_s, exchange_s = min(place.away_s, AWAY_S_MAX), min(place.exchange_s, EXCHANGE_S_MAX)
+        shown = pack(replace(place, away_s=away_s, exchange_s=exchange_s))
+        self._mesh.act(lambda mesh, now: mesh.post(self._key, shown, TTL_S_MAX, now, to))
 
     def seen(self, mesh: Mesh) -> Seen:
         """On the driver thread."""

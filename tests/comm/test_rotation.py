@@ -6,9 +6,22 @@ import random
 
 import pytest
 
-from dlc.comm.meetings import GoneOn
-from dlc.comm.rotation import OF_CYCLES, PATIENT, ROUND_MAX, Place, Seen, Turn, next_turn
+from dlc.comm.board import TTL_S_MAX
+from dlc.comm.meetings import LINGER_S, GoneOn
+from dlc.comm.rotation import (
+    AWAY_S_MAX,
+    EXCHANGE_S_MAX,
+    OF_CYCLES,
+    PATIENT,
+    ROUND_MAX,
+    Place,
+    Seen,
+    Turn,
+    next_turn,
+)
+from dlc.comm.wire import unpack
 from dlc.moshpit import Moshpit
+from dlc.places import Places
 from dlc.sim.meshnet import Host, MeshNet
 from tests.comm.netpeer import NetPeer
 from tests.comm.stepper import InPairs, OnGrid, Stepper, Way
@@ -88,6 +101,27 @@ def test_who_has_trained_half_as_long_again_as_before_is_late_and_nonsense_is_no
     assert trains(ROUND_MAX).sound
     nonsense = (trains(-1), trains(ROUND_MAX + 1), trains(0, -1.0), trains(0, float("nan")), averages(0, float("nan")))
     assert not any(place.sound for place in nonsense)
+
+
+def test_nobody_is_waited_for_longer_than_a_wish_to_meet_can_be_shown() -> None:
+    """A member that said it averages for thirty years ended each patient round of the others with an error."""
+    assert not any(place.sound for place in (averages(0, 1e9), averages(0, float("inf")), trains(0, 1e9)))
+    slowest = Place(2 * PATIENT[0], False, True, AWAY_S_MAX, EXCHANGE_S_MAX)
+    assert slowest.sound
+    here = next_turn(slowest.round, lambda at: ("b",), ("b",), 2, Seen({"b": slowest}), 4.0, AWAY_S_MAX)
+    assert here.quick == {"b"} and here.patience_s + LINGER_S < TTL_S_MAX / 2
+
+
+def test_who_trains_for_longer_than_others_believe_shows_as_much_as_they_do() -> None:
+    net = MeshNet(1)
+    (host,) = net.add(1)
+    places = Places(NetPeer(net, host), "m")  # type: ignore[arg-type]
+    places._left_at -= 3 * AWAY_S_MAX
+    assert places.comes() >= 3 * AWAY_S_MAX, "it knows better itself"
+    places.trains(1, ())
+    (shown,) = host.mesh.board.get("place/m").values()
+    place = unpack(shown.value, Place)
+    assert place.sound and place.away_s == AWAY_S_MAX
 
 
 def test_rounds_that_all_have_passed_are_not_counted_through_one_by_one() -> None:

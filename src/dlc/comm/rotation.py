@@ -31,6 +31,8 @@ before."""
 PASSES_MAX = 1000
 """So many rounds are passed over at once."""
 ROUND_MAX = 1 << 53
+AWAY_S_MAX, EXCHANGE_S_MAX = 86400.0, 3600.0
+"""Who trains, or averages, for longer shows as much: nobody waits for it any longer than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,14 @@ class Place:
     averages: bool
     """It averages the round before; neither: it trains."""
     away_s: float
-    """For how long it last trained between two rounds."""
+    """For how long it last trained between two rounds; AWAY_S_MAX at most."""
     exchange_s: float
-    """For how long it last averaged."""
+    """For how long it last averaged; EXCHANGE_S_MAX at most."""
 
     @property
     def sound(self) -> bool:
-        return 0 <= self.round <= ROUND_MAX and self.away_s >= 0 and self.exchange_s >= 0
+        good_times = 0 <= self.away_s <= AWAY_S_MAX and 0 <= self.exchange_s <= EXCHANGE_S_MAX
+        return 0 <= self.round <= ROUND_MAX and good_times
 
     @property
     def left_s(self) -> float:
