@@ -416,7 +416,7 @@ def scripted(
     pit = object.__new__(dlc.Moshpit)
     pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
-    pit._course = course  # type: ignore[assignment]
+    pit._course, pit._closed = course, False  # type: ignore[assignment]
     pit._places = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
     monkeypatch.setattr("dlc.moshpit.GroupCall", Met)
@@ -524,6 +524,22 @@ def test_a_moshpit_whose_groups_would_be_larger_than_groups_can_be_is_refused(mo
         assert pit.step(torch.ones(4)).rounds  # with whom it meets
         names.remove("p0")
         assert pit.average(torch.ones(4)).rounds
+
+
+def test_what_is_closed_refuses_a_step_and_closing_it_again_takes_nothing_from_the_next_of_its_name() -> None:
+    with swarm(1, log=False) as (peer,):
+        gossip, pit = dlc.Gossip(peer, "again"), dlc.Moshpit(peer, "again", matchmaking_s=0.1)
+        gossip.step(torch.ones(4), wait_s=0.0)
+        gossip.close()
+        pit.close()
+        for call in (gossip.step, pit.step, pit.average):
+            with pytest.raises(UsageError, match="'again' is closed"):
+                call(torch.ones(4))  # type: ignore[operator]
+        others = dlc.Gossip(peer, "again"), dlc.Moshpit(peer, "again", matchmaking_s=0.1)
+        gossip.close()
+        pit.close()
+        assert shown(peer, "gossip/again") == shown(peer, "moshpit/again") == 1
+        assert others[0].step(torch.ones(4), wait_s=0.0).weight == 1.0 and others[1].step(torch.ones(4)).rounds
 
 
 def test_a_gossip_opens_the_links_of_its_next_step() -> None:

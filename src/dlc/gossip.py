@@ -87,6 +87,7 @@ class Gossip:
         self._grid: Grid | None = None
         self._news = threading.Event()
         self._error: BaseException | None = None
+        self._closed = False
         self._bytes = (0, 0)
         self._trail = Trail()
         self._strides = Strides()
@@ -105,9 +106,11 @@ class Gossip:
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift of which nothing has gone to its taker for so long is withdrawn, and comes back; one that gets on
         goes on into later steps. Nothing is given to a peer before its last gift is settled.
-        Raises UsageError (other shapes than before; NaN or Inf): nothing was given or taken then. After Ctrl-C, or
-        SwarmClosed, the tensors hold what this peer has by then: no mass is lost, and the next step goes on from there.
+        Raises UsageError (other shapes than before; NaN or Inf; closed): nothing was given or taken then. After Ctrl-C,
+        or SwarmClosed, the tensors hold what this peer has by then: no mass is lost, the next step goes on from there.
         """
+        if self._closed:
+            raise UsageError(f"the gossip {self.name!r} is closed, and its mass is gone: make another dlc.Gossip")
         began = clock()
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
@@ -162,7 +165,10 @@ class Gossip:
         )
 
     def close(self) -> None:
-        """Take part no longer: the mass that this peer holds is gone from the mean of the others."""
+        """Take part no longer: the mass that this peer holds is gone from the mean of the others. Idempotent."""
+        if self._closed:
+            return  # another one may have the name by now
+        self._closed = True
         self._mesh.unlisten(self._told)
         machine = self._machine
         if machine is not None:

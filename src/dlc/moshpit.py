@@ -77,6 +77,7 @@ class Moshpit:
         self._round = 0
         """Of `step`: the next one."""
         self._show_at = 0.0
+        self._closed = False
         self._show()
 
     def average(
@@ -141,15 +142,19 @@ class Moshpit:
         return told.report(self.name, stop.cycle, [stop.axis], stop.cells, weight, False, began)
 
     def close(self) -> None:
-        """Be no part of the grid any more."""
+        """Be no part of the grid any more. Idempotent; no round can follow."""
+        if self._closed:
+            return  # another one may have the name by now
+        self._closed = True
         self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
         self._places.close()
 
     # ---------------------------------------------------------------- inside
 
-    @staticmethod
-    def _checked(tensors: Tensor | Sequence[Tensor], weight: float) -> tuple[list[Tensor], Tensor, float]:
+    def _checked(self, tensors: Tensor | Sequence[Tensor], weight: float) -> tuple[list[Tensor], Tensor, float]:
         """The tensors, all of them as one vector, and the weight; UsageError where they cannot be averaged."""
+        if self._closed:
+            raise UsageError(f"the Moshpit {self.name!r} is closed: make another dlc.Moshpit")
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("averaging needs at least one element")
