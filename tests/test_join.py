@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import queue
 import shlex
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from dlc.cli.interrupt import Interrupts
+from dlc.cli.observing import look_on
 from dlc.comm.security import generate_run_key
+from dlc.peer import Peer
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 from tests.train.test_site import TORCHRUN
@@ -113,6 +120,18 @@ def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host
     assert {share["peer"] for share in after["contributors"]} <= ids
     alone = host.start("alone", "--role", "observer", "--found", *key)
     assert alone.exit_code() == 2 and "an observer founds no run" in alone.log()
+
+
+@pytest.mark.parametrize(("strategy", "told"), [("gossip", True), ("moshpit", True), ("diloco", False)])
+def test_an_observer_of_a_run_without_rounds_says_that_it_will_tell_of_none(
+    strategy: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    peer = cast(Peer, SimpleNamespace(spec=SimpleNamespace(strategy=strategy)))
+    with caplog.at_level(logging.INFO, "dlc"):
+        look_on(peer, queue.SimpleQueue(), stop, False, lambda take: None)
+    assert (f'strategy = "{strategy}" has no rounds to look on at' in caplog.text) == told
 
 
 def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:

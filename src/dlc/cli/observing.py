@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dlc.errors import UsageError
+from dlc.strategyspec import WITHOUT_LOG
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event
     from dlc.peer import Peer
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 
@@ -44,6 +48,11 @@ def look_on(
         log_lines.take(event)
 
     tell_start(lines.take)
+    if peer.spec.strategy in WITHOUT_LOG:
+        log.info(
+            'a run with strategy = "%s" has no rounds to look on at: who comes and who leaves is all that is told here',
+            peer.spec.strategy,
+        )
     teller = Teller(peer, take, events)
     while not stop.wait(LOOK_S):
         for done in teller.peer_events():
