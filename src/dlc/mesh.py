@@ -178,8 +178,9 @@ class Group:
 
     name:          peers meet under it. Several groups of one name form side by side where `target_size` says so.
     peers:         ids of the members, this one among them; all of them name the same. None: whoever shows up.
-    target_size:   a group begins as soon as it has so many; None: as soon as everybody who lives is there. Where peers
-                   of one name give several, that of the one that forms the group counts.
+    target_size:   a group begins as soon as it has so many; None: as soon as all of `peers`, or else all trainers, who
+                   live are there: a helper is waited for where it is named. Where peers of one name give several, that
+                   of the one that forms the group counts.
     min_size:      fewer are no group for this peer, whatever the others say: RoundTimeout.
     matchmaking_s: who has not come by then is not waited for.
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.

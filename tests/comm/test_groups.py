@@ -232,6 +232,24 @@ def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
     assert isinstance(alone.end, MeetingFailed)
 
 
+def test_a_helper_is_waited_for_only_where_it_is_named() -> None:
+    """It had all wait to the end of their patience; one that comes is in the group."""
+    net = MeshNet(14)
+    hosts = net.add(3)
+    helper = hosts[2]
+    helper.record = replace(helper.record, role="helper")
+    net.version += 1
+    unnamed = calls(net, hosts[:2], patience_s=60.0)
+    assert net.until(lambda: ended(unnamed)) < 3.0
+    names = tuple(host.name for host in hosts)
+    named = calls(net, hosts[:2], key="named", expected=names, patience_s=60.0)
+    net.run(10.0)
+    assert not any(caller.end for caller in named)
+    named.append(Caller(net, helper, 2, key="named", expected=names, contributes=False, patience_s=60.0))
+    assert net.until(lambda: ended(named)) < 3.0
+    assert all(len(caller.outcome.seats) == 3 for caller in named)
+
+
 @pytest.mark.parametrize("latency_s", [0.1, 0.3, 0.45])
 @pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2, 0.3, 0.6])
 @pytest.mark.parametrize("key", "abcdef")

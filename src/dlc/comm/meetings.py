@@ -7,7 +7,7 @@ Everyone who waits shows a `Wish` under the group's key. The rank is a hash of k
 as far as they see the same wishes; it invites, once
 
 - as many wait as the group is to have (`target`), or
-- everybody whom it expects is there: those whom the caller named and who are up, or else all who are up, or
+- everybody whom it expects is there: those whom the caller named and who are up, or else all trainers who are up, or
 - the first of those who wait would have to give up soon (its wish is about to expire), and there are `least`.
 
 Who does not answer in time is left out, who declines too; one that has given its call up has as long to make another.
@@ -31,10 +31,10 @@ from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Done, Invite, Seat, Wish
-from dlc.comm.messages import GridSpec, Record
+from dlc.comm.messages import GridSpec
 from dlc.comm.partition import Member, counts
 from dlc.comm.reducer import WEIGHT_MAX
-from dlc.comm.roles import OBSERVER
+from dlc.comm.roles import OBSERVER, TRAINER
 from dlc.comm.service import ServiceNews
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -75,8 +75,8 @@ class Call:
     least: int = 1
     """Fewer are no group for me, whoever forms it."""
     expected: tuple[PeerId, ...] | Callable[[], Collection[PeerId]] | None = None
-    """Whom it waits for as long as they are up; None: everybody, or only for the target where there is one. A function
-    is asked again whenever something has changed, and must be quick; where it raises, the meeting fails."""
+    """Whom it waits for as long as they are up; None: all trainers, or only for the target where there is one. A
+    function is asked again whenever something has changed, and must be quick; where it raises, the meeting fails."""
     show_to: tuple[PeerId, ...] | None = None
     """Who is told that it waits; None: those named in `expected`, if it waits for them alone, or else everybody."""
     patience_s: float = 5.0
@@ -280,8 +280,10 @@ class Meeting:
             named = None if expected is None else frozenset(expected() if callable(expected) else expected)
         except Exception as error:
             raise _ExpectedRaised(error) from error
-        up = {v.peer for v in self.ground.up() if _takes_part(members.record(v.peer))}
-        return up if named is None else up & named
+        roles = {v.peer: record.role for v in self.ground.up() if (record := members.record(v.peer)) is not None}
+        if named is None:
+            return {peer for peer, role in roles.items() if role == TRAINER or peer == self.ground.me.peer}
+        return {peer for peer, role in roles.items() if role != OBSERVER} & named
 
     def _rtt_s(self, others: Iterable[Voter]) -> float:
         return max((self.ground.members.rtt_s(v.peer) for v in others), default=0.0)
@@ -498,7 +500,3 @@ def _wish_of(value: bytes) -> Wish | None:
     except ProtocolError:
         return None
     return wish if 0 <= wish.weight <= WEIGHT_MAX else None
-
-
-def _takes_part(record: Record | None) -> bool:
-    return record is not None and record.role != OBSERVER
