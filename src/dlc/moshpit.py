@@ -45,7 +45,9 @@ class Moshpit:
 
     group_size:    about so many average together (8 where neither is given); dims: or so many rounds to the exact mean.
     matchmaking_s: whoever of a group has not come by then is not waited for.
-    codec:         "fp32", "fp16", "bf16", "int8", "int4"; equal on all peers.
+    codec:         "fp32", "fp16", "bf16", "int8", "int4"; equal on all peers. What it rounds off of a peer's values is
+                   lost in each round, unlike with `dlc.Gossip` and a run's strategy "moshpit": between two rounds what
+                   changes by less than a step of the codec never adds up.
 
     All peers of one `name` give the same group_size or dims, and tensors of the same shapes. Left open until `close`:
     however long the pause between two rounds, this peer has its place on the grid as long as it is up.
