@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dlc.comm.security import generate_run_key
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.compression import NoCompression, SizeAdaptiveCompression
 from dlc.compat.hivemind.optim import PowerSGDGradientAverager
 from dlc.compat.opendiloco.strategy import peer_of
@@ -115,6 +116,17 @@ def test_who_cancels_a_step_and_makes_another_at_once_is_in_the_group_of_the_oth
         assert cancelled.cancel()
         steps = [a.step(wait=False) for a in (*averagers[1:], averagers[0])]
         assert all(len(step.result(WAIT_S)) == 3 for step in steps)
+
+
+def test_where_all_give_weight_0_a_step_says_so() -> None:
+    """It said that fewer than two had come."""
+    with dhts(2) as made, ThreadPoolExecutor(2) as pool:
+        averagers = [DecentralizedAverager([torch.ones(8)], dht, start=True, prefix="idle") for dht in made]
+        wait_until(lambda: all(len(a.directory.others()) == 1 for a in averagers), WAIT_S)
+        steps = [pool.submit(averager.step, weight=0.0, allow_retries=False) for averager in averagers]
+        for step in steps:
+            with pytest.raises(AllreduceException, match="all who contribute give weight 0"):
+                step.result(WAIT_S)
 
 
 @pytest.mark.parametrize("mode", ["at once", "delayed", "local"])

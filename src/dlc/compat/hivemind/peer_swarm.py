@@ -16,6 +16,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.comm.mesh import Mesh
 from dlc.comm.service import Members
+from dlc.compat.hivemind.averaging.partition import AllreduceException
 from dlc.compat.hivemind.swarm import Notice, Outcome, Parts, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.mesh import Group, GroupCall
@@ -151,7 +152,7 @@ class PeerSwarm:
 
     # ---------------------------------------------------------------- averages
 
-    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome | None:
+    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome:
         self._hello()
         missing: dict[str, str] = {}
         first: GroupReport | None = None
@@ -177,8 +178,6 @@ class PeerSwarm:
             )
             terms.when_given_up(partial(_cancel, call))
             report = self._waited(call, terms)
-            if report is None:
-                return None
             if call.mean is not None:
                 parts[index] = call.mean, codec
             first = first or report
@@ -188,7 +187,7 @@ class PeerSwarm:
         return Outcome(tuple(sorted(first.gathered)), first.gathered, missing, first)
 
     @staticmethod
-    def _waited(call: GroupCall, terms: Terms) -> GroupReport | None:
+    def _waited(call: GroupCall, terms: Terms) -> GroupReport:
         told = False
         while not call.done:
             if not told and call.stage == "running":
@@ -198,9 +197,9 @@ class PeerSwarm:
                 call.wait(LOOK_S)
         try:
             report = call.wait(0)
-        except RoundTimeout:
+        except RoundTimeout as error:
             if not call.members:
-                return None
+                raise AllreduceException(str(error)) from error
             raise
         if not told:
             terms.formed()

@@ -114,8 +114,8 @@ class Swarm(Protocol):
 
         A part is a flat fp32 CPU vector and the name of its codec; all members have the same. In the list the mean, a
         vector of its own, takes the place of each. What was given is sent from where it lies, and others may ask for it
-        after the end, too: nobody may ever change it again. None: too few came, or the caller gave up. DlcError: the
-        exchange failed. In both cases the parts are not to be used.
+        after the end, too: nobody may ever change it again. None: too few came, or the caller gave up. DlcError: there
+        was no group for the reason that it tells, or the exchange failed. In all cases the parts are not to be used.
         """
         ...
 
