@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from dlc.mesh import Group
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
 from tests.helpers import wait_until
-from tests.swarm import JOIN_S, ROUND_S, swarm, together
+from tests.swarm import JOIN_S, PATIENT, ROUND_S, swarm, together
+
+LATE_S = 5.0
+"""An owner waits so long for those who were not ready in time; PATIENT ones wait half a minute."""
 
 
 def awkward(seed: int) -> dict[str, Tensor]:
@@ -188,7 +192,7 @@ def test_an_announced_all_reduce_is_planned_before_its_tensors_are_ready(dtype: 
 
 def test_who_is_not_ready_in_time_gets_the_mean_of_the_others_and_spoils_nothing() -> None:
     """The mean comes while its caller still writes the tensors: into memory of its own, until `wait`."""
-    with swarm(4) as peers:
+    with swarm(4, timeouts=replace(PATIENT, chunk_s=LATE_S)) as peers:
         dtypes = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
         given = [torch.full((9,), float(i), dtype=dtype) for i, dtype in enumerate(dtypes)]
         handles = [
