@@ -192,6 +192,10 @@ class Reduction(Unpicklable):
         """Give the call up: the tensors are the caller's again, unchanged, though others may count what was sent.
 
         False: it is over already, and `wait` tells how.
+
+        A round may have begun with this call's offer where this peer has not heard of it yet. A call of the same name
+        made at once gets that round's report, which names this peer as late, its own values not being those of the
+        offer; it names no contributor where all did the same.
         """
         self._cancelled = self._cancelled or self._cancel()
         return self._cancelled
