@@ -19,8 +19,9 @@ from dlc.comm.ids import Voter
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, Paused
 from dlc.comm.spans import Spans
-from dlc.comm.spanstate import COUNTED_MAX
+from dlc.comm.spanstate import COUNTED_MAX, Optimizer
 from dlc.errors import ProtocolError
+from dlc.train.outer_step import Sgd
 from tests.comm import servernet
 from tests.comm.servernet import SPANS, Net, Process, counted
 
@@ -454,6 +455,27 @@ def test_a_newcomer_takes_its_share_and_nothing_is_lost_on_the_way() -> None:
     net.exchange({"t0": ones(), "t1": ones()})
     assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0 * (done + 1)))
     net.check_replicas()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_each_push_is_as_large_after_a_takeover_or_a_move_as_before(moves: bool) -> None:
+    """The owner after it divided the step among those that it had heard of: the first push moved theta n times as far."""
+    divided = Optimizer("divided sgd", Sgd(), lambda t: 1.0, asynchronous=True, momentum=0.0)
+    net = swarm(2, 4, asynchronous=True, optimizer=divided)
+    pushers = [f"t{i}" for i in range(4)]
+    for name in pushers:
+        net.exchange({name: ones()})
+    owner = net.owner(0)
+    if moves:
+        net.start("h5")
+        net.until(lambda: net.at_rest() and net.processes["h5"].service.owned, 120.0, "a share for the newcomer")
+    else:
+        net.kill(owner)
+        net.until(net.at_rest, 120.0, "a takeover")
+    for name in pushers:
+        net.exchange({name: ones()})
+        assert [o.update.n for o in net.processes[name].outcomes() if o.update] == [4] * SPANS.n
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
 
 
 def test_a_push_that_is_too_old_is_refused_and_told() -> None:

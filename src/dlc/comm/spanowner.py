@@ -96,8 +96,9 @@ class SpanOwner:
         """Synchronous: pushes of the next round."""
         self._fetching: dict[Voter, PushOffer] = {}
         self._pulls: dict[Voter, PullReq] = {}
-        self._attending: set[Voter] = set(contributors(state.last)) or set(host.living(TRAINER))
-        """Trainers that a round waits for: those in the last one, and those that came since."""
+        self._attending: set[Voter] = self._took_part() or set(host.living(TRAINER))
+        """Synchronous: trainers that a round waits for: those in the last one, and those that came since. Asynchronous:
+        those among whom a round's step is divided."""
         self._heard: set[Voter] = set()
         """Those of them that I heard of; others are waited for in one round only."""
         self._first_at: float | None = None
@@ -107,6 +108,12 @@ class SpanOwner:
         self._snapshots: dict[int, _Snapshot] = {}
         if view.standby is not None:
             self.followers.add(view.standby)
+
+    def _took_part(self) -> set[Voter]:
+        """As the state tells: in the last round, or, as an update holds one push, ever."""
+        if self.rules.asynchronous:
+            return {counted.voter for counted in self.state.counted.values()}
+        return set(contributors(self.state.last))
 
     # ---------------------------------------------------------------- standbys
 
