@@ -61,6 +61,22 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
             assert len(owned) == 10 and not backed and server.step() == 1
 
 
+def test_a_trainer_with_another_vector_is_told_so() -> None:
+    """It waited for ever."""
+    with (
+        dlc.Peer.join(log=False, role="helper") as first,
+        dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as second,
+        dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as third,
+    ):
+        server = dlc.ParameterServer(first, outer=PLAIN)
+        dlc.ServerClient(second, torch.zeros(5000)).exchange(timeout_s=DEADLINE_S)
+        odd = dlc.ServerClient(third, torch.zeros(5001))
+        for vector in (None, torch.ones(5001)):
+            with pytest.raises(UsageError, match="numel=5000.*numel=5001"):
+                odd.exchange(vector, timeout_s=DEADLINE_S)
+        assert server.step() == 0
+
+
 def test_a_killed_helpers_spans_go_on_at_the_other(tmp_path: Path) -> None:
     """Helpers are processes of their own, trainers peers of this one; no push is lost, none counts twice."""
     numel = 5000

@@ -28,7 +28,7 @@ from dlc.comm.node import Node
 from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import ExchangeOver, History, Outcome, Paused
+from dlc.comm.serverexchange import ExchangeFailed, ExchangeOver, History, Outcome, Paused
 from dlc.comm.servermessages import COUNTED
 from dlc.comm.serverpeer import Notice
 from dlc.comm.service import ServiceNews
@@ -191,6 +191,7 @@ class ServerClient:
         self.peer, self.numel = peer, theta.numel()
         self._changed = threading.Condition()
         self._over: ExchangeOver | None = None
+        self._failed: UsageError | None = None
         self._stopped: SwarmClosed | None = None
         self._number, self._step = 0, step
         self._served = peer.serve(
@@ -207,7 +208,7 @@ class ServerClient:
         weight: of the push in its round, in tokens; without effect where pushes are applied one by one.
 
         Waits as long as there is no helper; the log tells it. RoundTimeout: it took longer than `timeout_s`; the push
-        may be counted all the same. SwarmClosed.
+        may be counted all the same. UsageError: the swarm's parameters are another vector. SwarmClosed.
         """
         self.begin(vector, weight=weight)
         return self.wait(timeout_s)
@@ -222,7 +223,7 @@ class ServerClient:
             vector = vector.detach().contiguous()
         if not (weight >= 0 and math.isfinite(weight)):
             raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
-        self._over = None
+        self._over = self._failed = None
 
         def begin(client: SpanClient, now: float) -> list[Effect]:
             effects = client.begin(vector, float(weight), now)
@@ -232,10 +233,12 @@ class ServerClient:
         self._served.act(begin)
 
     def wait(self, timeout_s: float | None = None) -> ServerReport:
-        """The report of the exchange that `begin` began. RoundTimeout, SwarmClosed."""
+        """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over is not None or self._stopped is not None, timeout_s)
+            self._changed.wait_for(lambda: self.done, timeout_s)
         if self._over is None:
+            if self._failed is not None:
+                raise self._failed
             if self._stopped is not None:
                 raise self._stopped
             self._served.ask(lambda client, now: client.cancel())
@@ -261,7 +264,7 @@ class ServerClient:
     @property
     def done(self) -> bool:
         """The exchange is over: `wait` does not wait."""
-        return self._over is not None or self._stopped is not None
+        return self._over is not None or self._failed is not None or self._stopped is not None
 
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters that were pulled last into `out` (fp32, as long as theta), and return it."""
@@ -279,10 +282,12 @@ class ServerClient:
     def _heard(self, news: ServiceNews) -> None:
         """On the driver thread."""
         _log_notice(news)
-        if isinstance(news, ExchangeOver | Stopped):
+        if isinstance(news, ExchangeOver | ExchangeFailed | Stopped):
             with self._changed:
                 if isinstance(news, Stopped):
                     self._stopped = news.error
+                elif isinstance(news, ExchangeFailed):
+                    self._failed = UsageError(news.why)
                 elif news.number == self._number:
                     self._over = news
                 self._changed.notify_all()

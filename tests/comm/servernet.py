@@ -29,6 +29,7 @@ from dlc.comm.spans import Spans, assign
 from dlc.comm.spanstate import Optimizer
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import pack, unpack
+from dlc.errors import ProtocolError
 from dlc.sim.network import Clock, Network, Weather
 from dlc.train.outer_step import Sgd
 
@@ -114,6 +115,8 @@ class Net:
         self.hook: Callable[[Process, str, object], None] = lambda source, target, message: None
         self.lost: Callable[[Process, str, object], bool] = lambda source, target, message: False
         """Which messages do not arrive."""
+        self.may_refuse = False
+        """Some messages are refused, as they should be; else that is an error of the test."""
         self._boots: dict[str, int] = {}
 
     @property
@@ -172,7 +175,13 @@ class Net:
         if target.frozen:
             target.inbox.append((self._deliver, (to, sender, source, message)))
             return
-        self._perform(target, target.node.receive(sender, message, self.now), source)
+        try:
+            effects = target.node.receive(sender, message, self.now)
+        except ProtocolError:
+            if not self.may_refuse:
+                raise
+            return
+        self._perform(target, effects, source)
         self._settle(target)
 
     def _settle(self, process: Process) -> None:

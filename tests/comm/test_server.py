@@ -17,7 +17,7 @@ from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import NOWHERE, PULL, Paused
+from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
 from dlc.errors import ProtocolError
@@ -459,7 +459,7 @@ def test_a_newcomer_takes_its_share_and_nothing_is_lost_on_the_way() -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_each_push_is_as_large_after_a_takeover_or_a_move_as_before(moves: bool) -> None:
-    """The owner after it divided the step among those that it had heard of: the first push moved theta n times as far."""
+    """The owner after it divided the step among those that it had heard of: the first push was n times as large."""
     divided = Optimizer("divided sgd", Sgd(), lambda t: 1.0, asynchronous=True, momentum=0.0)
     net = swarm(2, 4, asynchronous=True, optimizer=divided)
     pushers = [f"t{i}" for i in range(4)]
@@ -563,6 +563,46 @@ def test_a_ten_times_slower_trainer_does_not_slow_the_others() -> None:
     assert pushes(slow=True) >= 0.98 * pushes(slow=False)
 
 
+def failures(trainer: Process) -> list[ExchangeFailed]:
+    return [news for news in trainer.news if isinstance(news, ExchangeFailed)]
+
+
+@pytest.mark.parametrize("established", [False, True])
+@pytest.mark.parametrize("grid", [Grid(100, 8, "fp32"), Grid(NUMEL, 8, "bf16")])
+def test_a_trainer_with_another_vector_is_told_so_and_no_part_of_it_is_averaged(grid: Grid, established: bool) -> None:
+    """The spans that were as long in both counted, and the trainer waited for the others for ever."""
+    net = swarm(2, 1)
+    net.may_refuse = True
+    net.spans = Spans(grid, SPANS.n)
+    odd = net.start("t1")
+    net.spans = SPANS
+    if established:  # it was there when an owner made its view known
+        net.run(5.0)
+        for view in net.owner(0).service.witness.established.values():
+            net.act(odd, lambda now, view=view: odd.service.receive(view.owner, sm.Established(view), now))
+    for _ in range(2):
+        failed = len(failures(odd))
+        odd.begin(torch.full((grid.numel,), -100.0))
+        net.until(lambda failed=failed: len(failures(odd)) > failed, 20.0, "word of it")
+        net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0)) and not odd.exchanges
+    told = [o.update for o in net.processes["t0"].outcomes()]
+    assert all(update is not None and not update.missing and len(update.pushes) == 1 for update in told)
+
+
+def test_what_a_trainer_with_another_vector_holds_is_no_beginning() -> None:
+    net = Net()
+    net.may_refuse = True
+    net.start("h0")
+    net.start("t1")
+    net.run(0.5)
+    net.spans = Spans(Grid(100, 8, "fp32"), SPANS.n)
+    net.start("t0", torch.full((100,), 7.0))  # the first in the order of ids
+    net.spans = SPANS
+    net.until(net.at_rest, 60.0, "a first assignment")
+    assert torch.equal(net.theta(), torch.zeros(NUMEL))
+
+
 def impossible() -> list[tuple[sm.Counted, ...]]:
     """What can't be counted in version 5."""
     t0 = Voter("t0", 1)
@@ -582,10 +622,12 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.Established(dataclasses.replace(view, span=-1, term=99)),
         sm.AskViews(sm.Layout(10, 0, "fp32", 1)),
         sm.AskViews(sm.Layout(61, 8, "fp32", 4)),
-        sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2"),
-        sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2"),
-        sm.Stake(0, NOWHERE, -1, 0, "", ()),
-        *(sm.Stake(0, NOWHERE, 5, 0, "", pushes) for pushes in impossible()),
+        sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2", SPANS.digest),
+        sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2", SPANS.digest),
+        sm.PushOffer(0, view.term, 2, 0, 2, 1.0, "push/0/2", b"another"),
+        sm.PullReq(0, view.term, 1, 0, b"another"),
+        sm.Stake(0, NOWHERE, -1, 0, "", (), SPANS.digest),
+        *(sm.Stake(0, NOWHERE, 5, 0, "", pushes, SPANS.digest) for pushes in impossible()),
         sm.PullOffer(0, view.term, 1, 1, 1, "", 0, ()),
     ]
     for message in nonsense:
@@ -599,8 +641,8 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.UpdateTaken(0, view.term, 10**9, b"?"),
         sm.UpdateTaken(77, 1, 1, b""),
         sm.Granted(77, 1),
-        sm.PushOffer(77, 1, 1, 0, 1, 1.0, ""),
-        sm.PullReq(77, 1, 1, 0),
+        sm.PushOffer(77, 1, 1, 0, 1, 1.0, "", SPANS.digest),
+        sm.PullReq(77, 1, 1, 0, SPANS.digest),
     ]
     for message in harmless:
         owner.node.receive(trainer.voter, message, net.now)

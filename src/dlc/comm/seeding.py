@@ -53,7 +53,8 @@ class Seeder:
         origin = self._origin(span)
         if not trainers or (origin is None and span):
             return  # the first span decides
-        told = {v: s for v, s in seeding.stakes.items() if v in trainers and (origin is None or s.origin.like(origin))}
+        fits = {v: s for v, s in seeding.stakes.items() if v in trainers and self._cut_alike(s)}
+        told = {v: s for v, s in fits.items() if origin is None or s.origin.like(origin)}
         if not told:
             return
         newest = max(s.version for s in told.values())
@@ -62,6 +63,9 @@ class Seeder:
             return
         giver = min(v for v, s in told.items() if s.version == newest)
         self._fetch_stake(span, seeding, giver, told[giver])
+
+    def _cut_alike(self, stake: Stake) -> bool:
+        return self.host.spans is not None and stake.layout == self.host.spans.digest
 
     def _patience_s(self, span: int, newest: int, all_told: bool) -> float:
         """For trainers that may have a newer stake. `all_told`: none of those that are here."""

@@ -78,6 +78,8 @@ class SpanServer(Host):
         self._serial = itertools.count(1)
         self._answered: set[Voter] = set()
         """Who has told me the views that it knows."""
+        self._misfits: set[Voter] = set()
+        """Who cuts the vector in another way, and is to be told how it is cut here."""
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
         self._helpers: tuple[PeerId, ...] = ()
@@ -105,11 +107,11 @@ class SpanServer(Host):
 
     def take(self, sender: Voter, message: Message) -> None:
         if isinstance(message, AskViews):
-            self._adopt_layout(message.layout)
+            self._adopt_layout(sender, message.layout)
             views = tuple(self.witness.established.values())
             self.send(sender, TellViews(layout_of(self.spans), views))
         elif isinstance(message, TellViews):
-            self._adopt_layout(message.layout)
+            self._adopt_layout(sender, message.layout)
             self._answered.add(sender)
             for view in message.views:
                 self.learn(view)
@@ -132,13 +134,14 @@ class SpanServer(Host):
         elif not isinstance(message, AskStake):  # the one kind that is for trainers, who may be new at a helper's name
             raise ProtocolError(f"{type(message).__name__} is not for a helper")
 
-    def _adopt_layout(self, layout: Layout | None) -> None:
+    def _adopt_layout(self, sender: Voter, layout: Layout | None) -> None:
         if layout is None:
             return
         if self.spans is None:
             self.spans = spans_of(layout)
             self.seats = {span: Seat() for span in range(self.spans.n)}
         elif layout_of(self.spans) != layout:
+            self._misfits.add(sender)
             raise ProtocolError(f"another layout than {layout_of(self.spans)}: {layout}")
 
     def _from_trainer(self, sender: Voter, m: PushOffer | PullReq) -> None:
@@ -147,6 +150,9 @@ class SpanServer(Host):
         if seat is None or seat.owner is None or m.term != seat.owner.view.term:
             if view is not None:
                 self.send(sender, Established(view))
+        elif m.layout != seat.owner.state.spans.digest:
+            self._misfits.add(sender)
+            raise ProtocolError(f"{type(m).__name__} for another layout than {layout_of(self.spans)}")
         elif not self.cut_off():
             if isinstance(m, PushOffer):
                 seat.owner.receive_push(sender, m)
@@ -161,6 +167,7 @@ class SpanServer(Host):
             self._helpers, self._same_since = helpers, self.now
         self._ask_views()
         self._spread_views()
+        self._tell_misfits()
         if self.spans is None or self.me.peer not in helpers:
             return
         wanted = assign(self.spans.n, helpers)
@@ -191,6 +198,11 @@ class SpanServer(Host):
             self._spread_at, self._turn = self.now, self._turn + 1
             views = tuple(self.witness.established.values())
             self.send(others[self._turn % len(others)], TellViews(layout_of(self.spans), views))
+
+    def _tell_misfits(self) -> None:
+        views = tuple(self.witness.established.values())
+        self.cast(sorted(self._misfits), TellViews(layout_of(self.spans), views))
+        self._misfits.clear()
 
     def _informed(self) -> bool:
         known = self.known()

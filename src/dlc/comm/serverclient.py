@@ -4,7 +4,8 @@
 
 What an exchange brings is in `theta`, span by span as it comes; it is over when all spans are. Offers are repeated
 until they are answered, to whoever owns the span by then: a push is counted once, whoever counts it (`SpanState.has`).
-Words of an owner whose view is not the greatest that I know are not heeded.
+Words of an owner whose view is not the greatest that I know are not heeded. One that cuts the vector in another way
+ends the exchange: it serves other parameters.
 
 An owner tells with theta which push of mine is the newest in it: what counted later is set aside, by a partition or a
 seeding. The next push that counts would hide that. So under another view than before nothing is pushed until the owner
@@ -37,6 +38,7 @@ from dlc.comm.serverexchange import (
     PUSH,
     CountedPush,
     Exchange,
+    ExchangeFailed,
     ExchangeOver,
     History,
     Leg,
@@ -54,6 +56,7 @@ from dlc.comm.servermessages import (
     AskViews,
     Granted,
     ImageOffer,
+    Layout,
     Origin,
     PullOffer,
     PullReq,
@@ -199,13 +202,14 @@ class SpanClient(ServerPeer):
         leg.said_at = self.now
         if leg.phase == PULL:
             if self.pulled[span].fetching is None:
-                self.send(owner, PullReq(span, view.term, exchange.number, leg.step))
+                self.send(owner, PullReq(span, view.term, exchange.number, leg.step, self.spans.digest))
             return
         if self._must_ask(view):
-            self.send(owner, PullReq(span, view.term, ASKING, 0))
+            self.send(owner, PullReq(span, view.term, ASKING, 0, self.spans.digest))
             return
         base, key = self.pulled[span].version, _push_key(span, leg.seq)
-        self.send(owner, PushOffer(span, view.term, leg.seq, base, exchange.step, exchange.weight, key))
+        push = leg.seq, base, exchange.step, exchange.weight, key, self.spans.digest
+        self.send(owner, PushOffer(span, view.term, *push))
 
     def _must_ask(self, view: SpanView) -> bool:
         pushes = self._pushes[view.span]
@@ -223,12 +227,29 @@ class SpanClient(ServerPeer):
                 raise ProtocolError(f"another layout than {layout_of(self.spans)}: {message.layout}")
             self.send(sender, TellViews(layout_of(self.spans), tuple(self.witness.established.values())))
         elif isinstance(message, TellViews):
+            if message.layout is not None and message.layout != layout_of(self.spans):
+                self._serves_others(sender, message.layout, message.views)
+                return
             for view in message.views:
                 self.learn(view)
         elif isinstance(message, AskStake):
             self._tell_stake(sender, message)
         elif not isinstance(message, Granted | Refused | ImageOffer | UpdateOffer | UpdateTaken):
             raise ProtocolError(f"{type(message).__name__} is not for a trainer")
+
+    def _serves_others(self, sender: Voter, theirs: Layout, views: tuple[SpanView, ...]) -> None:
+        """An owner ends the exchange; who owns nothing may have heard of the layout from somebody who is wrong."""
+        mine, exchange = layout_of(self.spans), self.exchange
+        if exchange is None or exchange.over or not any(view.owner == sender for view in views):
+            raise ProtocolError(f"another layout than {mine}: {theirs}")
+        self.cancel()
+        self.tell(
+            ExchangeFailed(
+                exchange.number,
+                f"the parameters of this swarm are another vector, or cut or encoded otherwise: {theirs}, ours {mine}; "
+                "theta's length, codec, chunk_elems and the number of spans must be the same on all trainers",
+            )
+        )
 
     def view_changed(self, view: SpanView) -> None:
         pulled = self.pulled[view.span]
@@ -352,7 +373,8 @@ class SpanClient(ServerPeer):
             self._helper_begins()
         key = _stake_key(m.span, pulled)
         self.shelf.hold(key, len(self.spans.chunks(m.span)), partial(self._stake_piece, m.span))
-        self.send(sender, Stake(m.span, pulled.origin, pulled.version, pulled.step, key, pulled.pushes))
+        told = pulled.origin, pulled.version, pulled.step
+        self.send(sender, Stake(m.span, *told, key, pulled.pushes, self.spans.digest))
 
     def _helper_begins(self) -> None:
         """It may wait for other trainers: that is no pause."""

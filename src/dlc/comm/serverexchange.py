@@ -108,6 +108,14 @@ class ExchangeOver(ServiceNews):
 
 
 @dataclass(frozen=True)
+class ExchangeFailed(ServiceNews):
+    """It was given up, as it cannot succeed."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Paused(ServiceNews):
     """Nobody serves these spans; empty: all are served again."""
 

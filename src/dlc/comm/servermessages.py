@@ -203,6 +203,8 @@ class PushOffer:
     """Synchronous: the round; asynchronous: 0."""
     weight: float
     key: str
+    layout: bytes
+    """`Spans.digest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,8 @@ class PullReq:
     number: int
     """Of the trainer's exchange."""
     step: int
+    layout: bytes
+    """`Spans.digest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,8 @@ class Stake:
     key: str
     pushes: tuple[Counted, ...]
     """As the PullOffer that it came with told them."""
+    layout: bytes
+    """`Spans.digest`."""
 
 
 # ------------------------------------------------------------------ payloads

@@ -75,6 +75,7 @@ class SpanHead:
     """All of the state but its vectors."""
 
     optimizer: str
+    layout: bytes
     span: int
     origin: Origin
     seed: tuple[int, int]
@@ -220,6 +221,8 @@ class SpanState:
         head = unpack(image[HEAD_BYTES : HEAD_BYTES + length], SpanHead)
         if head.optimizer != optimizer.name or head.span != span:
             raise ProtocolError(f"an image of span {head.span} under {head.optimizer}, not {span}, {optimizer.name}")
+        if head.layout != spans.digest:
+            raise ProtocolError(f"an image of span {span} in another layout")
         numel, start = spans.numel(span), HEAD_BYTES + length
         if len(image) != start + 4 * numel * optimizer.n_vectors:
             raise ProtocolError(f"an image of span {span} with {len(image)} bytes")
@@ -237,6 +240,7 @@ class SpanState:
         return pack(
             SpanHead(
                 self.optimizer.name,
+                self.spans.digest,
                 self.span,
                 self.origin,
                 self.seed,
