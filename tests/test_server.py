@@ -66,14 +66,14 @@ def test_a_trainer_with_another_vector_is_told_so() -> None:
     with (
         dlc.Peer.join(log=False, role="helper") as first,
         dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as second,
-        dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as third,
     ):
         server = dlc.ParameterServer(first, outer=PLAIN)
         dlc.ServerClient(second, torch.zeros(5000)).exchange(timeout_s=DEADLINE_S)
-        odd = dlc.ServerClient(third, torch.zeros(5001))
-        for vector in (None, torch.ones(5001)):
-            with pytest.raises(UsageError, match="numel=5000.*numel=5001"):
-                odd.exchange(vector, timeout_s=DEADLINE_S)
+        with dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as third:
+            odd = dlc.ServerClient(third, torch.zeros(5001))
+            for vector in (None, torch.ones(5001)):
+                with pytest.raises(UsageError, match="numel=5000.*numel=5001"):
+                    odd.exchange(vector, timeout_s=DEADLINE_S)
         assert server.step() == 0
 
 

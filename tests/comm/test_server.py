@@ -563,6 +563,57 @@ def test_a_ten_times_slower_trainer_does_not_slow_the_others() -> None:
     assert pushes(slow=True) >= 0.98 * pushes(slow=False)
 
 
+def said(helper: Process, words: str) -> bool:
+    return any(words in getattr(news, "text", "") and getattr(news, "serious", False) for news in helper.news)
+
+
+def with_optimizer(net: Net, name: str, optimizer: Optimizer) -> Process:
+    """A helper that was started with another one than the others."""
+    usual, net.optimizer = net.optimizer, optimizer
+    started = net.start(name)
+    net.optimizer = usual
+    return started
+
+
+OTHER = Optimizer("another sgd", Sgd(), lambda t: 0.5)
+
+
+@pytest.mark.parametrize("n_helpers", [1, 2])
+def test_a_helper_with_another_optimizer_serves_nothing_and_says_so(n_helpers: int) -> None:
+    """Its spans moved at another rate; where it was to be a standby, nothing came of it and no span moved."""
+    net = swarm(n_helpers, 1)
+    net.may_refuse = True  # an image that was offered before the owner had heard of it
+    odd = with_optimizer(net, "h5", OTHER)
+    net.until(lambda: said(odd, "this helper serves nothing beside it"), 30.0, "word of it")
+    others = [net.processes[f"h{i}"] for i in range(n_helpers)]
+    net.until(lambda: all(said(helper, f"{odd.voter} is left out") for helper in others), 30.0, "word of it there")
+    began = net.now
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    assert net.now - began < 10.0
+    if n_helpers == 2:
+        net.kill(net.owner(0))
+    net.run(60.0)
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 4.0)) and not odd.service.owned and not odd.service.backed
+    net.kill(odd)
+    net.start("h6")
+    net.until(net.at_rest, 60.0, "spans at rest")
+
+
+def test_helpers_of_two_optimizers_that_come_at_once_serve_nothing_until_one_has_left() -> None:
+    net = Net()
+    net.start("t0")
+    net.start("h0")
+    odd = with_optimizer(net, "h1", OTHER)
+    net.run(60.0)
+    assert not net.processes["h0"].service.owned and not odd.service.owned
+    net.kill(odd)
+    net.until(net.at_rest, 60.0, "a first assignment")
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
 def failures(trainer: Process) -> list[ExchangeFailed]:
     return [news for news in trainer.news if isinstance(news, ExchangeFailed)]
 
@@ -620,8 +671,8 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
     nonsense: list[object] = [
         sm.Claim(dataclasses.replace(view, span=99, term=99)),
         sm.Established(dataclasses.replace(view, span=-1, term=99)),
-        sm.AskViews(sm.Layout(10, 0, "fp32", 1)),
-        sm.AskViews(sm.Layout(61, 8, "fp32", 4)),
+        sm.AskViews(sm.Layout(10, 0, "fp32", 1), ""),
+        sm.AskViews(sm.Layout(61, 8, "fp32", 4), ""),
         sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2", SPANS.digest),
         sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2", SPANS.digest),
         sm.PushOffer(0, view.term, 2, 0, 2, 1.0, "push/0/2", b"another"),

@@ -3,6 +3,7 @@
 Promises:
 - Every span is served by its owner as long as it or its standby lives, with the same bits after a takeover, and every
   push counts once or its trainer is told why not.
+- A helper that moves parameters in another way than one that was there before serves nothing, and says so.
 - Owners acknowledge what their standby holds; where nobody is left to be one, that is told, and training goes on.
 - Two who think that they own a span are told apart by term and majority (`claims`).
 - Spans follow the helpers that are there (`spans.assign`): who comes gets its share, who dies is replaced.
@@ -80,6 +81,8 @@ class SpanServer(Host):
         """Who has told me the views that it knows."""
         self._misfits: set[Voter] = set()
         """Who cuts the vector in another way, and is to be told how it is cut here."""
+        self._others: set[Voter] = set()
+        """Helpers that move the parameters in another way."""
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
         self._helpers: tuple[PeerId, ...] = ()
@@ -108,10 +111,11 @@ class SpanServer(Host):
     def take(self, sender: Voter, message: Message) -> None:
         if isinstance(message, AskViews):
             self._adopt_layout(sender, message.layout)
-            views = tuple(self.witness.established.values())
-            self.send(sender, TellViews(layout_of(self.spans), views))
+            self._hear_optimizer(sender, message.optimizer)
+            self.send(sender, self._views())
         elif isinstance(message, TellViews):
             self._adopt_layout(sender, message.layout)
+            self._hear_optimizer(sender, message.optimizer)
             self._answered.add(sender)
             for view in message.views:
                 self.learn(view)
@@ -144,6 +148,17 @@ class SpanServer(Host):
             self._misfits.add(sender)
             raise ProtocolError(f"another layout than {layout_of(self.spans)}: {layout}")
 
+    def _hear_optimizer(self, sender: Voter, name: str) -> None:
+        if not name or name == self.optimizer.name or sender in self._others:
+            return
+        self._others.add(sender)
+        left_out = f"{sender} is left out" if self._holds_any() else "this helper serves nothing beside it"
+        what = f"{sender} moves the parameters by {name}, and this helper by {self.optimizer.name}"
+        self.tell(Notice(f"{what}: {left_out}; start all helpers with the same optimizer and [server]", True))
+
+    def _holds_any(self) -> bool:
+        return any(seat.owner is not None or seat.replica is not None for seat in self.seats.values())
+
     def _from_trainer(self, sender: Voter, m: PushOffer | PullReq) -> None:
         seat = self.seats.get(m.span)
         view = self.witness.established.get(m.span)
@@ -162,7 +177,10 @@ class SpanServer(Host):
     # ---------------------------------------------------------------- time
 
     def look(self) -> None:
-        helpers = tuple(sorted(v.peer for v in self.living(HELPER)))
+        living = self.living(HELPER)
+        self._others = {v for v in self._others if not self.members.gone(v)}
+        helpers = tuple(sorted(v.peer for v in living if v not in self._others))
+        aside = len(helpers) < len(living) and not self._holds_any()
         if helpers != self._helpers:
             self._helpers, self._same_since = helpers, self.now
         self._ask_views()
@@ -175,7 +193,7 @@ class SpanServer(Host):
         for span, seat in self.seats.items():
             if seat.claim is not None:
                 self._claims.press(span, seat, seat.claim)
-            if cut_off:
+            if cut_off or aside:
                 continue
             if seat.owner is not None:
                 self._look_after(span, seat, seat.owner, wanted)
@@ -190,18 +208,19 @@ class SpanServer(Host):
         unasked = [v for v in self.living(HELPER, TRAINER) if v not in self._answered and v != self.me]
         if unasked:
             self._asked_at = self.now
-            self.cast(unasked, AskViews(layout_of(self.spans)))
+            self.cast(unasked, AskViews(layout_of(self.spans), self.optimizer.name))
 
     def _spread_views(self) -> None:
         others = [v for v in self.living(HELPER, TRAINER) if v != self.me]
         if others and self.witness.established and self.now >= self._spread_at + SPREAD_S:
             self._spread_at, self._turn = self.now, self._turn + 1
-            views = tuple(self.witness.established.values())
-            self.send(others[self._turn % len(others)], TellViews(layout_of(self.spans), views))
+            self.send(others[self._turn % len(others)], self._views())
+
+    def _views(self) -> TellViews:
+        return TellViews(layout_of(self.spans), self.optimizer.name, tuple(self.witness.established.values()))
 
     def _tell_misfits(self) -> None:
-        views = tuple(self.witness.established.values())
-        self.cast(sorted(self._misfits), TellViews(layout_of(self.spans), views))
+        self.cast(sorted(self._misfits), self._views())
         self._misfits.clear()
 
     def _informed(self) -> bool:

@@ -174,7 +174,7 @@ class SpanClient(ServerPeer):
         unserved = [span for span in range(self.spans.n) if self._owner(span) is None]
         if unserved and self.now >= self._asked_at + ASK_S:
             self._asked_at = self.now
-            self.cast(self.living(HELPER, TRAINER), AskViews(layout_of(self.spans)))
+            self.cast(self.living(HELPER, TRAINER), AskViews(layout_of(self.spans), ""))
         self._say_paused(tuple(unserved))
         if exchange is None or exchange.over:
             return
@@ -225,7 +225,7 @@ class SpanClient(ServerPeer):
         elif isinstance(message, AskViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 raise ProtocolError(f"another layout than {layout_of(self.spans)}: {message.layout}")
-            self.send(sender, TellViews(layout_of(self.spans), tuple(self.witness.established.values())))
+            self.send(sender, TellViews(layout_of(self.spans), "", tuple(self.witness.established.values())))
         elif isinstance(message, TellViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 self._serves_others(sender, message.layout, message.views)

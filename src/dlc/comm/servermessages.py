@@ -111,11 +111,15 @@ class AskViews:
     """Who serves what? A trainer's layout is taken over by a helper that has none."""
 
     layout: Layout | None
+    optimizer: str
+    """How a helper moves the parameters (`Optimizer.name`); empty: I am none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellViews:
     layout: Layout | None
+    optimizer: str
+    """As in `AskViews`."""
     views: tuple[SpanView, ...]
     """Established ones; spans that are not named have none here."""
 
