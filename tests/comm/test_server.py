@@ -676,6 +676,18 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.PushOffer(0, view.term, 2, 0, 2, math.inf, "push/0/2", SPANS.digest),
         sm.PushOffer(0, view.term, 0, 0, 2, 1.0, "push/0/2", SPANS.digest),
         sm.PushOffer(0, view.term, 2, 0, 2, 1.0, "push/0/2", b"another"),
+        sm.PushOffer(0, view.term, 1 << 63, 0, 2, 1.0, "push/0/2", SPANS.digest),
+        sm.PushOffer(0, view.term, 2, 1 << 63, 2, 1.0, "push/0/2", SPANS.digest),
+        sm.PushOffer(0, view.term, 2, 0, 1 << 63, 1.0, "push/0/2", SPANS.digest),
+        sm.PullReq(0, view.term, 1, 1 << 63, SPANS.digest),
+        sm.Claim(dataclasses.replace(view, term=1 << 63)),
+        sm.Claim(dataclasses.replace(view, term=-1)),
+        sm.Established(dataclasses.replace(view, term=1 << 63)),
+        sm.Refused(dataclasses.replace(view, term=1 << 63), False),
+        sm.TellViews(None, "", (dataclasses.replace(view, seed_version=1 << 63),)),
+        sm.ImageOffer(view, 1, 1 << 63, b"", "image", 100),
+        sm.UpdateOffer(view, 1, sm.Update(2, 1 << 63, 1, (), ()), "update", ()),
+        sm.Stake(0, NOWHERE, 1, 1 << 63, "", (), SPANS.digest),
         sm.PullReq(0, view.term, 1, 0, b"another"),
         sm.Stake(0, NOWHERE, -1, 0, "", (), SPANS.digest),
         *(sm.Stake(0, NOWHERE, 5, 0, "", pushes, SPANS.digest) for pushes in impossible()),
@@ -700,6 +712,34 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
     assert owner.service.fetches.strays == {trainer.voter: 1}
     net.exchange({"t0": ones()})
     assert torch.equal(net.theta(), before + 1)
+
+
+def test_after_a_claim_for_the_greatest_term_that_there_can_be_the_others_go_on() -> None:
+    """The next term had no wire form: the helper that wanted it died of that."""
+    net = swarm(2, 2)
+    net.may_refuse = True
+    view = net.owner(0).service.witness.established[0]
+    net.lost = lambda source, target, message: isinstance(message, sm.Established)
+    for term in (sm.NUMBER_MAX + 1, (1 << 64) - 1):
+        for process in list(net.processes.values()):
+            claim = sm.Claim(dataclasses.replace(view, term=term, owner=net.processes["t1"].voter))
+            net._deliver(process.name, net.processes["t1"].voter, "t1", claim)
+    net.lost = lambda source, target, message: False
+    net.kill(net.owner(0))
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_a_round_that_nobody_can_have_come_to_moves_nothing() -> None:
+    """All trainers came to it with the next pull, and the next round had no wire form."""
+    net = swarm(2, 2)
+    net.may_refuse = True
+    for pulled in net.processes["t1"].service.pulled:
+        pulled.step = (1 << 64) - 2
+    net.processes["t1"].begin(ones())
+    net.exchange({"t0": ones()})
+    net.exchange({"t0": ones()})
+    assert net.processes["t0"].service.step == 2
 
 
 @pytest.mark.parametrize("n_bytes", [-1, 0, 1 << 62])

@@ -23,10 +23,9 @@ from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.ids import Voter
 from dlc.comm.roles import TRAINER
 from dlc.comm.seats import Host, Seat, Seeding
-from dlc.comm.servermessages import AskStake, Origin, SpanView, Stake
+from dlc.comm.servermessages import AskStake, Origin, SpanView, Stake, check_numbers
 from dlc.comm.serverpeer import START_S, Notice
 from dlc.comm.spanstate import SpanState, table_of
-from dlc.errors import ProtocolError
 
 STAKES_S = 3.0
 """Trainers that have not said by then what they hold are not waited for."""
@@ -80,8 +79,7 @@ class Seeder:
 
     def stake_told(self, sender: Voter, m: Stake) -> None:
         seat = self.host.seats.get(m.span)
-        if m.version < 0 or m.step < 0:
-            raise ProtocolError(f"a stake at version {m.version}, round {m.step}")
+        check_numbers(m.version, m.step)
         table_of(m.pushes, m.version)
         if seat is not None and seat.seeding is not None:
             seat.seeding.stakes[sender] = m

@@ -68,6 +68,7 @@ from dlc.comm.servermessages import (
     TellViews,
     UpdateOffer,
     UpdateTaken,
+    check_numbers,
 )
 from dlc.comm.serverpeer import START_S, Notice, ServerMembers, ServerPeer, layout_of
 from dlc.comm.spans import Spans
@@ -269,6 +270,7 @@ class SpanClient(ServerPeer):
         return None if self.exchange is None or self.exchange.over else self.exchange.legs[span]
 
     def _push_done(self, sender: Voter, m: PushDone) -> None:
+        check_numbers(m.version)
         leg = self._leg(sender, m.span, m.term)
         if leg is None or leg.phase != PUSH or leg.seq != m.seq or self.exchange is None:
             return
@@ -287,6 +289,7 @@ class SpanClient(ServerPeer):
         leg = self._leg(sender, m.span, m.term)
         if leg is None or self.exchange is None:
             return
+        check_numbers(m.version, m.step)
         table_of(m.pushes, m.version)
         if m.number == ASKING and leg.phase == PUSH and self._must_ask(self.witness.established[m.span]):
             self._set_aside(leg, m)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Bulk, Excluded
+from dlc.errors import ProtocolError
 
 COUNTED = "counted"
 STALE = "stale"
@@ -13,6 +14,10 @@ LATE = "late"
 LOST = "lost"
 """It was counted, but owner and standby died, and nobody had pulled it."""
 NOT_FINITE = "refused: not finite"
+NUMBER_MAX = 1 << 53
+"""Greatest term, version or round: the one after it still has a wire form."""
+SEQ_MAX = 1 << 62
+"""Greatest number of a push; they begin with a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +301,13 @@ class Part(Bulk):
     key: str
     part: int
     payload: bytes = field(default=b"", metadata={"frame": True})
+
+
+def check_numbers(*numbers: float) -> None:
+    """ProtocolError for a term, version, or round that nobody can have come to."""
+    for number in numbers:
+        if not 0 <= number <= NUMBER_MAX:
+            raise ProtocolError(f"the number {number}: it must be at least 0 and at most {NUMBER_MAX}")
 
 
 SERVER_MESSAGES: tuple[type, ...] = (

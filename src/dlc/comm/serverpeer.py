@@ -22,6 +22,7 @@ from dlc.comm.servermessages import (
     PartReq,
     Refused,
     SpanView,
+    check_numbers,
 )
 from dlc.comm.servershelf import Fetches, Shelf
 from dlc.comm.service import MemberEvent, Members, ServiceNews
@@ -135,7 +136,7 @@ class ServerPeer:
         elif isinstance(message, NoPart):
             self.fetches.refused(sender, message)
         elif isinstance(message, Claim):
-            self.check_span(message.view.span)
+            self.check_view(message.view)
             self.send(sender, self.witness.asked(message.view))
         elif isinstance(message, Established):
             self.learn(message.view)
@@ -143,14 +144,20 @@ class ServerPeer:
             if known != message.view:
                 self.send(sender, Established(known))  # it has not heard yet
         else:
-            if isinstance(message, Refused) and message.established:
-                self.learn(message.view)
+            if isinstance(message, Refused):
+                self.check_view(message.view)
+                if message.established:
+                    self.learn(message.view)
             self.take(sender, message)
 
     def learn(self, view: SpanView) -> None:
-        self.check_span(view.span)
+        self.check_view(view)
         if self.witness.learn(view):
             self.view_changed(view)
+
+    def check_view(self, view: SpanView) -> None:
+        self.check_span(view.span)
+        check_numbers(view.term, view.seed_term, view.seed_version)
 
     def check_span(self, span: int) -> None:
         n = SPANS_MAX if self.spans is None else self.spans.n

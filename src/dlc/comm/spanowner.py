@@ -30,6 +30,7 @@ from dlc.comm.servermessages import (
     COUNTED,
     LATE,
     NOT_FINITE,
+    SEQ_MAX,
     STALE,
     Counted,
     PullOffer,
@@ -40,6 +41,7 @@ from dlc.comm.servermessages import (
     SpanView,
     Update,
     UpdateTaken,
+    check_numbers,
 )
 from dlc.comm.serverpeer import ServerPeer
 from dlc.comm.spanstate import SpanState, contributors
@@ -142,9 +144,10 @@ class SpanOwner:
     # ---------------------------------------------------------------- pushes
 
     def receive_push(self, sender: Voter, m: PushOffer) -> None:
-        self._attend(sender)
-        if not 0 <= m.weight <= WEIGHT_MAX or m.seq < 1 or m.base < 0 or m.step < 0:
+        check_numbers(m.base, m.step)
+        if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
+        self._attend(sender)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
             known = last if last is not None and last.version == counted else None
@@ -289,6 +292,7 @@ class SpanOwner:
     # ---------------------------------------------------------------- pulls
 
     def receive_pull(self, sender: Voter, m: PullReq) -> None:
+        check_numbers(m.number, m.step)
         self._attend(sender)
         if m.number == ASKING:
             self._offer_theta(sender, m, "", ())

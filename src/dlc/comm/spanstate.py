@@ -30,7 +30,7 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import Counted, Origin, Update
+from dlc.comm.servermessages import SEQ_MAX, Counted, Origin, Update, check_numbers
 from dlc.comm.spans import Spans
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -131,7 +131,7 @@ class SpanState:
     def check(self, update: Update, payloads: Sequence[Payload]) -> None:
         """ProtocolError for what cannot be applied here."""
         sizes = self.spans.wire_sizes(self.span)
-        if update.version != self.version + 1 or update.n < 1:
+        if update.version != self.version + 1 or update.n < 1 or any(p.seq > SEQ_MAX for p in update.pushes):
             raise ProtocolError(f"update {update.version} of span {self.span} cannot follow {self.version}")
         if len(payloads) != len(sizes) or any(len(p) not in (0, s) for p, s in zip(payloads, sizes, strict=True)):
             raise ProtocolError(f"update {update.version} of span {self.span} has payloads of another length")
@@ -223,6 +223,7 @@ class SpanState:
             raise ProtocolError(f"an image of span {head.span} under {head.optimizer}, not {span}, {optimizer.name}")
         if head.layout != spans.digest:
             raise ProtocolError(f"an image of span {span} in another layout")
+        check_numbers(*head.seed, head.version, head.step, head.moved, head.rounds, head.buffered)
         numel, start = spans.numel(span), HEAD_BYTES + length
         if len(image) != start + 4 * numel * optimizer.n_vectors:
             raise ProtocolError(f"an image of span {span} with {len(image)} bytes")
@@ -261,7 +262,7 @@ def table_of(pushes: Sequence[Counted], version: int) -> dict[PeerId, Counted]:
     if not len(pushes) == len(table) <= COUNTED_MAX:
         raise ProtocolError(f"{len(pushes)} newest pushes of {len(table)} trainers")
     for push in pushes:
-        if push.seq < 1 or not 0 < push.version <= version:
+        if not 1 <= push.seq <= SEQ_MAX or not 0 < push.version <= version:
             raise ProtocolError(f"push {push.seq} of {push.voter}, counted in {push.version}, in version {version}")
     return table
 
