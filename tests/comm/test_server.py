@@ -18,6 +18,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
+from dlc.comm.servershelf import FETCHES_MAX, Fetches
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
 from dlc.errors import ProtocolError
@@ -740,6 +741,41 @@ def test_a_round_that_nobody_can_have_come_to_moves_nothing() -> None:
     net.exchange({"t0": ones()})
     net.exchange({"t0": ones()})
     assert net.processes["t0"].service.step == 2
+
+
+def test_of_offers_that_follow_each_other_the_last_alone_is_fetched() -> None:
+    """Each was fetched to its end, however many there were."""
+    net = swarm(2, 1)
+    owner, trainer = net.owner(0), net.processes["t0"]
+    standby = net.standby(0)
+    assert standby is not None
+    view, fetches = owner.service.witness.established[0], (owner.service.fetches, standby.service.fetches)
+    replica, state = standby.service.seats[0].replica, owner.service.seats[0].owner.state
+    update, sizes = sm.Update(1, 1, 1, (), ()), SPANS.wire_sizes(0)
+    for i in range(100):
+        push = sm.PushOffer(0, view.term, i + 1, 0, 1, 1.0, f"push {i}", SPANS.digest)
+        owner.service.receive(trainer.voter, push, net.now)
+        offer = sm.UpdateOffer(view, replica.era, update, f"update {i}", sizes)
+        standby.service.receive(owner.voter, offer, net.now)
+        image = sm.ImageOffer(view, replica.era + 1, 7, bytes(32), f"image {i}", state.image_bytes())
+        standby.service.receive(owner.voter, image, net.now)
+    assert fetches[0].busy(trainer.voter, "push 99") and not fetches[0].busy(trainer.voter, "push 98")
+    for what in ("update", "image"):
+        assert fetches[1].busy(owner.voter, f"{what} 99") and not fetches[1].busy(owner.voter, f"{what} 98")
+
+
+def test_no_more_is_fetched_of_one_holder_than_it_can_have() -> None:
+    asked: list[Voter] = []
+    fetches = Fetches(lambda to, message: asked.append(to), lambda peer: 0.0, lambda voter: False)
+    ends: list[object] = []
+    one, other = Voter("t0", 1), Voter("t1", 1)
+    for i in range(FETCHES_MAX + 1):
+        fetches.fetch(one, f"{i}", (8,), ends.append, 0.0)
+    assert ends == [None] and asked == [one] * FETCHES_MAX
+    fetches.fetch(other, "0", (8,), ends.append, 0.0)
+    fetches.cancel(one, "0")
+    fetches.fetch(one, "again", (8,), ends.append, 0.0)
+    assert ends == [None] and asked[-2:] == [other, one]
 
 
 @pytest.mark.parametrize("n_bytes", [-1, 0, 1 << 62])

@@ -49,6 +49,9 @@ class Replicas:
             return
         if not 0 < m.n_bytes <= 4 * self.host.spans.grid.numel * VECTORS_MAX + HEAD_BYTES_MAX:
             raise ProtocolError(f"an image of {m.n_bytes} bytes")
+        if seat.image is not None and seat.image != (sender, m.key):
+            self.host.fetches.cancel(*seat.image)
+        seat.image = sender, m.key
         self.host.fetches.fetch(sender, m.key, _cuts(m.n_bytes), partial(self._image_fetched, sender, m), self.host.now)
 
     @staticmethod
@@ -85,6 +88,10 @@ class Replicas:
             raise ProtocolError(f"update {m.update.version} of span {m.view.span} with parts of another length")
         if m.update.version in replica.ahead or m.update.version > replica.state.version + AHEAD_MAX:
             return
+        before = replica.asked.get(m.update.version, m.key)
+        if before != m.key:
+            self.host.fetches.cancel(sender, before)
+        replica.asked[m.update.version] = m.key
         self.host.fetches.fetch(sender, m.key, m.sizes, partial(self._update_fetched, sender, m), self.host.now)
 
     def _update_fetched(self, sender: Voter, m: UpdateOffer, parts: list[Payload] | None) -> None:
@@ -99,6 +106,7 @@ class Replicas:
         ):
             return
         state = replica.state
+        replica.asked.pop(m.update.version, None)
         replica.ahead[m.update.version] = (m.update, parts)
         while state.version + 1 in replica.ahead:
             state.apply(*replica.ahead.pop(state.version + 1))

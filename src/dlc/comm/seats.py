@@ -24,6 +24,8 @@ class Replica:
     state: SpanState
     ahead: dict[int, tuple[Update, list[Payload]]] = field(default_factory=dict)
     """Updates that are here before those that they follow."""
+    asked: dict[int, str] = field(default_factory=dict)
+    """Updates on their way: version to key."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Seat:
     owner: SpanOwner | None = None
     """I own the span."""
     replica: Replica | None = None
+    image: tuple[Voter, str] | None = None
+    """Whose image was asked for last, and its key."""
     seeding: Seeding | None = None
     claim: Claiming | None = None
     candidate: Voter | None = None

@@ -11,6 +11,7 @@ payload no longer, ends the fetch at once: `done(None)`. Whoever wanted it decid
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -30,6 +31,8 @@ SILENCE_S = 2.0
 """Least silence after which parts are asked for again."""
 SILENCES_MAX = 4
 KEY_CHARS_MAX = 128
+FETCHES_MAX = 8192
+"""Under way from one holder: more than its spans, and updates of some of them."""
 
 Done = Callable[[list[Payload] | None], None]
 """Takes the parts in order, or None: they cannot be had from there."""
@@ -116,6 +119,8 @@ class Fetches:
     ) -> None:
         self._send, self._rtt_s, self._gone = send, rtt_s, gone
         self._all: dict[tuple[Voter, str], Fetch] = {}
+        self._from: Counter[Voter] = Counter()
+        """How many of them, by holder."""
         self.received_bytes = 0
         self.strays: dict[Voter, int] = {}
         """Parts that nobody asked for, by sender: late repetitions, mostly."""
@@ -123,21 +128,25 @@ class Fetches:
     def fetch(self, holder: Voter, key: str, sizes: Sequence[int], done: Done, now: float) -> None:
         """Ask for all parts; a fetch of the same from the same that is under way goes on, and this one is no other.
 
-        Parts of no bytes are not asked for.
+        Parts of no bytes are not asked for. Above FETCHES_MAX of one holder it ends at once: done(None).
         """
         if (holder, key) in self._all:
             return
-        if self._gone(holder):  # its offer comes after the news
+        if self._gone(holder) or self._from[holder] >= FETCHES_MAX:  # its offer comes after the news
             done(None)
             return
         fetch = Fetch(holder, key, tuple(sizes), done, now)
         fetch.parts = [None if size else b"" for size in sizes]
         fetch.todo = [i for i in reversed(range(len(sizes))) if sizes[i]]
         self._all[holder, key] = fetch
+        self._from[holder] += 1
         self._go_on(fetch)
 
     def cancel(self, holder: Voter, key: str) -> None:
-        self._all.pop((holder, key), None)
+        if self._all.pop((holder, key), None) is not None:
+            self._from[holder] -= 1
+            if not self._from[holder]:
+                del self._from[holder]
 
     def busy(self, holder: Voter, key: str) -> bool:
         return (holder, key) in self._all
@@ -203,5 +212,5 @@ class Fetches:
         self._send(fetch.holder, PartReq(fetch.key, tuple(batch)))
 
     def _end(self, fetch: Fetch, parts: list[Payload] | None) -> None:
-        self._all.pop((fetch.holder, fetch.key), None)
+        self.cancel(fetch.holder, fetch.key)
         fetch.done(parts)

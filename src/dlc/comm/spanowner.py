@@ -159,6 +159,9 @@ class SpanOwner:
         elif not self.rules.asynchronous and m.step <= self._step:
             self._answer(sender, m.seq, LATE, last, 0)
         elif not self._has(sender, m):
+            before = self._fetching.get(sender)
+            if before is not None:
+                self.host.fetches.cancel(sender, before.key)
             self._fetching[sender] = m
             self._waiting.pop(sender, None)
             sizes = self.state.spans.wire_sizes(self.view.span)
