@@ -501,6 +501,39 @@ def test_a_round_goes_on_without_a_late_trainer_which_is_named_and_told() -> Non
     assert torch.equal(net.processes["t2"].service.theta, torch.ones(NUMEL))
 
 
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_trainer_that_pushes_no_more_is_waited_for_in_one_round(pulls: bool) -> None:
+    """Its client was closed, or only looks at the parameters: each round waited for it, and named it as late."""
+    net = swarm(2, 2, patience_s=20.0)
+    net.exchange({"t0": ones(), "t1": ones()})
+    took: list[float] = []
+    for _ in range(4):
+        began = net.now
+        net.exchange({"t0": ones()})
+        took.append(net.now - began)
+        if pulls:
+            net.exchange({"t1": None})
+    assert took[0] > 20.0 > 5.0 > max(took[1:])
+    net.exchange({"t0": ones(), "t1": ones()})  # late, or not
+    net.exchange({"t1": None})
+    net.processes["t0"].begin(ones())
+    net.run(5.0)
+    net.exchange({"t1": ones()})
+    for name in ("t0", "t1"):
+        assert all(o.update and len(o.update.pushes) == 2 for o in net.processes[name].outcomes()), (
+            "it takes part again"
+        )
+
+
+def test_a_trainer_that_is_slow_and_pushes_is_waited_for_again() -> None:
+    net = swarm(2, 2, patience_s=20.0)
+    for slow in (False, True, False):
+        net.processes["t0"].begin(ones())
+        net.run(30.0 if slow else 5.0)
+        net.exchange({"t1": ones()})
+        assert {o.outcome for o in net.processes["t1"].outcomes()} == {sm.LATE if slow else sm.COUNTED}
+
+
 def test_a_push_that_arrives_after_its_round_was_closed_is_no_part_of_another() -> None:
     """Its last part was on a slow link for longer than the round waited."""
     net = swarm(1, 2)

@@ -9,7 +9,8 @@ not finite). Until then the trainer repeats its offer, to whoever owns the span 
 
 A round is closed once all trainers that are alive and took part before have pushed; or `patience_s`, or half of what
 the last round took, after the first push, with those that are here, provided that nothing more has come for a while of
-a push under way. Who is missing, and why, stands in the update.
+a push under way. Who is missing, and why, stands in the update. Who misses a round, and has pushed nothing since the
+one before, is neither waited for nor named until it pushes again; who only pulls is waited for once.
 """
 
 from __future__ import annotations
@@ -101,8 +102,10 @@ class SpanOwner:
         self._attending: set[Voter] = self._took_part() or set(host.living(TRAINER))
         """Synchronous: trainers that a round waits for: those in the last one, and those that came since. Asynchronous:
         those among whom a round's step is divided."""
+        self._known: set[Voter] = set()
+        """Those that pulled, or pushed."""
         self._heard: set[Voter] = set()
-        """Those of them that I heard of; others are waited for in one round only."""
+        """Those that offered a push since the last round was closed; others are waited for in one round only."""
         self._first_at: float | None = None
         """When the first push of the next round was here."""
         self._closed_at = host.now
@@ -148,6 +151,7 @@ class SpanOwner:
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
+        self._heard.add(sender)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
             known = last if last is not None and last.version == counted else None
@@ -219,7 +223,7 @@ class SpanOwner:
 
     def _attend(self, sender: Voter) -> None:
         self._attending.add(sender)
-        self._heard.add(sender)
+        self._known.add(sender)
 
     def _trainers(self) -> set[Voter]:
         """Those that are alive and take part."""
@@ -255,6 +259,7 @@ class SpanOwner:
             tuple(Excluded(v, "late" if v in living else self._reason(v)) for v in missing),
         )
         self._attending &= (living & self._heard) | waiting.keys()
+        self._heard.clear()
         self._waiting.clear()
         self._first_at = None
         self._last_round_s, self._closed_at = self.host.now - self._closed_at, self.host.now
@@ -296,7 +301,8 @@ class SpanOwner:
 
     def receive_pull(self, sender: Voter, m: PullReq) -> None:
         check_numbers(m.number, m.step)
-        self._attend(sender)
+        if self.rules.asynchronous or sender not in self._known:
+            self._attend(sender)
         if m.number == ASKING:
             self._offer_theta(sender, m, "", ())
             return
@@ -346,7 +352,7 @@ class SpanOwner:
         self.followers.repeat(self.issued, self.view)
         if self.rules.asynchronous:  # a round names those that left
             self._attending = {v for v in self._attending if not self.host.members.gone(v)}
-        self._heard &= self._attending
+        self._known = {v for v in self._known if not self.host.members.gone(v)}
         if not self._waiting:
             self._first_at = None
         self.make()
