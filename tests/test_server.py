@@ -30,6 +30,10 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
         spec = ServerSpec(patience_s=DEADLINE_S)
         a = dlc.ServerClient(first, torch.zeros(numel), spec=spec, chunk_elems=512)
         b = dlc.ServerClient(second, torch.ones(numel), spec=spec, chunk_elems=512)
+        with pytest.raises(UsageError, match="NaN or infinite"):
+            dlc.ServerClient(first, torch.tensor([0.0, float("nan")]))
+        with pytest.raises(UsageError, match="weight is 1.8.*: it must be a number from 0 to 9"):
+            a.exchange(torch.zeros(numel), weight=2.0**54, timeout_s=0.2)
         with pytest.raises(RoundTimeout, match="longer than 0.2 s"):
             a.exchange(timeout_s=0.2)
         with pytest.raises(UsageError, match='join with role="helper"'):

@@ -13,7 +13,6 @@ the vector is cut it learns from the trainers, how the parameters move it is tol
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +21,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.comm.codecbase import all_finite
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
+from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
@@ -165,8 +166,8 @@ class ServerClient:
     history: what `history` gave of the client whose `read` gave theta; without it nobody is told that the swarm has no
     more some of its rounds.
 
-    All but `theta`, `step` and `history` are the same on all trainers. UsageError: theta is not such a vector, or too
-    short.
+    All but `theta`, `step` and `history` are the same on all trainers. UsageError: theta is not such a vector, not
+    finite, or too short.
     """
 
     def __init__(
@@ -184,6 +185,8 @@ class ServerClient:
         before = unpack(history, History) if history else None
         if theta.dtype is not torch.float32 or theta.device.type != "cpu" or theta.dim() != 1 or not theta.numel():
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
+        if not all_finite(theta):
+            raise UsageError("theta has elements that are NaN or infinite: everybody would begin with them")
         grid = Grid(theta.numel(), chunk_elems or usual_chunk_elems(theta.numel()), codec)
         layout = Spans.usual(grid, spec.spans)
         own = theta.detach().clone()
@@ -221,8 +224,8 @@ class ServerClient:
                     f"a push is float32 ({self.numel},) on the CPU, not {vector.dtype} {tuple(vector.shape)}"
                 )
             vector = vector.detach().contiguous()
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise UsageError(f"weight is {weight}: it must be a finite number that is not negative")
+        if not 0 <= weight <= WEIGHT_MAX:
+            raise UsageError(f"weight is {weight}: it must be a number from 0 to {WEIGHT_MAX:g}")
         self._over = self._failed = None
 
         def begin(client: SpanClient, now: float) -> list[Effect]:

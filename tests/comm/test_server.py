@@ -597,6 +597,22 @@ def test_a_ten_times_slower_trainer_does_not_slow_the_others() -> None:
     assert pushes(slow=True) >= 0.98 * pushes(slow=False)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_parameters_that_are_not_finite_are_no_beginning(alone: bool) -> None:
+    net = Net()
+    odd = net.start("t0", torch.full((NUMEL,), math.nan))
+    helper = net.start("h0")
+    if alone:
+        net.run(60.0)
+        assert not helper.service.owned
+        words = [news for news in helper.news if "not finite" in getattr(news, "text", "")]
+        assert len(words) == 1 and words[0].text == f"span 0: what {odd.voter} holds is not finite, and not taken"
+    net.start("t1")
+    net.until(net.at_rest, 60.0, "a first assignment")
+    net.exchange({"t0": None, "t1": None})
+    assert torch.equal(odd.service.theta, torch.zeros(NUMEL))
+
+
 def said(helper: Process, words: str) -> bool:
     return any(words in getattr(news, "text", "") and getattr(news, "serious", False) for news in helper.news)
 

@@ -34,6 +34,8 @@ class Seeding:
 
     began: float
     stakes: dict[Voter, Stake] = field(default_factory=dict)
+    refused: set[Voter] = field(default_factory=set)
+    """Whose stakes are not finite."""
     asked_at: float = float("-inf")
     fetching: bool = False
     state: SpanState | None = None

@@ -19,6 +19,7 @@ import torch
 
 from dlc.comm.claimant import Claimant
 from dlc.comm.claims import ASK_S
+from dlc.comm.codecbase import all_finite
 from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.ids import Voter
 from dlc.comm.roles import TRAINER
@@ -52,7 +53,8 @@ class Seeder:
         origin = self._origin(span)
         if not trainers or (origin is None and span):
             return  # the first span decides
-        fits = {v: s for v, s in seeding.stakes.items() if v in trainers and self._cut_alike(s)}
+        givers = set(trainers) - seeding.refused
+        fits = {v: s for v, s in seeding.stakes.items() if v in givers and self._cut_alike(s)}
         told = {v: s for v, s in fits.items() if origin is None or s.origin.like(origin)}
         if not told:
             return
@@ -102,6 +104,10 @@ class Seeder:
             return
         coder = get_codec("fp32")
         theta = torch.cat([coder.decode(part, len(part) // 4) for part in parts])
+        if not all_finite(theta):
+            seeding.refused.add(giver)
+            self.host.tell(Notice(f"span {span}: what {giver} holds is not finite, and not taken", serious=True))
+            return
         origin = stake.origin
         if origin.founder is None:
             origin = self._origin(span) or dataclasses.replace(origin, founder=self.host.me)
