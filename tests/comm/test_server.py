@@ -868,6 +868,21 @@ def test_a_push_with_nan_is_refused_and_told() -> None:
     assert torch.equal(net.theta()[a:b], torch.zeros(b - a))
 
 
+def test_a_trainer_whose_push_is_not_finite_is_not_waited_for_and_named_with_the_reason() -> None:
+    """The others were told that it is late, once they had waited for it."""
+    net = swarm(2, 2, patience_s=20.0)
+    for _ in range(2):
+        began = net.now
+        net.exchange({"t0": ones(), "t1": torch.full((NUMEL,), math.nan)})
+        assert net.now - began < 5.0
+        assert {o.outcome for o in net.processes["t1"].outcomes()} == {sm.NOT_FINITE}
+        for outcome in net.processes["t0"].outcomes():
+            assert outcome.update is not None
+            assert [(e.voter.peer, e.reason) for e in outcome.update.missing] == [("t1", sm.NOT_FINITE)]
+    net.exchange({"t0": ones(), "t1": 3 * ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 4.0))
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_standby_whose_bulk_never_comes_does_not_stop_the_training(asynchronous: bool) -> None:
     """Control passes between the helpers, bulk does not: it is told that there is no standby, and training goes on."""

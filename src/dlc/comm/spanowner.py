@@ -106,6 +106,8 @@ class SpanOwner:
         """Those that pulled, or pushed."""
         self._heard: set[Voter] = set()
         """Those that offered a push since the last round was closed; others are waited for in one round only."""
+        self._refused: set[Voter] = set()
+        """Synchronous: whose push of the next round is not finite: they are not waited for."""
         self._first_at: float | None = None
         """When the first push of the next round was here."""
         self._closed_at = host.now
@@ -193,10 +195,13 @@ class SpanOwner:
         coder = spans.grid.coder
         if not all(coder.finite(part, spans.grid.elems(c)) for c, part in zip(chunks, parts, strict=True)):
             self._answer(sender, m.seq, NOT_FINITE, None, 0)
+            self._refused.add(sender)
+            self.make()
             return
         if not self.rules.asynchronous and m.step <= self._step:  # its round was closed meanwhile
             self._answer(sender, m.seq, LATE, self.state.last, 0)
             return
+        self._refused.discard(sender)
         self._waiting[sender] = Waiting(m, parts)
         self._first_at = self.host.now if self._first_at is None else self._first_at
         self.make()
@@ -230,7 +235,7 @@ class SpanOwner:
         return self._attending.intersection(self.host.living(TRAINER))
 
     def _complete(self) -> bool:
-        absent = self._trainers() - self._waiting.keys()
+        absent = self._trainers() - self._waiting.keys() - self._refused
         if not absent:
             return True
         now, first_at = self.host.now, self._first_at if self._first_at is not None else self.host.now
@@ -256,17 +261,22 @@ class SpanOwner:
             max(held.offer.step for held in waiting.values()),
             len(waiting),
             tuple(Push(v, held.offer.seq, held.offer.weight) for v, held in waiting.items()),
-            tuple(Excluded(v, "late" if v in living else self._reason(v)) for v in missing),
+            tuple(Excluded(v, self._reason(v)) for v in missing),
         )
         self._attending &= (living & self._heard) | waiting.keys()
         self._heard.clear()
+        self._refused.clear()
         self._waiting.clear()
         self._first_at = None
         self._last_round_s, self._closed_at = self.host.now - self._closed_at, self.host.now
         self._issue(update, payloads, {v: held.offer.base for v, held in waiting.items()})
 
     def _reason(self, voter: Voter) -> str:
-        return "left" if self.host.members.gone(voter) else "dead"
+        if voter in self._refused:
+            return NOT_FINITE
+        if self.host.members.gone(voter):
+            return "left"
+        return LATE if self.host.lives(voter) else "dead"
 
     def _issue(self, update: Update, payloads: list[Payload], bases: dict[Voter, int]) -> None:
         self.issued = update.version
@@ -353,6 +363,7 @@ class SpanOwner:
         if self.rules.asynchronous:  # a round names those that left
             self._attending = {v for v in self._attending if not self.host.members.gone(v)}
         self._known = {v for v in self._known if not self.host.members.gone(v)}
+        self._refused &= self._known
         if not self._waiting:
             self._first_at = None
         self.make()
