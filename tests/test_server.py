@@ -24,7 +24,13 @@ from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host
 PLAIN = OuterSpec(optimizer="sgd", lr=1.0)
 
 
-def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper() -> None:
+def interrupted(*args: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     numel = 5000
     with dlc.Peer.join(log=False) as first, dlc.Peer.join([first.address], log=False, join_timeout_s=JOIN_S) as second:
         spec = ServerSpec(patience_s=DEADLINE_S)
@@ -38,6 +44,10 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
             a.exchange(timeout_s=0.2)
         with pytest.raises(UsageError, match='join with role="helper"'):
             dlc.ParameterServer(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(a, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                a.exchange(torch.ones(numel))
         with dlc.Peer.join([first.address], role="helper", log=False, join_timeout_s=JOIN_S) as third:
             server = dlc.ParameterServer(third, outer=PLAIN, spec=spec)
             with ThreadPoolExecutor(2) as pool:

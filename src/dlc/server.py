@@ -12,6 +12,7 @@ the vector is cut it learns from the trainers, how the parameters move it is tol
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ from dlc.comm.spanowner import Rules
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import Optimizer
 from dlc.comm.wire import pack, unpack
-from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.peer import Peer
 from dlc.report import Missing, Reason, RoundReport, Share
 from dlc.runspec import OuterSpec
@@ -211,10 +212,18 @@ class ServerClient:
         weight: of the push in its round, in tokens; without effect where pushes are applied one by one.
 
         Waits as long as there is no helper; the log tells it. RoundTimeout: it took longer than `timeout_s`; the push
-        may be counted all the same. UsageError: the swarm's parameters are another vector. SwarmClosed.
+        may be counted all the same. UsageError: the swarm's parameters are another vector. SwarmClosed. Ctrl-C gives
+        the exchange up as a time-out does.
         """
-        self.begin(vector, weight=weight)
-        return self.wait(timeout_s)
+        try:
+            self.begin(vector, weight=weight)
+            return self.wait(timeout_s)
+        except DlcError:
+            raise  # it is over, or never began
+        except BaseException:
+            with contextlib.suppress(DlcError):  # what was raised first is told
+                self._cancel()
+            raise
 
     def begin(self, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
         """The same in two steps: `wait` for the end. The vector must not change until then."""
@@ -244,7 +253,7 @@ class ServerClient:
                 raise self._failed
             if self._stopped is not None:
                 raise self._stopped
-            self._served.ask(lambda client, now: client.cancel())
+            self._cancel()
             raise RoundTimeout(f"the exchange with the parameter server took longer than {timeout_s:g} s")
         report = _report(self._over)
         if report.set_aside:
@@ -258,6 +267,9 @@ class ServerClient:
                 report.rounds_lost,
             )
         return report
+
+    def _cancel(self) -> None:
+        self._served.ask(lambda client, now: client.cancel())
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
