@@ -67,12 +67,20 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
                 }
                 assert report.owned == {third.id: 1.0} and report.bytes_sent >= 2 * numel
             held = a.history()
-            a.close()
+            for _ in range(2):
+                a.close()
+            for use in (a.exchange, a.history, lambda: a.wait(DEADLINE_S), lambda: a.read(torch.empty(numel))):
+                with pytest.raises(UsageError, match="closed: make another one"):
+                    use()
             a = dlc.ServerClient(first, torch.ones(numel), spec=spec, chunk_elems=512, step=1, history=held)
             again = a.exchange(timeout_s=DEADLINE_S)
             assert (again.step, again.rounds_lost) == (1, 0) and a.history() == held
             owned, backed = server.spans()
             assert len(owned) == 10 and not backed and server.step() == 1
+            for _ in range(2):
+                server.close()
+            with pytest.raises(UsageError, match="closed: make another one"):
+                server.spans()
 
 
 def test_a_trainer_with_another_vector_is_told_so() -> None:

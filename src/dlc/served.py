@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dlc.comm.effects import Effect
 from dlc.comm.service import Service, ServiceNews
-from dlc.errors import SwarmClosed
+from dlc.errors import SwarmClosed, UsageError
 
 if TYPE_CHECKING:
     from dlc.peer import Peer
@@ -29,13 +29,17 @@ class Served(Generic[S]):
 
     def __init__(self, peer: Peer, service: S) -> None:
         self._peer, self._service = peer, service
+        self._closed = False
 
     def ask(self, fn: Callable[[S, float], R]) -> R:
-        """`fn(service, now)` on the driver thread, and its result. Raises SwarmClosed, and what `fn` raises."""
+        """`fn(service, now)` on the driver thread, and its result. Raises SwarmClosed, UsageError after `close`, and
+        what `fn` raises."""
+        self._refuse_closed()
         return self._peer._ask(lambda node, now: fn(self._service, now))
 
     def act(self, fn: Callable[[S, float], list[Effect]]) -> None:
         """`fn(service, now)` on the driver thread; its effects are carried out."""
+        self._refuse_closed()
         self._peer._act(lambda node, now: node.serve(lambda: fn(self._service, now), now))
 
     def listen(self, listener: Callable[[ServiceNews], None]) -> None:
@@ -44,8 +48,17 @@ class Served(Generic[S]):
         self._peer._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[ServiceNews], None]) -> None:
-        self._peer._listeners.remove(listener)
+        """Once more changes nothing."""
+        if listener in self._peer._listeners:
+            self._peer._listeners.remove(listener)
 
     def close(self) -> None:
-        """The peer carries it no longer; messages for it are dropped from now on."""
+        """The peer carries it no longer; messages for it are dropped from now on. Once more changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._peer._ask(lambda node, now: node.services.remove(self._service))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("it was closed: make another one")

@@ -144,7 +144,7 @@ class ParameterServer:
         return self._served.ask(lambda server, now: server.step)
 
     def close(self) -> None:
-        """Serve no longer. The others see that when the peer leaves: do that next."""
+        """Serve no longer. The others see that when the peer leaves: do that next. Once more changes nothing."""
         self._served.unlisten(self._heard)
         self._served.close()
 
@@ -196,7 +196,7 @@ class ServerClient:
         self._changed = threading.Condition()
         self._over: ExchangeOver | None = None
         self._failed: UsageError | None = None
-        self._stopped: SwarmClosed | None = None
+        self._stopped: DlcError | None = None
         self._number, self._step = 0, step
         self._served = peer.serve(
             lambda node: SpanClient(node.members, layout, own, digest, spec.async_, node.ctx.now, step, before)
@@ -290,7 +290,10 @@ class ServerClient:
         return self._served.ask(lambda client, now: pack(client.history))
 
     def close(self) -> None:
-        """Take part no longer."""
+        """Take part no longer; who waits for an exchange gets a UsageError. Once more changes nothing."""
+        with self._changed:
+            self._stopped = UsageError("the client was closed: make another one")
+            self._changed.notify_all()
         self._served.unlisten(self._heard)
         self._served.close()
 
