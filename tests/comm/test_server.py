@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from dlc.comm import servermessages as sm
-from dlc.comm import serverpeer, spanowner
+from dlc.comm import followers, serverpeer, spanowner
 from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
@@ -825,6 +826,23 @@ def test_no_more_is_fetched_of_one_holder_than_it_can_have() -> None:
     fetches.cancel(one, "0")
     fetches.fetch(one, "again", (8,), ends.append, 0.0)
     assert ends == [None] and asked[-2:] == [other, one]
+
+
+def test_a_helper_makes_a_few_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made those of all its spans, for the first that came to be its standby, and answered nobody meanwhile."""
+    monkeypatch.setattr(followers, "IMAGES_BYTES", 1)
+    net = swarm(1, 1)
+    made: dict[str, float] = {}
+
+    def offered(source: Process, target: str, message: object) -> None:
+        if isinstance(message, sm.ImageOffer):
+            made.setdefault(message.key, net.now)
+
+    net.hook = offered
+    net.start("h1")
+    net.until(net.at_rest, 60.0, "standbys")
+    at_once = Counter(made.values())
+    assert len(made) >= SPANS.n and max(at_once.values()) == 1
 
 
 @pytest.mark.parametrize("n_bytes", [-1, 0, 1 << 62])

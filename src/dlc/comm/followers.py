@@ -21,6 +21,9 @@ REPEAT_S = 1.0
 LOG_MAX = 64
 """Updates kept for a standby in the making; beyond that no more are made until it has taken some."""
 IMAGE_PART_BYTES = 1 << 20
+IMAGES_BYTES = 64 << 20
+"""Once a helper has made images of so many bytes in one look, more wait for the next: each copies and hashes a span, and
+nothing is heard meanwhile."""
 DIGEST_EVERY = 16
 """Versions between two checks that the standby holds the same bits."""
 
@@ -140,10 +143,10 @@ class Followers:
             every_s = max(REPEAT_S, 4 * self.host.members.rtt_s(voter.peer))
             if follower.taken >= issued or self.host.now < follower.said_at + every_s:
                 continue
-            follower.said_at = self.host.now
             if follower.taken < 0:
                 self._offer_image(voter, follower, view)
             else:
+                follower.said_at = self.host.now
                 for made in self.log:
                     if made.update.version > follower.taken:
                         self._offer(voter, made, view)
@@ -154,11 +157,15 @@ class Followers:
 
     def _offer_image(self, voter: Voter, follower: Follower, view: SpanView) -> None:
         if follower.image is None:
+            if self.host.images_bytes >= IMAGES_BYTES:
+                return
             image = self.state.image()
+            self.host.images_bytes += len(image)
             key = f"image/{view.span}/{self._serial()}"
             size = IMAGE_PART_BYTES
             self.host.shelf.hold(key, -(-len(image) // size), lambda part: image[part * size : (part + 1) * size])
             follower.image = (self.state.version, key, len(image), self.state.digest())
+        follower.said_at = self.host.now
         version, key, n_bytes, digest = follower.image
         self.host.send(voter, ImageOffer(view, self._era, version, digest, key, n_bytes))
 

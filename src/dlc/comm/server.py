@@ -177,6 +177,7 @@ class SpanServer(Host):
     # ---------------------------------------------------------------- time
 
     def look(self) -> None:
+        self.images_bytes = 0
         living = self.living(HELPER)
         self._others = {v for v in self._others if not self.members.gone(v)}
         helpers = tuple(sorted(v.peer for v in living if v not in self._others))

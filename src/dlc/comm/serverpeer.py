@@ -71,6 +71,8 @@ class ServerPeer:
         self.fetches = Fetches(self.send, members.rtt_s, members.gone)
         self.spans: Spans | None = None
         """None until a trainer told the layout."""
+        self.images_bytes = 0
+        """Of images of spans, for replicas, that were made since I last began to look."""
         self._looked_at = float("-inf")
 
     # ---------------------------------------------------------------- the service
