@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.comm import servermessages as sm
 from dlc.comm import followers, serverpeer, spanowner
+from dlc.comm import servermessages as sm
 from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
@@ -507,6 +507,11 @@ def test_a_trainer_that_pushes_no_more_is_waited_for_in_one_round(pulls: bool) -
     """Its client was closed, or only looks at the parameters: each round waited for it, and named it as late."""
     net = swarm(2, 2, patience_s=20.0)
     net.exchange({"t0": ones(), "t1": ones()})
+    for span in range(SPANS.n):  # a repetition that comes after its answer
+        view = net.owner(span).service.witness.established[span]
+        seq = net.processes["t1"].service.exchange.legs[span].seq
+        push = sm.PushOffer(span, view.term, seq, 0, 1, 1.0, "", SPANS.digest)
+        net.owner(span).service.receive(net.processes["t1"].voter, push, net.now)
     took: list[float] = []
     for _ in range(4):
         began = net.now

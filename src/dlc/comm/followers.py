@@ -22,8 +22,8 @@ LOG_MAX = 64
 """Updates kept for a standby in the making; beyond that no more are made until it has taken some."""
 IMAGE_PART_BYTES = 1 << 20
 IMAGES_BYTES = 64 << 20
-"""Once a helper has made images of so many bytes in one look, more wait for the next: each copies and hashes a span, and
-nothing is heard meanwhile."""
+"""Once a helper has made images of so many bytes in one look, more wait for the next: each copies and hashes a span,
+and nothing is heard meanwhile."""
 DIGEST_EVERY = 16
 """Versions between two checks that the standby holds the same bits."""
 

@@ -153,14 +153,15 @@ class SpanOwner:
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
-        self._heard.add(sender)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
             known = last if last is not None and last.version == counted else None
             self._answer(sender, m.seq, COUNTED, known, max(0, counted - 1 - m.base), counted)
-        elif any(p.voter == sender and p.seq >= m.seq for made in self.followers.log for p in made.update.pushes):
+            return
+        if any(p.voter == sender and p.seq >= m.seq for made in self.followers.log for p in made.update.pushes):
             return  # answered once it is applied
-        elif self.rules.asynchronous and self.issued - m.base > self.rules.max_staleness:
+        self._heard.add(sender)
+        if self.rules.asynchronous and self.issued - m.base > self.rules.max_staleness:
             self._answer(sender, m.seq, STALE, None, self.issued - m.base)
         elif not self.rules.asynchronous and m.step <= self._step:
             self._answer(sender, m.seq, LATE, last, 0)
