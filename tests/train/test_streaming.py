@@ -1,8 +1,10 @@
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,6 +182,64 @@ def test_a_stream_that_shrank_is_other_data_and_a_copy_is_not(corpus: Path, tmp_
     lines = last.read_bytes().splitlines(keepends=True)
     last.write_bytes(b"".join(lines[:-1]))
     assert opened(tmp_path / "there").fingerprint() != here.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["files", "saved", "datasets:"])
+def test_marks_of_other_data_are_not_used(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files changed since, but for their first documents."""
+    import datasets
+
+    monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    folder = tmp_path / "data"
+
+    def written(word: str, at_ns: int) -> None:
+        texts = [f"{'same' if n < 100 else word} {n} " * 3 for n in range(600)]
+        shutil.rmtree(folder, ignore_errors=True)
+        if kind == "saved":
+            made = datasets.Dataset.from_dict({"text": texts})
+            made._fingerprint = "the same"
+            made.save_to_disk(str(folder))
+        else:
+            folder.mkdir()
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            (folder / "train.jsonl").write_text(lines)
+        for path in folder.iterdir():
+            os.utime(path, ns=(at_ns, at_ns))
+
+    def source(marks: Path | None) -> StreamSource:
+        place = Place(f"{kind if kind == 'datasets:' else ''}{folder}")
+        return StreamSource(Stream(place, 1), SEQ, ByteTokenizer(), L, marks)
+
+    written("here", 10**18)
+    source(tmp_path / "marks").batch(range(80 * L))
+    written("now!", 10**18 + 10**9)  # of the same size
+    ks = range(70 * L, 80 * L)
+    assert torch.equal(source(tmp_path / "marks").batch(ks), source(None).batch(ks))
+    written("now!", 10**18 + 10**9)
+    again = source(tmp_path / "marks")
+    assert again._shards[0]._marks, "those of the same data are"
+    before = again.fingerprint()
+    written("elsewhere", 10**18 + 10**9)
+    assert source(None).fingerprint() != before
+
+
+def test_the_commit_of_a_dataset_on_the_hub_is_part_of_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def opened(commit: str) -> Stream:
+        files = datasets.data_files.DataFilesList(["hf://datasets/a/b/0.parquet"], [("a/b", commit)])
+        builder = SimpleNamespace(config=SimpleNamespace(data_files={datasets.Split.TRAIN: files}))
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *args: builder)
+        return Stream(Place("datasets:a/b"), 1)
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: None)
+    one, same, other = opened("c0ffee"), opened("c0ffee"), opened("deed")
+    assert (one.content, one.identity) == (same.content, same.identity)
+    assert one.content != other.content and one.identity != other.identity
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=None))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *args: builder)
+    assert Stream(Place("datasets:a/b"), 1).content == ""
 
 
 def test_a_run_opens_what_its_spec_names(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,24 @@ def test_what_was_tokenised_is_kept_by_content_and_tokenizer(
     assert opened(other_tokenizer).fingerprint() != changed.fingerprint() and len(list(cache.iterdir())) == 3
 
 
+def test_tokens_of_a_saved_dataset_are_those_of_its_rows(folder: Path, tmp_path: Path) -> None:
+    """`datasets` keeps one fingerprint for all that a generator gave, and for other rows of the same number."""
+    import datasets
+
+    def opened(word: str) -> BlockSource:
+        made = datasets.Dataset.from_dict({"text": [f"{word} cat {i} " * 4 for i in range(100)]}, split="train")
+        made._fingerprint = "the same"
+        made.save_to_disk(str(tmp_path / word))
+        return BlockSource(tmp_path / word, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
+
+    first, other = opened("hat"), opened("dog")
+    assert not torch.equal(first.batch(range(9)), other.batch(range(9))) and first.fingerprint() != other.fingerprint()
+    (tmp_path / "hat").rename(tmp_path / "moved")
+    opened_again = BlockSource(tmp_path / "moved", 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
+    assert torch.equal(first.batch(range(9)), opened_again.batch(range(9)))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ multiple of S, else one in S of the rows. `datasets` is imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,17 @@ class Rows:
                 yield from cut(str(number), text)
 
     def content_hash(self) -> bytes:
-        """As `Documents.content_hash`: from the fingerprint that `datasets` keeps of its data."""
-        return blake3(f"{self._rows._fingerprint}\0{len(self._rows)}\0{self._place.text_field}".encode()).digest()
+        """As `Documents.content_hash`: BLAKE3 of the Arrow files; and of the fingerprint, that tells parts of the same
+        files apart, but need not follow the rows."""
+        told = f"{self._rows._fingerprint}\0{len(self._rows)}\0{self._place.text_field}\0"
+        hasher = blake3(told.encode(), max_threads=blake3.AUTO)
+        for path in _arrow_files(self._rows):
+            try:
+                hasher.update_mmap(path)
+                hasher.update(path.stat().st_size.to_bytes(8, "little"))
+            except OSError as e:
+                raise DataError(f"the data source {path} cannot be read: {e}") from e
+        return hasher.digest()
 
 
 class Stream:
@@ -74,10 +83,12 @@ class Stream:
 def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool]:
     """The whole of it, what is known of its content, when that was written, and whether its rows are lines of jsonl."""
     if place.source.startswith(DATASETS):
-        return _load(place, streaming=True), "", "", False
+        return _load(place, streaming=True), *_origin(place), False
     if is_saved(Path(place.source).expanduser()):
         rows = _saved(place)
-        return rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows)))), rows._fingerprint, "", False
+        sizes, written = _told(_arrow_files(rows))
+        whole = rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows))))
+        return whole, f"{rows._fingerprint} {sizes}", written, False
     paths = [path for _, path in list_files(place.source)]
     check_used(place, paths)
     kinds = {{".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
@@ -93,21 +104,45 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool]:
         builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}
         reading["sample_by"] = "line" if kind == "jsonl" else "document"
     files = [as_pattern(path) for path in paths]
-    told = [path.stat() for path in paths]
-    content, written = " ".join([builder, *(str(s.st_size) for s in told)]), " ".join(str(s.st_mtime_ns) for s in told)
-    rows = _called(place, builder, data_files=files, split="train", streaming=True, **reading)
-    return rows, content, written, kind == "jsonl"
+    sizes, written = _told(paths)
+    load = _datasets(place).load_dataset
+    rows = _called(place, load, builder, data_files=files, split="train", streaming=True, **reading)
+    return rows, f"{builder} {sizes}", written, kind == "jsonl"
+
+
+def _told(paths: Iterable[Path]) -> tuple[str, str]:
+    """The sizes of files, and when they were written."""
+    found = [path.stat() for path in paths]
+    return " ".join(str(s.st_size) for s in found), " ".join(str(s.st_mtime_ns) for s in found)
+
+
+def _arrow_files(rows: Any) -> list[Path]:
+    """Of a map-style dataset, in their order."""
+    return [Path(file["filename"]) for file in rows.cache_files]
+
+
+def _origin(place: Place) -> tuple[str, str]:
+    """What is known of the files of "datasets:NAME": their sizes, or their commit on the hub; and their ETags, or when
+    they were written."""
+    load = _datasets(place).load_dataset_builder
+    builder = _called(place, load, place.source.removeprefix(DATASETS), place.subset or None)
+    files = (builder.config.data_files or {}).get(place.split)
+    if files is None:
+        return "", ""  # made by a builder, or read from its cache
+    commits = sorted({" ".join(origin) for origin in files.origin_metadata if len(origin) > 1})
+    sizes, _ = _told(path for path in map(Path, files) if path.is_file())
+    return " ".join([*commits, sizes]), str(files.origin_metadata)
 
 
 def _load(place: Place, streaming: bool) -> Any:
-    name = place.source.removeprefix(DATASETS)
-    return _called(place, name, place.subset or None, split=place.split, streaming=streaming)
+    name, load = place.source.removeprefix(DATASETS), _datasets(place).load_dataset
+    how = {"streaming": True} if streaming else {"streaming": False, "keep_in_memory": False}
+    return _called(place, load, name, place.subset or None, split=place.split, **how)
 
 
-def _called(place: Place, *args: Any, **options: Any) -> Any:
-    datasets = _datasets(place)
+def _called(place: Place, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return datasets.load_dataset(*args, **options)
+        return load(*args, **options)
     except Exception as e:  # network, hub, pyarrow and datasets have no common base
         raise DataError(
             f"datasets cannot load {place.source}: {_first_line(e)}; without a network give a folder written by "
@@ -118,7 +153,7 @@ def _called(place: Place, *args: Any, **options: Any) -> Any:
 def _saved(place: Place) -> Any:
     datasets = _datasets(place)
     try:
-        found = datasets.load_from_disk(str(Path(place.source).expanduser()))
+        found = datasets.load_from_disk(str(Path(place.source).expanduser()), keep_in_memory=False)
     except Exception as e:  # as above
         raise DataError(f"datasets cannot read {place.source}: {_first_line(e)}") from e
     if not isinstance(found, datasets.DatasetDict):
