@@ -2,7 +2,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +12,13 @@ import torch
 
 from dlc.errors import ConfigError, DataError
 from dlc.runspec import DataSpec, InnerSpec, RunSpec
-from dlc.train import streaming
+from dlc.train import packing, sources, streaming
 from dlc.train.data import BlockSource, open_blocks
 from dlc.train.datasets_io import Stream
 from dlc.train.packing import is_validation
 from dlc.train.sources import Piece, Place
 from dlc.train.streaming import StreamSource
-from dlc.train.tokens import ByteTokenizer, load_tokenizer
+from dlc.train.tokens import ByteTokenizer, Ids, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
 
 FILES, ROWS, SEQ, L = 4, 90, 16, 5
@@ -81,6 +81,32 @@ def test_any_peer_finds_the_same_at_any_position_in_any_order(
         ks = list(range(start, start + L))
         assert torch.equal(other.batch(ks), in_order[ks]), ks
     assert torch.equal(one.batch(range(40 * L)), in_order)
+
+
+def test_of_large_documents_few_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tokenizer is given slices of one; what stands in the blocks does not depend on it."""
+    for i in range(60):
+        (tmp_path / f"{i:02}.txt").write_text(f"book {i} " * 40)
+    want = opened(tmp_path, 1)
+    blocks, held = want.batch(range(900)), torch.cat(want.validation_batches(4, 9))
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 700)
+    monkeypatch.setattr(packing, "SLICE_BYTES", 300)
+    monkeypatch.setattr(sources, "PIECE_BYTES_MAX", 100)
+    given: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def counted(self: ByteTokenizer, pieces: Sequence[Piece]) -> list[Ids]:
+        given.append(sum(len(piece.text) for piece in pieces))
+        return encode(self, pieces)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", counted)
+    few = opened(tmp_path, 1)
+    assert torch.equal(torch.cat(few.validation_batches(4, 9)), held)
+    assert max(given) <= 400
+    for k in range(900):
+        assert torch.equal(few.batch([k])[0], blocks[k])
+        assert sum(len(ids) for _, ids in few._shards[0]._ready) <= 1100
+    assert max(given) <= 400 and len(given) > 40
 
 
 def test_reading_on_reads_each_document_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

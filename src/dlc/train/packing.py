@@ -22,7 +22,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -142,7 +142,7 @@ def _in_memory(documents: Documents, tokenizer: Tokenizer, clock: Callable[[], f
 def _fill(documents: Documents, tokenizer: Tokenizer, train: _Sink, held: _Sink, clock: Callable[[], float]) -> None:
     began = told = clock()
     before, done = tokenizer.replaced, 0
-    for pieces in _slices(documents.pieces()):
+    for pieces in slices(documents.pieces()):
         for piece, ids in zip(pieces, tokenizer.encode(pieces), strict=True):
             (held if is_validation(piece.name) else train).take(ids, len(piece.text))
             done += len(piece.text)
@@ -153,7 +153,8 @@ def _fill(documents: Documents, tokenizer: Tokenizer, train: _Sink, held: _Sink,
         log.warning("%d documents hold bytes that are no UTF-8; those became U+FFFD for the tokenizer", replaced)
 
 
-def _slices(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def slices(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """What a tokenizer is given at once."""
     together: list[Piece] = []
     size = 0
     for piece in pieces:

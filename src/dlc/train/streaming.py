@@ -33,14 +33,16 @@ from torch import Tensor
 
 from dlc.errors import DataError
 from dlc.train.datasets_io import Stream
-from dlc.train.packing import is_validation
+from dlc.train.packing import SLICE_BYTES, is_validation, slices
 from dlc.train.sources import Piece, cut, line_text, text_of
 from dlc.train.tokens import Ids, Tokenizer
 
 log = logging.getLogger(__name__)
 
 DOCUMENTS_AT_ONCE = 32
-"""Given to the tokenizer together: enough for its threads, and little to read twice from a mark."""
+"""Read together, and given to the tokenizer: enough for its threads, and little to read twice from a mark."""
+GROUP_BYTES = SLICE_BYTES
+"""Text of them, after which a group ends with fewer documents: they may be whole books."""
 MARKS_MAX = 1024
 """Kept per shard, the newest: leases that come back are recent."""
 
@@ -197,7 +199,7 @@ class Shard:
                 self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
                 continue
             mark, pieces = group
-            ids = self._tokenizer.encode([piece for piece in pieces if not is_validation(piece.name)])
+            ids = _encoded(self._tokenizer, [piece for piece in pieces if not is_validation(piece.name)])
             if ids:
                 self._barren = 0
                 self._ready.append((mark, np.concatenate(ids)))
@@ -242,6 +244,7 @@ class _Reader:
         field = stream.place.text_field
         mark = Mark(self._state, self.epoch, self._document, 0)
         pieces: list[Piece] = []
+        size = 0
         try:
             if self._iterator is None:
                 self._iterator = iter(self._rows)
@@ -254,8 +257,9 @@ class _Reader:
                     continue
                 if text is not None:
                     pieces += cut(f"{self._s}/{self._document}", text)
+                    size += len(text)
                 self._document += 1
-                if self._document - mark.document == DOCUMENTS_AT_ONCE:
+                if self._document - mark.document == DOCUMENTS_AT_ONCE or size >= GROUP_BYTES:
                     break
             if self._document == mark.document:
                 return None
@@ -288,13 +292,18 @@ class _Held:
                 break
             pieces = [piece for piece in group[1] if is_validation(piece.name)]
             if pieces:
-                self._ids += self._tokenizer.encode(pieces)
+                self._ids += _encoded(self._tokenizer, pieces)
                 self.text_bytes += sum(len(piece.text) for piece in pieces)
                 self.tokens = sum(len(ids) for ids in self._ids)
         if not self._ids:
             return []
         stream = np.concatenate(self._ids)
         return [stream[a : a + self._seq_len] for a in range(0, len(stream) - self._seq_len + 1, self._seq_len)][:count]
+
+
+def _encoded(tokenizer: Tokenizer, pieces: list[Piece]) -> list[Ids]:
+    """In slices: a tokenizer takes many times the memory of what it is given."""
+    return [ids for together in slices(pieces) for ids in tokenizer.encode(together)]
 
 
 def _read_marks(file: Path | None) -> dict[int, Mark]:
