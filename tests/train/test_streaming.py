@@ -301,6 +301,22 @@ def test_a_run_opens_what_its_spec_names(corpus: Path, tmp_path: Path, monkeypat
     assert asked == [(("someone/corpus", "small"), {"split": "test", "streaming": True})]
 
 
+def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, tmp_path: Path) -> None:
+    """All trainers would end when they get there."""
+    folder = tmp_path / "data"
+    shutil.copytree(corpus, folder)
+    (folder / "part2.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"shard 2 of .*data holds no .*\(empty files: part2.jsonl\).*shards below 4"):
+        opened(folder, 4)
+    assert opened(folder, 2).batch(range(90)).shape == (90, SEQ)  # another file is in that shard
+    (folder / "part2.jsonl").write_text('{"text": null}\n' * 40)
+    (folder / "part3.jsonl").write_text('{"text": null}\n')
+    with pytest.raises(
+        DataError, match=r"shards 2, 3 of .*data holds no document to train on: set data.shards below 4"
+    ):
+        opened(folder, 4)
+
+
 def test_file_names_are_no_patterns(tmp_path: Path, corpus: Path) -> None:
     odd = tmp_path / "part[1]*.jsonl"
     odd.write_bytes((corpus / "part0.jsonl").read_bytes())

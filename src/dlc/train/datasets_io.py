@@ -67,9 +67,11 @@ class Stream:
 
     def __init__(self, place: Place, shards: int) -> None:
         self.place, self.shards = place, shards
-        self._whole, self.content, written, self.lines = _stream(place, shards)
+        self._whole, self.content, written, self.lines, self.empty = _stream(place, shards)
         """`content`: the same for all copies of the same data, and another if it shrinks or grows, as far as that can
         be told without reading it."""
+        self.empty: list[str]
+        """Files without a byte."""
         self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
         """Changes with the files or the dataset here, likewise."""
 
@@ -80,16 +82,18 @@ class Stream:
         return split_dataset_by_node(self._whole, rank=s, world_size=self.shards)
 
 
-def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool]:
-    """The whole of it, what is known of its content, when that was written, and whether its rows are lines of jsonl."""
+def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
+    """The whole of it, what is known of its content, when that was written, whether its rows are lines of jsonl, and
+    which of its files are empty."""
     if place.source.startswith(DATASETS):
-        return _load(place, streaming=True), *_origin(place), False
+        return _load(place, streaming=True), *_origin(place), False, []
     if is_saved(Path(place.source).expanduser()):
         rows = _saved(place)
         sizes, written = _told(_arrow_files(rows))
         whole = rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows))))
-        return whole, f"{rows._fingerprint} {sizes}", written, False
-    paths = [path for _, path in list_files(place.source)]
+        return whole, f"{rows._fingerprint} {sizes}", written, False, []
+    named = list_files(place.source)
+    paths = [path for _, path in named]
     check_used(place, paths)
     kinds = {{".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "text") for path in paths}
     if len(kinds) > 1:
@@ -107,7 +111,8 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool]:
     sizes, written = _told(paths)
     load = _datasets(place).load_dataset
     rows = _called(place, load, builder, data_files=files, split="train", streaming=True, **reading)
-    return rows, f"{builder} {sizes}", written, kind == "jsonl"
+    empty = [name for name, path in named if not path.stat().st_size]
+    return rows, f"{builder} {sizes}", written, kind == "jsonl", empty
 
 
 def _told(paths: Iterable[Path]) -> tuple[str, str]:

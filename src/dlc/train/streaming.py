@@ -65,7 +65,7 @@ class StreamSource:
     segment_blocks: L, the lease length of the run.
     marks:          folder for the marks; None: they are kept in memory only.
 
-    DataError, also later: the stream cannot be read, or a shard holds no document to train on.
+    DataError: a shard holds no document to train on; also later: the stream cannot be read.
     """
 
     def __init__(
@@ -79,12 +79,19 @@ class StreamSource:
         self.tokens_per_block, self.tokenizer = seq_len, tokenizer
         self._stream, self._segment_blocks = stream, segment_blocks
         self._held: list[_Held] = [_Held(stream, s, tokenizer, seq_len) for s in range(stream.shards)]
+        self._check_shards()
         if marks is not None:
             marks /= f"marks-{blake3(stream.identity + self.fingerprint()).hexdigest(12)}"
         self._shards = [
             Shard(stream, s, tokenizer, seq_len, segment_blocks, marks / f"{s}.json" if marks else None)
             for s in range(stream.shards)
         ]
+
+    def _check_shards(self) -> None:
+        """DataError: there is nothing to train on in some, which would end all trainers when they get there."""
+        barren = [s for s, held in enumerate(self._held) if not held.any_to_train()]
+        if barren:
+            raise _barren(self._stream, barren)
 
     @property
     def bytes_per_token(self) -> float:
@@ -190,10 +197,7 @@ class Shard:
             group = self._reader.group()
             if group is None:
                 if self._barren:
-                    raise DataError(
-                        f"shard {self._s} of {self._stream.place.source} holds no document to train on; "
-                        f"set data.shards below {self._stream.shards}"
-                    )
+                    raise _barren(self._stream, [self._s])
                 self._barren += 1
                 log.info("shard %d of %s has ended, and begins again", self._s, self._stream.place.source)
                 self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
@@ -278,27 +282,47 @@ class _Held:
         self._open: Callable[[], _Reader] = lambda: _Reader(stream, s, None)
         self._tokenizer, self._seq_len = tokenizer, seq_len
         self._reader: _Reader | None = None
-        self._ended = False
+        self._ended = self._to_train = False
         self._ids: list[Ids] = []
         self.tokens = self.text_bytes = 0
 
+    def any_to_train(self) -> bool:
+        """Whether the shard has a document that is not held out."""
+        while not self._ended and not self._to_train:
+            self._read()
+        return self._to_train
+
+    def _read(self) -> None:
+        """The next documents, or that there are none."""
+        self._reader = self._reader or self._open()
+        group = self._reader.group()
+        if group is None:
+            self._ended = True
+            return
+        pieces = [piece for piece in group[1] if is_validation(piece.name)]
+        self._to_train = self._to_train or len(pieces) < len(group[1])
+        if pieces:
+            self._ids += _encoded(self._tokenizer, pieces)
+            self.text_bytes += sum(len(piece.text) for piece in pieces)
+            self.tokens += sum(len(ids) for ids in self._ids[-len(pieces) :])
+
     def first(self, count: int) -> list[npt.NDArray[Any]]:
         """At most `count` blocks, fewer where the shard has no more."""
-        self._reader = self._reader or self._open()
         while not self._ended and self.tokens < count * self._seq_len:
-            group = self._reader.group()
-            if group is None:
-                self._ended = True
-                break
-            pieces = [piece for piece in group[1] if is_validation(piece.name)]
-            if pieces:
-                self._ids += _encoded(self._tokenizer, pieces)
-                self.text_bytes += sum(len(piece.text) for piece in pieces)
-                self.tokens = sum(len(ids) for ids in self._ids)
+            self._read()
         if not self._ids:
             return []
         stream = np.concatenate(self._ids)
         return [stream[a : a + self._seq_len] for a in range(0, len(stream) - self._seq_len + 1, self._seq_len)][:count]
+
+
+def _barren(stream: Stream, shards: list[int]) -> DataError:
+    """Of shards without a document to train on."""
+    which = f"shard {shards[0]}" if len(shards) == 1 else f"shards {', '.join(map(str, shards))}"
+    empty = f" (empty files: {', '.join(stream.empty[:3])}): take these away, or" if stream.empty else ":"
+    return DataError(
+        f"{which} of {stream.place.source} holds no document to train on{empty} set data.shards below {stream.shards}"
+    )
 
 
 def _encoded(tokenizer: Tokenizer, pieces: list[Piece]) -> list[Ids]:
