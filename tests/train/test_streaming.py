@@ -2,7 +2,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,6 +155,43 @@ def test_a_restart_goes_on_from_its_marks(corpus: Path, tmp_path: Path, monkeypa
     assert torch.equal(few.batch(range(40 * L)), want) and torch.equal(few.batch(range(L)), want[:L])
     kept = [json.loads(file.read_text()) for file in (tmp_path / "few").glob("*/*.json")]
     assert kept and all(len(marks) == 3 for marks in kept)
+    newest = [str(segment * L) for segment in (17, 18, 19)]
+    assert all(list(marks) == newest for marks in kept)
+
+
+def test_while_a_shard_is_read_over_marks_are_written_and_it_is_told_now_and_then(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dlc")
+    writes: list[int] = []
+    write = streaming._write_marks
+
+    def counted(file: Path, lines: Collection[str]) -> None:
+        writes.append(len(lines))
+        write(file, lines)
+
+    monkeypatch.setattr(streaming, "_write_marks", counted)
+    now = 0.0
+    stream = Stream(Place(str(corpus)), 1)
+    source = StreamSource(stream, SEQ, ByteTokenizer(), L, tmp_path, clock=lambda: now)
+    source.batch([40 * L])
+    assert writes == [41] and not caplog.records
+    source.batch(range(40 * L, 41 * L))
+    assert writes == [41], "there was no new one"
+
+    def clock() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    source = StreamSource(stream, SEQ, ByteTokenizer(), L, tmp_path / "other", clock=clock)
+    source.batch([6 * L])
+    assert writes[1:] == [1, 2, 3, 4, 5, 6, 7]  # every 5 s, and where it was to go
+    told = [record.getMessage() for record in caplog.records]
+    where = f"reading shard 0 of {corpus} on to block 30, over what others train; at"
+    assert told == [f"{where} {at} so far" for at in (10, 20, 30)]
+    again = StreamSource(stream, SEQ, ByteTokenizer(), L, tmp_path / "other")
+    assert list(again._shards[0]._marks) == [segment * L for segment in range(7)]
 
 
 def test_parquet_saved_datasets_and_text_stream_too(tmp_path: Path) -> None:

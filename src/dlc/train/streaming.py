@@ -20,7 +20,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ GROUP_BYTES = SLICE_BYTES
 """Text of them, after which a group ends with fewer documents: they may be whole books."""
 MARKS_MAX = 1024
 """Kept per shard, the newest: leases that come back are recent."""
+MARKS_EVERY_S = 5.0
+"""Between two times that they are written while a shard is read over."""
+TELL_EVERY_S = 10.0
+"""Between two lines of the log, likewise."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class StreamSource:
 
     segment_blocks: L, the lease length of the run.
     marks:          folder for the marks; None: they are kept in memory only.
+    clock:          as time.monotonic.
 
     DataError: a shard holds no document to train on; also later: the stream cannot be read.
     """
@@ -75,6 +81,7 @@ class StreamSource:
         tokenizer: Tokenizer,
         segment_blocks: int,
         marks: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens_per_block, self.tokenizer = seq_len, tokenizer
         self._stream, self._segment_blocks = stream, segment_blocks
@@ -83,7 +90,7 @@ class StreamSource:
         if marks is not None:
             marks /= f"marks-{blake3(stream.identity + self.fingerprint()).hexdigest(12)}"
         self._shards = [
-            Shard(stream, s, tokenizer, seq_len, segment_blocks, marks / f"{s}.json" if marks else None)
+            Shard(stream, s, tokenizer, seq_len, segment_blocks, marks / f"{s}.json" if marks else None, clock)
             for s in range(stream.shards)
         ]
 
@@ -141,11 +148,21 @@ class Shard:
     """The endless blocks of one shard, in order; going back is possible, by marks."""
 
     def __init__(
-        self, stream: Stream, s: int, tokenizer: Tokenizer, seq_len: int, segment_blocks: int, file: Path | None = None
+        self,
+        stream: Stream,
+        s: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        segment_blocks: int,
+        file: Path | None,
+        clock: Callable[[], float],
     ) -> None:
         self._stream, self._s, self._tokenizer, self._seq_len = stream, s, tokenizer, seq_len
-        self._segment_blocks, self._file = segment_blocks, file
+        self._segment_blocks, self._file, self._clock = segment_blocks, file, clock
         self._marks: dict[int, Mark] = _read_marks(file)
+        self._lines: dict[int, str] = {at: _line(at, mark) for at, mark in self._marks.items()}
+        """The same as JSON, made once."""
+        self._unwritten = False
         self._reader = _Reader(stream, s, None)
         self._ready: list[tuple[Mark, npt.NDArray[Any]]] = []
         """Tokens read, and not given: the mark of a group of documents, and what is left of their tokens."""
@@ -163,11 +180,26 @@ class Shard:
         whole, self._whole = self._whole, False
         if not whole or j < self._next or nearest > self._next:
             self._go_to(nearest)
+        written = told = self._clock()
         while True:
             block = self._take()
             if self._next > j:
                 self._whole = True
+                self._write()
                 return block
+            now = self._clock()
+            if now - written >= MARKS_EVERY_S:
+                written = now
+                self._write()
+            if now - told >= TELL_EVERY_S:
+                told = now
+                log.info(
+                    "reading shard %d of %s on to block %d, over what others train; at %d so far",
+                    self._s,
+                    self._stream.place.source,
+                    j,
+                    self._next,
+                )
 
     def _go_to(self, at: int) -> None:
         mark = self._marks.get(at, Mark(None, 0, 0, 0))
@@ -219,14 +251,20 @@ class Shard:
                 self._ready[0] = (Mark(mark.state, mark.epoch, mark.document, mark.skip + taken), ids[taken:])
 
     def _remember(self) -> None:
-        """The place of a segment, on disk too: what is not kept is read again from the mark before, or the start."""
+        """The place of a segment: what is not kept is read again from the mark before, or the start."""
         if self._next in self._marks:
             return
-        self._marks[self._next] = self._ready[0][0]
+        mark = self._marks[self._next] = self._ready[0][0]
+        self._lines[self._next] = _line(self._next, mark)
+        self._unwritten = True
         for old in sorted(self._marks)[:-MARKS_MAX]:
-            del self._marks[old]
-        if self._file is not None:
-            _write_marks(self._file, self._marks)
+            del self._marks[old], self._lines[old]
+
+    def _write(self) -> None:
+        """The marks, where there are new ones."""
+        if self._unwritten and self._file is not None:
+            _write_marks(self._file, self._lines.values())
+        self._unwritten = False
 
 
 class _Reader:
@@ -338,11 +376,16 @@ def _read_marks(file: Path | None) -> dict[int, Mark]:
         return {}
 
 
-def _write_marks(file: Path, marks: dict[int, Mark]) -> None:
+def _line(at: int, mark: Mark) -> str:
+    """A mark in JSON."""
+    return f'"{at}": {json.dumps(asdict(mark))}'
+
+
+def _write_marks(file: Path, lines: Collection[str]) -> None:
     temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({at: asdict(mark) for at, mark in marks.items()}))
+        temporary.write_text("{" + ",\n".join(lines) + "}")
         os.replace(temporary, file)
     except OSError as e:
         log.warning("the marks of a stream cannot be kept in %s: %s; a restart will read it from its start", file, e)
