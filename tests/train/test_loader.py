@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.runspec import DataSpec, RunSpec
 from dlc.train import loader as loader_module
-from dlc.train import outer_loop, supply
-from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train import outer_loop, saver, supply
+from dlc.train.data import BlockSource
+from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from tests.helpers import wait_until
 from tests.train.fake_peer import FakePeer
-from tests.train.test_trainer import Run, spec
+from tests.train.test_trainer import H, Run, spec
 
 __all__ = ["spec"]
 
@@ -31,7 +33,7 @@ class Source:
         self.threads: set[str] = set()
         self.go = threading.Event()
         self.go.set()
-        self.broken = False
+        self.broken = self.broken_off = False
 
     def batch(self, ks: Sequence[int]) -> Tensor:
         assert self.go.wait(30)
@@ -40,6 +42,9 @@ class Source:
         self.threads.add(threading.current_thread().name)
         self.made.extend(ks)
         return torch.tensor([[k, k] for k in ks])
+
+    def break_off(self) -> None:
+        self.broken_off = True
 
 
 @pytest.fixture
@@ -97,6 +102,76 @@ def test_an_error_comes_with_the_step_that_needs_it(source: Source, loader: Load
         loader.take([1], [[2]])
     source.broken = False
     loader.take([9])  # what failed for another plan is forgotten
+
+
+def test_who_is_to_stop_waits_for_no_batch_and_for_no_source_that_hangs(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "CLOSE_S", 0.01)
+    looks: list[bool] = [False, False, True, True, False]
+    loader = Loader(source, 2, stopping=lambda: looks.pop(0))  # type: ignore[arg-type]
+    loader.take([0], [[1]])
+    wait_until(lambda: len(source.made) == 2)
+    source.go.clear()
+    assert plain(loader.take([1], [[2], [3]])) == [[1]] and len(looks) == 5, "what is there is given"
+    with pytest.raises(Stopped):
+        loader.take([2], [[3]])
+    with pytest.raises(Stopped):
+        loader.take([2], [[3]])
+    assert not source.broken_off
+    loader.close()
+    assert source.broken_off and loader._thread is not None and loader._thread.is_alive() and loader._thread.daemon
+    source.go.set()
+    loader._thread.join(30)
+    assert not loader._thread.is_alive() and source.made == [0, 1, 2], "nothing more was begun"
+
+
+def test_a_batch_that_came_late_is_the_one_that_was_waited_for(source: Source) -> None:
+    stopping = True
+    loader = Loader(source, 2, stopping=lambda: stopping)  # type: ignore[arg-type]
+    source.go.clear()
+    with pytest.raises(Stopped):
+        loader.take([0], [[1]])
+    source.go.set()
+    stopping = False
+    assert plain(loader.take([0], [[1]])) == [[0]] and plain(loader.take([1])) == [[1]]
+    assert source.made == [0, 1]
+    loader.close()
+    assert loader._thread is not None and not loader._thread.is_alive()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_training_whose_source_hangs_stops_and_saves(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(loader_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(loader_module, "WAIT_SLICE_S", 0.01)
+    run = Run(FakePeer(spec), tmp_path)
+    read: set[tuple[int, ...]] = set()
+    release, batch, take = threading.Event(), BlockSource.batch, Loader.take
+    taken = itertools.count()
+
+    def hanging(self: BlockSource, ks: Sequence[int]) -> Tensor:
+        read.add(tuple(ks))
+        if len(read) > 2 * (H + steps):  # accumulate
+            release.wait(30)
+        return batch(self, ks)
+
+    def stopped(self: Loader, *groups: Any) -> list[Tensor]:
+        if next(taken) == H + steps:
+            run.stop.set()
+        return take(self, *groups)
+
+    monkeypatch.setattr(BlockSource, "batch", hanging)
+    monkeypatch.setattr(Loader, "take", stopped)
+    try:
+        summary = run.go()
+    finally:
+        release.set()
+    assert (summary.reason, summary.t, summary.saved) == ("interrupted", 1, True) and run.peer.left
+    saved = saver.newest(tmp_path, spec)
+    assert saved is not None and saved.t == 1
+    assert torch.equal(run.params(), run.peer.theta())
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -354,6 +354,15 @@ def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, 
         opened(folder, 4)
 
 
+def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:
+    source = opened(corpus)
+    want = source.batch(range(3))
+    source.break_off()
+    with pytest.raises(DataError, match="is not read on: the training ends"):
+        source.batch([60 * L])
+    assert torch.equal(opened(corpus).batch(range(3)), want)
+
+
 def test_file_names_are_no_patterns(tmp_path: Path, corpus: Path) -> None:
     odd = tmp_path / "part[1]*.jsonl"
     odd.write_bytes((corpus / "part0.jsonl").read_bytes())

@@ -64,6 +64,10 @@ class Blocks(Protocol):
         """Training positions as one batch: int64 [len(ks), seq_len]; the same on every peer with the same data."""
         ...
 
+    def break_off(self) -> None:
+        """No batch is wanted any more: one that another thread makes ends, by a DataError, if it takes long."""
+        ...
+
     def validation_batches(self, batch_size: int, max_blocks: int) -> list[Tensor]:
         """At most `max_blocks` blocks that no position holds: int64 [<= batch_size, seq_len] each."""
         ...
@@ -183,6 +187,9 @@ class BlockSource:
         rows = [self._row(k) for k in ks]
         self._tell_of_epochs(max(ks, default=0) // self.n_blocks)
         return _tensor(self._train, rows)
+
+    def break_off(self) -> None:
+        """As `Blocks.break_off`: none takes long."""
 
     def _tell_of_epochs(self, epoch: int) -> None:
         """When the 1st, the 2nd, the 4th, ... of them is over: a small source is gone through many times, and people

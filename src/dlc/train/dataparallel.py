@@ -64,7 +64,8 @@ class DataParallel:
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
         self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)
         self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
-        self._loader = Loader(parts.source, parts.spec.inner.batch_size, pin=self._inner.device.type == "cuda")
+        on_gpu = self._inner.device.type == "cuda"
+        self._loader = Loader(parts.source, parts.spec.inner.batch_size, on_gpu, parts.calls.stopping)
         self._position: Position | None = None
         self._stopped_at = math.inf
         self._diverged = 0

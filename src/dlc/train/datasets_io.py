@@ -69,9 +69,7 @@ class Stream:
         self.place, self.shards = place, shards
         self._whole, self.content, written, self.lines, self.empty = _stream(place, shards)
         """`content`: the same for all copies of the same data, and another if it shrinks or grows, as far as that can
-        be told without reading it."""
-        self.empty: list[str]
-        """Files without a byte."""
+        be told without reading it; `empty`: files without a byte."""
         self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
         """Changes with the files or the dataset here, likewise."""
 

@@ -34,7 +34,7 @@ from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
 from dlc.train.inner import InnerLoop
-from dlc.train.loader import Loader
+from dlc.train.loader import Loader, Stopped
 from dlc.train.offers import NotFinite, Work
 from dlc.train.others import Others
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
@@ -87,7 +87,7 @@ class Phases:
         self._pace = pace_of(spec, others, lambda: tell.step_s, clock)
         self._h = spec.steps_per_round
         self._overlap_steps = spec.overlap_steps or math.inf
-        loader = Loader(source, spec.inner.batch_size, pin=self.inner.device.type == "cuda")
+        loader = Loader(source, spec.inner.batch_size, self.inner.device.type == "cuda", calls.stopping)
         self._supply = Supply(outer, loader, spec.blocks_per_step)
         self._inner_step = 0
         """Of this phase; beyond H if it goes on."""
@@ -295,14 +295,15 @@ class Phases:
 
     def _step_beyond(self, offered: int, overlaps: bool) -> bool:
         """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone; or
-        its samples cannot be read, which the next phase finds out again, once the round has what was offered to it."""
+        its samples cannot be read, which the next phase finds out again, once the round has what was offered to it; or
+        we are to stop, and they are not there."""
         try:
             self._step(len(self._done) - offered if overlaps else None)
             return True
         except NotFinite:
             self._undo_beyond(offered)
             return False
-        except DataError:
+        except (DataError, Stopped):
             return False
 
     def _undo_beyond(self, offered: int) -> None:
@@ -367,11 +368,18 @@ class Phases:
                     self.exchange(stop)
                     if not self._passed:
                         return
-                elif (self._outer.moved() and not self._rebase()) or not self._step():
+                elif (self._outer.moved() and not self._rebase()) or not self._step_if_read():
                     return
                 self._calls.hear()
         except (NotFinite, DataError):
             self.drop()
+
+    def _step_if_read(self) -> bool:
+        """As `_step`, but that there may be none where its samples are not there yet."""
+        try:
+            return self._step()
+        except Stopped:
+            return True
 
     def start_again(self) -> None:
         """From the swarm's model, with a new inner optimizer, after a phase that was not finite."""

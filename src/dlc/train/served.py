@@ -31,7 +31,7 @@ from dlc.peer import Peer
 from dlc.server import ServerClient, ServerReport
 from dlc.train.checkpoint import bytes_tensor
 from dlc.train.data import first_block
-from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from dlc.train.outer import OuterState, pseudo_gradient, theta_of
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
@@ -56,7 +56,8 @@ class Served:
         self._theta = self._view.gather(vectors.empty(self._view.numel))
         self._push = torch.empty_like(self._theta)
         self.inner = parts.engine.inner_loop()
-        self._loader = Loader(parts.source, self._spec.inner.batch_size, pin=self.inner.device.type == "cuda")
+        on_gpu = self.inner.device.type == "cuda"
+        self._loader = Loader(parts.source, self._spec.inner.batch_size, on_gpu, parts.calls.stopping)
         self._client: ServerClient | None = None
         self._position = Position(0, 0.0, b"", None, b"")
         self._first_block = first_block(self._spec.seed, parts.peer.id)
@@ -128,7 +129,11 @@ class Served:
             block = self._first_block + self._blocks
             group, *ahead = [range(block + i * count, block + (i + 1) * count) for i in range(1 + AHEAD_MAX)]
             began = parts.clock()
-            result = self.inner.train_step(self._loader.take(group, ahead), first + inner)
+            try:
+                batches = self._loader.take(group, ahead)
+            except Stopped:
+                break
+            result = self.inner.train_step(batches, first + inner)
             self._blocks += count
             tokens += result.tokens
             losses.append(math.nan if result.diverged else result.loss)

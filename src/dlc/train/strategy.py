@@ -44,6 +44,8 @@ class Calls:
     """The round that an offer waited for: its report, whether it counted us, our mean loss, seconds we stood still."""
     counted: Callable[[int, threading.Event], None]
     """After an exchange that counted us, with its number."""
+    stopping: Callable[[], bool]
+    """Whether it is to end before the run does, though a batch may not be there yet."""
     moved: Callable[[int, int, float], None]
     """By an exchange that is no round: bytes sent, bytes received, seconds that inner steps stood still for it."""
 

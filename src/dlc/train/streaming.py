@@ -109,6 +109,11 @@ class StreamSource:
         """As `Blocks.batch`."""
         return torch.from_numpy(np.stack([self._block(k) for k in ks]).astype(np.int64))
 
+    def break_off(self) -> None:
+        """As `Blocks.break_off`: at the next block that is read over."""
+        for shard in self._shards:
+            shard.broken_off = True
+
     def _block(self, k: int) -> npt.NDArray[Any]:
         if k < 0:
             raise DataError(f"positions start at 0, not {k}")
@@ -170,6 +175,8 @@ class Shard:
         """The block that comes next."""
         self._barren = 0
         """Ends of the shard since there was a token."""
+        self.broken_off = False
+        """Set by another thread: nothing is read over any more."""
         self._whole = True
         """No read was broken off: what was read of a group is lost then, and the dataset takes itself for ended."""
 
@@ -187,6 +194,8 @@ class Shard:
                 self._whole = True
                 self._write()
                 return block
+            if self.broken_off:
+                raise DataError(f"shard {self._s} of {self._stream.place.source} is not read on: the training ends")
             now = self._clock()
             if now - written >= MARKS_EVERY_S:
                 written = now

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dlc.train.loader import AHEAD_MAX, Loader
+from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from dlc.train.outer_loop import OuterLoop
 
 
@@ -42,8 +42,12 @@ class Supply:
         return [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
 
     def batches(self, group: Sequence[int]) -> list[Tensor]:
-        """The micro-batches of a step that `next` gave."""
-        return self._loader.take(group, self._after())
+        """The micro-batches of a step that `next` gave. Stopped: they are not there, and `next` gives it again."""
+        try:
+            return self._loader.take(group, self._after())
+        except Stopped:
+            self.forget()
+            raise
 
     def _after(self) -> list[list[int]]:
         """Blocks of the steps that come next, as things stand."""

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -29,6 +30,7 @@ from dlc.train.checkpoint import sweep_model_folder
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
 from dlc.train.group import Group, SiteLost
+from dlc.train.loader import Stopped
 from dlc.train.model import save_model
 from dlc.train.packing import TOKENS
 from dlc.train.rng import seed_peer
@@ -137,8 +139,18 @@ class Trainer:
         self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, resume, peer.id)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
-        calls = Calls(self._over, self._hear, self._listen, self._report, self._now_and_then, self._moved)
+        calls = Calls(
+            over=self._over,
+            hear=self._hear,
+            listen=self._listen,
+            on_round=self._report,
+            counted=self._now_and_then,
+            stopping=lambda: self._stop.is_set(),
+            moved=self._moved,
+        )
         self.strategy = strategy_of(Parts(peer, spec, self._engine, self._source, self._tell, calls, clock))
+        self._stop = threading.Event()
+        """That of `run`."""
         self._heard: list[RoundDone] = []
         """Rounds that the peer told of, and that are not reported yet."""
         self._told: deque[str] = deque(maxlen=HEADS_KEPT)
@@ -155,6 +167,7 @@ class Trainer:
         DlcError: the training diverged, the data could not be read on, or the peer had to leave. Where that comes after
         the beginning, what was counted is saved first; and it is no UsageError then.
         """
+        self._stop = stop
         try:
             return self._run(stop)
         except Exception as error:
@@ -172,7 +185,8 @@ class Trainer:
         while (reason := self._over(stop)) is None:
             self._hear()
             if self.strategy.ready():
-                self.strategy.advance(stop)
+                with contextlib.suppress(Stopped):
+                    self.strategy.advance(stop)
             else:
                 self._tell.phase("waiting")
                 stop.wait(LEASE_LOOK_S)
