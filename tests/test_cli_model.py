@@ -142,6 +142,33 @@ def test_a_run_is_measured_on_what_it_holds_out_at_any_seq_len(
     assert [printed(capsys, "eval", state, "--seq-len", n)["blocks"] for n in ("16", "8")] == [1, 2]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_that_changed_since_may_have_been_trained_on(
+    streaming: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"the cat sat on mat {i}. " * 3}) + "\n" for i in range(200)]
+    text.write_text("".join(lines))
+    spec = RunSpec(
+        rounds=1,
+        sync_every=2,
+        model=ModelSpec(config=LLAMA),
+        data=DataSpec(source=str(text), seq_len=16, streaming=streaming, shards=2 if streaming else 8),
+        inner=InnerSpec(batch_size=2, warmup_steps=1),
+    )
+    Run(FakePeer(spec), tmp_path / "state").go()
+
+    def told() -> list[str]:
+        caplog.clear()
+        for n in ("16", "8"):
+            printed(capsys, "eval", str(tmp_path / "state"), "--seq-len", n)
+        return [line for line in caplog.messages if "is not what it was" in line]
+
+    assert not told()
+    text.write_text("".join(lines[:150]))
+    assert len(said := told()) == 2 and said[0].startswith(f"the data at {text} is not what it was when {tmp_path}")
+
+
 def test_a_folder_whose_tokenizer_is_of_no_use_is_not_taken_for_one_of_bytes(tmp_path: Path) -> None:
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
     assert restore(str(tmp_path / "m")).tokenizer == BYTES

@@ -18,6 +18,7 @@ from dlc.train.shelf import HUB_NAME
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dlc.train.data import Blocks
     from dlc.train.restored import Restored
     from dlc.train.tokens import Tokenizer
 
@@ -113,6 +114,7 @@ def _text(
 ) -> _Text:
     from dlc.train.data import WholeText, blocks_of, place_of
     from dlc.train.packing import TOKENS
+    from dlc.train.samedata import told_of
     from dlc.train.sources import Place
 
     cache = home() / TOKENS
@@ -120,20 +122,34 @@ def _text(
         place = Place(data.source, data.subset, data.split, data.text_field)
         whole = WholeText(place, seq_len, tokenizer, cache)
         return _Text(data.source, "all", whole.batches(args.batch_size, args.blocks), whole.bytes_per_token)
-    if restored.spec is None:
+    spec = restored.spec
+    if spec is None:
         held = blocks_of(Place(STDLIB), seq_len, tokenizer, cache=cache)
     else:
-        trained = restored.spec.data
-        held = blocks_of(
-            place_of(restored.spec),
-            seq_len,
-            tokenizer,
-            shards=trained.shards if trained.streaming else 0,
-            segment_blocks=restored.spec.blocks_per_lease,
-            split_seq_len=trained.seq_len,
-            cache=cache,
-        )
-    named = restored.spec.data.source if restored.spec is not None else STDLIB
+        trained = spec.data
+
+        def cut(length: int) -> Blocks:
+            return blocks_of(
+                place_of(spec),
+                length,
+                tokenizer,
+                shards=trained.shards if trained.streaming else 0,
+                segment_blocks=spec.blocks_per_lease,
+                split_seq_len=trained.seq_len,
+                cache=cache,
+            )
+
+        held = cut(seq_len)
+        if restored.data and tokenizer.name == restored.tokenizer:  # with another tokenizer, there is none to compare
+            as_trained = held if not trained.streaming or seq_len == trained.seq_len else cut(trained.seq_len)
+            if told_of(as_trained.fingerprint()) != restored.data:
+                log.warning(
+                    "the data at %s is not what it was when %s was written (files came, went, or changed; or the "
+                    "tokenizer did): what is measured as validation may be text that the model was trained on",
+                    trained.source,
+                    restored.origin,
+                )
+    named = spec.data.source if spec is not None else STDLIB
     batches = held.validation_batches(args.batch_size, args.blocks)
     return _Text(named, "validation", batches, held.bytes_per_token)
 

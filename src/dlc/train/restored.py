@@ -30,6 +30,8 @@ class Restored:
     """Of the run that made it; None for a model folder or a name."""
     t: int | None
     """The round after which it was saved."""
+    data: str = ""
+    """As `Saved.data`."""
 
 
 def restore(target: str) -> Restored:
@@ -48,4 +50,4 @@ def of_checkpoint(saved: Saved) -> Restored:
     view = FlatView.of(model)
     check_same_model(saved, view)
     view.scatter(theta_of(saved.image))
-    return Restored(model, str(saved.path), saved.spec.data.tokenizer, saved.spec, saved.t)
+    return Restored(model, str(saved.path), saved.spec.data.tokenizer, saved.spec, saved.t, saved.data)

@@ -21,19 +21,24 @@ DIGITS = 16
 """Hex digits told: enough to tell data apart that differs by accident."""
 
 
+def told_of(fingerprint: bytes) -> str:
+    """What is told of data, and kept."""
+    return fingerprint.hex()[:DIGITS]
+
+
 class SameData:
     """Looks at what the others tell, and warns once of each that has other data."""
 
     def __init__(self, fingerprint: bytes, source: str) -> None:
-        self.mine, self._source = fingerprint.hex()[:DIGITS], source
+        self.mine, self._source = told_of(fingerprint), source
         self._warned: set[str] = set()
 
     def goes_on(self, saved: Saved) -> None:
         """Warn where a checkpoint was trained on other data than there is now."""
         if saved.data not in ("", self.mine):
             log.warning(
-                "the data at %s is not what it was when %s was written (files came, went, or changed; or another "
-                "tokenizer): positions mean other samples now, so some are trained twice or never, and validation text "
+                "the data at %s is not what it was when %s was written (files came, went, or changed; or the tokenizer "
+                "did): positions mean other samples now, so some are trained twice or never, and validation text "
                 "may have been trained on. Put the data back as it was, or found another run with it",
                 self._source,
                 saved.path,
@@ -50,7 +55,7 @@ class SameData:
             other.append(member.id)
             log.warning(
                 "peer %s has other data at %s than this one: compare the files (or the revision of the dataset, and "
-                "the version of `datasets`) on both hosts; positions mean other samples there",
+                "the version of `datasets`) and the tokenizer on both hosts; positions mean other samples there",
                 member.id[:8],
                 self._source,
             )
