@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlc.errors import DataError
 from dlc.train import sources
-from dlc.train.data import BlockSource, WholeText, permute
+from dlc.train.data import OWN_BLOCKS, BlockSource, WholeText, first_block, permute
 from dlc.train.packing import is_validation, tokenise
 from dlc.train.sources import Files, Place
 from dlc.train.tokens import ByteTokenizer
@@ -102,6 +102,27 @@ def test_a_source_that_is_used_up_is_told_now_and_then(tmp_path: Path, caplog: p
     caplog.clear()
     newcomer.batch([7 * n])
     assert not caplog.records, "it has taken none of those before"
+
+
+def test_without_leases_a_peer_counts_how_often_it_took_all_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dlc")
+    file = tmp_path / "a.txt"
+    file.write_text(words(400))
+    source = BlockSource(file, seq_len=16)
+    first, n = first_block(0, "a peer"), source.n_blocks
+    assert first >= OWN_BLOCKS
+    caplog.clear()
+    taken: set[bytes] = set()
+    for k in range(first, first + 5 * n):
+        taken.add(bytes(source.block(k).tolist()))
+        assert len(taken) == n or not caplog.messages
+    assert [message.split("have been taken ")[1].split(";")[0] for message in caplog.messages] == [
+        "once",
+        "2 times",
+        "4 times",
+    ]
 
 
 def test_one_file_is_split_by_blocks(tmp_path: Path) -> None:
@@ -256,7 +277,14 @@ def test_blocks_of_another_length_are_cut_from_the_same_sides(
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{", "line 2"), ('{"body": "x"}', "line 2"), ('{"text": 3}', "int"), ("[1]", "line 2")]
+    ("line", "says"),
+    [
+        ("{", "line 2"),
+        ('{"body": "x"}', "line 2"),
+        ('{"text": 3}', "int"),
+        ("[1]", "line 2"),
+        ("[" * 100_000, "line 2"),
+    ],
 )
 def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "a.jsonl"
@@ -283,6 +311,50 @@ def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
             BlockSource(source, seq_len=16)
     with pytest.raises(DataError, match="seq_len"):
         BlockSource("stdlib", seq_len=1)
+
+
+def test_a_text_in_a_folder_may_be_compressed_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(400))
+    (tmp_path / "b.txt").write_bytes(gzip.compress(words(400).encode()))
+    with pytest.raises(DataError, match=r"b\.txt is compressed \(gzip\): unpack"):
+        BlockSource(tmp_path, seq_len=16)
+
+
+def test_what_is_left_out_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is hidden, and, which is told, other suffixes and linked folders."""
+    caplog.set_level(logging.INFO, "dlc")
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for name in ("a.txt", "below/b.txt", ".hidden.txt", ".git/c.txt", "__pycache__/d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    assert [name for name, _ in documents(folder)] == ["a.txt", "below/b.txt"] and not caplog.records
+    for name in ("c.jsonl.gz", "below/d.GZ", "e.java", "README", ".f.gz"):
+        (folder / name).touch()
+    elsewhere.mkdir()
+    (elsewhere / "g.txt").write_text("g")
+    (folder / "below" / "lang").symlink_to(elsewhere)
+    (folder / "h.txt").symlink_to(elsewhere / "g.txt")
+    assert [name for name, _ in documents(folder)] == ["a.txt", "below/b.txt", "h.txt"]
+    assert len(caplog.messages) == 2
+    assert f"4 files of {folder} with other suffixes are left out (.gz 2, " in caplog.messages[0]
+    assert f"1 linked folders of {folder} are left out (below/lang)" in caplog.messages[1]
+
+
+def test_the_hash_of_files_tells_where_one_ends_and_what_it_is(tmp_path: Path) -> None:
+    """It names what is kept of them: the same bytes are other documents in other files."""
+
+    def hashed(files: dict[str, bytes], field: str = "text") -> bytes:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, raw in files.items():
+            (folder / name).write_bytes(raw)
+        return Files(Place(str(folder), text_field=field)).content_hash()
+
+    two = {"a.txt": b"x", "b.txt": b"y"}
+    assert hashed(two) == hashed(two) != hashed({"a.txt": b"x", "c.txt": b"y"})
+    assert hashed(two) != hashed({"a.txt": b"xb.txt.txt\0y"})
+    records = {"a.jsonl": b"{}"}
+    assert hashed(records) != hashed(records, "body") and hashed(records) != hashed({"a.txt": b"{}"})
 
 
 def test_compressed_text_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

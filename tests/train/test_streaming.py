@@ -235,6 +235,17 @@ def test_map_style_datasets_are_split_by_row(tmp_path: Path) -> None:
         BlockSource(tmp_path / "dict", SEQ)
 
 
+def test_a_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Of an Arrow file that is damaged."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["h\u00e9llo " * 9 + str(i) for i in range(50)]}).save_to_disk(str(tmp_path))
+    (file,) = tmp_path.glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace("h\u00e9llo 30".encode(), b"h\xff\xfello 30"))
+    with pytest.raises(DataError, match=f"{tmp_path} cannot be read after row 29: UnicodeDecodeError"):
+        BlockSource(tmp_path, SEQ)
+
+
 def test_a_stream_that_shrank_is_other_data_and_a_copy_is_not(corpus: Path, tmp_path: Path) -> None:
     """Where its first documents are the same still."""
     for name in ("here", "there"):

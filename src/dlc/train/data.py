@@ -185,15 +185,18 @@ class BlockSource:
     def batch(self, ks: Sequence[int]) -> Tensor:
         """As `Blocks.batch`."""
         rows = [self._row(k) for k in ks]
-        self._tell_of_epochs(max(ks, default=0) // self.n_blocks)
+        if ks:
+            self._tell_of_epochs(max(ks))
         return _tensor(self._train, rows)
 
     def break_off(self) -> None:
         """As `Blocks.break_off`: none takes long."""
 
-    def _tell_of_epochs(self, epoch: int) -> None:
+    def _tell_of_epochs(self, k: int) -> None:
         """When the 1st, the 2nd, the 4th, ... of them is over: a small source is gone through many times, and people
-        have to know."""
+        have to know. Without leases: of this peer's own positions."""
+        begins = k // OWN_BLOCKS * OWN_BLOCKS
+        epoch = max(0, k // self.n_blocks - -(-begins // self.n_blocks))
         if self._epoch is not None and epoch.bit_length() > self._epoch.bit_length():
             log.info(
                 "all %d blocks to train on have been taken %s; they come again, in another order",

@@ -40,10 +40,16 @@ class Rows:
         """As `Documents.pieces`."""
         field, source = self._place.text_field, self._place.source
         rows = self._rows.select_columns([field]) if field in self._rows.column_names else self._rows
-        for number, row in enumerate(rows):
-            text = text_of(row, field, source, f"row {number}")
-            if text is not None:
-                yield from cut(str(number), text)
+        number = -1
+        try:
+            for number, row in enumerate(rows):
+                text = text_of(row, field, source, f"row {number}")
+                if text is not None:
+                    yield from cut(str(number), text)
+        except DataError:
+            raise
+        except Exception as e:  # pyarrow and datasets have no common base
+            raise DataError(f"{source} cannot be read after row {number}: {type(e).__name__}: {e}") from e
 
     def content_hash(self) -> bytes:
         """As `Documents.content_hash`: BLAKE3 of the Arrow files; and of the fingerprint, that tells parts of the same

@@ -2,7 +2,8 @@
 
     "stdlib"            the .py files of this Python's standard library, without tests: on every machine, no download
     a file              .jsonl or .parquet (the field `text_field`), anything else as plain text
-    a folder            every file below it with a suffix of TEXT_SUFFIXES, .jsonl or .parquet; hidden ones left out
+    a folder            every file below it with a suffix of TEXT_SUFFIXES, .jsonl or .parquet; what is hidden is left
+                        out, and so are other suffixes and linked folders, which is told
     a dataset           "datasets:NAME", or a folder that `datasets` wrote with save_to_disk: see `datasets_io`
 
 Documents have names, by which they are split into training and validation: that of the file, as a path below the source
@@ -21,6 +22,7 @@ import json
 import logging
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,8 @@ PIECE_BYTES_MAX = 1 << 20
 """A longer text is given in pieces: what is held, and given to a tokenizer, at once."""
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".html", ".csv", ".tex")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES_TOLD = 5
+"""Of files that are left out, the most frequent ones."""
 DATASETS = "datasets:"
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 """First bytes of compressed files: for byte tokens they would be a text as good as any."""
@@ -174,7 +178,7 @@ def _plain(name: str, path: Path) -> Iterator[Piece]:
 
 def _stdlib() -> Iterator[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = _walk(root, skipped=_STDLIB_SKIPPED, suffixes=(".py",)) if root.is_dir() else []
+    paths, _ = _walk(root, skipped=_STDLIB_SKIPPED, suffixes=(".py",)) if root.is_dir() else ([], None)
     if not paths:
         raise DataError(f"this Python has no standard library sources in {root}; name a text file or folder instead")
     yield from paths
@@ -194,13 +198,18 @@ def _capped(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
 
 def _files(root: Path) -> list[tuple[str, Path]]:
     if root.is_dir():
-        found = _walk(root, skipped={"__pycache__"}, suffixes=TEXT_SUFFIXES + RECORD_SUFFIXES)
+        found, left_out = _walk(root, skipped={"__pycache__"}, suffixes=TEXT_SUFFIXES + RECORD_SUFFIXES)
+        left_out.tell(root)
         if not found:
             known = " ".join(TEXT_SUFFIXES + RECORD_SUFFIXES)
             raise DataError(f"the folder {root} holds no file with a known suffix ({known}); unpack compressed ones")
+        for _, path in found:
+            _check_unpacked(path)
         return found
     if root.is_file():
-        _check_plain(root)
+        _check_unpacked(root)
+        if root.suffix.lower() == ".json":
+            log.warning("%s is taken as one text, with all its brackets: name a file of records .jsonl", root)
         return [(root.name, root)]
     raise DataError(
         f"no data source at {root}; give a text file, a folder, a .jsonl or .parquet file, "
@@ -208,26 +217,49 @@ def _files(root: Path) -> list[tuple[str, Path]]:
     )
 
 
-def _check_plain(path: Path) -> None:
-    """DataError: it is compressed. A warning where records would be taken as one text."""
+def _check_unpacked(path: Path) -> None:
+    """DataError: it is compressed."""
     with path.open("rb") as file:
         begins = file.read(8)
     for mark, kind in PACKED.items():
         if begins.startswith(mark):
             raise DataError(f"the data source {path} is compressed ({kind}): unpack it first")
-    if path.suffix.lower() == ".json":
-        log.warning("%s is taken as one text, with all its brackets: name a file of records .jsonl", path)
 
 
-def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+class _LeftOut:
+    """What is not read of a folder, though it is not hidden."""
+
+    def __init__(self) -> None:
+        self.suffixes: Counter[str] = Counter()
+        self.linked: list[str] = []
+        """Folders."""
+
+    def tell(self, root: Path) -> None:
+        """In the log."""
+        if self.suffixes:
+            which = ", ".join(f"{suffix} {count}" for suffix, count in self.suffixes.most_common(SUFFIXES_TOLD))
+            log.info("%d files of %s with other suffixes are left out (%s)", self.suffixes.total(), root, which)
+        if self.linked:
+            which = ", ".join(sorted(self.linked)[:SUFFIXES_TOLD])
+            log.warning("%d linked folders of %s are left out (%s): copy or mount them", len(self.linked), root, which)
+
+
+def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> tuple[list[tuple[str, Path]], _LeftOut]:
     found: list[tuple[str, Path]] = []
+    left_out = _LeftOut()
     for folder, below, names in os.walk(root, onerror=_reraise):
         below[:] = [d for d in below if d not in skipped and not d.startswith(".")]
+        linked = [Path(folder, d) for d in below if os.path.islink(Path(folder, d))]
+        left_out.linked += [path.relative_to(root).as_posix() for path in linked]
         for name in names:
             path = Path(folder, name)
-            if path.suffix.lower() in suffixes and not name.startswith(".") and path.is_file():
+            if name.startswith(".") or not path.is_file():
+                continue
+            if path.suffix.lower() in suffixes:
                 found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+            else:
+                left_out.suffixes[path.suffix.lower() or "without"] += 1
+    return sorted(found), left_out
 
 
 def _reraise(error: OSError) -> None:
@@ -242,7 +274,7 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
                 continue
             try:
                 text = json.loads(line)[field]
-            except (ValueError, KeyError, TypeError) as e:
+            except (ValueError, KeyError, TypeError, RecursionError) as e:
                 raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field ({e})') from e
             if text is None:
                 tell_of_nulls(str(path), field)
