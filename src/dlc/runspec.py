@@ -136,8 +136,9 @@ class DataSpec:
     """Read a dataset, or jsonl, parquet or text files, as they come, instead of all of them before the first step."""
     shards: int = 8
     """Into how many sequences a stream is divided (S), each read on from where it was: block range k is segment
-    k div S of shard k mod S. At least the trainers there will be, so that none reads past what others train; with as
-    many files as that or more, a shard is a set of whole files. Only with `streaming`."""
+    k div S of shard k mod S. At least the trainers there will be, so that none reads past what others train. A shard
+    is a set of whole files where their number is a multiple of S, else one in S of all documents, for which all of them
+    are read. Only with `streaming`."""
     seq_len: int = 128
     """Length of a block in tokens; at most the model's `max_position_embeddings`."""
     lease_blocks: int = 0

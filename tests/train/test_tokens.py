@@ -1,5 +1,7 @@
 import json
 import logging
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from dlc.errors import DataError
-from dlc.train import packing
+from dlc.train import packing, sources
 from dlc.train.data import BlockSource
 from dlc.train.packing import tokenise
 from dlc.train.sources import Files, Piece, Place
@@ -147,6 +149,19 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     assert [path.name for path in cache.iterdir()] == [kept.name]  # and nothing half written beside it
 
 
+def test_what_a_killed_process_left_is_deleted_in_time(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name, dir_h, file_h in (("dead", 30, 25), ("slow", 30, 1), ("new", 1, 1)):
+        unfinished = cache / f".{name}.tmp-1-aa"
+        unfinished.mkdir(parents=True)
+        (unfinished / "train.bin").write_bytes(b"x")
+        os.utime(unfinished / "train.bin", (time.time() - file_h * 3600,) * 2)
+        os.utime(unfinished, (time.time() - dir_h * 3600,) * 2)
+    BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=cache)
+    assert sorted(path.name for path in cache.glob(".*")) == [".new.tmp-1-aa", ".slow.tmp-1-aa"]
+    assert len(list(cache.iterdir())) == 3
+
+
 def test_who_tokenises_under_the_same_process_number_disturbs_nobody(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,10 +182,11 @@ def test_who_tokenises_under_the_same_process_number_disturbs_nobody(
 
 
 def test_undecodable_bytes_are_replaced_and_told_once(
-    folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES_MAX", 500)
     for i in range(3):
-        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat")
+        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat " * (1 + i * 100))
     tokenizer = load_tokenizer(str(folder))
     BlockSource(corpus, 8, tokenizer=tokenizer)
     assert [r.message for r in caplog.records if "UTF-8" in r.message] == [

@@ -44,6 +44,8 @@ MEMORY_BYTES_MAX = 8 * 2**30
 """Ids held in memory; more needs a tokenizer with a cache, or a streaming source."""
 TELL_EVERY_S = 10.0
 """Between two lines of the log while a long text is tokenised."""
+UNFINISHED_S = 24 * 3600.0
+"""What nobody wrote to for so long is of a process that was killed while it tokenised."""
 FORMAT = 2
 """1: all records of a file were held out, or none."""
 TOKENS = "tokens"
@@ -170,6 +172,7 @@ def slices(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _write(folder: Path, documents: Documents, tokenizer: Tokenizer, clock: Callable[[], float]) -> None:
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
+    _sweep(folder.parent)
     log.info("tokenising with %s; the tokens are kept in %s", tokenizer.name, folder)
     try:
         with (temporary / "train.bin").open("wb") as a, (temporary / "held.bin").open("wb") as b:
@@ -190,6 +193,19 @@ def _write(folder: Path, documents: Documents, tokenizer: Tokenizer, clock: Call
                 raise  # else another peer of this host was faster
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Delete what others did not finish."""
+    now = time.time()
+    for unfinished in cache.glob(".*.tmp-*"):
+        try:
+            written = max(path.stat().st_mtime for path in (unfinished, *unfinished.iterdir()))
+        except OSError:
+            continue  # another peer is faster
+        if now - written > UNFINISHED_S:
+            log.info("%s is of a process that was killed; it is deleted", unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     end: int
     """Id that ends a document."""
     replaced: int
-    """Pieces so far that held bytes which are no UTF-8."""
+    """Documents so far that held bytes which are no UTF-8; pieces of one follow each other."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -91,22 +91,27 @@ class HubTokenizer:
         self.dtype: np.dtype[Any] = np.dtype(wide)
         self.identity = blake3(f"{self.end}\0{self._inner.backend_tokenizer.to_str()}".encode()).digest()
         self.replaced = 0
+        self._counted = False
+        """In the document whose pieces are given now."""
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
         """As `Tokenizer.encode`."""
         if not pieces:
             return []  # transformers has no answer to that
-        texts = [self._text(piece.text) for piece in pieces]
+        texts = [self._text(piece) for piece in pieces]
         found = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         ends = [[self.end] if piece.last else [] for piece in pieces]
         return [np.array(ids + end, self.dtype) for ids, end in zip(found, ends, strict=True)]
 
-    def _text(self, raw: bytes) -> str:
+    def _text(self, piece: Piece) -> str:
         try:
-            return raw.decode("utf-8")
+            return piece.text.decode("utf-8")
         except UnicodeDecodeError:
-            self.replaced += 1
-            return raw.decode("utf-8", errors="replace")
+            self.replaced += not self._counted
+            self._counted = True
+            return piece.text.decode("utf-8", errors="replace")
+        finally:
+            self._counted = self._counted and not piece.last
 
     def save(self, folder: Path) -> None:
         """As `Tokenizer.save`."""
