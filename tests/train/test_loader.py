@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from dlc.train import loader as loader_module
 from dlc.train import outer_loop, saver, supply
 from dlc.train.data import BlockSource
 from dlc.train.loader import AHEAD_MAX, Loader, Stopped
+from dlc.train.supply import Supply
 from tests.helpers import wait_until
-from tests.train.fake_peer import FakePeer
+from tests.train.fake_peer import FakeMember, FakePeer
+from tests.train.test_ahead import STEP_TOKENS
+from tests.train.test_served import Helpers, helpers
 from tests.train.test_trainer import H, Run, spec
 
-__all__ = ["spec"]
+__all__ = ["helpers", "spec"]
 
 
 class Source:
@@ -140,38 +144,87 @@ def test_a_batch_that_came_late_is_the_one_that_was_waited_for(source: Source) -
     assert loader._thread is not None and not loader._thread.is_alive()
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_training_whose_source_hangs_stops_and_saves(
-    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_blocks_that_were_not_there_come_next(source: Source) -> None:
+    lease = SimpleNamespace(take=lambda count: (list(range(count)), count))
+    outer = SimpleNamespace(newest=lambda: SimpleNamespace(lease=lease))
+    loader = Loader(source, 2, stopping=lambda: True)  # type: ignore[arg-type]
+    blocks = Supply(outer, loader, 2)  # type: ignore[arg-type]
+    source.go.clear()
+    with pytest.raises(Stopped):
+        blocks.batches(blocks.next((), 3))
+    source.go.set()
+    assert blocks.next((), 3) == [0, 1]
+    blocks.close()
+
+
+Hang = Callable[[Run, int], None]
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    """The source hangs after so many steps, and the run is told to stop when it waits for the next one."""
     monkeypatch.setattr(loader_module, "CLOSE_S", 0.01)
     monkeypatch.setattr(loader_module, "WAIT_SLICE_S", 0.01)
-    run = Run(FakePeer(spec), tmp_path)
-    read: set[tuple[int, ...]] = set()
     release, batch, take = threading.Event(), BlockSource.batch, Loader.take
-    taken = itertools.count()
 
-    def hanging(self: BlockSource, ks: Sequence[int]) -> Tensor:
-        read.add(tuple(ks))
-        if len(read) > 2 * (H + steps):  # accumulate
-            release.wait(30)
-        return batch(self, ks)
+    def after(run: Run, steps: int) -> None:
+        read: set[tuple[int, ...]] = set()
+        taken = itertools.count()
 
-    def stopped(self: Loader, *groups: Any) -> list[Tensor]:
-        if next(taken) == H + steps:
-            run.stop.set()
-        return take(self, *groups)
+        def hanging(self: BlockSource, ks: Sequence[int]) -> Tensor:
+            read.add(tuple(ks))
+            if len(read) > 2 * steps:  # accumulate
+                release.wait(30)
+            return batch(self, ks)
 
-    monkeypatch.setattr(BlockSource, "batch", hanging)
-    monkeypatch.setattr(Loader, "take", stopped)
-    try:
-        summary = run.go()
-    finally:
-        release.set()
+        def stopped(self: Loader, *groups: Any) -> list[Tensor]:
+            if next(taken) == steps:
+                run.stop.set()
+            return take(self, *groups)
+
+        monkeypatch.setattr(BlockSource, "batch", hanging)
+        monkeypatch.setattr(Loader, "take", stopped)
+
+    yield after
+    release.set()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_training_whose_source_hangs_stops_and_saves(spec: RunSpec, tmp_path: Path, steps: int, hang: Hang) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    hang(run, H + steps)
+    summary = run.go()
     assert (summary.reason, summary.t, summary.saved) == ("interrupted", 1, True) and run.peer.left
     saved = saver.newest(tmp_path, spec)
     assert saved is not None and saved.t == 1
     assert torch.equal(run.params(), run.peer.theta())
+
+
+def test_its_steps_go_into_a_round_that_is_near(spec: RunSpec, tmp_path: Path, hang: Hang) -> None:
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.others = [FakeMember(status={"t": 0, "inner": 0, "of": 0, "step_s": 1.0})]
+    hang(run, 2)
+    summary = run.go()
+    assert (summary.reason, summary.t) == ("interrupted", 1) and run.peer.weights == [2 * STEP_TOKENS]
+
+
+def test_a_round_that_is_under_way_has_what_was_offered(spec: RunSpec, tmp_path: Path, hang: Hang) -> None:
+    run = Run(FakePeer(dataclasses.replace(spec, overlap="delayed")), tmp_path)
+    run.peer.slices = [3]
+    run.peer.others = [FakeMember(status={"t": 0, "inner": 0, "of": 0, "step_s": 1.0})]
+    hang(run, H + 1)
+    summary = run.go()
+    assert (summary.reason, summary.setbacks.tokens_dropped) == ("interrupted", 0)
+    assert run.peer.weights == [H * STEP_TOKENS, STEP_TOKENS]
+
+
+def test_a_server_has_the_steps_that_were_made(
+    spec: RunSpec, tmp_path: Path, hang: Hang, helpers: type[Helpers]
+) -> None:
+    run = Run(FakePeer(dataclasses.replace(spec, strategy="parameter-server")), tmp_path)
+    hang(run, 2)
+    summary = run.go()
+    assert (summary.reason, summary.t, summary.setbacks.tokens_dropped) == ("interrupted", 1, 0)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

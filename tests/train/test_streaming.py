@@ -268,7 +268,8 @@ def test_marks_of_other_data_are_not_used(kind: str, tmp_path: Path, monkeypatch
     folder = tmp_path / "data"
 
     def written(word: str, at_ns: int) -> None:
-        texts = [f"{'same' if n < 100 else word} {n} " * 3 for n in range(600)]
+        long = range(350, 600) if word == "now!" else range(100, 350)
+        texts = [f"{'same' if n < 100 else word} {n} " * (4 if n in long else 2) for n in range(600)]
         shutil.rmtree(folder, ignore_errors=True)
         if kind == "saved":
             made = datasets.Dataset.from_dict({"text": texts})
