@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import json
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -23,6 +25,7 @@ from dlc.cli import main as command
 from dlc.cli.fault import kill_in_round, unfinished
 from dlc.demo import add_arguments, free_addresses, main
 from dlc.errors import UsageError
+from dlc.monitor.children import Children
 from dlc.monitor.outcome import write_outcome
 from dlc.monitor.verdict import Expected, Record, exit_text, reports_of_kill_round, verdict
 from dlc.report import Missing, RoundReport, Share
@@ -287,6 +290,26 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
     finally:
         demo.kill()
         demo.communicate()
+
+
+def test_a_ctrl_c_that_comes_while_a_peer_is_started_ends_the_demo_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exception raised there could be lost, or leave a process that nobody knows of."""
+    start, pids = Children.start, list[int]()
+
+    def interrupted(self: Children, name: str, command: list[str], *args: Any) -> Any:
+        stdout = start(self, name, [sys.executable, "-c", "import time; time.sleep(600)"], *args)
+        pids.append(self.pid(name))
+        if len(pids) == 3:
+            with contextlib.suppress(KeyboardInterrupt):  # as what runs around a fork does
+                os.kill(os.getpid(), signal.SIGINT)
+        return stdout
+
+    monkeypatch.setattr(Children, "start", interrupted)
+    assert main(arguments(["--out", str(tmp_path)])) == 130
+    assert "dlc demo: stopped" in capsys.readouterr().out
+    assert len(pids) == 3 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_a_victim_that_gets_to_send_nothing_dies_before_its_last_chunk_is_finished(

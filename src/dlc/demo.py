@@ -17,10 +17,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dlc.cli.interrupt import asked_to_stop
 from dlc.cli.options import path
 from dlc.errors import DlcError, UsageError
 from dlc.monitor.children import WAIT_S, Children
@@ -85,12 +86,10 @@ def main(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     if not console.is_terminal:
         console = Console(stderr=args.json, width=PLAIN_WIDTH)
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a `kill` cleans up as Ctrl-C does
     folder = Path(tempfile.mkdtemp(prefix="dlc-demo-"))
     try:
         _check(args)
-        with Demo(args, folder, console) as demo:
+        with asked_to_stop() as stop, Demo(args, folder, console, stop) as demo:
             elapsed_s = demo.run()
             result = write_outcome(args.out, demo.spec, demo.records, demo.expected, elapsed_s, console)
         if args.json:
@@ -100,7 +99,6 @@ def main(args: argparse.Namespace) -> int:
         console.print("dlc demo: stopped", markup=False)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
         if args.keep:
             console.print(f"state of the peers: {folder}", markup=False, soft_wrap=True)
         else:
@@ -112,9 +110,12 @@ class Stuck(DlcError):
 
 
 class Demo:
-    """The processes, and what they told so far. Leaving it ends them all."""
+    """The processes, and what they told so far. Leaving it ends them all.
 
-    def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
+    stop: set where it is to end early; `run` then raises KeyboardInterrupt.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path, console: Console, stop: threading.Event) -> None:
         self.spec = RunSpec(
             run="demo", rounds=args.rounds, sync_every=args.sync_every, seed=args.seed, chunk_elems=CHUNK_ELEMS
         )
@@ -122,6 +123,7 @@ class Demo:
         self.expected = Expected(args.rounds, max(1, args.rounds // 2), LIMIT_S * max(1.0, size))
         self.records: list[Record] = []
         self._n_peers, self._folder, self._out, self._console = args.n_peers, folder, args.out, console
+        self._stop = stop
         self._children, self._feed, self._board = Children(), Feed(), Board()
 
     def __enter__(self) -> Demo:
@@ -207,9 +209,12 @@ class Demo:
         self._feed.attach(name, stdout)
 
     def _watch(self, until: Callable[[], bool]) -> None:
-        """Take events until the condition holds. Raises Stuck if a process fails, or all are silent for too long."""
+        """Take events until the condition holds. Raises Stuck if a process fails, or all are silent for too long, and
+        KeyboardInterrupt where it is to end early."""
         heard_s = time.monotonic()
         while not until():
+            if self._stop.is_set():
+                raise KeyboardInterrupt
             item = self._feed.get(0.2)
             if item is not None:
                 heard_s = item.at_s

@@ -6,17 +6,15 @@ import argparse
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dlc.addresses import addresses_of, advertised, check_listen, outbound_host
 from dlc.cli.files import raise_open_files_limit
-from dlc.cli.interrupt import Interrupts
+from dlc.cli.interrupt import Interrupts, asked_to_stop
 from dlc.cli.places import key_file, run_key
 from dlc.comm.addresses import join_address, parse_address
 from dlc.errors import UsageError
@@ -234,28 +232,14 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C and SIGTERM set, to be looked at often; what ends by it is KeyboardInterrupt outside.
-
-    Python's own handler raises that wherever it is: while pyzmq checks a result, the exception is printed, and lost.
-    The second Ctrl-C raises it all the same.
-    """
+    """Yields an event that Ctrl-C and SIGTERM set, looked at often; what ends by it is KeyboardInterrupt outside."""
     from dlc.bench.stream import Stopped
 
-    stop = threading.Event()
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    except Stopped:
-        raise KeyboardInterrupt from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with asked_to_stop() as stop:
+        try:
+            yield stop
+        except Stopped:
+            raise KeyboardInterrupt from None
 
 
 # ---------------------------------------------------------------- the tools

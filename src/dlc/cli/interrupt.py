@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -53,6 +54,28 @@ class Interrupts:
         if not self.can_save:
             raise KeyboardInterrupt
         _say(b"\nleaving the run; once more to stop at once\n")
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C and SIGTERM set, to be looked at often. Enter it on the main thread.
+
+    Python's own handler raises KeyboardInterrupt wherever the main thread is: while pyzmq checks a result, or in what
+    runs around a fork, that is printed, and lost. The second signal raises it all the same.
+    """
+    stop = threading.Event()
+
+    def signalled(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(text: bytes) -> None:
