@@ -31,7 +31,7 @@ from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import ExchangeFailed, ExchangeOver, History, Outcome, Paused
-from dlc.comm.servermessages import COUNTED, NOT_FINITE
+from dlc.comm.servermessages import COUNTED, DEAD, LATE, LEFT, NOT_FINITE
 from dlc.comm.serverpeer import Notice
 from dlc.comm.service import ServiceNews
 from dlc.comm.spanowner import Rules
@@ -49,7 +49,7 @@ from dlc.train.outer_step import outer_lr, rule_of
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
-REASONS: dict[str, Reason] = {"late": "late", "dead": "dead", "left": "left", NOT_FINITE: "refused: not finite"}
+REASONS: dict[str, Reason] = {LATE: "late", DEAD: "dead", LEFT: "left", NOT_FINITE: "refused: not finite"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
+from dlc.comm.messages import Excluded
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
@@ -743,6 +744,7 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.TellViews(None, "", (dataclasses.replace(view, seed_version=1 << 63),)),
         sm.ImageOffer(view, 1, 1 << 63, b"", "image", 100),
         sm.UpdateOffer(view, 1, sm.Update(2, 1 << 63, 1, (), ()), "update", ()),
+        sm.UpdateOffer(view, 1, sm.Update(2, 2, 1, (), (Excluded(trainer.voter, "no reason"),)), "update", ()),
         sm.Stake(0, NOWHERE, 1, 1 << 63, "", (), SPANS.digest),
         sm.PullReq(0, view.term, 1, 0, b"another"),
         sm.Stake(0, NOWHERE, -1, 0, "", (), SPANS.digest),
@@ -752,6 +754,10 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
     for message in nonsense:
         with pytest.raises(ProtocolError):
             owner.node.receive(trainer.voter, message, net.now)
+    for outcome, reason in (("counted", "no reason"), ("well", "late")):
+        update = sm.Update(1, 1, 1, (), (Excluded(trainer.voter, reason),))
+        with pytest.raises(ProtocolError):
+            trainer.node.receive(owner.voter, sm.PushDone(0, view.term, 1, outcome, 1, update, 0), net.now)
     harmless = [
         sm.Part("nothing", 0, b"x"),
         sm.NoPart("nothing"),

@@ -13,7 +13,15 @@ from dlc.comm.codecs import Payload
 from dlc.comm.followers import DIGEST_EVERY, IMAGE_PART_BYTES
 from dlc.comm.ids import Voter
 from dlc.comm.seats import Host, Replica, Seat
-from dlc.comm.servermessages import Established, ImageOffer, SpanView, UpdateOffer, UpdateTaken, check_numbers
+from dlc.comm.servermessages import (
+    Established,
+    ImageOffer,
+    SpanView,
+    UpdateOffer,
+    UpdateTaken,
+    check_numbers,
+    check_update,
+)
 from dlc.comm.spanstate import SpanState
 from dlc.errors import ProtocolError
 
@@ -72,7 +80,7 @@ class Replicas:
         self._say_taken(sender, view, state)
 
     def update_offered(self, sender: Voter, m: UpdateOffer) -> None:
-        check_numbers(m.update.version, m.update.step, m.update.n)
+        check_update(m.update)
         seat = self._heeds(sender, m.view)
         if seat is None or self.host.spans is None:
             return

@@ -52,6 +52,7 @@ from dlc.comm.servermessages import (
     COUNTED,
     LATE,
     LOST,
+    OUTCOMES,
     AskStake,
     AskViews,
     Granted,
@@ -69,6 +70,7 @@ from dlc.comm.servermessages import (
     UpdateOffer,
     UpdateTaken,
     check_numbers,
+    check_update,
 )
 from dlc.comm.serverpeer import START_S, Notice, ServerMembers, ServerPeer, layout_of
 from dlc.comm.spans import Spans
@@ -271,6 +273,10 @@ class SpanClient(ServerPeer):
 
     def _push_done(self, sender: Voter, m: PushDone) -> None:
         check_numbers(m.version)
+        if m.update is not None:
+            check_update(m.update)
+        if m.outcome not in OUTCOMES:
+            raise ProtocolError(f"no push ends like this: {m.outcome[:40]!r}")
         leg = self._leg(sender, m.span, m.term)
         if leg is None or leg.phase != PUSH or leg.seq != m.seq or self.exchange is None:
             return

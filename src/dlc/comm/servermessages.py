@@ -14,6 +14,11 @@ LATE = "late"
 LOST = "lost"
 """It was counted, but owner and standby died, and nobody had pulled it."""
 NOT_FINITE = "refused: not finite"
+DEAD, LEFT = "dead", "left"
+OUTCOMES = (COUNTED, STALE, LATE, NOT_FINITE)
+"""What becomes of a push that an owner answers."""
+REASONS = (LATE, DEAD, LEFT, NOT_FINITE)
+"""Why a round went on without a trainer."""
 NUMBER_MAX = 1 << 53
 """Greatest term, version or round: the one after it still has a wire form."""
 SEQ_MAX = 1 << 62
@@ -308,6 +313,14 @@ def check_numbers(*numbers: float) -> None:
     for number in numbers:
         if not 0 <= number <= NUMBER_MAX:
             raise ProtocolError(f"the number {number}: it must be at least 0 and at most {NUMBER_MAX}")
+
+
+def check_update(update: Update) -> None:
+    """ProtocolError for one that nobody can have made."""
+    check_numbers(update.version, update.step, update.n)
+    for missing in update.missing:
+        if missing.reason not in REASONS:
+            raise ProtocolError(f"{missing.voter} is missing for no known reason: {missing.reason[:40]!r}")
 
 
 SERVER_MESSAGES: tuple[type, ...] = (

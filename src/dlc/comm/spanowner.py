@@ -29,7 +29,9 @@ from dlc.comm.roles import TRAINER
 from dlc.comm.serverexchange import ASKING
 from dlc.comm.servermessages import (
     COUNTED,
+    DEAD,
     LATE,
+    LEFT,
     NOT_FINITE,
     SEQ_MAX,
     STALE,
@@ -276,8 +278,8 @@ class SpanOwner:
         if voter in self._refused:
             return NOT_FINITE
         if self.host.members.gone(voter):
-            return "left"
-        return LATE if self.host.lives(voter) else "dead"
+            return LEFT
+        return LATE if self.host.lives(voter) else DEAD
 
     def _issue(self, update: Update, payloads: list[Payload], bases: dict[Voter, int]) -> None:
         self.issued = update.version

@@ -30,7 +30,7 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import SEQ_MAX, Counted, Origin, Update, check_numbers
+from dlc.comm.servermessages import SEQ_MAX, Counted, Origin, Update, check_numbers, check_update
 from dlc.comm.spans import Spans
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -224,6 +224,8 @@ class SpanState:
         if head.layout != spans.digest:
             raise ProtocolError(f"an image of span {span} in another layout")
         check_numbers(*head.seed, head.version, head.step, head.moved, head.rounds, head.buffered)
+        if head.last is not None:
+            check_update(head.last)
         numel, start = spans.numel(span), HEAD_BYTES + length
         if len(image) != start + 4 * numel * optimizer.n_vectors:
             raise ProtocolError(f"an image of span {span} with {len(image)} bytes")
