@@ -208,7 +208,7 @@ def _tell_awaited(state: StateDir) -> None:
     if known := known_addresses(state):
         log.info(
             "no --peers are given: looking for those that this peer knew when it stopped, at %s, or for them to come "
-            "here; --found goes on without them",
+            "here; --found goes on without them, once it has waited for those of the last round (timeouts.evict_s)",
             ", ".join(known.values()),
         )
 

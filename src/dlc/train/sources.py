@@ -238,10 +238,12 @@ class _LeftOut:
         """In the log."""
         if self.suffixes:
             which = ", ".join(f"{suffix} {count}" for suffix, count in self.suffixes.most_common(SUFFIXES_TOLD))
-            log.info("%d files of %s with other suffixes are left out (%s)", self.suffixes.total(), root, which)
+            count = self.suffixes.total()
+            _tell_once(f"{count} files of {root} with other suffixes are left out ({which})", logging.INFO)
         if self.linked:
             which = ", ".join(sorted(self.linked)[:SUFFIXES_TOLD])
-            log.warning("%d linked folders of %s are left out (%s): copy or mount them", len(self.linked), root, which)
+            what = f"{len(self.linked)} linked folders of {root} are left out ({which}): copy or mount them"
+            _tell_once(what, logging.WARNING)
 
 
 def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> tuple[list[tuple[str, Path]], _LeftOut]:
@@ -316,6 +318,12 @@ def text_of(row: Mapping[str, object], field: str, source: str, at: str) -> byte
         tell_of_nulls(source, field)
         return None
     return encoded(row[field], field, f"{source}, {at}")
+
+
+@functools.cache
+def _tell_once(what: str, level: int) -> None:
+    """A folder is listed to check it, and to read it."""
+    log.log(level, "%s", what)
 
 
 @functools.cache
