@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from dlc.errors import DataError
-from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, list_files, text_of
+from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, hash_file, list_files, text_of
 
 
 def is_saved(folder: Path) -> bool:
@@ -57,11 +57,7 @@ class Rows:
         told = f"{self._rows._fingerprint}\0{len(self._rows)}\0{self._place.text_field}\0"
         hasher = blake3(told.encode(), max_threads=blake3.AUTO)
         for path in _arrow_files(self._rows):
-            try:
-                hasher.update_mmap(path)
-                hasher.update(path.stat().st_size.to_bytes(8, "little"))
-            except OSError as e:
-                raise DataError(f"the data source {path} cannot be read: {e}") from e
+            hash_file(hasher, path)
         return hasher.digest()
 
 

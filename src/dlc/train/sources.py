@@ -102,11 +102,7 @@ class Files:
         hasher = blake3(self._place.text_field.encode(), max_threads=blake3.AUTO)
         for name, path in self.paths:
             hasher.update(name.encode("utf-8", "surrogateescape") + path.suffix.lower().encode() + b"\0")
-            try:
-                hasher.update_mmap(path)
-                hasher.update(path.stat().st_size.to_bytes(8, "little"))
-            except OSError as e:
-                raise DataError(f"the data source {path} cannot be read: {e}") from e
+            hash_file(hasher, path)
         return hasher.digest()
 
     def _of(self, name: str, path: Path) -> Iterator[Piece]:
@@ -318,6 +314,15 @@ def text_of(row: Mapping[str, object], field: str, source: str, at: str) -> byte
         tell_of_nulls(source, field)
         return None
     return encoded(row[field], field, f"{source}, {at}")
+
+
+def hash_file(hasher: blake3, path: Path) -> None:
+    """Take in its bytes, and how many they are. DataError: it cannot be read."""
+    try:
+        hasher.update_mmap(path)
+        hasher.update(path.stat().st_size.to_bytes(8, "little"))
+    except OSError as e:
+        raise DataError(f"the data source {path} cannot be read: {e}") from e
 
 
 @functools.cache
