@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import multiprocessing
 import os
 import threading
 import traceback
@@ -30,6 +29,7 @@ import dlc
 from dlc.comm.timeouts import Timeouts
 from dlc.compat.opendiloco import DiLoCoOptimizer
 from dlc.train.checkpoint import load_checkpoint, save_checkpoint
+from tests.forked import CONTEXT
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, JOIN_S, PATIENT
 
@@ -119,14 +119,12 @@ class Run:
 @contextmanager
 def runs() -> Iterator[Any]:
     """A function that starts a plan; none outlives the test."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.resuming", "transformers.trainer", "lightning.pytorch"])
     started: list[Run] = []
 
     def start(plan: Plan) -> Run:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        here, there = context.Pipe()
-        process = context.Process(target=_main, args=(plan, there), daemon=True)
+        here, there = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_main, args=(plan, there), daemon=True)
         process.start()
         there.close()
         started.append(Run(plan, process, here))

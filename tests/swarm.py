@@ -32,6 +32,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.errors import DlcError
 from dlc.peer import Peer
 from dlc.report import RoundReport
+from tests.forked import AVAILABLE, Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN_S = 180.0
@@ -118,15 +119,20 @@ def free_addresses(n: int) -> list[str]:
 
 
 class Process:
-    """A program and the events it has told so far; its stderr goes to `log`."""
+    """A program and the events it has told so far; its stderr goes to `log`. `-m MODULE` is forked where it can be."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._log = log
         # The shared machine: one thread each, and no colours, proxies or keys of the one who runs the tests.
         path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DLC_KEY_FILE": ""}
-        with log.open("ab") as errors:
-            self._child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, env=env)
+        self._child: Forked | subprocess.Popen[bytes]
+        if AVAILABLE and command[0] == "-m":
+            self._child = Forked(command[1], command[2:], log, env)
+        else:
+            with log.open("ab") as errors:
+                pipe = subprocess.PIPE
+                self._child = subprocess.Popen([sys.executable, *command], stdout=pipe, stderr=errors, env=env)
         self.events: list[Event] = []
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -212,7 +218,7 @@ class Host:
         return self._run(name, [*launcher, "dlc", "join", "--json", "--state-dir", str(self.folder / name), *words])
 
     def work(self, name: str, peers: Sequence[str], listen: str = "127.0.0.1:0", **timeouts: float) -> Process:
-        """A worker: far quicker to start, since it needs no transformers."""
+        """A worker."""
         settings = {"peers": peers, "listen": listen, "state_dir": str(self.folder / name), "timeouts": timeouts}
         return self._run(name, ["-m", "tests.swarm", json.dumps(settings)])
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlc.comm.timeouts import Timeouts
+from tests.forked import AVAILABLE
 from tests.resuming import EXTRAS, KINDS, STEPS, H, Plan, Run, runs
 from tests.swarm import free_addresses
 
-pytestmark = pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="this system has no forkserver"
-)
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no forkserver")
 
 
 def need(kind: str) -> None:
