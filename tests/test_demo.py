@@ -312,6 +312,27 @@ def test_a_ctrl_c_that_comes_while_a_peer_is_started_ends_the_demo_all_the_same(
     assert len(pids) == 3 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_a_sigterm_right_at_the_start_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(prefix: str) -> str:
+        (folder := tmp_path / f"{prefix}x").mkdir()
+        signal.raise_signal(signal.SIGTERM)
+        return str(folder)
+
+    started: list[str] = []
+    monkeypatch.setattr("dlc.demo.tempfile.mkdtemp", interrupted)
+    monkeypatch.setattr(Children, "start", lambda self, name, *args, **options: started.append(name) or io.BytesIO())
+    monkeypatch.setattr(Children, "exit_code", lambda self, name, wait_s=0.0: None)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("nobody looked for it"))
+    try:
+        assert main(arguments(["--out", str(tmp_path / "out")])) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "dlc demo: stopped" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_victim_that_gets_to_send_nothing_dies_before_its_last_chunk_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

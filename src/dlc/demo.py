@@ -86,23 +86,24 @@ def main(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     if not console.is_terminal:
         console = Console(stderr=args.json, width=PLAIN_WIDTH)
-    folder = Path(tempfile.mkdtemp(prefix="dlc-demo-"))
-    try:
-        _check(args)
-        with asked_to_stop() as stop, Demo(args, folder, console, stop) as demo:
-            elapsed_s = demo.run()
-            result = write_outcome(args.out, demo.spec, demo.records, demo.expected, elapsed_s, console)
-        if args.json:
-            print(json.dumps(result, indent=2))
-        return 0 if result["held"] else 1
-    except KeyboardInterrupt:
-        console.print("dlc demo: stopped", markup=False)
-        return 130
-    finally:
-        if args.keep:
-            console.print(f"state of the peers: {folder}", markup=False, soft_wrap=True)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    with asked_to_stop() as stop:  # before there is a folder, which a signal would leave behind
+        folder = Path(tempfile.mkdtemp(prefix="dlc-demo-"))
+        try:
+            _check(args)
+            with Demo(args, folder, console, stop) as demo:
+                elapsed_s = demo.run()
+                result = write_outcome(args.out, demo.spec, demo.records, demo.expected, elapsed_s, console)
+            if args.json:
+                print(json.dumps(result, indent=2))
+            return 0 if result["held"] else 1
+        except KeyboardInterrupt:
+            console.print("dlc demo: stopped", markup=False)
+            return 130
+        finally:
+            if args.keep:
+                console.print(f"state of the peers: {folder}", markup=False, soft_wrap=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Stuck(DlcError):
