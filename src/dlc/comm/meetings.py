@@ -164,6 +164,7 @@ class Meeting:
         self._shunned: dict[Voter, float] = {}
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
+        self._read: dict[Voter, tuple[bytes, Wish | None]] = {}
         named = call.expected if isinstance(call.expected, tuple) and not call.target else None
         to = named if call.show_to is None else call.show_to
         board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
@@ -177,13 +178,20 @@ class Meeting:
             voter, members = posted.author, self.ground.members
             if voter == self.ground.me or members.gone(voter) or not members.up(voter):
                 continue
-            wish = _wish_of(posted.value)
+            wish = self._wish_of(voter, posted.value)
             if wish is None or wish.grid != self.wish.grid:
                 self._misfits.add(voter.peer)
                 continue
             self._ends[voter] = self.ground.running_s + posted.until - LINGER_S - self.ground.now
             found[voter] = wish
         return found
+
+    def _wish_of(self, voter: Voter, value: bytes) -> Wish | None:
+        """Read once: everybody's is looked at whenever anything happens."""
+        known = self._read.get(voter)
+        if known is None or known[0] is not value:
+            known = self._read[voter] = value, _wish_of(value)
+        return known[1]
 
     def likely(self) -> list[Voter]:
         """Who may be in my group: links to them are opened while it forms."""
