@@ -2,6 +2,7 @@
 
     t           rounds in the parameters of the checkpoint
     steps       inner steps of the checkpoint that are in no round
+    held        of each fragment: those of its own that are in none
     local       the parameters as those made them, fp32; None where there are none
     residual    what int8, int4 or topk still owe; None with other codecs
     outer       theta and the outer moments of the swarm, and the log of the run: as of `DiLoCo.state_dict(outer=True)`
@@ -95,7 +96,7 @@ def write(folder: Path, state: State, model: nn.Module) -> None:
     tensors = {"log": outer["log"], "image": outer["image"]}
     tensors |= {name: state[name] for name in ("residual", "local") if state[name] is not None}
     meta = {"t": state["t"], "outer_t": outer["t"], "model": _digest(model)}
-    meta |= {name: state[name] for name in ("inner_step", "steps")}
+    meta |= {name: state[name] for name in ("inner_step", "steps", "held")}
     save_checkpoint(folder / FILE, tensors, meta)
 
 
@@ -113,6 +114,7 @@ def read(folder: Path, model: nn.Module | None = None) -> State | None:
         return None
     outer = {"t": meta["outer_t"], "log": tensors["log"], "image": tensors["image"]}
     steps = {name: meta.get(name, 0) for name in ("inner_step", "steps")}  # files of before have none
+    steps["held"] = meta.get("held", [])
     own = {name: tensors.get(name) for name in ("residual", "local")}
     return {"inner": None, "t": meta["t"], "outer": outer, **steps, **own}
 

@@ -140,9 +140,11 @@ class DiLoCo:
         """Inner steps between two rounds."""
         self._overlap_steps = overlap_steps or self._period
         self._steps = 0
-        """Made, and in no round yet."""
+        """Made, and offered to no round, or to none that is settled."""
+        self._held = [0] * fragments
+        """Those that each fragment of d holds, as no round of its own has counted them."""
         self._offered = 0
-        """Those of them that are on their way to a round."""
+        """Those of `steps` that are on their way to a round."""
         self._skipped = 0
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: tuple[RemovableHandle, ...] | None = None
@@ -255,10 +257,10 @@ class DiLoCo:
     def _caught_up(self, *_: object) -> None:
         """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
         self._trained.check_mine()
-        if self._offered and not self._overlaps:
+        if self._outer.waiting and not self._overlaps:
             self._settle(wait=True)
             if self._outer.displaced and not self._outer.resume(self._work):
-                self._steps = 0
+                self._dropped()
 
     def _after_step(self, *_: object) -> None:
         if not skipped(self.inner):
@@ -268,17 +270,18 @@ class DiLoCo:
         """Count an inner step, and do what is due after it."""
         self._trains()
         self._steps += 1
-        report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._offered else None
-        if not self._offered:
+        self._held = [held + 1 for held in self._held]
+        report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._outer.waiting else None
+        if not self._outer.waiting:
             if self._steps + self._skipped >= self._period:
                 report = self._exchange(wait=not self._overlaps) or report
             elif self._outer.moved() and not self._outer.rebase(self._work):
-                self._steps = 0
+                self._dropped()
         return report
 
     def flush(self) -> RoundReport | None:
         """Wait for the round that is on its way, if there is one: before the model is saved or measured at the end."""
-        return self._settle(wait=True) if self._offered else None
+        return self._settle(wait=True) if self._outer.waiting else None
 
     def follow(self) -> None:
         """From now on each step that somebody else makes with `inner` counts: a Trainer, or an accelerated optimizer.
@@ -309,14 +312,22 @@ class DiLoCo:
         """End the training: offer the steps that are in no round yet, wait for it, and leave the model at the swarm's
         newest parameters. Undoes `follow`. Returns and raises as `step` does; None also if there was nothing to offer.
 
-        The peer stays a member, and no round waits for it before it makes another step. With fragments only the one
-        whose turn it is can be offered: of the others the steps since their own last round are dropped.
+        The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
+        to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
+        the steps that its fragment holds, as it is on average before.
         """
         self._unhook()
         try:
             self._trained.check_mine()
             report = self.flush()
-            report = self._exchange(wait=True) or report
+            while self._weight_of_next(last=True):
+                report = self._exchange(wait=True, last=True) or report
+            if left := sum(map(bool, self._held)):
+                log.warning(
+                    "up to %d steps of %d fragments are in no round: rounds have passed without this peer",
+                    max(self._held),
+                    left,
+                )
         finally:
             self._ends()
             self._trained.release()
@@ -328,7 +339,8 @@ class DiLoCo:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
         self._trained.check_free()
         self.flush()
-        self._steps = self._skipped = 0
+        self._skipped = 0
+        self._dropped()
         self._trained.claim()
         self._outer.adopt()
 
@@ -336,22 +348,32 @@ class DiLoCo:
     def _work(self) -> Work:
         return Work(tuple(range(self._steps)))
 
-    def _exchange(self, wait: bool) -> RoundReport | None:
+    def _dropped(self) -> None:
+        """The model is the swarm's again: no step that was in no round is in it any more."""
+        self._steps, self._held = 0, [0] * len(self._held)
+
+    def _weight_of_next(self, last: bool = False) -> float:
+        """Of what the next round would be offered: 0 where that is nothing. last: no step comes after it."""
+        steps = self._held[self.t % len(self._held)] / len(self._held) if last else self._steps
+        return steps * self.weight
+
+    def _exchange(self, wait: bool, last: bool = False) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
         self._skipped = 0
-        if self._steps:
+        if any(self._held):
             self._trained.check_same()
             self._trained.tell_of_others()
-        while self._steps:
-            steps, self._steps = self._steps, 0  # dropped, if nothing can be offered
+        while weight := self._weight_of_next(last):
             try:
-                self._outer.offer(steps * self.weight, Work(tuple(range(steps))))
+                self._outer.offer(weight, self._work)
             except NotFinite:
                 self.inner.state.clear()  # moments that are not finite would spoil the model with the next step
                 raise
             finally:
                 if self._outer.waiting:
-                    self._steps = self._offered = steps
+                    self._offered = self._steps
+                else:
+                    self._dropped()
             if not wait:
                 return None
             report = self._settle(wait=True)
@@ -368,10 +390,15 @@ class DiLoCo:
             settled = self._outer.settle(self._work)
         except BaseException:
             log.warning("the end of a round was interrupted: inner steps that it did not count are dropped")
-            self._steps = self._offered = 0
+            self._offered = 0
+            self._dropped()
             self._outer.adopt()
             raise
-        self._steps = self._steps - self._offered if settled.counted else self._steps if settled.kept else 0
+        if settled.counted and settled.report is not None:
+            self._steps -= self._offered
+            self._held[(settled.report.t - 1) % len(self._held)] = self._steps
+        elif not settled.kept:
+            self._dropped()
         self._offered = 0
         if self._outer.displaced and self._overlaps:
             self._outer.resume(self._work)
@@ -405,7 +432,7 @@ class DiLoCo:
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
             state["steps"], state["local"] = self._steps, self._outer.local() if kept else None
-            state["offered"] = self._offered
+            state["held"], state["offered"] = list(self._held), self._offered
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -433,6 +460,8 @@ class DiLoCo:
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
             self._outer.take_up(local.cpu())
             self._steps, self._skipped = int(state["steps"]), 0
+            held = [int(steps) for steps in state.get("held", ())]
+            self._held = held if len(held) == len(self._held) else [self._steps] * len(self._held)
         else:
             inner_step = max(0, int(state["inner_step"]))
             self._skipped = min(inner_step, self._period - 1)

@@ -1,0 +1,139 @@
+"""`DiLoCo.finish`: every step that was made is in a round, or a line says that it is not."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlc
+import dlc.train.outer_loop
+from dlc.runspec import OuterSpec
+from dlc.train.diloco import DiLoCo
+from tests.swarm import DEADLINE_S, ROUND_S, swarm
+from tests.train.fake_peer import FakePeer
+
+MEAN = OuterSpec(lr=1.0, momentum=0.0)
+"""The outer step is the mean of the parameters."""
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def made(net: nn.Module, peer: Any, **options: Any) -> DiLoCo:
+    inner = torch.optim.SGD(net.parameters(), lr=0.05)
+    return DiLoCo(net, inner, peer, **{"sync_every": 6, "outer": MEAN, "codec": "fp32", **options})
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    net.zero_grad()
+    net(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+
+
+def train(opt: DiLoCo, net: nn.Module, steps: range) -> None:
+    for step in steps:
+        backward(net, step)
+        opt.step()
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("overlap", ["none", "delayed", "eager"])
+@pytest.mark.parametrize("steps", [1, 7, 8])
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_at_the_end_each_fragment_has_its_turn_once_more(fragments: int, steps: int, overlap: str) -> None:
+    """All but one were set back to their last round: up to `sync_every` steps of them were gone without a word."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=fragments, overlap=overlap)
+    train(opt, net, range(steps))
+    opt.flush()
+    before, rounds = flat(net), opt.t
+    assert opt.finish() is not None
+    torch.testing.assert_close(flat(net), before, rtol=1e-6, atol=1e-7)  # alone, the mean is what this peer has
+    assert torch.equal(flat(net), peer.theta())
+    period = 6 // fragments
+    if overlap == "none":
+        held = [steps % period + period * turn for turn in range(fragments)][::-1]  # in the order of their turns
+        held = [min(steps, steps_held) for steps_held in held if steps_held]
+        assert peer.weights[rounds:] == pytest.approx([steps_held / fragments for steps_held in held])
+    assert opt.finish() is None and opt.t == len(peer.counted)
+
+
+def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A turn that passes without this peer does not come back before others of which there is nothing to offer."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=3)
+    train(opt, net, range(3))
+    peer.misses = ["", "late"]
+    opt.finish()
+    assert opt.t == 4 and torch.equal(flat(net), peer.theta())
+    assert caplog.messages == ["up to 3 steps of 1 fragments are in no round: rounds have passed without this peer"]
+    train(opt, net, range(1))
+    opt.finish()
+    assert len(caplog.messages) == 1 and opt.t == 7
+
+
+def test_an_interrupted_end_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=3)
+    train(opt, net, range(6))
+    before, wait, calls = flat(net), opt._outer.wait, [0]
+
+    def interrupted(timeout_s: float) -> bool:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return wait(timeout_s)
+
+    monkeypatch.setattr(opt._outer, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opt.finish()
+    opt.finish()
+    torch.testing.assert_close(flat(net), before, rtol=1e-6, atol=1e-7)
+    assert opt.t == len(peer.counted) == 5
+
+
+def test_what_a_fragment_holds_is_part_of_the_state() -> None:
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=3)
+    train(opt, net, range(6))
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    opt.finish()
+    for kept in (state, {name: value for name, value in state.items() if name != "held"}):
+        again_peer, again = FakePeer(start_t=state["t"]), build()
+        other = made(again, again_peer, fragments=3, resume=state)
+        other.load_state_dict(kept)
+        other.finish()
+        assert torch.equal(flat(again), flat(net)) == ("held" in kept)
+
+
+def test_peers_that_end_together_have_the_mean_of_all_fragments() -> None:
+    nets, n = [build(), build()], 2
+
+    def run(peer: dlc.Peer, net: nn.Module, me: int) -> Tensor:
+        opt = made(net, peer, fragments=3, patience_s=ROUND_S)
+        train(opt, net, range(10 * me, 10 * me + 1))
+        before = flat(net)
+        opt.finish()
+        assert opt.t == 3
+        return before
+
+    with swarm(n) as peers, ThreadPoolExecutor(n) as pool:
+        futures = [pool.submit(run, peer, net, me) for me, (peer, net) in enumerate(zip(peers, nets, strict=True))]
+        before = [future.result(DEADLINE_S) for future in futures]
+    assert torch.equal(flat(nets[0]), flat(nets[1])) and not torch.equal(*before)
+    torch.testing.assert_close(flat(nets[0]), (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
