@@ -360,6 +360,41 @@ def test_a_dht_takes_tcp_addresses_and_is_of_no_use_before_its_start() -> None:
         made(net, dht).load_state_from_peers()
 
 
+def test_a_step_of_a_gradient_averager_that_ends_without_a_mean_is_given_up() -> None:
+    """It stayed on its way: each further step was refused, while the others counted what it had offered."""
+    mains = [[nn.Parameter(torch.full((3,), float(i))), nn.Parameter(torch.zeros(1))] for i in range(2)]
+    outers = [torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))], lr=1.0) for _ in mains]
+    with swarm(2) as peers:
+        one, other = (
+            DiLoCoGradAverager(m, o, dht=p, prefix="g", min_matchmaking_time=WAIT_S)
+            for m, o, p in zip(mains, outers, peers, strict=True)
+        )
+        for _ in range(2):
+            with pytest.raises(RoundTimeout, match="no round of 'g/gradients' was committed within"):
+                one.step(timeout=0.1)
+            with one.get_tensors() as (grad, _):
+                assert torch.equal(grad, torch.ones(3)), "this peer's own"
+        with torch.no_grad():
+            mains[0][0].fill_(2.0)
+        for _ in range(3):  # a round that begins with what was given up goes on without that
+            control = other.step(wait=False)
+            assert not isinstance(control, dict)
+            together = one.step(timeout=WAIT_S)
+            assert isinstance(together, dict) and control.result(WAIT_S) == together
+            if len(together) == 2:
+                break
+        assert together.keys() == {peer.id for peer in peers}
+        for averager in (one, other):
+            with averager.get_tensors() as (grad, _):
+                assert torch.equal(grad, torch.full((3,), -0.5)), "of what each held when it was called last"
+        with torch.no_grad():
+            mains[1][0].fill_(5.0)
+        with pytest.raises(UsageError, match="used already"):
+            other.step(control)
+        with other.get_tensors() as (grad, _):
+            assert torch.equal(grad, torch.full((3,), -0.5)), "nothing is done"
+
+
 def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:
     mains = [[nn.Parameter(torch.full((3,), float(i))), nn.Parameter(torch.full((2, 2), 2.0 * i))] for i in range(2)]
     outers = [torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))], lr=1.0) for _ in mains]

@@ -43,8 +43,6 @@ class Control:
 
     def begin(self, reduction: Reduction) -> None:
         """Its one use."""
-        if self._reduction is not None:
-            raise UsageError("this control was used already: schedule another step")
         self._reduction = reduction
 
     def result(self, timeout: float | None = None) -> dict[str, None]:
@@ -139,9 +137,13 @@ class DiLoCoGradAverager:
     ) -> dict[str, None] | Control:
         """Average the pseudo-gradients; without `wait`, return the control to wait with. Who is in, by peer id.
 
-        RoundTimeout: not within `timeout` seconds; SwarmClosed: the peer has left.
+        RoundTimeout: not within `timeout` seconds; SwarmClosed: the peer has left. Where the caller has no control, the
+        averaging is given up then, or where the wait is interrupted; the gradients are this peer's own, and the next
+        step averages anew. UsageError, with nothing done: the control was used already.
         """
-        control = control if control is not None else self.schedule_step(timeout=timeout)
+        if control is not None and control.triggered:
+            raise UsageError("this control was used already: schedule another step")
+        given, control = control, control if control is not None else self.schedule_step(timeout=timeout)
         self.compute_and_load_pseudo_grad_into_averager()
         control.begin(
             self._peer.all_reduce(
@@ -152,10 +154,25 @@ class DiLoCoGradAverager:
                 async_op=True,
             )
         )
-        return control.result(timeout) if wait else control
+        if not wait:
+            return control
+        return control.result(timeout) if given is not None else _waited(control, timeout)
 
     def notify_used_averaged_gradients(self) -> None:
         """There is nothing to note."""
 
     def shutdown(self) -> None:
         """The peer stays."""
+
+
+def _waited(control: Control, timeout_s: float | None) -> dict[str, None]:
+    """Its result; where there is none in time, or the wait is interrupted, it is given up: nobody else has it."""
+    try:
+        return control.result(timeout_s)
+    except RoundTimeout:
+        if control.cancel():
+            raise
+        return control.result(0)  # it was decided at the last moment, or by too few
+    except KeyboardInterrupt:
+        control.cancel()
+        raise
