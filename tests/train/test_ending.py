@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -119,6 +120,53 @@ def test_what_a_fragment_holds_is_part_of_the_state() -> None:
         other.load_state_dict(kept)
         other.finish()
         assert torch.equal(flat(again), flat(net)) == ("held" in kept)
+
+
+STRAY = "the optimizer was stepped, and not by its dlc.DiLoCo"
+CHANGED = "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted"
+
+
+def test_who_steps_the_optimizer_itself_is_told_at_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """No round came, no line said so, and `finish` put all of the training back to where it began."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer)
+    for step in range(8):
+        backward(net, step)
+        opt.inner.step()
+    assert [message.startswith(STRAY) for message in caplog.messages] == [True], "once"
+    assert opt.finish() is None and torch.equal(flat(net), peer.theta())
+    assert [message.startswith(CHANGED) for message in caplog.messages[1:]] == [True]
+    opt.finish()
+    assert len(caplog.messages) == 2, "nothing has changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_count_are_not_told(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    def step(make: Callable[[], object]) -> None:
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        make()
+
+    net, peer = build().to(dtype), FakePeer()
+    first = made(net, peer)
+    for _ in range(7):
+        step(first.step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    step(lambda: scaler.step(first))
+    first.finish()
+    step(first.inner.step)  # its own matter, after the end
+    followed = DiLoCo(net, first.inner, peer, sync_every=6, channel="followed")
+    followed.follow()
+    for _ in range(7):
+        step(followed.inner.step)
+    followed.finish()
+    second = DiLoCo(net, first.inner, peer, sync_every=6, channel="second")
+    third = DiLoCo(net, first.inner, peer, sync_every=6, channel="third")
+    step(third.step)
+    third.finish()
+    assert not caplog.messages
+    second.unfollow()
 
 
 def test_peers_that_end_together_have_the_mean_of_all_fragments() -> None:

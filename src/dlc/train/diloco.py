@@ -251,7 +251,8 @@ class DiLoCo:
         if self._follows is not None:
             raise UsageError("after follow(), step the inner optimizer: its steps make the exchanges")
         self._caught_up()
-        self.inner.step(closure)
+        with self._trained.counting():
+            self.inner.step(closure)
         return self._stepped()
 
     def _caught_up(self, *_: object) -> None:
@@ -290,6 +291,7 @@ class DiLoCo:
         `unfollow`.
         """
         if self._follows is None:
+            self._trained.unwatch()
             self._follows = (
                 self.inner.register_step_pre_hook(self._caught_up),
                 self.inner.register_step_post_hook(self._after_step),
@@ -327,6 +329,11 @@ class DiLoCo:
                     "up to %d steps of %d fragments are in no round: rounds have passed without this peer",
                     max(self._held),
                     left,
+                )
+            elif self._outer.strayed():
+                log.warning(
+                    "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted; "
+                    "they are set to the swarm's now, in which that is not"
                 )
         finally:
             self._ends()

@@ -243,6 +243,12 @@ class OuterLoop:
         self._poll_at = now + POLL_S
         return self._differs(self._peer.position(self._channel))
 
+    def strayed(self) -> bool:
+        """Where there is nothing to offer: whether the parameters are not where the last round put them. False also
+        where rounds leave a part of d."""
+        parts = self._origin.parts(*self.outgoing.cut(self._origin.device)) if self._whole else ()
+        return any(bool(part.any()) for part in parts)
+
     def rebase(self, work: Work) -> bool:
         """Go on from the swarm's newest theta. True: local progress is kept; False: it was dropped."""
         return self._replant(self._measure(), work)

@@ -1,11 +1,13 @@
-"""The parameters of one `dlc.DiLoCo`: that they are whole, stay what they were, and are trained by nobody else."""
+"""The parameters of one `dlc.DiLoCo`: that they are whole, stay what they were, and are trained by nobody else, and by
+their own optimizer only where that counts."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +52,10 @@ class Trained:
         """Ids of the parameters that needed gradients when this was made, or have been named since."""
         self._claimed = self._seen = 0
         """The number of the claim, and the newest one that was looked at since."""
+        self._counting = self._told_of_stray = False
         self._tell_of_ranks()
+        self.unwatch = self._watched()
+        """Steps of the optimizer are somebody else's to count from now on."""
 
     def _check_whole(self) -> None:
         """UsageError: each process holds a part of each tensor."""
@@ -126,6 +131,39 @@ class Trained:
             return 0, None
         number, reference = claim
         return number, reference() if reference is not None else None
+
+    # ---------------------------------------------------------------- steps
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """A step of the optimizer meanwhile is one that counts."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def _watched(self) -> Callable[[], object]:
+        """See each step of the optimizer until what this returns is called, or this is gone."""
+        if not isinstance(self._inner, torch.optim.Optimizer):
+            return lambda: None
+        me = weakref.ref(self)
+
+        def stepped(*_: object) -> None:
+            if (trained := me()) is not None:
+                trained._tell_of_stray()
+
+        return weakref.finalize(self, self._inner.register_step_post_hook(stepped).remove)
+
+    def _tell_of_stray(self) -> None:
+        """Once: whoever steps the optimizer itself trains alone, and finds out when all of it is gone."""
+        in_use = self._last_claim(self.view.tensors[0])[1] is self
+        if in_use and not self._counting and not self._told_of_stray:
+            self._told_of_stray = True
+            log.warning(
+                "the optimizer was stepped, and not by its dlc.DiLoCo, which does not count that step, so that no "
+                "round is due for it: call the DiLoCo's step() in its place, or follow() once, which counts both"
+            )
 
     # ---------------------------------------------------------------- what they were
 
