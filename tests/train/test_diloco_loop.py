@@ -52,6 +52,20 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     DiLoCo(model, torch.optim.SGD([next(model.parameters())], lr=0.1), FakePeer(), sync_every=2)
 
 
+def test_a_weight_that_no_round_could_have_is_refused_when_it_is_set() -> None:
+    """The round refused it, and its inner steps were gone; where all peers gave 0, `step` never returned."""
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2)
+    for weight in (0.0, -1.0, float("nan"), 2.0**53, "3"):
+        with pytest.raises(UsageError, match="the weight of a step must be above 0"):
+            opt.weight = weight  # type: ignore[assignment]
+    opt.weight = 3
+    for step in range(2):
+        backward(model, step)
+        opt.step()
+    assert peer.weights == [6.0]
+
+
 def test_an_optimizer_wrapped_by_accelerate_is_refused() -> None:
     """Its step makes none where gradients are accumulated, and each was counted as one."""
     accelerate = pytest.importorskip("accelerate")
@@ -66,6 +80,13 @@ def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
     for weight in (0.0, -1.0, float("nan"), float("inf"), 2.0**53, 10**400):
         with pytest.raises(UsageError, match="the weight of a step must be above 0"):
             DiLoCo(model, sgd(model), peer, sync_every=2, weight=weight)
+    for patience_s in (-1.0, float("nan"), float("inf"), "3"):
+        with pytest.raises(UsageError, match="patience_s is .*a number of seconds"):
+            DiLoCo(model, sgd(model), peer, sync_every=2, patience_s=patience_s)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="hook is int: it must be a function"):
+        DiLoCo(model, sgd(model), peer, sync_every=2, pseudo_gradient_hook=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"outer is str: give a dlc\.OuterSpec"):
+        DiLoCo(model, sgd(model), peer, sync_every=2, outer="sgd")  # type: ignore[arg-type]
     wide = nn.Parameter(torch.zeros(1).expand(8))
     with pytest.raises(UsageError, match="expanded tensor"):
         DiLoCo([wide], torch.optim.SGD([wide], lr=0.1), peer, sync_every=2)

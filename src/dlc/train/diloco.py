@@ -39,7 +39,6 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.handles import outer_part
@@ -47,7 +46,7 @@ from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
-from dlc.train.offers import NotFinite, Work
+from dlc.train.offers import NotFinite, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
@@ -125,9 +124,10 @@ class DiLoCo:
         if not isinstance(sync_every, SupportsIndex) or operator.index(sync_every) < 1:
             raise UsageError(f"sync_every must be a whole number of inner steps, at least 1, not {sync_every!r}")
         sync_every = operator.index(sync_every)
-        if not 0 < weight <= WEIGHT_MAX / sync_every:
-            raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight}")
+        if not isinstance(outer, OuterSpec):
+            raise UsageError(f"outer is {type(outer).__name__}: give a dlc.OuterSpec, which names the outer optimizer")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
+        check_terms(pseudo_gradient_hook, patience_s)
         self.inner = inner
         self.sync_every = sync_every
         self.weight = weight
@@ -212,6 +212,16 @@ class DiLoCo:
                 f"the state is of round {t}, but this run has made none: join with resume=dlc.Resume.of(state), or "
                 "leave resume= away to start anew from the model's parameters"
             )
+
+    @property
+    def weight(self) -> float:
+        """Of one inner step, when the next round is offered: all steps since the last one have it. UsageError, when it
+        is set: it is not above 0, or that of a round would be over 2^53."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = step_weight(weight, self.sync_every)
 
     @property
     def t(self) -> int:

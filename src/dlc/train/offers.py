@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlc.comm.encoded import Encoded
-from dlc.errors import DlcError
+from dlc.comm.reducer import WEIGHT_MAX
+from dlc.errors import DlcError, UsageError
 from dlc.report import RoundReport
 from dlc.train.swarm import Pending
 
@@ -65,3 +68,19 @@ def norm_of(d: Tensor) -> float:
 def share_of(report: RoundReport, peer: str) -> float:
     """Its part of the weight of the mean."""
     return next((share.weight for share in report.contributors if share.peer == peer), 0.0) / report.weight
+
+
+def step_weight(weight: float, steps: int) -> float:
+    """Of one inner step of so many that a round has. UsageError: a round would refuse that, or wait for ever where all
+    give 0."""
+    if not isinstance(weight, Real) or not 0 < weight <= WEIGHT_MAX / steps:
+        raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight!r}")
+    return float(weight)
+
+
+def check_terms(hook: object, patience_s: float) -> None:
+    """UsageError now, and not at the first round, whose inner steps it would cost."""
+    if hook is not None and not callable(hook):
+        raise UsageError(f"the pseudo_gradient_hook is {type(hook).__name__}: it must be a function of the difference")
+    if not isinstance(patience_s, Real) or not 0 <= patience_s < math.inf:
+        raise UsageError(f"patience_s is {patience_s!r}: it must be a number of seconds, 0 for as long as it pays")

@@ -160,7 +160,8 @@ class DiLoCoOptimizer(BoundOptimizer):
         before, t, made = diloco.inner_step, diloco.t, self._made
         samples = self.batch_size if batch_size is None else batch_size
         self._samples = self._samples + samples if before else samples
-        diloco.weight = self._samples / (before + 1)
+        if self._samples:  # else this step has none, and weighs what the steps before did
+            diloco.weight = self._samples / (before + 1)
         last = diloco.last_report
         inner: Any = self.inner_optimizer
         loss = scaler.step(inner) if scaler is not None else inner.step(closure)
