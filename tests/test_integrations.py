@@ -312,14 +312,14 @@ def fit(tmp_path: Path) -> Iterator[Any]:
         def __init__(self, optimizers: int = 1) -> None:
             super().__init__()
             self.net, self.count = Net(), optimizers
-            self.automatic_optimization = optimizers == 1
+            self.automatic_optimization = optimizers < 2
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return self.net(batch)["loss"]  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> Any:
             many = [torch.optim.AdamW(self.parameters(), lr=0.05) for _ in range(self.count)]
-            return many if self.count > 1 else many[0]
+            return many if self.count > 1 else many[0] if many else None
 
     def run(
         strategy: Any,
@@ -400,10 +400,16 @@ def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_
     peer = FakePeer()
     strategy(peer)  # skips where Lightning is not installed
     from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
 
-    with pytest.raises(UsageError, match="would leave each peer with another model"):
-        fit(strategy(peer), callbacks=[StochasticWeightAveraging(0.1)])
+    for averages in (StochasticWeightAveraging(0.1), WeightAveraging()):
+        with pytest.raises(UsageError, match="WeightAveraging would leave each peer with another model"):
+            fit(strategy(peer), callbacks=[averages])
     with pytest.raises(UsageError, match="make the search with a Trainer without DLCStrategy"):
         fit(strategy(peer), callbacks=[LearningRateFinder()])
     sizes = Trainer(accelerator="cpu", logger=False, callbacks=[BatchSizeFinder()])  # which needs a DataModule to fit
@@ -484,9 +490,11 @@ def test_a_whole_swarm_that_was_stopped_goes_on_from_a_checkpoint_of_lightning(f
             saved_state(tmp_path / f"{name}.ckpt")
 
 
-def test_a_module_with_two_optimizers_is_refused(fit: Any) -> None:
+def test_a_module_with_two_optimizers_or_none_is_refused(fit: Any) -> None:
     with pytest.raises(UsageError, match="one optimizer, not 2"):
         fit(strategy(FakePeer()), optimizers=2, accumulate_grad_batches=1)
+    with pytest.raises(UsageError, match="the module's optimizer holds no parameters"):
+        fit(strategy(FakePeer()), optimizers=0)
 
 
 # ------------------------------------------------------------------ the keywords of dlc.DiLoCo

@@ -28,7 +28,12 @@ from typing import Any
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError as error:
@@ -76,9 +81,9 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
     device: None takes the first one of the Trainer's accelerator.
 
     Without `resume=` it takes what is in the checkpoint of `fit(ckpt_path=...)`.
-    UsageError: the module has more than one optimizer, the Trainer several devices, or it searches for a learning rate
-    or a batch size. TypeError: `dlc.DiLoCo` has no such keyword. What `dlc.DiLoCo` and its `step` raise comes out of
-    `trainer.fit`.
+    UsageError: the module has more than one optimizer, or none, the Trainer several devices, or it searches for a
+    learning rate or a batch size, or averages weights on its own. TypeError: `dlc.DiLoCo` has no such keyword. What
+    `dlc.DiLoCo` and its `step` raise comes out of `trainer.fit`.
     """
 
     strategy_name = "dlc"
@@ -125,6 +130,11 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         super().on_train_start()
         if len(self.optimizers) != 1:
             raise UsageError(f"DLCStrategy needs a module with one optimizer, not {len(self.optimizers)}")
+        if not any(group["params"] for group in self.optimizers[0].param_groups):
+            raise UsageError(
+                "the module's optimizer holds no parameters, as where configure_optimizers returns None: its steps "
+                "would be counted, and train nothing; let configure_optimizers return the optimizer"
+            )
         found, self._found = self._found, None
         self._finished = False
         self._diloco = saved.follow(
@@ -193,11 +203,12 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             "a search for a learning rate or a batch size makes steps that ruin a model, and the other peers would "
             "take part in it: make the search with a Trainer without DLCStrategy"
         )
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        raise UsageError(
-            "StochasticWeightAveraging would leave each peer with another model, the average of its own steps: leave "
-            "it out; rounds average over the peers already"
-        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise UsageError(
+                f"{type(callback).__name__} would leave each peer with another model, the average of its own steps: "
+                "leave it out; rounds average over the peers already"
+            )
     devices = getattr(trainer._accelerator_connector, "_devices_flag", "auto")  # no public name tells what was given
     named = devices.strip(",").split(",") if isinstance(devices, str) else devices  # their numbers, or how many
     several = isinstance(named, list | tuple) and len(named) > 1
