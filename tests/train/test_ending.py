@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dlc
 import dlc.train.outer_loop
 from dlc.runspec import OuterSpec
-from dlc.train.diloco import DiLoCo
+from dlc.train.diloco import END_PATIENCE_S, DiLoCo
 from tests.swarm import DEADLINE_S, ROUND_S, swarm
 from tests.train.fake_peer import FakePeer
 
@@ -66,12 +66,24 @@ def test_at_the_end_each_fragment_has_its_turn_once_more(fragments: int, steps: 
     assert opt.finish() is not None
     torch.testing.assert_close(flat(net), before, rtol=1e-6, atol=1e-7)  # alone, the mean is what this peer has
     assert torch.equal(flat(net), peer.theta())
+    assert set(peer.patiences_s[rounds:]) == {END_PATIENCE_S}
     period = 6 // fragments
     if overlap == "none":
         held = [steps % period + period * turn for turn in range(fragments)][::-1]  # in the order of their turns
         held = [min(steps, steps_held) for steps_held in held if steps_held]
         assert peer.weights[rounds:] == pytest.approx([steps_held / fragments for steps_held in held])
     assert opt.finish() is None and opt.t == len(peer.counted)
+
+
+@pytest.mark.parametrize(("options", "patience_s"), [({}, 0.0), ({"fragments": 2, "patience_s": 3.0}, 3.0)])
+def test_the_last_rounds_have_the_patience_that_was_given(options: dict[str, Any], patience_s: float) -> None:
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, **options)
+    train(opt, net, range(1))
+    opt.finish()
+    assert set(peer.patiences_s) == {patience_s} and len(peer.counted) == options.get("fragments", 1)
+    train(opt, net, range(6))
+    assert set(peer.patiences_s) == {patience_s}
 
 
 def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,6 +93,7 @@ def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture
     train(opt, net, range(3))
     peer.misses = ["", "late"]
     opt.finish()
+    assert set(peer.patiences_s[1:]) == {END_PATIENCE_S}
     assert opt.t == 4 and torch.equal(flat(net), peer.theta())
     assert caplog.messages == ["up to 3 steps of 1 fragments are in no round: rounds have passed without this peer"]
     train(opt, net, range(1))

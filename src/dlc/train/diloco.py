@@ -56,6 +56,9 @@ from dlc.train.trained import Trained
 log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
+END_PATIENCE_S = 60.0
+"""Of the rounds of `finish` with fragments, where the caller gave none: they come one after the other, while all
+predict that the next one is a phase of inner steps away, and whoever is a little late would be left out."""
 
 
 def skipped(inner: torch.optim.Optimizer) -> bool:
@@ -326,12 +329,16 @@ class DiLoCo:
 
         The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
         to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
-        the steps that its fragment holds, as it is on average before.
+        the steps that its fragment holds, as it is on average before. They wait for the others, who may be ending too,
+        for `patience_s`, or a minute where that is 0.
         """
         self._unhook()
+        patience_s = self._outer.patience_s
         try:
             self._trained.check_mine()
             report = self.flush()
+            if len(self._held) > 1:
+                self._outer.patience_s = patience_s or END_PATIENCE_S
             while self._weight_of_next(last=True):
                 report = self._exchange(wait=True, last=True) or report
             if left := sum(map(bool, self._held)):
@@ -346,6 +353,7 @@ class DiLoCo:
                     "they are set to the swarm's now, in which that is not"
                 )
         finally:
+            self._outer.patience_s = patience_s
             self._ends()
             self._trained.release()
         self._outer.adopt()

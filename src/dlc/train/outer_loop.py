@@ -95,7 +95,7 @@ class OuterLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peer, self._channel, self._clock = peer, channel, clock
-        self._hook, self._patience_s = hook, patience_s
+        self._hook, self.patience_s = hook, patience_s
         self._fragments = Fragments.strided(view.sizes(), fragments) if fragments > 1 else Fragments.whole(view.numel)
         self._eager = overlap == "eager"
         self._share = 1.0
@@ -368,7 +368,7 @@ class OuterLoop:
                 upto=work.upto,
                 norm=norm,
                 after=self.position.t,
-                patience_s=self._patience_s,
+                patience_s=self.patience_s,
             )
         except BaseException:
             self.outgoing.over(sent)
