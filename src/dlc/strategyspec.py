@@ -110,8 +110,9 @@ class ServerSpec:
 
     async_: bool = False
     """false: in rounds, which are made of one push of every trainer, weighted by tokens. true: each push is applied by
-    itself, and no trainer waits for another; with outer.optimizer "nesterov" the momentum follows the mean of as many
-    pushes as there are trainers (delayed Nesterov, arXiv:2401.09135)."""
+    itself, as far as its trainer's part of a round would, and no trainer waits for another; with outer.optimizer
+    "nesterov" the momentum follows the mean of as many pushes as there are trainers (delayed Nesterov,
+    arXiv:2401.09135), with "adam" the moments follow each push."""
     max_staleness: int = 64
     """A push is refused if more others than this were applied since its trainer pulled. Only with `async`."""
     patience_s: float = 10.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,17 @@ from dlc.errors import ProtocolError
 from dlc.sim.network import Clock, Network, Weather
 from dlc.train.outer_step import Sgd
 
+
+class Sum(Sgd):
+    """Each push moves theta by itself, whoever else pushes: what was counted can be read from theta."""
+
+    def apply(self, t: int, lr: float, theta: Tensor, moments: Sequence[Tensor], g: Tensor, x: Tensor) -> None:
+        super().apply(t, 1.0, theta, moments, g, x)
+
+
 SPANS = Spans(Grid(60, 8, "fp32"), 4)
 PLAIN = Optimizer("sgd", Sgd(), lambda t: 1.0)
-ASYNC = Optimizer("async sgd", Sgd(), lambda t: 1.0, asynchronous=True)
-"""Each push of a trainer moves theta by itself, whoever else pushes: what was counted can be read from theta."""
+ASYNC = Optimizer("async sum", Sum(), lambda t: 1.0, asynchronous=True)
 UPLINK_Bps = 1e6
 EVENTS_MAX = 2_000_000
 

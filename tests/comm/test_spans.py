@@ -102,6 +102,21 @@ def test_n_asynchronous_updates_move_as_far_as_the_round_of_their_mean() -> None
     assert several.step == one.step == 5
 
 
+def test_n_asynchronous_updates_of_adam_move_as_far_as_a_round() -> None:
+    """Its step does not shrink with the gradient, so its rate has to."""
+    n, rule = 4, Adam((0.9, 0.95), 1e-8)
+    start = state(Optimizer("adamw", rule, lambda t: 0.01)).theta.clone()
+    several = state(Optimizer("adamw", rule, lambda t: 0.01, asynchronous=True, weight_decay=0.1))
+    one = state(Optimizer("adamw", rule, lambda t: 0.01, weight_decay=0.1))
+    g = torch.randn(start.numel(), generator=torch.Generator().manual_seed(1))
+    for _ in range(5):
+        for _ in range(n):
+            move(several, g, n=n)
+        move(one, g, n=n)
+    torch.testing.assert_close(several.theta, one.theta, rtol=0.0, atol=1e-4)
+    assert float((one.theta - start).abs().min()) > 0.02 and several.step == one.step == 5
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_replica_made_in_the_middle_ends_in_the_same_bits(asynchronous: bool) -> None:
     optimizer = nesterov(asynchronous, weight_decay=0.01)

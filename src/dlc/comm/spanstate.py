@@ -9,10 +9,11 @@ once.
     asynchronous    sgd        theta <- theta - lr g / n
                     nesterov   b <- b + g / n ;  theta <- theta - lr g / n              delayed Nesterov, algorithm 4 of
                                every n updates: m <- mu m + b ; theta <- theta - lr mu m ; b <- 0  arXiv:2401.09135, c=0
-                    others     as in a round, with g the single update
+                    others     theta, moments <- rule(theta, moments, g), with lr / n
 
-n is the number of trainers when the owner made the update, so that n updates move theta as far as one round would, and
-the momentum sees their mean and not each of them. With weight decay, theta <- theta - lr wd theta comes first (AdamW).
+n is the number of trainers when the owner made the update, so that n updates move theta as far as one round would; the
+momentum of Nesterov sees their mean and not each of them, while the moments of Adam follow each. With weight decay,
+theta <- theta - lr wd theta comes first (AdamW); asynchronous with lr / n.
 All arithmetic is of separately rounded fp32 operations, as in `outer_step`.
 """
 
@@ -155,7 +156,7 @@ class SpanState:
                 a, b = (at - first for at in grid.span(chunk))
                 if len(payload):
                     g = grid.coder.decode(payload, b - a)
-                    self._move(a, b, lr, g, update.n, delayed)
+                    self._move(a, b, lr, g, update.n if self.optimizer.asynchronous else 1, delayed)
                 if flush and self.optimizer.momentum:
                     self._flush(a, b, lr)
         for push in update.pushes:
@@ -170,14 +171,14 @@ class SpanState:
         self.counted[push.voter.peer] = known if older else push
 
     def _move(self, a: int, b: int, lr: float, g: Tensor, n: int, delayed: bool) -> None:
+        """By an update that is an n-th of a round."""
         theta, x = self.theta[a:b], self._scratch[: b - a]
         if self.optimizer.weight_decay:
-            share = 1 / n if delayed else 1.0
-            torch.mul(theta, _fp32(lr * self.optimizer.weight_decay * share), out=x)
+            torch.mul(theta, _fp32(lr * self.optimizer.weight_decay / n), out=x)
             theta.sub_(x)
         if not delayed:
             moments = [vector[a:b] for vector in self._others]
-            self.optimizer.rule.apply(self.moved, lr, theta, moments, g, x)
+            self.optimizer.rule.apply(self.moved, lr / n, theta, moments, g, x)
             return
         g.div_(float(n))
         if self.optimizer.momentum:
