@@ -168,12 +168,13 @@ class Peer:
         """An inner step, as far as there is data; what has to be done before it."""
         if self.loop.displaced:
             kept = self.loop.resume(self.work)
-            if self.loop.waiting:
-                if not kept:
-                    self.settle()
-                    return
-            else:
+            if not self.loop.waiting:
                 self.moved(kept)
+            elif kept:
+                self.base = self.run.thetas[self.loop.position.t]
+            else:
+                self.settle()
+                return
             self.check("resumes")
         blocks = list(range(len(self.blocks) + 1))
         if self.options.lease_len:

@@ -126,6 +126,21 @@ def test_an_offer_grows_until_a_plan_names_it() -> None:
     assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 6 * STEP))
 
 
+def test_steps_after_the_second_offer_of_missed_work_begin_at_the_new_theta() -> None:
+    """And not where the round that missed it had found the model: they would lack what the others learned."""
+    m = Model()
+    m.peer.slices = [0, 9]
+    m.step(2)
+    assert m.offer()
+    m.others_round()
+    assert not m.settle() and m.offer()
+    m.step()
+    assert torch.equal(m.local(), torch.full((8,), 1.25 + 3 * STEP))
+    assert m.settle() and m.blocks == [2]
+    assert torch.equal(m.peer.theta(), torch.full((8,), 1.25 + 2 * STEP))
+    assert torch.equal(m.local(), torch.full((8,), 1.25 + 3 * STEP))
+
+
 def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
     m = Model()
     m.peer.misses = ["not ready", "not ready"]

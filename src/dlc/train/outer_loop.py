@@ -262,8 +262,13 @@ class OuterLoop:
             return self.rebase(work)
         if not self._origin.reclaim():
             return False
-        self._offer, self.displaced = self._offer._replace(d=self._measure()), False
-        return True
+        d = self._measure()
+        self._offer, self.displaced = self._offer._replace(d=d), False
+        if not self._missed:
+            return True
+        pulled, self._spare = self._pull(), self._vector().copy_(d)
+        self._place(self._spare)
+        return (pulled.t, pulled.digest) == (self.position.t, self.position.digest)
 
     # ---------------------------------------------------------------- rounds
 
