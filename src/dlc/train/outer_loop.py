@@ -26,6 +26,9 @@ Where the model is cut into `Fragments`, base, local and d are of the whole mode
 moves, one fragment of them. What its lease tells is counted then, once; the other fragments of d stay, without blocks
 of their own, until it is their turn.
 
+(Of an offer that is in a round in part the round says whether it counts, as a whole: see "Not guaranteed" in
+docs/protocol.md.)
+
 Either holds only as long as the lease still names the blocks that the work was trained on: otherwise somebody else
 trains them now, and it is dropped.
 
