@@ -34,6 +34,19 @@ SPEC = RunSpec(
     inner=InnerSpec(optimizer="sgd", lr=0.5, batch_size=2, accumulate=3, warmup_steps=0, clip_norm=0.5),
 )
 
+PEGASUS = {
+    "model_type": "pegasus",
+    "is_decoder": True,
+    "vocab_size": 256,
+    "d_model": 16,
+    "decoder_ffn_dim": 24,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "dropout": 0.0,
+}
+LEAVING_OUT = dataclasses.replace(SPEC, model=ModelSpec(config=PEGASUS))
+"""Its positions are frozen, and without an encoder the attention to it is in no step."""
 ADAM = dataclasses.replace(SPEC, inner=InnerSpec(batch_size=2, accumulate=3, warmup_steps=0))
 
 
@@ -98,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(1)
     group = Group(torch.device("cpu"))
     for parallel, run, spec in [
-        (p, *what) for p in ("ddp", "fsdp") for what in ((compare, SPEC), (compare_state, ADAM))
+        (p, *what) for p in ("ddp", "fsdp") for what in ((compare, SPEC), (compare, LEAVING_OUT), (compare_state, ADAM))
     ]:
         group.parallel = parallel
         if group.rank:

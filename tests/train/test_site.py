@@ -29,7 +29,7 @@ from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.train.follower import follow
 from dlc.train.group import Group, Order
 from dlc.train.inner import InnerLoop, placed
-from dlc.train.parallel import SiteLoop, check_fits, pieces_of
+from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
 from dlc.train.sharded import Sharded, layers_of
 from dlc.train.site import SiteEngine
@@ -207,6 +207,19 @@ def test_only_rank_0_holds_the_whole_state_of_the_optimizer_on_its_host() -> Non
 def test_what_is_loaded_of_an_optimizer_goes_to_the_device_at_once() -> None:
     like = torch.empty(2, device="meta")
     assert placed(torch.ones(2), like).device == like.device and placed(torch.tensor(3.0), like).device.type == "cpu"
+
+
+def test_a_step_whose_gradients_ddp_did_not_average_is_not_taken() -> None:
+    """Each rank would go on from its own, and the round take rank 0's for the site's."""
+    replica, model = object.__new__(Replica), nn.Linear(2, 1)
+    replica.tensors, replica._finds_unused = [model.weight, model.bias], False
+    model(torch.ones(1, 2)).sum().backward()
+    replica.check_averaged()
+    model.bias.grad = None
+    with pytest.raises(RuntimeError, match="left parameters out of a step"):
+        replica.check_averaged()
+    replica._finds_unused = True
+    replica.check_averaged()
 
 
 def test_the_steps_of_a_site_are_those_of_one_process() -> None:

@@ -6,6 +6,9 @@ but for the rounding of sums.
 
 The average of the ranks is the mean over all sequences because the loss of rank r's piece is weighted with
 size * (sequences of the piece) / (sequences of the step).
+
+DDP averages nothing of a step in which a parameter has no gradient, unless it was told to look for those: then it goes
+through the whole graph in each step. So a model is tried first.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ from dlc.errors import ConfigError
 from dlc.flat import FlatView, flatten_tensors, unflatten_into
 from dlc.runspec import RunSpec
 from dlc.train.group import Group
-from dlc.train.inner import InnerLoop, StepResult, evaluate, placed
+from dlc.train.inner import InnerLoop, StepResult, autocast_dtype, causal_loss, evaluate, placed
+from dlc.train.model import vocab_of
 from dlc.train.setup import inner_loop_of
+
+TRIED = 8
+"""Tokens of the first backward pass, which shows whether it reaches all parameters."""
 
 
 def check_fits(spec: RunSpec, size: int, parallel: str) -> None:
@@ -72,9 +79,31 @@ class Replica:
     def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
         self.spec, self.group = spec, group
         self.model = model.to(group.device)
-        devices = [group.device] if group.device.type == "cuda" else None
-        self.forward: nn.Module = DistributedDataParallel(self.model, device_ids=devices, gradient_as_bucket_view=True)
         self.tensors = FlatView.of(self.model).tensors
+        leaves_out = torch.tensor(float(not self._reaches_all()))  # with layers dropped at random ranks may differ
+        dist.all_reduce(leaves_out)
+        self._finds_unused = bool(leaves_out)
+        self.forward: nn.Module = DistributedDataParallel(
+            self.model,
+            device_ids=[group.device] if group.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._finds_unused,
+        )
+
+    def _reaches_all(self) -> bool:
+        """Whether a backward pass of a few tokens makes a gradient for every trainable parameter."""
+        device, was_training = self.group.device, self.model.training
+        ids = torch.arange(min(TRIED, self.spec.data.seq_len), device=device) % (vocab_of(self.model) or 2)
+        dtype = autocast_dtype(self.spec.precision, device)
+        self.model.train()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                loss = causal_loss(self.model, ids.unsqueeze(0))
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.model.train(was_training)
+        reaches = all(tensor.grad is not None for tensor in self.tensors)
+        self.model.zero_grad()
+        return reaches
 
     def inner_loop(self, kind: type[SiteLoop]) -> SiteLoop:
         """A new one, with a fresh optimizer."""
@@ -102,6 +131,14 @@ class Replica:
         """Around a micro-batch: gradients are averaged with the last one of a step."""
         assert isinstance(self.forward, DistributedDataParallel)
         return contextlib.nullcontext() if last else self.forward.no_sync()
+
+    def check_averaged(self) -> None:
+        """After the backward passes of a step. RuntimeError: a gradient is lacking, so that none was averaged."""
+        if not self._finds_unused and any(tensor.grad is None for tensor in self.tensors):
+            raise RuntimeError(
+                "the model left parameters out of a step that it did not leave out of the first one: a site averages "
+                "no such gradients; join with one process"
+            )
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A gradient norm, or a tensor of the optimizer's state, as one process would have it."""
@@ -158,6 +195,7 @@ class SiteLoop(InnerLoop):
         return self._replica.meanwhile(last)
 
     def _clipped(self) -> Tensor:
+        self._replica.check_averaged()
         return self._replica.whole(super()._clipped())
 
     def _agreed(self, values: Tensor) -> Tensor:

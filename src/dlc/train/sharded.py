@@ -75,6 +75,9 @@ class Sharded(Replica):
     def meanwhile(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()  # a sum of whole gradients would take the memory that parts save
 
+    def check_averaged(self) -> None:
+        """FSDP2 averages whatever gradients there are."""
+
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
