@@ -11,10 +11,11 @@ import torch
 
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.train import follower
 from dlc.train.engine import Engine
-from dlc.train.follower import follow
 from dlc.train.group import Group, Order
 from dlc.train.inner import InnerLoop
+from dlc.train.setup import model_of
 from dlc.train.site import SiteEngine
 
 LLAMA = {
@@ -107,15 +108,25 @@ def compare_state(group: Group, spec: RunSpec) -> None:
         torch.testing.assert_close(saved[name], tensor, rtol=1e-3, atol=1e-6)
 
 
+def of_another_host(spec: RunSpec) -> torch.nn.Module:
+    """The model whose folder has other weights there: those of rank 0 count, frozen ones too."""
+    model = model_of(spec)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(1.0)
+    return model
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    follower.model_of = of_another_host
     group = Group(torch.device("cpu"))
     for parallel, run, spec in [
         (p, *what) for p in ("ddp", "fsdp") for what in ((compare, SPEC), (compare, LEAVING_OUT), (compare_state, ADAM))
     ]:
         group.parallel = parallel
         if group.rank:
-            follow(group)
+            follower.follow(group)
         else:
             run(group, spec)
             group.tell(Order.END)

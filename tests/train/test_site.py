@@ -152,7 +152,7 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
 
     monkeypatch.setattr("dlc.train.sharded.init_device_mesh", lambda *_: None)
     monkeypatch.setattr("dlc.train.sharded.fully_shard", fully_shard)
-    group: Any = SimpleNamespace(device=torch.device("meta"), size=2)
+    group: Any = SimpleNamespace(device=torch.device("meta"), size=2, give=lambda tensor: tensor)
     Sharded(RunSpec(), group, model)
     first, second = layers_of(model)
     assert met == [(first, {"cpu"}), (second, {"cpu"}), (model, {"cpu", "meta"})]

@@ -69,9 +69,10 @@ def pieces_of(n: int, rank: int, size: int, batch_size: int) -> list[tuple[slice
 
 
 class Replica:
-    """The run's `model` on this rank, whole, in DDP; `sharded.Sharded` holds a part. Rank 0's parameters count.
+    """The run's `model` on this rank, whole, in DDP; `sharded.Sharded` holds a part. Rank 0's parameters and
+    buffers count.
 
-    Made on all ranks at once, of equal models; all but `inner_loop` is a matter of all ranks too.
+    Made on all ranks at once, of models of one kind; all but `inner_loop` is a matter of all ranks too.
     """
 
     parallel = "ddp"

@@ -38,6 +38,9 @@ class Sharded(Replica):
 
     def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
         self.spec, self.group = spec, group
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the hosts' folders may differ
+                tensor.copy_(group.give(tensor.detach().contiguous()))
         mesh = init_device_mesh(group.device.type, (group.size,))
         for layer in layers_of(model):  # which takes each to the device: the whole model may have no room there
             fully_shard(layer, mesh=mesh)
