@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore, PrefixStore
 
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
 from dlc.cli.site import Rank, device_of, launched
 from dlc.errors import ConfigError, UsageError
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.train.follower import follow
-from dlc.train.group import Group, Order
+from dlc.train.group import Group, Order, part_of_this_start
 from dlc.train.inner import InnerLoop, placed
 from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
@@ -37,6 +39,7 @@ from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process, free_addresses
 from tests.train.site_steps import LLAMA, SPEC
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
+STARTED_AGAIN = [*TORCHRUN[:-1], "--max-restarts", "1", "-m"]
 
 
 @given(n=st.integers(1, 40), size=st.integers(1, 6), batch=st.integers(1, 5))
@@ -119,6 +122,30 @@ def test_ranks_wait_for_each_others_model_without_nccl(monkeypatch: pytest.Monke
     else:
         follow(group)
     assert calls == ["model", "meet", "replica"]
+
+
+def test_those_who_start_again_find_nothing_of_the_start_before() -> None:
+    """torchrun keeps its store. Who was there before may have been ended at any moment, before the others came too."""
+    store = HashStore()
+
+    def ended(seconds: float) -> None:
+        raise InterruptedError
+
+    def all_start(size: int = 3) -> list[PrefixStore]:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda rank: part_of_this_start(store, rank, size), reversed(range(size))))
+
+    def told(part: PrefixStore) -> bytes:
+        return bytes(part.get("told"))
+
+    all_start()[0].set("told", "of the first start")
+    for rank in (0, 0, 1):
+        with pytest.raises(InterruptedError):
+            part_of_this_start(store, rank, 3, wait=ended)
+    parts = all_start()
+    assert not any(part.check(["told"]) for part in parts)
+    parts[0].set("told", "now")
+    assert [told(part) for part in parts] == [b"now"] * 3
 
 
 def test_after_an_error_in_the_midst_of_a_step_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +260,13 @@ class Site:
     """`torchrun ... dlc join`."""
 
     def __init__(self, host: Host, *words: str) -> None:
-        self.run = host.start("site", *words, launcher=TORCHRUN)
-        self.leader = int(self.run.event("started")["pid"])
+        self.run = host.start("site", *words, launcher=STARTED_AGAIN)
+        self.leader = 0
+        self.started()
+
+    def started(self) -> None:
+        """Waits for a rank 0 that was not there before."""
+        self.leader = int(self.run.event("started", lambda e: e["pid"] != self.leader)["pid"])
 
     def others(self) -> list[int]:
         """The processes of the site other than rank 0's."""
@@ -293,6 +325,11 @@ def test_a_site_is_one_peer_that_ends_as_a_whole_while_the_swarm_goes_on(
     ours, theirs = told_by_both(site.run, plain, since=end["t"])
     assert ours["digest"] == theirs["digest"]
 
+    (other,) = site.others()
+    os.kill(other, signal.SIGKILL)
+    without = counted_with(plain, 1, since=plain.all("round")[-1]["t"])
+    site.started()  # once more, by torchrun
+    assert counted_with(plain, 2, since=without["t"])
     (other,) = site.others()
     os.kill(other, signal.SIGKILL)
     assert site.run.exit_code() != 0

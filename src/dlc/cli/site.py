@@ -69,7 +69,8 @@ def device_of(name: str, rank: Rank) -> torch.device:
 def follow_on(args: argparse.Namespace, rank: Rank) -> None:
     """All that a process other than rank 0 does."""
     logging.getLogger("dlc").setLevel(logging.ERROR)  # rank 0 tells
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until rank 0 is there, nobody else would end us
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # until rank 0 is there, nobody else would end us; Python may be waiting
     from dlc.train.follower import follow
     from dlc.train.group import Group
 

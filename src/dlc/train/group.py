@@ -11,17 +11,22 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dlc.errors import DlcError
 
 WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
+LOOK_S = 0.05
+"""Between two looks for each other, at the start."""
 NUMBERS = 3
 """Of an order, at most."""
 
@@ -61,7 +66,14 @@ class Group:
 
     def __init__(self, device: torch.device, parallel: str = "ddp") -> None:
         cuda = device.type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
+        store, rank, size = next(iter(rendezvous("env://")))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=part_of_this_start(store, rank, size),
+            rank=rank,
+            world_size=size,
+            device_id=device if cuda else None,
+        )
         self._orders = dist.new_group(backend="gloo", timeout=WAIT_MAX)
         self.parallel = parallel
         self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
@@ -121,6 +133,34 @@ class Group:
             if self.rank == 0:
                 self.tell(Order.END)
             dist.destroy_process_group()
+
+
+def part_of_this_start(store: Store, rank: int, size: int, wait: Callable[[float], None] = time.sleep) -> PrefixStore:
+    """A part of `store` in which nothing was written before the processes of now began; blocks until all are there.
+
+    torchrun keeps one store for all its restarts (--max-restarts), and those who began anew would look for each other
+    where those before them were. Each process counts the starts of its rank, and rank 0's names the part. Whom rank 0
+    answers has counted, and so is alive: torchrun ends all processes before it starts any again.
+    """
+
+    def starts(of: int, more: int) -> int:
+        return int(store.add(f"dlc/starts/{of}", more))
+
+    mine = starts(rank, 1)
+    if rank == 0:
+        others = set(range(1, size))
+        while others:
+            for other in others:
+                store.set(f"dlc/answers/{other}/{starts(other, 0)}", str(mine))
+            others = {other for other in others if not store.check([f"dlc/heard/{mine}/{other}"])}
+            if others:
+                wait(LOOK_S)
+        return PrefixStore(f"dlc/{mine}", store)
+    while not store.check([answer := f"dlc/answers/{rank}/{mine}"]):
+        wait(LOOK_S)
+    leaders = int(store.get(answer))
+    store.set(f"dlc/heard/{leaders}/{rank}", "")
+    return PrefixStore(f"dlc/{leaders}", store)
 
 
 def send_tensors(group: Group, tensors: dict[str, Tensor]) -> None:
