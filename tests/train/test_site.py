@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore
 
+from dlc.cli import main
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
 from dlc.cli.site import Rank, device_of, launched
 from dlc.errors import ConfigError, UsageError
@@ -88,6 +89,19 @@ def test_each_process_knows_its_place_and_its_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.delenv("MASTER_PORT")
     assert launched() is None
+
+
+def test_nobody_waits_for_a_rank_0_that_only_prints_the_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def follow_on(*_: object) -> None:
+        raise AssertionError("there is no end to it")
+
+    monkeypatch.setattr("dlc.cli.site.follow_on", follow_on)
+    for name, value in zip(TORCHRUN_SAYS, ("1", "2", "1", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(["join", "--print-config"]) == 0
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_process_touches_no_gpu_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """The whole command; returns its exit status."""
     rank = site.launched()
     if rank is not None and rank.rank > 0:
-        site.follow_on(args, rank)
+        if not args.print_config:  # where rank 0 begins nothing
+            site.follow_on(args, rank)
         return 0
     spec = _given_spec(args)
     if args.print_config:
@@ -89,7 +90,10 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
         if folder is not None:
             _make(folder, option)
     if rank is None and args.parallel is not None:
-        raise UsageError(f"--parallel {args.parallel} is for several processes: start them with torchrun")
+        raise UsageError(
+            f"--parallel {args.parallel} is for several processes, and this is the only one: start two or more with "
+            "torchrun (--nproc-per-node times --nnodes)"
+        )
     if args.role == HELPER and spec is not None:
         check_helped(spec)
     if args.role == OBSERVER:
