@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,10 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from dlc.cli import main
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
-from dlc.cli.site import Rank, device_of, launched
+from dlc.cli.site import Rank, device_of, follow_on, launched
 from dlc.errors import ConfigError, UsageError
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.train.follower import follow
@@ -102,6 +105,21 @@ def test_nobody_waits_for_a_rank_0_that_only_prints_the_options(
         monkeypatch.setenv(name, value)
     assert main(["join", "--print-config"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_others_draw_nothing_and_can_be_ended_until_rank_0_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, done = logging.getLogger("dlc").level, []
+    monkeypatch.setattr(signal, "signal", lambda number, action: done.append((number, action)))
+    monkeypatch.setattr("dlc.train.group.Group", lambda *_: done.append("group") or MagicMock())
+    monkeypatch.setattr("dlc.train.follower.follow", lambda group: done.append(is_progress_bar_enabled()))
+    try:
+        follow_on(Namespace(device="cpu", parallel=None), Rank(rank=1, size=2, local_rank=1))
+    finally:
+        logging.getLogger("dlc").setLevel(told)
+        enable_progress_bar()
+    both = (signal.SIGINT, signal.SIGTERM)
+    ended, deaf = ([(number, action) for number in both] for action in (signal.SIG_DFL, signal.SIG_IGN))
+    assert done == [*ended, "group", *deaf, False]
 
 
 def test_a_process_touches_no_gpu_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,12 @@ def follow_on(args: argparse.Namespace, rank: Rank) -> None:
     logging.getLogger("dlc").setLevel(logging.ERROR)  # rank 0 tells
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # until rank 0 is there, nobody else would end us; Python may be waiting
+    from transformers.utils.logging import disable_progress_bar
+
     from dlc.train.follower import follow
     from dlc.train.group import Group
 
+    disable_progress_bar()
     group = Group(device_of(args.device, rank), args.parallel or DDP)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
