@@ -191,6 +191,18 @@ def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:
             peer.leave()
 
 
+def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked them for ever."""
+    monkeypatch.setattr("dlc.joining.FOUND_AFTER_S", 0.1)
+    first, second, gone = free_addresses(3)
+    with Peer.join([second, gone], listen=first, found=True, join_timeout_s=JOIN_S) as founder:
+        with Peer.join([first, gone], listen=second, found=True, join_timeout_s=JOIN_S) as other:
+            assert {m.id for m in other.members()} == {founder.id, other.id}
+            both = [founder, other]
+            reports = together(both, lambda peer, i: peer.all_reduce(torch.ones(2), timeout_s=ROUND_S))
+            assert all({share.peer for share in report.contributors} == {p.id for p in both} for report in reports)
+
+
 def test_no_bootstrap_peer_has_to_stay_alive() -> None:
     with swarm(3) as peers:
         peers[0].leave()

@@ -32,6 +32,8 @@ SAY_EVERY_S = 5.0
 """How often a joiner says whom it still waits for."""
 DESK_SAYS_EVERY_S = 300.0
 """The same of an observer that waits for a run to begin."""
+FOUND_AFTER_S = 15.0
+"""How long who may found the run alone asks the listed addresses first: one that lives would have answered by then."""
 
 
 class OtherSpec(SpecMismatch):
@@ -120,9 +122,11 @@ def introduce(
     spec: RunSpec | None,
     run: str | None,
     has_key: bool,
+    may_found: bool,
     timeout_s: float | None,
 ) -> Reception:
-    """Drive the lobby until the RunSpec is known. Raises UnreachableError, WrongKeyError, SpecMismatch."""
+    """Drive the lobby until the RunSpec is known. may_found: who does not answer is not waited for beyond
+    FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch."""
     failures: dict[str, LinkEvent] = {}
     changed = threading.Event()
 
@@ -146,6 +150,9 @@ def introduce(
             raise UnreachableError(f"the network thread stopped: {driver.error}")
         if deadline is not None and clock() >= deadline:
             raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
+        if may_found and clock() >= began + FOUND_AFTER_S:
+            log.warning("no answer for %.0f s: going on without %s", FOUND_AFTER_S, _tried(unheard, failures))
+            break
         if waits and clock() >= say_at:
             say_at = clock() + DESK_SAYS_EVERY_S
             waited = clock() - began

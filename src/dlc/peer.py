@@ -141,7 +141,8 @@ class Peer(Unpicklable, Collectives):
         on loopback. advertise: HOST[:PORT], what others dial; None: where it listens; if that is all interfaces, the
         host that others see, or else that of the default route, or, where that is none, the first that somebody reaches
         it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
-        in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. role:
+        in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. found: begin
+        the run, or go on with that of `resume`, where none of `peers` tells of one within 15 s. role:
         "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has no vote, takes part in
         no round, and is not waited for; without `peers` it waits until somebody has joined by its address, and begun
         the run. hold: return as soon as the RunSpec is known and take a seat with `open`; otherwise return as a voter.
@@ -184,7 +185,7 @@ class Peer(Unpicklable, Collectives):
                 run_name = run or (spec.run if spec else "" if listed else RunSpec().run)
                 own, digest = (spec.to_bytes(), spec.hash) if spec is not None else (b"", b"")
                 lobby = Lobby(intro.record(), run_name, own, digest, listed, known)
-            reception = introduce(driver, lobby, listed, spec, run, security is not None, join_timeout_s)
+            reception = introduce(driver, lobby, listed, spec, run, security is not None, found, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
             if waits and lobby.found is not None:
                 awaited = (lobby.found.address,)

@@ -158,7 +158,7 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "--found",
         action="store_true",
         help="found the run, or go on from a checkpoint, even if not all of --peers (or of those that it knew when it "
-        "stopped) answer; those of the last round are waited for first, for a minute (timeouts.evict_s)",
+        "stopped) answer: --peers have 15 s to do so, and those of the last round a minute (timeouts.evict_s)",
     )
     swarm.add_argument("--join-timeout", type=seconds, metavar="S", help="give up after S seconds; default: never")
     run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")
