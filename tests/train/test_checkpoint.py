@@ -107,15 +107,32 @@ def test_a_disk_is_not_filled_to_find_out_that_it_has_no_room(tmp_path: Path, mo
     shelf.demand_room(path, 1 << 60)  # of a file system that does not tell, nothing is known
 
 
+@pytest.mark.parametrize("shut", ["", "checkpoints", "checkpoints/0123456789ab"])
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(path: Path) -> list[str]:
-        raise PermissionError(13, "Permission denied")
+    """What is older, of another run, would be taken for the newest."""
+    (tmp_path / "checkpoints" / "0123456789ab").mkdir(parents=True)
+    older = tmp_path / "checkpoints" / "ba9876543210" / "t-00000001.safetensors"
+    save_checkpoint(older, {"a": torch.zeros(1)}, {})
+    assert shelf.file_of(tmp_path) == older == shelf.file_of(older.parent) == shelf.file_of(older.parent.parent)
+    listdir = os.listdir
+
+    def refused(folder: str) -> list[str]:
+        if Path(folder) == tmp_path / shut:
+            raise PermissionError(13, "Permission denied")
+        return listdir(folder)
 
     monkeypatch.setattr("dlc.train.shelf.os.listdir", refused)  # a mode would stop anybody but root
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied\)"):
         shelf.file_of(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.symlink_to(path)  # a mode would stop anybody but root
+    with pytest.raises(CheckpointError, match="cannot be read .*symbolic links"):
+        load_checkpoint(path)
 
 
 def test_why_it_could_not_be_written_is_told_though_nothing_can_be_cleared_away(tmp_path: Path) -> None:

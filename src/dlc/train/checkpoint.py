@@ -68,6 +68,7 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     """The tensors (on the CPU) and meta data of a checkpoint; CheckpointError where it is missing or damaged."""
     target = Path(path)
     try:
+        target.open("rb").close()  # safetensors calls all that stops it "No such file"
         with safe_open(target, framework="pt", device="cpu") as f:
             header = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict

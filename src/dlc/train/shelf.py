@@ -40,13 +40,22 @@ def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list
 
 def files_in(state_dir: Path) -> list[Path]:
     """All of a trainer's checkpoints there. CheckpointError: they may not be read, which must not be taken for none."""
+    return _of_runs(state_dir / FOLDER)
+
+
+def _of_runs(checkpoints: Path) -> list[Path]:
+    """Those in the folders in it, one for each run. CheckpointError: as `files_in`."""
     files: list[Path] = []
-    for folder in _listed(state_dir / FOLDER):
+    for folder in _listed(checkpoints):
         if RUN_FOLDER.fullmatch(folder.name):
-            files += [file for file in _listed(folder) if file.match(NAMES)]
+            files += _of_one_run(folder)
         else:
             files += list_checkpoints(folder, NAMES)  # lost+found may stay shut
     return files
+
+
+def _of_one_run(folder: Path) -> list[Path]:
+    return [file for file in _listed(folder) if file.match(NAMES)]
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -57,24 +66,21 @@ def _listed(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints in {folder} cannot be read ({error.strerror}): let this user read that folder, or give "
-            "another --state-dir"
+            f"the checkpoints in {folder} cannot be read ({error.strerror}): let this user read that folder, or name "
+            "another state directory"
         ) from None
 
 
 def file_of(path: Path) -> Path:
-    """The file `path`, or the newest in it or in its checkpoint folders if it is a folder. CheckpointError: none."""
+    """The file `path`, or the newest in it or in its checkpoint folders if it is a folder. CheckpointError: none, or
+    some may not be read: the newest may be among them."""
     try:
         is_folder = path.is_dir()
-        if is_folder:
-            os.listdir(path)  # a glob passes over what may not be read
-        else:
-            path.stat()
+        path.stat()
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
     if is_folder:
-        places = (NAMES, f"*/{NAMES}", f"{FOLDER}/*/{NAMES}")
-        found = [file for place in places for file in list_checkpoints(path, place)]
+        found = [*_of_one_run(path), *_of_runs(path), *files_in(path)]
         if not found:
             raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
         return newest_first(found)[0]
