@@ -61,6 +61,14 @@ def test_a_key_that_others_can_read_is_warned_about(tmp_path: Path, caplog: pyte
         path.chmod(0o644)
         load_run_key(path)
     assert "chmod 600" in caplog.text
+    caplog.clear()
+    other = tmp_path / "passwd"  # given by mistake, and perhaps by root
+    other.write_text("root:x:0:0:root:/root:/bin/bash\n")
+    other.chmod(0o644)
+    for wrong in (other, Path("/dev/null")):
+        with pytest.raises(KeyFileError, match="does not hold a run key"):
+            load_run_key(wrong)
+    assert not caplog.text
 
 
 def test_credentials_depend_on_key_and_run_name_and_are_the_same_everywhere() -> None:

@@ -71,9 +71,10 @@ def load_run_key(source: str | bytes | Path) -> bytes:
         ) from None
     except OSError as error:
         raise KeyFileError(f"the run key file {path} cannot be read: {error.strerror}") from None
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+    key = _parse(text, f"the file {path}")  # first: what is another file has to stay as it is
+    if os.name == "posix" and stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("other users of this host can read the run key file %s; run `chmod 600 %s`", path, path)
-    return _parse(text, f"the file {path}")
+    return key
 
 
 def _parse(text: str, what: str) -> bytes:
