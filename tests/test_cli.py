@@ -151,6 +151,10 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--advertise", "host:0"], "advertise host without a port"),
         (["join", "--config", "nowhere.toml"], "nowhere.toml"),
         (["join", "--key-file", "nowhere.key", "--device", "cpu"], "copy it from a host of the run"),
+        (["join", "--key-file", "~nobody-of-this-name/k"], "there is no run key file ~nobody-of-this-name/k"),
+        (["join", "--resume", "~nobody-of-this-name/s"], "the checkpoint ~nobody-of-this-name/s cannot be read"),
+        (["export", "~nobody-of-this-name/s", "--out", "m"], "the checkpoint ~nobody-of-this-name/s cannot be read"),
+        (["eval", "~nobody-of-this-name/m"], "there is no checkpoint, state directory or model folder"),
         (["status", "--peers", "x"], "no address"),
         (["status"], "--peers"),
         (["eval", "model", "--split", "test"], "--split says what is read of a --source"),
@@ -431,6 +435,28 @@ def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPat
     assert home() == tmp_path / "state"
     monkeypatch.setenv("DLC_HOME", "~nobody-of-this-name/x")
     assert home().parts[-1] == "x"
+    monkeypatch.delenv("DLC_HOME")
+    monkeypatch.setenv("HOME", "~")  # as where it is not set, and the user has no entry in /etc/passwd
+    monkeypatch.setenv("USERPROFILE", "~")
+    with pytest.raises(UsageError, match="set DLC_HOME"):
+        home()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('[data]\nsource = "~nobody-of-this-name/x"', "no data source at ~nobody-of-this-name/x"),
+        ('[data]\ntokenizer = "~nobody-of-this-name/x"', "no tokenizer folder ~nobody-of-this-name/x"),
+        ('[model]\nkind = "path"\npath = "~nobody-of-this-name/x"', "no model folder at ~nobody-of-this-name/x"),
+    ],
+)
+def test_a_run_of_a_folder_of_nobody_is_a_wrong_option(
+    table: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "RUN.toml"
+    config.write_text(table)
+    code, text = fails(capsys, "join", "--config", str(config), "--state-dir", str(tmp_path / "s"), "--device", "cpu")
+    assert code == 2 and said in text
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import STDLIB, DataSpec
-from dlc.train.shelf import HUB_NAME
+from dlc.train.shelf import HUB_NAME, expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def evaluate_model(args: argparse.Namespace) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
-    if not os.path.exists(os.path.expanduser(args.model)):
+    if not os.path.exists(expanded(args.model)):
         if not HUB_NAME.fullmatch(args.model):
             raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
         log.info(

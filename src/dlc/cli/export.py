@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from dlc.errors import UsageError
-from dlc.train.shelf import demand_room, file_of, model_bytes
+from dlc.train.shelf import demand_room, expanded, file_of, model_bytes
 
 
 def export(args: argparse.Namespace) -> int:
@@ -15,7 +14,7 @@ def export(args: argparse.Namespace) -> int:
     out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
-    named = Path(args.checkpoint).expanduser()
+    named = expanded(args.checkpoint)
     demand_room(out, model_bytes(file_of(named)))  # here, and all above: before torch is loaded, which takes seconds
 
     from transformers.utils.logging import disable_progress_bar

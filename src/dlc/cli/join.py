@@ -36,7 +36,7 @@ from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
-from dlc.train.shelf import file_of
+from dlc.train.shelf import expanded, file_of
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
     if args.role == OBSERVER:
         check_observed(args.found)
     if args.resume not in (AUTO, NEVER):
-        file_of(Path(args.resume).expanduser())
+        file_of(expanded(args.resume))
     args.peers, args.key = addresses_of(args.peers or ()), run_key(args.key_file)
     args.key_file = key_file(args.key_file)
     args.listen = args.listen or default_listen(args.peers, args.key is not None, args.insecure)
@@ -129,7 +129,7 @@ def _named_checkpoint(args: argparse.Namespace, spec: RunSpec | None) -> tuple[S
     """The one of --resume, and what the options say of the run that goes on from it: --rounds alone, its length."""
     from dlc.train import saver
 
-    saved = saver.chosen(Path(args.resume).expanduser(), None)
+    saved = saver.chosen(expanded(args.resume), None)
     if args.config is None and spec is not None:
         spec = _with_rounds(saved.spec, args.rounds)
     if spec is not None:

@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from dlc.comm.identity import Identity
+from dlc.errors import UsageError
 from dlc.statedir import StateDir
+from dlc.train.shelf import expanded
 
 
 def home() -> Path:
-    """The folder with the state of all peers of this user."""
+    """The folder with the state of all peers of this user. UsageError: this user has no folder at all."""
     named = os.environ.get("DLC_HOME")
-    return Path(os.path.expanduser(named)) if named else Path.home() / ".local" / "state" / "dlc"
+    mine = expanded("~")
+    if not named and not mine.is_absolute():
+        raise UsageError("this user has no home folder: set DLC_HOME to where the state of peers is to be")
+    return expanded(named) if named else mine / ".local" / "state" / "dlc"
 
 
 def key_file(given: str | None) -> Path | None:
     """The key file: the one given, else that of DLC_KEY_FILE, else none."""
     named = given or os.environ.get("DLC_KEY_FILE")
-    return Path(named).expanduser() if named else None
+    return expanded(named) if named else None
 
 
 def run_key(given: str | None) -> bytes | None:

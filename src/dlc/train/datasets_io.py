@@ -16,6 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from dlc.errors import DataError
+from dlc.train.shelf import expanded
 from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, hash_file, list_files, text_of
 
 
@@ -26,7 +27,7 @@ def is_saved(folder: Path) -> bool:
 
 def is_dataset(place: Place) -> bool:
     """Whether `datasets` has to load it, rather than files being read."""
-    return place.source.startswith(DATASETS) or is_saved(Path(place.source).expanduser())
+    return place.source.startswith(DATASETS) or is_saved(expanded(place.source))
 
 
 class Rows:
@@ -87,7 +88,7 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
     which of its files are empty."""
     if place.source.startswith(DATASETS):
         return _load(place, streaming=True), *_origin(place), False, []
-    if is_saved(Path(place.source).expanduser()):
+    if is_saved(expanded(place.source)):
         rows = _saved(place)
         sizes, written = _told(_arrow_files(rows))
         whole = rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows))))
@@ -158,7 +159,7 @@ def _called(place: Place, load: Callable[..., Any], *args: Any, **options: Any) 
 def _saved(place: Place) -> Any:
     datasets = _datasets(place)
     try:
-        found = datasets.load_from_disk(str(Path(place.source).expanduser()), keep_in_memory=False)
+        found = datasets.load_from_disk(str(expanded(place.source)), keep_in_memory=False)
     except Exception as e:  # as above
         raise DataError(f"datasets cannot read {place.source}: {_first_line(e)}") from e
     if not isinstance(found, datasets.DatasetDict):

@@ -32,6 +32,7 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.runspec import BYTES
+from dlc.train.shelf import expanded
 from dlc.train.sources import Documents, Piece
 from dlc.train.tokens import Ids, Tokenizer
 
@@ -89,7 +90,7 @@ def tokenise(
     if cache is None or tokenizer.name == BYTES:
         return _in_memory(documents, tokenizer, clock)
     key = blake3(documents.content_hash() + tokenizer.identity + FORMAT.to_bytes(4, "little")).hexdigest(16)
-    folder = cache.expanduser() / key
+    folder = expanded(cache) / key
     found = _open(folder, tokenizer)
     if found is None:
         try:

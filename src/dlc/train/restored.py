@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 
 from torch import nn
 
@@ -15,7 +14,7 @@ from dlc.train.model import load_model
 from dlc.train.outer import theta_of
 from dlc.train.saver import Saved, check_same_model
 from dlc.train.setup import model_of
-from dlc.train.shelf import has_tokenizer
+from dlc.train.shelf import expanded, has_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Restored:
 
 def restore(target: str) -> Restored:
     """Load it. UsageError: there is nothing of the kind. CheckpointError: it is of another model than its run names."""
-    path = Path(target).expanduser()
+    path = expanded(target)
     exists = os.path.exists(path)  # False, too, where this user may not look
     if os.path.isfile(path / "config.json") or not exists:
         tokenizer = target if not exists or has_tokenizer(path) else BYTES

@@ -33,6 +33,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def expanded(path: str | Path) -> Path:
+    """With the home folder for ~; what is no user's, such as ~nobody-of-this-name, stays, where pathlib would raise."""
+    return Path(os.path.expanduser(path))
+
+
 def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
     """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
     return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
@@ -92,7 +97,7 @@ def model_folder(name: str | Path) -> Path | None:
 
     UsageError: there is no such folder, or no model in it.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not (isinstance(name, Path) or os.path.exists(folder)) and HUB_NAME.fullmatch(name):
         return None
     if not folder.is_dir():
@@ -104,7 +109,7 @@ def model_folder(name: str | Path) -> Path | None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the model in that folder is not of bytes, though its tokenizer may turn out to be of no use here."""
-    return any((folder.expanduser() / name).is_file() for name in TOKENIZER_FILES)
+    return any((expanded(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:

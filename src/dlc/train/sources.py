@@ -32,6 +32,7 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.runspec import STDLIB
+from dlc.train.shelf import expanded
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def list_files(source: str) -> list[tuple[str, Path]]:
     """Names and paths of a file, a folder or the standard library, sorted by name; DataError where there are none."""
     if source == STDLIB:
         return list(_capped(_stdlib()))
-    root = Path(source).expanduser()
+    root = expanded(source)
     try:
         return _files(root)
     except OSError as e:

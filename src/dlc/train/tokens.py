@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.runspec import BYTE_VALUES, BYTES
-from dlc.train.shelf import HUB_NAME
+from dlc.train.shelf import HUB_NAME, expanded
 from dlc.train.sources import Piece
 
 SEPARATOR = b"\0"
@@ -121,7 +121,7 @@ class HubTokenizer:
 def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     local = folder.is_dir()
     if not local and not HUB_NAME.fullmatch(name):
         raise DataError(f"there is no tokenizer folder {folder}; give one that save_pretrained wrote, on every host")
