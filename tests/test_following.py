@@ -23,6 +23,9 @@ from dlc.cli.interrupt import SHOW_CURSOR, Interrupts
 from dlc.cli.options import PROFILE_STEPS, parser
 from dlc.cli.profile import StepProfile
 from dlc.cli.sinks import Bars
+from dlc.errors import SwarmClosed
+from dlc.survey import Member
+from tests.helpers import wait_until
 
 Event = dict[str, Any]
 
@@ -202,7 +205,7 @@ def test_bars_of_the_round_and_of_the_run() -> None:
 def test_the_live_table_shows_the_bars_and_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     out, handlers = io.StringIO(), list(logging.getLogger().handlers)
     monkeypatch.setattr(sinks, "Console", lambda stderr: Console(file=out, force_terminal=True, width=100))
-    table = sinks.LiveTable(lambda: [], rounds=3, clock=iter(range(9)).__next__)
+    table = sinks.LiveTable(lambda: [], rounds=3)
     try:
         table.take(step(5))
     finally:
@@ -210,6 +213,34 @@ def test_the_live_table_shows_the_bars_and_leaves_the_terminal_as_it_was(monkeyp
     assert "2/4" in out.getvalue() and "6/12" in out.getvalue()
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l"), "the cursor is hidden"
     assert logging.getLogger().handlers == handlers
+
+
+def test_the_live_table_is_drawn_while_nothing_happens_here_and_ends_with_what_came_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round is waited for for minutes, and what stands there at the end is taken for the result."""
+    out = io.StringIO()
+    monkeypatch.setattr(sinks, "Console", lambda stderr: Console(file=out, force_terminal=True, width=200))
+    monkeypatch.setattr(sinks, "REDRAW_EVERY_S", 0.01)
+    members = iter([[member("training")], [member("waiting")]])
+
+    def known() -> list[Member]:
+        try:
+            return next(members)
+        except StopIteration:
+            raise SwarmClosed("the peer has left") from None
+
+    table = sinks.LiveTable(known, rounds=3)
+    wait_until(lambda: "waiting" in out.getvalue())
+    table.take(VALIDATION)
+    table.take({"event": "end"})
+    table.close()
+    last = out.getvalue().rpartition("\x1b[2K")[2]
+    assert "waiting" in last and "validation after round 1: 1.2500" in last
+
+
+def member(phase: str) -> Member:
+    return Member("p" * 32, "host:1", "trainer", True, False, "", 0.0, 0, 0.0, {"phase": phase}, True)
 
 
 def test_the_second_ctrl_c_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:

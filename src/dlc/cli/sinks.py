@@ -5,6 +5,7 @@ Curves (TensorBoard, W&B) stand in `trackers`, the profiler in `profile`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from dlc.cli.status import member_table
+from dlc.errors import DlcError
 from dlc.monitor.news import news
 from dlc.monitor.table import megabytes, read_report
 from dlc.survey import Member
@@ -101,24 +103,27 @@ def draws() -> bool:
 class LiveTable:
     """The members of the swarm and how far this peer is, redrawn in place, below the log.
 
+    It is drawn on a thread of its own, also while a round is waited for and nothing happens here, and once more at the
+    end. members: asked there; where it raises DlcError, as after the leave, those it gave last are shown.
     rounds: where the run ends; 0: it has no such end, and only the steps to the next round are shown.
     """
 
-    def __init__(
-        self, members: Callable[[], list[Member]], rounds: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._members, self._clock = members, clock
+    def __init__(self, members: Callable[[], list[Member]], rounds: int) -> None:
+        self._members = members
+        self._known: list[Member] = []
         self._bars = Bars(rounds)
-        self._drawn_at = -REDRAW_EVERY_S
         self._last_round = self._validation = self._news = ""
         self._console = console = Console(stderr=True)
-        self._live = Live(console=console, auto_refresh=False)
+        self._live = Live(console=console, auto_refresh=False)  # its thread holds a lock that the log waits for
         self._live.start()
         self._root = logging.getLogger()
         self._handlers = self._root.handlers
         self._root.handlers = [
             RichHandler(console=console, show_path=False, markup=False, show_time=console.width >= TIMED_WIDTH)
         ]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, name="dlc-table", daemon=True)
+        self._thread.start()
 
     def take(self, event: Event) -> None:
         self._bars.take(event)
@@ -127,15 +132,24 @@ class LiveTable:
             self._last_round = sentence(event)
         if event["event"] == "validation":
             self._validation = sentence(event)
-        if event["event"] != "end" and self._clock() - self._drawn_at >= REDRAW_EVERY_S:
-            self._drawn_at = self._clock()
-            below = [Text(line) for line in (self._last_round, self._validation, self._news) if line]
-            table = member_table(self._members(), self._console.width)
-            self._live.update(Group(table, self._bars.shown, *below), refresh=True)
 
     def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._draw()
         self._live.stop()
         self._root.handlers = self._handlers
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(REDRAW_EVERY_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        with contextlib.suppress(DlcError):
+            self._known = self._members()
+        below = [Text(line) for line in (self._last_round, self._validation, self._news) if line]
+        table = member_table(self._known, self._console.width)
+        self._live.update(Group(table, self._bars.shown, *below), refresh=True)
 
 
 class Bars:
