@@ -154,6 +154,14 @@ def test_an_extra_that_is_missing_is_said_before_anything_begins(
     assert not state.exists()
 
 
+def test_a_folder_of_its_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B makes a folder `wandb` where it is used, and `python -m dlc` looks for packages there."""
+    (tmp_path / "no_such_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(trackers.UsageError, match="is not installed"):
+        trackers.demand("no_such_tracker", "--wandb")
+
+
 def test_the_profile_is_a_trace_of_so_many_steps(tmp_path: Path) -> None:
     args = parser(False).parse_args(["join", "--profile", f"{tmp_path / 'traces'}:2"])
     assert args.profile == (tmp_path / "traces", 2)
@@ -182,6 +190,31 @@ def test_a_run_that_ends_before_the_profile_writes_what_there_is(
         caplog.clear()
     assert [path.name for path in (tmp_path / "4").iterdir()] == ["abcdefgh-steps-2-3.json"]
     assert not [*(tmp_path / "1").iterdir(), *(tmp_path / "2").iterdir()]
+
+
+def test_a_profile_that_could_not_be_written_is_not_said_to_be_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = StepProfile(tmp_path / "traces", 1, "abcdefghijk")
+    (tmp_path / "traces").rmdir()
+    with caplog.at_level(logging.INFO, "dlc"):
+        for n in range(4):
+            torch.ones(3).cumsum(0)
+            sink.take(step(n))
+    assert "could not be written" in caplog.text and "profile of inner steps" not in caplog.text
+
+
+@pytest.mark.parametrize("option", ["--tensorboard", "--profile"])
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_begins(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    access, shut, state = os.access, tmp_path / "shut", tmp_path / "state"
+    shut.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != shut and access(path, mode))  # root may do anything
+    assert main(["join", option, str(shut), "--state-dir", str(state), "--device", "cpu", "--rounds", "1"]) == 2
+    assert f"{option} {shut} cannot be written: Permission denied" in capsys.readouterr().err
+    assert not state.exists()
 
 
 def drawn(bars: Bars) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import importlib
 import logging
 import os
@@ -121,6 +122,8 @@ def _check_role(args: argparse.Namespace, rank: site.Rank | None) -> None:
 def _make(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UsageError(f"{option} {folder} cannot be written: {error.strerror or error}") from None
 

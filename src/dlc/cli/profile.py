@@ -62,7 +62,11 @@ class StepProfile:
             return
         path = self._folder / f"{self._name}-steps-{self._first}-{self._last}.json"
         try:
+            path.unlink(missing_ok=True)
             profiler.export_chrome_trace(str(path))
+            if not path.exists():  # torch has said why on stderr, and nothing to us
+                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+                raise OSError("the disk is full, or the folder cannot be written to")
         except (OSError, RuntimeError) as error:
             log.warning("the profile %s could not be written: %s; training goes on", path, error)
             return

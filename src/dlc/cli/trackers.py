@@ -38,7 +38,9 @@ Write = Callable[[Point], None]
 
 def demand(extra: str, option: str) -> None:
     """UsageError, with the command that mends it, if the extra of that name is not installed."""
-    if find_spec(extra) is None:
+    found = find_spec(extra)
+    is_folder = found is not None and found.loader is None and found.submodule_search_locations is not None
+    if found is None or is_folder:  # one of that name lies here, such as W&B makes
         raise UsageError(f"{option} needs a package that is not installed: pip install 'dlc[{extra}]'")
 
 
