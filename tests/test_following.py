@@ -25,6 +25,7 @@ from dlc.cli.profile import StepProfile
 from dlc.cli.sinks import Bars
 from dlc.errors import SwarmClosed
 from dlc.survey import Member
+from dlc.train.metrics import FILE_NAME, read_metrics
 from tests.helpers import wait_until
 
 Event = dict[str, Any]
@@ -73,6 +74,19 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     assert curve("round/peers") == [(1, 2.0)] and curve("round/missing") == [(1, 1.0)]
     assert curve("validation/loss") == [(1, 1.25)]
     assert "round/loss" not in found.Tags()["scalars"]  # it was not counted
+
+
+def test_the_file_of_metrics_tells_steps_from_rounds(tmp_path: Path) -> None:
+    """A validation after round 1 stood there as one after step 1."""
+    sink = sinks.Metrics(tmp_path)
+    for event in (step(7), ROUND, VALIDATION, {"event": "averaging", "t": 2, "distance": 0.5, "seconds": 1.5}):
+        sink.take(event)
+    sink.close()
+    inner, of_round, validation, averaging = read_metrics(tmp_path / FILE_NAME)
+    assert (inner["step"], inner["loss"]) == (7, -4.5) and of_round["report"]["t"] == 1
+    assert (validation["round"], validation["validation_loss"]) == (1, 1.25)
+    assert (averaging["round"], averaging["consensus_distance"]) == (2, 0.5)
+    assert not {"step"} & {*validation, *averaging}
 
 
 class FakeWandb(types.ModuleType):

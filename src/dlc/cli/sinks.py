@@ -192,9 +192,9 @@ class Metrics:
                 self._writer.report({name: value for name, value in event.items() if name != "event"})
             case "averaging":
                 values = {"consensus_distance": event["distance"], "exchange_s": event["seconds"]}
-                self._writer.scalar(event["t"], **{k: v for k, v in values.items() if v is not None})
+                self._writer.of_round(event["t"], **{k: v for k, v in values.items() if v is not None})
             case "validation" if event["loss"] is not None:
-                self._writer.scalar(event["t"], validation_loss=event["loss"])
+                self._writer.of_round(event["t"], validation_loss=event["loss"])
 
     def close(self) -> None:
         self._writer.close()

@@ -4,7 +4,9 @@ One JSON object a line, each written at once and whole, so that a live table or 
 
     {"time_s": 1712.5, "step": 300, "loss": 2.31, "tokens_per_s": 51000.0}
     {"time_s": 1713.0, "report": {...}}
+    {"time_s": 1713.5, "round": 3, "validation_loss": 2.25}
 
+A peer that goes on from a checkpoint appends: of steps and rounds that it makes again, the later line counts.
 Values that are not finite stand as null (JSON has no NaN). Metrics never stop a training: a full disk is logged once,
 and the next line is tried again.
 """
@@ -39,6 +41,10 @@ class MetricsWriter:
     def scalar(self, step: int, **values: float) -> None:
         """Named values of one global step."""
         self._write({"time_s": self._clock(), "step": step, **values})
+
+    def of_round(self, t: int, **values: float) -> None:
+        """Named values after round, or exchange, `t`."""
+        self._write({"time_s": self._clock(), "round": t, **values})
 
     def report(self, report: Mapping[str, Any]) -> None:
         """One round's report; bytes stand as hex, other unknown things as their text."""
