@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dlc.cli.sinks import sentence
 from dlc.report import Missing, RoundReport, Share
 
 ANNA, BERT, CARL, DORA = ("anna" * 8, "bert" * 8, "carl" * 8, "dora" * 8)
@@ -42,6 +43,12 @@ def test_summary_names_all_that_went_wrong() -> None:
         "sent 1.50 MB, received 2.00 MB; 2 ballots; "
         f"missing bertbert (late, 25.0% of the elements), carlcarl (dead); bertbert relayed via {ANNA}"
     )
+
+
+def test_summary_of_one_that_only_looked_on_tells_no_time_and_no_bytes() -> None:
+    """It said that each round took 0.00 s."""
+    looked_on = dataclasses.replace(REPORT, missing=(), ballots=1, paths={})
+    assert sentence({"event": "looked_on", **looked_on.to_dict()}) == "train round 12: 2 of 2 peers, weight 30720"
 
 
 def test_summary_of_a_smooth_round_is_short() -> None:

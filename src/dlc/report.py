@@ -102,14 +102,16 @@ class RoundReport:
         plain["owned"] = dict(self.owned)
         return plain
 
-    def summary(self) -> str:
-        """One line for a log."""
+    def summary(self, own: bool = True) -> str:
+        """One line for a log. own: with this peer's seconds and bytes, which one that only looked on does not have."""
         known = {share.peer for share in self.contributors} | {missing.peer for missing in self.missing}
-        parts = [
-            f"{self.channel} round {self.t}: {len(self.contributors)} of {len(known)} peers, weight {self.weight:g}",
-            f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f}, reduce {self.reduce_s:.2f})",
-            f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
-        ]
+        counted = f"{len(self.contributors)} of {len(known)} peers"
+        parts = [f"{self.channel} round {self.t}: {counted}, weight {self.weight:g}"]
+        if own:
+            parts += [
+                f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f}, reduce {self.reduce_s:.2f})",
+                f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
+            ]
         if self.ballots > 1:
             parts.append(f"{self.ballots} ballots")
         if self.missing:

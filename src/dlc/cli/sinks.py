@@ -215,7 +215,7 @@ def sentence(event: Event) -> str:
             digest = f"; digest {event['digest'][:12]}" if event["digest"] else ""
             return f"{read_report(event).summary()}; {own}; {_speed(event)}{digest}"
         case "looked_on":
-            return read_report(event).summary()
+            return read_report(event).summary(own=False)
         case "averaging":
             return f"{averaging(event)}; loss {event['loss']:.4f}; {_speed(event)}"
         case "validation":
