@@ -10,6 +10,7 @@ import os
 import pty
 import signal
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,36 @@ def test_a_wandb_that_fails_is_told_once_and_the_training_goes_on(
     fake_wandb.fails = OSError("the disk is full")
     for n in range(3):
         board.take(step(n))
+    board.close()
     assert caplog.text.count("the disk is full") == 1 and not fake_wandb.logged
     with pytest.raises(trackers.UsageError, match="WANDB_MODE=offline"):
         trackers.wandb("project", "run", "peer", {}, tmp_path)
+
+
+def test_a_tracker_that_hangs_holds_up_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    wrote: list[int] = []
+    finished: list[bool] = []
+
+    def write(point: trackers.Point) -> None:
+        begun.set()
+        assert goes_on.wait(60.0)
+        wrote.append(point.at)
+
+    monkeypatch.setattr(trackers, "POINTS_MAX", 2)
+    board = trackers.Tracker("W&B", write, lambda: finished.append(True))
+    board.take(step(0))
+    assert begun.wait(60.0)
+    for n in range(1, 9):
+        board.take(step(n))
+    assert caplog.text.count("points are left out of it") == 1
+    board.close(timeout_s=0.01)
+    assert "it has hung" in caplog.text and not finished
+    goes_on.set()
+    board.close()
+    assert finished and wrote == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("option", "extra"), [("--tensorboard", "tensorboard"), ("--wandb", "wandb")])

@@ -4,14 +4,17 @@
     round/*   loss, seconds, peers, bytes           over rounds
     validation/loss                                 over rounds
 
-Both are optional extras. Whether one is installed is asked before the run is joined; whatever fails later is told once,
-and the training goes on without it. What else W&B needs (a login, or WANDB_MODE=offline) is its own matter.
+Both are optional extras. Whether one is installed is asked before the run is joined; whatever fails or hangs later is
+told once, and the training goes on. What else W&B needs (a login, or WANDB_MODE=offline) is its own matter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +25,10 @@ from dlc.errors import UsageError
 log = logging.getLogger(__name__)
 
 TRAIN_AXIS, ROUND_AXIS = "step", "round"
+POINTS_MAX = 10_000
+"""That wait for a tracker: some minutes of short steps."""
+CLOSE_S = 60.0
+"""How long what still waits may take at the end."""
 Event = dict[str, Any]
 
 
@@ -71,28 +78,49 @@ def _point(axis: str, at: int, values: dict[str, Any]) -> Point | None:
 
 
 class Tracker:
-    """Hands the points to `write`; the first failure ends it."""
+    """Hands the points to `write`, on a thread of its own: a disk or a server that hangs does not hold up the training.
+    The first failure ends it."""
 
     def __init__(self, name: str, write: Write, finish: Callable[[], object]) -> None:
-        self._name, self._finish = name, finish
-        self._write: Write | None = write
+        self._name, self._write, self._finish = name, write, finish
+        self._points: queue.Queue[Point | None] = queue.Queue(POINTS_MAX)
+        self._behind = self._failed = False
+        self._thread = threading.Thread(target=self._run, name=f"dlc-{name}", daemon=True)
+        self._thread.start()
 
     def take(self, event: Event) -> None:
         found = point(event)
-        if self._write is None or found is None:
+        if found is None or self._failed:
             return
         try:
-            self._write(found)
-        except Exception as error:  # of a foreign library, whose writer thread hands on whatever it died of
-            log.warning("nothing more goes to %s: %s; training goes on", self._name, error)
-            self._write = None
+            self._points.put_nowait(found)
+        except queue.Full:
+            if not self._behind:
+                self._behind = True
+                log.warning("%s hangs, or is slow: points are left out of it; training goes on", self._name)
 
-    def close(self) -> None:
-        """Write out what is held back."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write out what is held back, unless it hangs."""
+        with contextlib.suppress(queue.Full):
+            self._points.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("%s is not complete: it has hung for %.0f s", self._name, timeout_s)
+            return
         try:
             self._finish()
         except Exception as error:
             log.warning("%s is not complete: %s", self._name, error)
+
+    def _run(self) -> None:
+        while (found := self._points.get()) is not None:
+            if self._failed:
+                continue
+            try:
+                self._write(found)
+            except Exception as error:  # of a foreign library, whose writer thread hands on whatever it died of
+                log.warning("nothing more goes to %s: %s; training goes on", self._name, error)
+                self._failed = True
 
 
 def tensorboard(folder: Path) -> Tracker:
