@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dlc import options, runspec
 from dlc.errors import ConfigError, DlcError, ProtocolError
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 
 TABLES = (ModelSpec, DataSpec, InnerSpec, OuterSpec, RunSpec)
 
@@ -273,6 +273,27 @@ def test_bad_toml_is_refused_with_the_file_and_the_reason(tmp_path: Path, text: 
         RunSpec.from_toml(path)
     assert str(path) in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"evict_s": 5.0}, "timeouts.evict_s must be at least 32 times timeouts.probe_s, 8 s, got 5.0"),
+        ({"probe_s": 0.1}, "timeouts.probe_s must be 0.14 to 1 s, got 0.1"),
+        ({"probe_s": 1.5, "evict_s": 60.0}, "timeouts.probe_s must be 0.14 to 1 s, got 1.5"),
+    ],
+)
+def test_timeouts_that_do_not_go_together_are_told_in_numbers(options: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TimeoutsSpec(**options)
+    assert said in str(error.value)
+    for least in (0.14, 1.0):
+        TimeoutsSpec(probe_s=least, evict_s=32 * least)
+
+
+def test_a_file_from_an_editor_that_marks_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_bytes(b'\xef\xbb\xbfrun = "a"\r\n')
+    assert RunSpec.from_toml(tmp_path / "RUN.toml").run == "a"
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -303,15 +303,22 @@ class TimeoutsSpec:
     these. The same on every peer, since a peer must know how long the others wait before they go on without it."""
 
     probe_s: float = 0.25
-    """Seconds between two pings of the failure detector. A killed peer is known to be dead after about 4 to 10."""
+    """Seconds between two pings of the failure detector, 0.14 to 1. A killed peer is known to be dead after about 4 to
+    10 of them."""
     chunk_s: float = 2.0
     """Least silence, in seconds, after which a round goes on without the rest of a peer's contribution."""
     evict_s: float = 60.0
     """Least time, in seconds, after which those who lost more than half of the voters at once go on without them. A
-    partition of the network that lasts longer splits the run in two, until it heals and one side is given up."""
+    partition of the network that lasts longer splits the run in two, until it heals and one side is given up. At least
+    32 times `probe_s`."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "timeouts.")
+        _check(0.14 <= self.probe_s <= 1, f"timeouts.probe_s must be 0.14 to 1 s, got {self.probe_s}")
+        _check(
+            self.evict_s >= 32 * self.probe_s,
+            f"timeouts.evict_s must be at least 32 times timeouts.probe_s, {32 * self.probe_s:g} s, got {self.evict_s}",
+        )
         self.floors()
 
     def floors(self) -> Timeouts:
@@ -517,7 +524,7 @@ class RunSpec:
     def from_toml(cls, path: str | Path) -> RunSpec:
         """Read a RUN.toml; ConfigError names the file and the option or line at fault."""
         try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
         except UnicodeDecodeError:
