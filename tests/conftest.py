@@ -17,7 +17,12 @@ if sys.platform != "win32":
     from tests.turns import Turns
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers or datasets is imported: a test never downloads
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+# Processes that tests start have this source, whatever is installed, and one thread each.
+_ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(_ROOT / "src"), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 # Time is not what these tests are about, and a busy runner has little of it.
 hypothesis.settings.register_profile(

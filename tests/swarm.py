@@ -123,9 +123,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._log = log
-        # The shared machine: one thread each, and no colours, proxies or keys of the one who runs the tests.
-        path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DLC_KEY_FILE": ""}
+        env = {**os.environ, "DLC_KEY_FILE": ""}  # no key of the one who runs the tests
         self._child: Forked | subprocess.Popen[bytes]
         if AVAILABLE and command[0] == "-m":
             self._child = Forked(command[1], command[2:], log, env)

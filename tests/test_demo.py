@@ -36,7 +36,6 @@ from tests.swarm import ROUND_S, swarm, together
 ROUNDS, KILL_ROUND = 4, 2
 EXPECTED = Expected(rounds=ROUNDS, kill_round=KILL_ROUND, limit_s=180.0)
 IDS = {"victim": "v" * 16, "b": "b" * 16, "c": "c" * 16, "newcomer": "n" * 16, "alone": "a" * 16}
-SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 E2E_S = 900.0
 """For the real demo at its smallest useful size, on a machine that does other things too."""
 PATIENT_DEMO = """\
@@ -258,7 +257,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def start_demo(tmp_path: Path, *words: str, dlc: tuple[str, str] = ("-m", "dlc")) -> subprocess.Popen[bytes]:
     """`dlc demo` in a process of its own, with its temporary files below `tmp_path`."""
     (tmp_path / "tmp").mkdir()
-    env = {**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path / "tmp")}
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     command = [sys.executable, *dlc, "demo", "--out", str(tmp_path / "out"), *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 

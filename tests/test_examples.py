@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -109,7 +108,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
         [sys.executable, "-c", RUNNER, *(module for extra in sorted(extras) for module in MODULES[extra])],
         input=json.dumps(jobs),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -21,7 +21,6 @@ PAIRS = [("dies before", "cancels"), ("dies sending", "sends slowly"), ("dies re
 
 def test_four_healthy_processes_succeed_whoever_fails_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     scenarios = importlib.import_module("scenarios")
     assert set(scenarios.KINDS) == {kind for pair in PAIRS for kind in pair}
     for run in scenarios.measure(PAIRS, MB, patience=PATIENCE):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -136,9 +135,7 @@ class TestChildren:
             f"out = Children().start('a', [sys.executable, '-c', {SLEEP!r}], Path({str(tmp_path / 'log')!r}))\n"
             "print(int(out.readline()), flush=True); time.sleep(600)"
         )
-        source = str(Path(__file__).resolve().parent.parent / "src")
-        env = {**os.environ, "PYTHONPATH": source}
-        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env)
+        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
         try:
             assert parent.stdout is not None
             with parent.stdout:

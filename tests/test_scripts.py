@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -239,7 +238,6 @@ def ends(survivor: Peer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, *modules],
         input="\n".join(lines),
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

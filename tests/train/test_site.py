@@ -282,9 +282,8 @@ def test_a_step_whose_gradients_ddp_did_not_average_is_not_taken() -> None:
 
 
 def test_the_steps_of_a_site_are_those_of_one_process() -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "tests.train.site_steps"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0 and done.stdout.split() == ["equal"], done.stderr[-6000:]
 
 
