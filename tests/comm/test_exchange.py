@@ -242,8 +242,8 @@ def test_what_was_asked_for_is_still_served_after_the_next_plan(exchange: Exchan
     exchange.begin(plan(), (ME, OTHER), {})
     exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
     old = exchange.held[0]
-    exchange.serve(OTHER.peer, old)
-    exchange.serve(OTHER.peer, old)
+    exchange.outbox.serve(OTHER.peer, old)
+    exchange.outbox.serve(OTHER.peer, old)
     exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
     assert exchange.next_bulk(OTHER.peer) is old
     assert exchange.next_bulk(OTHER.peer) is None

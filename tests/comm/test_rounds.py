@@ -16,10 +16,10 @@ from dlc.comm.account import account
 from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
-from dlc.comm.exchange import Traffic
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log, grid_of
 from dlc.comm.node import Node
+from dlc.comm.offered import Traffic
 from dlc.errors import ProtocolError
 from dlc.report import Missing
 from dlc.sim.invariants import Violation

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dlc.comm.entries import Entry, Part
-from dlc.comm.exchange import Offered, Traffic
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import grid_of
 from dlc.comm.messages import Result
+from dlc.comm.offered import Offered, Traffic
 from dlc.report import Missing, Reason, RoundReport, Share
 
 

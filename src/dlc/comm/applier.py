@@ -21,9 +21,10 @@ from dlc.comm.events import (
     ElectorateChanged,
     RoundDone,
 )
-from dlc.comm.exchange import Exchange, Traffic
+from dlc.comm.exchange import Exchange
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, counted_of, grid_of
+from dlc.comm.offered import Traffic
 from dlc.comm.permit import alive_records
 from dlc.comm.shapes import plausible_entry
 from dlc.comm.slot import Slot

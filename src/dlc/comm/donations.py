@@ -218,7 +218,7 @@ class Donations:
         for index in m.pieces[: self.limits.in_flight_max]:
             if 0 <= index < image.n_pieces:
                 payload = cast(bytes, image.piece(index))  # a view: what waits in the queue takes no memory of its own
-                self.exchange.serve(sender.peer, Piece(m.channel, m.digest, index, payload))
+                self.exchange.outbox.serve(sender.peer, Piece(m.channel, m.digest, index, payload))
 
     def _image(self, channel: str, digest: bytes) -> Image | None:
         """The image with this digest: one that is kept, a new one, or one that is not kept, of a state still here."""
@@ -238,4 +238,4 @@ class Donations:
                 continue
             for digest, result in zip(past.hashes, past.results, strict=True):
                 if digest in wanted:
-                    self.exchange.serve(sender.peer, result)
+                    self.exchange.outbox.serve(sender.peer, result)

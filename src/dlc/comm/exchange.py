@@ -19,19 +19,18 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from blake3 import blake3
-from torch import Tensor
 
 from dlc.comm.context import Context
-from dlc.comm.encoded import Encoded, payload_of
+from dlc.comm.encoded import payload_of
 from dlc.comm.entries import Part
-from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.log import Log, Sink, grid_of
-from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, GridSpec, Piece, Plan, Ready, Result
+from dlc.comm.log import Log, grid_of
+from dlc.comm.messages import Bulk, ChunkHeader, Contrib, Excluded, GridSpec, Plan, Result
+from dlc.comm.offered import Offered, Traffic
+from dlc.comm.outbox import Outbox
 from dlc.comm.owners import asked_Bps, shape_of
 from dlc.comm.patience import Patience
 from dlc.comm.rates import Rates
@@ -48,55 +47,8 @@ STRAY_BYTES_MAX = 64 << 20
 """Contributions kept per sender before the plan that asks for them is known here: more than any window."""
 EARLY_BYTES_MAX = 64 << 20
 """Results kept that came before the plan they belong to, which travels on the other lane; what is over is fetched."""
-SERVED_MAX = 4096
-"""Results and pieces queued for one peer that asked for them; what is over is asked for again."""
-
-
 UNASKED = "it came too late, or nobody asked for it"
 """Of what is dropped: honest peers send such, too."""
-
-
-@dataclass
-class Offered:
-    """My own contribution to the next round of a channel. It is frozen, as far as `filling` covers it."""
-
-    ready: Ready
-    vector: Tensor | Encoded
-    sink: Sink | None
-    since: float
-    since_run: float = 0.0
-    """The same in running time."""
-    started: float | None = None
-    """When its first plan was seen."""
-    filling: Filling | None = None
-    """None: all of it is final."""
-    first_final: float | None = None
-    """When some of a filling was final first."""
-
-    @property
-    def waited_s(self) -> float | None:
-        """Until there was a plan and something to send for it; None: there has not been both."""
-        if self.started is None or (self.filling is not None and self.first_final is None):
-            return None
-        return max(0.0, self.started - self.since, (self.first_final or self.since) - self.since)
-
-    @property
-    def given_up(self) -> bool:
-        """It was not finished, and nothing of it is sent any more."""
-        return self.filling is not None and self.filling.stopped
-
-    def final(self, start: int) -> bool:
-        """Its elements from `start` on may be used."""
-        return self.filling is None or self.filling.covers(start)
-
-
-@dataclass
-class Traffic:
-    """What this peer did for a channel since its last round, with a contribution of its own or without."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    ballots: int = 0
 
 
 class Exchange:
@@ -126,10 +78,7 @@ class Exchange:
         self._in_flight: dict[Voter, set[int]] = {}
         self._window = WINDOW_CHUNKS_MIN
         """Chunks that may be in flight to one owner under this plan."""
-        self._results: dict[PeerId, deque[Result]] = {}
-        """What I reduced, for everybody."""
-        self._served: dict[PeerId, dict[tuple[object, ...], Bulk]] = {}
-        """What somebody asked for; outlives the slot, because it is asked for by those who are behind."""
+        self.outbox = Outbox()
         self.patience = Patience(ctx)
         self.rates = Rates()
         self._recipients: tuple[Voter, ...] = ()
@@ -154,8 +103,7 @@ class Exchange:
         self._parts_of = {part.voter: (index, part) for index, part in enumerate(plan.entry.roster)}
         self.gained, self.reduce_since, self.last_gain = 0, now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
-        self._results = {peer: queue for peer, queue in self._results.items() if self._still_wanted(queue)}
-        self._served = {peer: queue for peer, queue in self._served.items() if queue and self._reachable(peer)}
+        self.outbox.keep(self._still_wanted, self._reachable)
         self._owned, self._to_send, self._in_flight = {}, {}, {}
         if self.grid is not None:
             self._traffic(plan.entry.channel).ballots += 1
@@ -185,13 +133,10 @@ class Exchange:
                 self._take(sender, contrib)
         self.close_due()
 
-    def _still_wanted(self, queue: deque[Result]) -> bool:
-        """Drop queued results of older plans, but for those that this plan fixes."""
+    def _still_wanted(self, result: Result) -> bool:
+        """Of the queued results of older plans only those that this plan fixes."""
         assert self.plan is not None
-        kept = [m for m in queue if m.header.head == self.plan.head and m.header.chunk in self._fixed]
-        queue.clear()
-        queue.extend(kept)
-        return bool(queue)
+        return result.header.head == self.plan.head and result.header.chunk in self._fixed
 
     def _reachable(self, peer: PeerId) -> bool:
         record = self.ctx.members.record(peer)
@@ -219,7 +164,7 @@ class Exchange:
             owner = plan.owners[index]
             if owner != self.ctx.me:
                 empty = Contrib(plan.entry.channel, self._plan_base, chunk, part.weight, part.upto)
-                self.serve(owner.peer, empty)
+                self.outbox.serve(owner.peer, empty)
 
     def filled(self) -> None:
         """More of what I offer is final, or nothing more will be."""
@@ -459,8 +404,7 @@ class Exchange:
         self.patience.closed()
         result = Result(header, payload)
         self._hold(result, result_hash(result))
-        for voter in self._recipients:
-            self._results.setdefault(voter.peer, deque()).append(result)
+        self.outbox.tell(result, (voter.peer for voter in self._recipients))
 
     # ---------------------------------------------------------------- sending
 
@@ -475,20 +419,9 @@ class Exchange:
                 in_flight.discard(chunk)
                 self._to_send[owner].append(chunk)
 
-    def serve(self, to: PeerId, message: Bulk) -> None:
-        """Queue a bulk message that `to` asked for."""
-        queue = self._served.setdefault(to, {})
-        if len(queue) < SERVED_MAX:
-            queue.setdefault(_name_of(message), message)
-
     def pending(self) -> set[PeerId]:
         """Peers for which `next_bulk` has something now."""
-        if not (self._results or self._served or self._to_send):
-            return set()
-        ready = {peer for peer, queue in self._results.items() if queue}
-        ready.update(peer for peer, served in self._served.items() if served)
-        ready.update(self._owners_with_room())
-        return ready
+        return {*self.outbox.peers(), *self._owners_with_room()}
 
     def _owners_with_room(self) -> Iterator[PeerId]:
         """Those who lack parts of mine, and whose window is not full."""
@@ -509,22 +442,11 @@ class Exchange:
 
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         """The next message for `peer`: results before contributions, contributions within the owner's window."""
-        queue = self._results.get(peer)
-        if queue:
-            message = queue.popleft()
-            if not queue:
-                del self._results[peer]
-            if self.plan is not None:
-                self._count_sent(self.plan.entry.channel, len(message.payload))
-            return message
-        served = self._served.get(peer)
-        if served:
-            wanted = served.pop(next(iter(served)))
-            if not served:
-                del self._served[peer]
-            if self.plan is not None and isinstance(wanted, Contrib | Result):
-                self._count_sent(self.plan.entry.channel, len(wanted.payload))
-            return wanted
+        ready = self.outbox.next(peer)
+        if ready is not None:
+            if self.plan is not None and isinstance(ready, Contrib | Result):
+                self._count_sent(self.plan.entry.channel, len(ready.payload))
+            return ready
         if self.grid is None or self.plan is None:
             return None
         mine = self._mine(self.plan)
@@ -553,8 +475,7 @@ class Exchange:
         return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
 
     def _count_sent(self, channel: str, size: int) -> None:
-        owners = self._owners_with_room()
-        more = any(self._results.values()) or any(self._served.values()) or next(owners, None) is not None
+        more = bool(self.outbox.peers()) or next(self._owners_with_room(), None) is not None
         self.rates.sent(self.ctx.now, size, more)
         self._traffic(channel).bytes_sent += size
 
@@ -593,16 +514,6 @@ def _in_order(plan: Plan) -> Iterable[tuple[int, int]]:
     """(chunk, index of its owner) in the order in which all members send and close them."""
     chunks = list(enumerate(plan.assignment))
     return reversed(chunks) if plan.fill_s > 0 else chunks
-
-
-def _name_of(message: Bulk) -> tuple[object, ...]:
-    if isinstance(message, Result):
-        header = message.header
-        return (header.head, header.ballot, header.chunk)
-    if isinstance(message, Contrib):
-        return (message.channel, message.base, message.chunk)
-    assert isinstance(message, Piece)
-    return (message.channel, message.digest, message.piece)
 
 
 def result_hash(result: Result) -> bytes:

@@ -28,7 +28,7 @@ from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.encoded import Encoded
 from dlc.comm.entries import EMPTY, LogState, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp
-from dlc.comm.exchange import Exchange, Offered
+from dlc.comm.exchange import Exchange
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
@@ -40,6 +40,7 @@ from dlc.comm.linkprobe import LinkProbes
 from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
+from dlc.comm.offered import Offered
 from dlc.comm.permit import can_vote, greater_alive
 from dlc.comm.records import key_of, told_states
 from dlc.comm.reducer import WEIGHT_MAX

@@ -238,9 +238,9 @@ class Slot:
         for chunk in m.chunks:
             result = self.exchange.held.get(chunk)
             if result is not None and (not wanted or self.exchange.hashes[chunk] in wanted):
-                self.exchange.serve(sender.peer, result)
+                self.exchange.outbox.serve(sender.peer, result)
         for digest in wanted & accepted.keys():
-            self.exchange.serve(sender.peer, accepted[digest])
+            self.exchange.outbox.serve(sender.peer, accepted[digest])
 
     # ---------------------------------------------------------------- the vote
 

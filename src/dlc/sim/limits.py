@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import IMAGES_MAX, STEPS_MAX
 from dlc.comm.entries import ROUND
-from dlc.comm.exchange import EARLY_BYTES_MAX, SERVED_MAX, STRAY_CHUNKS_MAX
+from dlc.comm.exchange import EARLY_BYTES_MAX, STRAY_CHUNKS_MAX
 from dlc.comm.log import CHAIN_MAX, HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX
+from dlc.comm.outbox import SERVED_MAX
 
 if TYPE_CHECKING:
     from dlc.sim.world import Process
@@ -46,9 +47,9 @@ def _exchange(process: Process) -> Iterator[Size]:
     exchange, state = process.node.exchange, process.node.log.state
     chunks = max(trainer.grid.n_chunks for trainer in process.trainers.values())
     yield "early results", sum(len(r.payload) for r in exchange._early), EARLY_BYTES_MAX
-    for peer, served in exchange._served.items():
+    for peer, served in exchange.outbox.served.items():
         yield f"served to {peer}", len(served), SERVED_MAX
-    for peer, results in exchange._results.items():
+    for peer, results in exchange.outbox.results.items():
         yield f"results for {peer}", len(results), 2 * chunks  # of this plan, and those of an older one that it fixes
     senders: Counter[str] = Counter()
     for (channel, base), by_chunk in exchange._parts.items():
