@@ -112,6 +112,11 @@ class GroupCall(Unpicklable):
         return self._call.out
 
     @property
+    def grid(self) -> Grid:
+        """How the vector is cut and encoded."""
+        return self._call.grid
+
+    @property
     def group(self) -> str:
         """A name that only this group of this key has; empty before there is a mean."""
         return f"{self._outcome.leader}/{self._outcome.nonce}" if self._outcome is not None else ""
@@ -183,7 +188,8 @@ class Group:
                    of the one that forms the group counts.
     min_size:      fewer are no group for this peer, whatever the others say: RoundTimeout.
     matchmaking_s: who has not come by then is not waited for.
-    codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers.
+    codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers. What it rounds
+                   off is lost: of parameters that are averaged again and again, changes below its step never add up.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
                    What it raises ends the call: RoundTimeout, of which it is the `__cause__`.
     formed:        called with the members as soon as a group is formed, on the peer's thread: it must be quick and must

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,14 @@ from torch.nn import functional as F
 from dlc.comm.security import generate_run_key
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
-from dlc.compat.hivemind.compression import NoCompression, SizeAdaptiveCompression
-from dlc.compat.hivemind.optim import PowerSGDGradientAverager
+from dlc.compat.hivemind.compression import (
+    CompressionBase,
+    NoCompression,
+    ScaledFloat16Compression,
+    SizeAdaptiveCompression,
+    Uniform8BitQuantization,
+)
+from dlc.compat.hivemind.optim import GradientAverager, PowerSGDGradientAverager, TrainingStateAverager
 from dlc.compat.opendiloco.strategy import peer_of
 from dlc.errors import SwarmClosed, UsageError
 from tests.helpers import wait_until
@@ -86,6 +94,38 @@ def test_values_groups_clients_and_state_over_real_peers() -> None:
     with pytest.raises(SwarmClosed):
         made[0].get("key")
     wait_until(lambda: threading.active_count() <= before, WAIT_S, "no thread is left")
+
+
+@pytest.mark.parametrize("compression", [Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization()])
+def test_steps_below_the_resolution_of_the_compression_add_up(compression: CompressionBase) -> None:
+    """As in Hivemind: parameters stayed where they were, since each average rounded off what a step had changed. But
+    gradients are averaged once, and all peers are to make the same step."""
+    start, steps, lr = torch.linspace(0.5, 1.0, 1000), 8, 1e-4
+    options: dict[str, Any] = {"start": True, "min_matchmaking_time": MATCHMAKING_S, "compression": compression}
+    with dhts(2) as made, ThreadPoolExecutor(2) as pool:
+        params = [nn.Parameter(start.clone()) for _ in made]
+        states = [
+            TrainingStateAverager(
+                dht=dht, optimizer=partial(torch.optim.SGD, lr=lr), params=[param], prefix="state", **options
+            )
+            for dht, param in zip(made, params, strict=True)
+        ]
+        gradients = [GradientAverager([p], dht=dht, prefix="g", **options) for dht, p in zip(made, params, strict=True)]
+        for averager in (*states, *gradients):
+            wait_until(lambda a=averager: len(a.directory.others()) == 1, WAIT_S)
+        for param in params:
+            param.grad = -torch.ones(1000)
+        step = partial(TrainingStateAverager.step, optimizer_step=True, averaging_round=True, delay_averaging=False)
+        for _ in range(steps):
+            list(pool.map(step, states))
+        for param in params:
+            torch.testing.assert_close(param.detach(), start + steps * lr, rtol=0, atol=2e-6)
+        for i, (averager, param) in enumerate(zip(gradients, params, strict=True)):
+            param.grad = start * (1 + i)
+            averager.accumulate_grads_(1)
+        list(pool.map(GradientAverager.step, gradients))
+        with gradients[0].get_tensors() as (one,), gradients[1].get_tensors() as (other,):
+            assert torch.equal(one, other)
 
 
 def test_a_member_that_dies_leaves_the_others_a_mean_of_their_own() -> None:

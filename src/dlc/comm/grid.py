@@ -11,6 +11,8 @@ import math
 import sys
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dlc.comm.codecs import Codec, get_codec
 from dlc.errors import ConfigError
 
@@ -106,6 +108,12 @@ class Grid:
     def result_bytes(self, chunk: int, n_parts: int) -> int:
         """Length of the result of a chunk that has so many contributions in it, at least 1."""
         return self.coder.result_bytes(self.elems(chunk), n_parts)
+
+    def unsaid(self, chunk: int, own: Tensor) -> Tensor:
+        """What the codec cannot say of `own`, a peer's chunk of a vector: added to the mean of what was said, it stays
+        with that peer. Otherwise a vector that is averaged again and again would lose all that is below the codec's
+        resolution, on all peers alike."""
+        return own - self.coder.decode(self.coder.encode(own), self.elems(chunk))
 
     @property
     def parts_max(self) -> int:

@@ -26,7 +26,6 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.comm import vectors
-from dlc.comm.grid import Grid
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, ConfigError, DlcError
 from dlc.flat import finite
@@ -346,12 +345,6 @@ class Averaging:
                 except DlcError as error:  # the peer has left already, and everybody knows
                     log.debug("%s", error)
         self._left = True
-
-
-def unsaid(grid: Grid, chunk: int, own: Tensor) -> Tensor:
-    """What the codec cannot say of `own`, a peer's chunk of a vector: added to the mean of what was said, it stays with
-    that peer. Otherwise each exchange would lose all that is below the codec's resolution, of all peers alike."""
-    return own - grid.coder.decode(grid.coder.encode(own), grid.elems(chunk))
 
 
 def exchange_of(peer: Peer, parts: Parts) -> Exchange:

@@ -16,7 +16,7 @@ from dlc.errors import UsageError
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Grids:
         grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
         for chunk in range(grid.n_chunks):
             part = slice(*grid.span(chunk))
-            vector[part].add_(unsaid(grid, chunk, before[part]).mul_(vector[part] != before[part]))
+            vector[part].add_(grid.unsaid(chunk, before[part]).mul_(vector[part] != before[part]))
 
     @staticmethod
     def _number(word: bytes) -> int:

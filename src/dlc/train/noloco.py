@@ -35,7 +35,7 @@ from dlc.mesh import Group
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, unsaid
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
 
 
 def noloco_step(
@@ -148,7 +148,7 @@ class Pairs:
         for chunk in range(grid.n_chunks):
             start, stop = grid.span(chunk)
             own = torch.cat((d[start:stop], self._phi[max(0, start - n) : max(0, stop - n)]))
-            means[start:stop].add_(unsaid(grid, chunk, own))
+            means[start:stop].add_(grid.unsaid(chunk, own))
 
     def own(self) -> dict[str, Tensor]:
         return {"phi": self._phi, "momentum": self._m}

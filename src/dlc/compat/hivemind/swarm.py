@@ -51,6 +51,8 @@ class Terms:
     """False: an auxiliary peer, which only computes."""
     owns: bool
     """False: a client, which only contributes."""
+    keeps_unsaid: bool
+    """What the codec rounds off of this peer's vectors stays with it, on top of the mean."""
     patience_s: float
     """How long to wait for others."""
     budget_s: float

@@ -68,6 +68,9 @@ class DecentralizedAverager(Announced):
     """
 
     serializer = MSGPackSerializer
+    _keeps_unsaid = True
+    """What compression rounds off of a tensor stays in it: what is averaged again and again would lose all that is
+    below the resolution. False: all peers of a group have the mean in the same bits."""
     _scheme = ""
     """How it averages, where that is not this class's way: who has another one is not met."""
 
@@ -253,6 +256,7 @@ class DecentralizedAverager(Announced):
             weight=control.weight,
             contributes=self.mode is not AveragingMode.AUX,
             owns=self.mode is not AveragingMode.CLIENT,
+            keeps_unsaid=self._keeps_unsaid,
             patience_s=max(min(wait_s, control.get_timeout()), PATIENCE_S_MIN),
             budget_s=EXCHANGE_S if self._allreduce_timeout is None else self._allreduce_timeout,
             expected=lambda: directory.expected(entry.bits, control.number),

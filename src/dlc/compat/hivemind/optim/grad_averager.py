@@ -31,6 +31,8 @@ class GradientAverager(DecentralizedAverager):
     shapes of the gradients (ValueError otherwise). Others: DecentralizedAverager.
     """
 
+    _keeps_unsaid = False  # nothing of a gradient is averaged once more; all make the same step
+
     def __init__(
         self,
         parameters: Iterable[Tensor],
