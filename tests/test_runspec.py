@@ -211,6 +211,11 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ),
         ("strategy = 'gossip'\ntokens = 9", 'tokens cannot end a run of "gossip": nobody counts'),
         ("strategy = 'moshpit'\ncodec = 'int4'", 'codec "int4" cannot go with "moshpit"'),
+        ("strategy = 'moshpit'\ncodec = 'bf16'", 'codec "bf16" cannot go with moshpit: it would round every mean'),
+        (
+            "strategy = 'gossip'\ncodec = 'bf16'\n[gossip]\nupdate = 'noloco'\ngraph = 'random-pairs'",
+            'codec "bf16" cannot go with noloco: it would round every mean',
+        ),
         ("strategy = 'moshpit'\n[data]\nsource = 'x'\nstreaming = true", 'data.streaming cannot go with "moshpit"'),
         ("strategy = 'moshpit'\n[outer]\nlr = 0.5", '[outer] is given, but "moshpit" takes no outer step'),
         ("strategy = 'moshpit'\n[moshpit]\ngroup_size = 1", "moshpit.group_size must be 0 or lie in 2 ... 64, got 1"),

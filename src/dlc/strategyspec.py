@@ -220,6 +220,12 @@ def _check_averaging(spec: RunSpec) -> None:
         spec.codec in ("fp32", "fp16", "bf16"),
         f'codec "{spec.codec}" cannot go with "{name}", which sends parameters, not changes: set fp32, fp16 or bf16',
     )
+    mean_is_encoded = name == "moshpit" or spec.gossip.update == "noloco"
+    check(
+        spec.codec != "bf16" or not mean_is_encoded,
+        f'codec "bf16" cannot go with {"moshpit" if name == "moshpit" else "noloco"}: it would round every mean of '
+        "parameters to 8 bits, and nobody keeps what that loses; fp16 keeps 11 in as many bytes, fp32 all",
+    )
     check(
         spec.tokens == 0,
         f'tokens cannot end a run of "{name}": nobody counts the tokens of all; set rounds, each peer counts its own',

@@ -369,9 +369,9 @@ def on_the_grid(mesh: Mesh, _: float) -> int:
     return len(mesh.board.get(f"moshpit/{averaging.NAME}"))
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
 def test_steps_below_the_codecs_resolution_add_up(codec: str) -> None:
-    """Parameters near 1 that move by 1e-4 between two exchanges: bf16 has nothing between 1 and 1.0078."""
+    """Parameters near 1 that move by 1e-4 between two exchanges: fp16 has nothing between 1 and 1.00098."""
     spec = RunSpec(strategy="moshpit", codec=codec, moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))
     with swarm(2, log=False) as peers:
         grids = [Grids(peer, spec) for peer in peers]
@@ -392,7 +392,7 @@ def test_steps_below_the_codecs_resolution_add_up(codec: str) -> None:
             grid.close()
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
 def test_steps_below_the_codecs_resolution_move_slow_weights_as_far_as_exact_means_do(codec: str) -> None:
     """As above, of pairs that hold phi = 1: what is said of it does not draw it back."""
     gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
