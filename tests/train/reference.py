@@ -3,6 +3,7 @@
 fragments   layers in strides, cut into pieces of one length (Streaming DiLoCo, arXiv:2501.18512)
 Outer       nesterov, sgd, adam, each fragment with steps of its own; the learning rate's schedule
 QUANTISED   what of a vector each codec sends
+Joint       the AdamW or SGD of data-parallel training
 mean_of     of those listed, by their weights, each clipped to the median norm (SparseLoCo, arXiv:2508.15706)
 """
 
@@ -87,6 +88,45 @@ def learning_rate(spec: Any, turn: int) -> float:
     gone = min(1.0, (turn - 1 - spec.warmup_rounds) / (spec.total_rounds - spec.warmup_rounds))
     left = 1 - gone if spec.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
     return lr * (floor + (1 - floor) * left)
+
+
+class Joint:
+    """theta of data-parallel training: AdamW (arXiv:1711.05101) or SGD, with clipping as torch's, of mean gradients.
+    `inner`: as `dlc.InnerSpec`; total: steps of the schedule, 0 for none; decays: which elements do."""
+
+    def __init__(self, theta: Vector, inner: Any, total: int, decays: npt.NDArray[np.bool_]) -> None:
+        self.theta, self.inner, self.total, self.decays = theta.copy(), inner, total, decays
+        self._m, self._v = np.zeros_like(theta), np.zeros_like(theta)
+        self.t, self.moved = 0, 0.0
+        """Steps; by how much an element may have moved in all of them."""
+
+    def step(self, mean: Vector, there: npt.NDArray[np.bool_]) -> None:
+        """there: where somebody gave something; the rest stays as it is."""
+        inner, norm = self.inner, float(np.sqrt((mean[there] ** 2).sum()))
+        scale = min(1.0, inner.clip_norm / (norm + 1e-6)) if inner.clip_norm else 1.0
+        lr, self.t = self._lr(), self.t + 1
+        before = self.theta.copy()
+        self.theta[there & self.decays] *= 1 - lr * inner.weight_decay
+        g = mean[there] * scale
+        if inner.optimizer == "sgd":
+            self.theta[there] -= lr * g
+        else:
+            b1, b2 = inner.betas
+            self._m[there] = b1 * self._m[there] + (1 - b1) * g
+            self._v[there] = b2 * self._v[there] + (1 - b2) * g * g
+            root = np.sqrt(self._v[there] / (1 - b2**self.t))
+            self.theta[there] -= lr * self._m[there] / (1 - b1**self.t) / (root + 1e-8)
+        self.moved += float(np.abs(self.theta - before).max())
+
+    def _lr(self) -> float:
+        """Of step `t`, counted from 0."""
+        inner = self.inner
+        if self.t < inner.warmup_steps:
+            return float(inner.lr) * (self.t + 1) / inner.warmup_steps
+        if not self.total:
+            return float(inner.lr)
+        gone = min(1.0, (self.t - inner.warmup_steps) / (self.total - inner.warmup_steps))
+        return float(inner.lr) * (inner.min_lr_ratio + (1 - inner.min_lr_ratio) * (1 + math.cos(math.pi * gone)) / 2)
 
 
 def mean_of(sent: Sequence[Vector], weights: Sequence[float], clips: Sequence[float]) -> Vector:
