@@ -451,7 +451,11 @@ def test_an_average_that_can_never_be_is_raised_and_not_tried_again(background: 
                 opt.state_averager.step(apply_delayed_updates=True)
 
 
-def test_who_has_missed_an_epoch_loads_the_state_of_those_who_made_it() -> None:
+@pytest.mark.parametrize("samples", [0, 8])
+def test_who_has_missed_an_epoch_loads_the_state_of_those_who_made_it(
+    samples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so where that costs work of its own."""
     town = Town()
     nets, opts = prepared(town, 2, scheduler=HALVING)
     for net in nets:
@@ -462,8 +466,11 @@ def test_who_has_missed_an_epoch_loads_the_state_of_those_who_made_it() -> None:
         late.weight.fill_(42.0)
     newcomer = optimizer(town, late, batch_size_per_step=4, scheduler=HALVING)
     backward(late, 3)
+    newcomer.tracker.report_local_progress(0, samples)
     newcomer.step()
     assert newcomer.local_epoch == 1 and newcomer.local_progress.samples_accumulated == 0
+    told = [message for message in caplog.messages if "is lost" in message]
+    assert len(told) == (samples > 0) and all("was in epoch 0 and" in m and "(8 samples" in m for m in told)
     assert torch.equal(weights(late), weights(nets[0]))
     assert newcomer.opt.param_groups[0]["lr"] == pytest.approx(0.05)
 

@@ -391,6 +391,7 @@ class Optimizer(TorchFace):
             self._lost = False  # so have all others that are as far
             self._number_rounds()
             return
+        epoch, samples = self.local_epoch, self.local_progress.samples_accumulated
         with self.tracker.pause_updates():
             loaded = self.state_averager.load_state_from_peers(**{"timeout": self.load_state_timeout, **kwargs})
             alone = not self.state_averager.directory.others()
@@ -398,6 +399,14 @@ class Optimizer(TorchFace):
                 self._lost = False
             else:
                 log.warning("no peer has given its state, though there are others; trying again with the next step")
+            if loaded is not None and samples:
+                log.warning(
+                    "this peer was in epoch %d and has another one's state of epoch %d now: what it had trained since "
+                    "its last average (%d samples in its last epoch) is lost",
+                    epoch,
+                    self.local_epoch,
+                    samples,
+                )
             self._drop_sums()
             self._number_rounds()
 
