@@ -1,4 +1,4 @@
-"""Signals while what there is to say cannot be said."""
+"""Signals while what there is to say cannot be said, and beside another process that asks for the end."""
 
 import os
 import subprocess
@@ -35,3 +35,47 @@ def test_a_stop_that_cannot_be_told_still_saves(stderr: str) -> None:
         os.close(end)
     assert done.stdout == b"the end is saved\n"
     assert done.returncode == 0
+
+
+ASKED_BY_ANOTHER = """
+import os, signal, threading, time
+from dlc.cli.interrupt import Interrupts
+
+def ask():
+    thread = threading.Thread(target=interrupts.ask)
+    thread.start()
+    thread.join()
+
+with Interrupts() as interrupts:
+    interrupts.holds = True
+    interrupts.can_save = {can_save}
+    try:
+        {first}
+        {second}
+        assert interrupts.stop.wait(5)
+    except KeyboardInterrupt:
+        print("nothing to save")
+    else:
+        print("the end is saved", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    {third}
+"""
+SIGNAL = "os.kill(os.getpid(), signal.SIGTERM)"
+
+
+@pytest.mark.parametrize(
+    ("steps", "can_save", "said", "code"),
+    [
+        (("ask()", "ask()", ""), True, "the end is saved", 0),
+        (("ask()", SIGNAL, ""), True, "the end is saved", 130),
+        ((SIGNAL, "ask()", ""), True, "the end is saved", 130),
+        (("ask()", "time.sleep(60)", "ask()"), False, "nothing to save", 0),
+    ],
+)
+def test_who_is_asked_for_the_end_by_another_still_has_its_own_first_signal(
+    steps: tuple[str, str, str], can_save: bool, said: str, code: int
+) -> None:
+    first, second, third = (step or "pass" for step in steps)
+    program = ASKED_BY_ANOTHER.format(can_save=can_save, first=first, second=second, third=third)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.returncode) == (said, code), done.stderr

@@ -1,4 +1,5 @@
-"""What `test_site` starts with torchrun: rank 0 compares a site's inner steps with those of one process.
+"""What `test_site` starts with torchrun: rank 0 compares a site's inner steps with those of one process, and then
+hears that the other one, which waits for an order, was told to stop.
 
 The others only follow. Rank 0 alone tells, by its exit status, and by the line "equal".
 """
@@ -6,9 +7,13 @@ The others only follow. Rank 0 alone tells, by its exit status, and by the line 
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import time
 
 import torch
 
+from dlc.cli.site import hand_signals_on
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import follower
@@ -117,6 +122,21 @@ def of_another_host(spec: RunSpec) -> torch.nn.Module:
     return model
 
 
+def stopped(group: Group) -> None:
+    """Rank 1 is told to stop, in the midst of the wait for an order or before it."""
+    pid = torch.tensor(os.getpid())
+    torch.distributed.broadcast(pid, 1)
+    if group.rank:
+        follower.follow(group)
+        return
+    assert not group.stop_asked()
+    os.kill(int(pid), signal.SIGTERM)
+    end = time.monotonic() + 60.0
+    while not group.stop_asked():
+        assert time.monotonic() < end, "rank 0 heard nothing of it"
+    group.tell(Order.END)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     follower.model_of = of_another_host
@@ -130,6 +150,9 @@ def main() -> None:
         else:
             run(group, spec)
             group.tell(Order.END)
+    if group.rank:
+        hand_signals_on(group)
+    stopped(group)
     if group.rank == 0:
         print("equal")
     group.close()

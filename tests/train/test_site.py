@@ -111,15 +111,15 @@ def test_the_others_draw_nothing_and_can_be_ended_until_rank_0_is_there(monkeypa
     told, done = logging.getLogger("dlc").level, []
     monkeypatch.setattr(signal, "signal", lambda number, action: done.append((number, action)))
     monkeypatch.setattr("dlc.train.group.Group", lambda *_: done.append("group") or MagicMock())
+    monkeypatch.setattr("dlc.cli.site.hand_signals_on", lambda group: done.append("signals"))
     monkeypatch.setattr("dlc.train.follower.follow", lambda group: done.append(is_progress_bar_enabled()))
     try:
         follow_on(Namespace(device="cpu", parallel=None), Rank(rank=1, size=2, local_rank=1))
     finally:
         logging.getLogger("dlc").setLevel(told)
         enable_progress_bar()
-    both = (signal.SIGINT, signal.SIGTERM)
-    ended, deaf = ([(number, action) for number in both] for action in (signal.SIG_DFL, signal.SIG_IGN))
-    assert done == [*ended, "group", *deaf, False]
+    ended = [(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert done == [*ended, "group", "signals", False]
 
 
 def test_a_process_touches_no_gpu_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 Before there is anything to save, the first one already raises KeyboardInterrupt, since joining can wait for ever; and
 before there is anything to let go, it ends the process, since an import may take an exception for a missing package.
+
+Another process of this site may ask for the same (`Interrupts.ask`), which counts as no signal.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.stop = threading.Event()
-        """Set by the first signal."""
+        """Set by the first signal, and where another process asks."""
         self.holds = False
         """Set by the owner once others, or child processes, are to be told of an end."""
         self.can_save = False
         """Set by the owner once a stop leads to a saved checkpoint, or to an end at which there is none to save."""
+        self._signalled_once = False
+        self._asked = False
+        """The signal on its way is that of `ask`."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -41,11 +46,22 @@ class Interrupts:
         if isinstance(error, Exception) and self.stop.is_set() and not self.can_save:
             raise KeyboardInterrupt from None  # ours, which something on the way took for an error of its own
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
+    def ask(self) -> None:
+        """A clean end, asked for from another thread; a signal that comes as well is still the first one."""
         if self.stop.is_set():
+            return
+        self.stop.set()
+        if not self.can_save:  # nobody may be looking at `stop`
+            self._asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        asked, self._asked = self._asked, False
+        if self._signalled_once and not asked:
             if sys.stderr.isatty():
                 _say(SHOW_CURSOR)  # the live table hides it
             os._exit(130)
+        self._signalled_once = self._signalled_once or not asked
         self.stop.set()
         if not (self.holds or self.can_save):
             end = SHOW_CURSOR if sys.stderr.isatty() else b""

@@ -74,7 +74,7 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
         spec = RunSpec() if named is None else named.spec
     state = StateDir(args.state_dir) if args.state_dir else free_state_dir(home(), (spec or RunSpec()).run, args.role)
     try:
-        with site.leading(args, rank) as group:
+        with site.leading(args, rank, interrupts) as group:
             _take_part(args, spec, named, state, interrupts, group)
     finally:
         state.close()

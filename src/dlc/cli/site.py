@@ -1,7 +1,8 @@
 """`torchrun ... -m dlc join`: which process of a site this one is, and what those that are not rank 0 do.
 
-All processes of one torchrun group are one peer. torchrun hands signals on to all of them: rank 0 decides what they
-mean, so the others ignore them and end when rank 0 says so, or when it is gone.
+All processes of one torchrun group are one peer. torchrun hands signals on to all those of its host. Rank 0 decides
+what they mean: the others ask it for a clean end, as often as they are told, and end when rank 0 says so, or when it is
+gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,11 +23,14 @@ from dlc.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from dlc.cli.interrupt import Interrupts
     from dlc.train.group import Group
 
 log = logging.getLogger(__name__)
 
 DDP = "ddp"
+STOP_LOOK_S = 0.5
+"""Between two looks of rank 0 for a process that was told to stop: torchrun kills it 30 s later."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -78,15 +84,35 @@ def follow_on(args: argparse.Namespace, rank: Rank) -> None:
 
     disable_progress_bar()
     group = Group(device_of(args.device, rank), args.parallel or DDP)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    hand_signals_on(group)
     follow(group)
     group.close()
 
 
+def hand_signals_on(group: Group) -> None:
+    """From now on Ctrl-C and SIGTERM here ask rank 0 for a clean end of the site. Call it on the main thread.
+
+    By a thread: the main one may wait for an order as long as a round takes, in which Python runs no handlers.
+    """
+    signalled, written_to = socket.socketpair()
+    written_to.setblocking(False)
+    signal.set_wakeup_fd(written_to.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def ask() -> None:
+        signalled.recv(1)
+        group.ask_for_stop()
+
+    threading.Thread(target=ask, daemon=True, name="dlc-signals").start()
+
+
 @contextlib.contextmanager
-def leading(args: argparse.Namespace, rank: Rank | None) -> Iterator[Group | None]:
-    """Rank 0's group, whose others are told to leave at the end; None without torchrun. Sets `args.device`."""
+def leading(args: argparse.Namespace, rank: Rank | None, interrupts: Interrupts) -> Iterator[Group | None]:
+    """Rank 0's group, whose others are told to leave at the end; None without torchrun. Sets `args.device`.
+
+    Where one of the others asks for the end, it is asked of `interrupts`.
+    """
     from dlc.train.setup import pick_device  # torch, only now that the options are known to be right
 
     if rank is None:
@@ -99,7 +125,20 @@ def leading(args: argparse.Namespace, rank: Rank | None) -> Iterator[Group | Non
     args.device = str(device)
     group = Group(device, args.parallel or DDP)
     log.info("a site of %d processes (%s), one peer", group.size, group.parallel)
+    over = threading.Event()
+    look = threading.Thread(target=_look_for_stop, args=(group, interrupts, over), name="dlc-site-stop")
+    look.start()
     try:
         yield group
     finally:
+        over.set()
+        look.join()
         group.close()
+
+
+def _look_for_stop(group: Group, interrupts: Interrupts, over: threading.Event) -> None:
+    while not over.wait(STOP_LOOK_S):
+        if group.stop_asked():
+            log.info("another process of this site was told to stop: the site leaves the run")
+            interrupts.ask()
+            return

@@ -3,7 +3,8 @@
 A site is one `torchrun` group and one peer. Orders and samples go through Gloo on the CPU, where waiting costs nothing
 and may last as long as a round does; gradients and parameters through NCCL between GPUs, else through Gloo too.
 
-Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet` on all.
+Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet` on all. One thing
+goes the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
 LOOK_S = 0.05
 """Between two looks for each other, at the start."""
+STOP = "stop"
+"""A key of the store: a process other than rank 0 was told to stop."""
 NUMBERS = 3
 """Of an order, at most."""
 
@@ -67,9 +70,10 @@ class Group:
     def __init__(self, device: torch.device, parallel: str = "ddp") -> None:
         cuda = device.type == "cuda"
         store, rank, size = next(iter(rendezvous("env://")))
+        self._store = part_of_this_start(store, rank, size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=part_of_this_start(store, rank, size),
+            store=self._store,
             rank=rank,
             world_size=size,
             device_id=device if cuda else None,
@@ -106,6 +110,18 @@ class Group:
     def meet(self) -> None:
         """All wait for each other: NCCL gives up after ten minutes, and one of them may be downloading a model."""
         dist.all_reduce(torch.zeros(1), group=self._orders)
+
+    def ask_for_stop(self) -> None:
+        """On the others, from any thread."""
+        with contextlib.suppress(dist.DistError):  # where the store is gone, the site has ended
+            self._store.set(STOP, "")
+
+    def stop_asked(self) -> bool:
+        """On rank 0, from any thread: whether one of the others has asked."""
+        try:
+            return bool(self._store.check([STOP]))
+        except dist.DistError:  # torchrun ends, and with it the site
+            return False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
