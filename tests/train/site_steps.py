@@ -122,6 +122,11 @@ def of_another_host(spec: RunSpec) -> torch.nn.Module:
     return model
 
 
+def agreed(group: Group) -> None:
+    assert group.agree([True, False])
+    assert not group.agree([True, group.rank == 0])
+
+
 def stopped(group: Group) -> None:
     """Rank 1 is told to stop, in the midst of the wait for an order or before it."""
     pid = torch.tensor(os.getpid())
@@ -150,6 +155,7 @@ def main() -> None:
         else:
             run(group, spec)
             group.tell(Order.END)
+    agreed(group)
     if group.rank:
         hand_signals_on(group)
     stopped(group)

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from dlc.train.group import Group, Order, part_of_this_start
 from dlc.train.inner import InnerLoop, placed
 from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
-from dlc.train.sharded import Sharded, layers_of
+from dlc.train.sharded import Sharded, check_layers, layers_of
 from dlc.train.site import SiteEngine
 from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process, free_addresses
 from tests.train.site_steps import LLAMA, SPEC
@@ -279,6 +280,28 @@ def test_a_step_whose_gradients_ddp_did_not_average_is_not_taken() -> None:
         replica.check_averaged()
     replica._finds_unused = True
     replica.check_averaged()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_step_in_which_fsdp_averaged_gradients_of_different_parameters_is_not_taken(same: bool) -> None:
+    """Of experts of one size it would take one for the other."""
+    sharded, model, told = object.__new__(Sharded), nn.Linear(2, 1), []
+    sharded.tensors = [model.weight, model.bias]
+    sharded.group = cast(Group, SimpleNamespace(agree=lambda flags: told.append(flags) or same))
+    with contextlib.nullcontext() if same else pytest.raises(RuntimeError, match="different parameters .* ddp"):
+        with sharded.meanwhile(last=False):
+            F.linear(torch.ones(1, 2), model.weight).sum().backward()
+    assert told == [[True, False]]
+
+
+@pytest.mark.parametrize("name", ["layerdrop", "decoder_layerdrop"])
+def test_a_model_that_drops_layers_at_random_is_not_cut_into_parts(name: str) -> None:
+    model = nn.Linear(2, 1)
+    model.config = cast(Any, SimpleNamespace(layerdrop=0.0))
+    check_layers(model)
+    model.config = cast(Any, SimpleNamespace(**{name: 0.1}))
+    with pytest.raises(ConfigError, match=rf"{name} = 0\.1.* --parallel ddp"):
+        check_layers(model)
 
 
 def test_the_steps_of_a_site_are_those_of_one_process() -> None:

@@ -3,8 +3,8 @@
 A site is one `torchrun` group and one peer. Orders and samples go through Gloo on the CPU, where waiting costs nothing
 and may last as long as a round does; gradients and parameters through NCCL between GPUs, else through Gloo too.
 
-Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet` on all. One thing
-goes the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop.
+Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet`, `agree` on all.
+One thing goes the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop.
 """
 
 from __future__ import annotations
@@ -110,6 +110,12 @@ class Group:
     def meet(self) -> None:
         """All wait for each other: NCCL gives up after ten minutes, and one of them may be downloading a model."""
         dist.all_reduce(torch.zeros(1), group=self._orders)
+
+    def agree(self, flags: list[bool]) -> bool:
+        """Whether all bring the same flags, equally many."""
+        seen = torch.tensor([flags, [not flag for flag in flags]], dtype=torch.uint8)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._orders)
+        return not bool((seen[0] & seen[1]).any())
 
     def ask_for_stop(self) -> None:
         """On the others, from any thread."""

@@ -1,14 +1,14 @@
 """A site's model in parts: FSDP2 (`fully_shard`), where each rank holds one in `size` of parameters and moments.
 
 Layers are put together for their forward and backward pass, one after the other, and gradients are averaged into the
-parts. The whole vector exists only on the host of rank 0, and is read and written tensor by tensor.
+parts: all ranks need gradients of the same parameters. The whole vector exists only on the host of rank 0, and is read
+and written tensor by tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,17 @@ def check_options(spec: RunSpec) -> None:
         raise ConfigError('precision "fp16" needs the whole gradient on each rank: start this site with --parallel ddp')
 
 
+def check_layers(model: nn.Module) -> None:
+    """ConfigError: each rank would drop other layers at random, and wait for the others in those that they dropped."""
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            raise ConfigError(
+                f"the model drops layers at random ({name} = {getattr(config, name)}), which FSDP2 cannot do: start "
+                "this site with --parallel ddp"
+            )
+
+
 class Sharded(Replica):
     """A part of the run's model."""
 
@@ -38,6 +49,7 @@ class Sharded(Replica):
 
     def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
         self.spec, self.group = spec, group
+        check_layers(model)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the hosts' folders may differ
                 tensor.copy_(group.give(tensor.detach().contiguous()))
@@ -75,11 +87,22 @@ class Sharded(Replica):
         finally:
             self._root.reshard()  # or the next forward pass would see the parameters of now
 
-    def meanwhile(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # a sum of whole gradients would take the memory that parts save
+    @contextlib.contextmanager
+    def meanwhile(self, last: bool) -> Iterator[None]:
+        """Each micro-batch is averaged by itself: a sum of whole gradients would take the memory that parts save.
+
+        RuntimeError: gradients of different parameters were averaged. FSDP2 puts those that there are of a layer one
+        after the other, and does not look whose they are.
+        """
+        yield
+        if not self.group.agree([tensor.grad is not None for tensor in self.tensors]):
+            raise RuntimeError(
+                "the processes of this site left different parameters out of a step, as experts do that are modules "
+                "of their own, and FSDP2 cannot average that: start the site with --parallel ddp"
+            )
 
     def check_averaged(self) -> None:
-        """FSDP2 averages whatever gradients there are."""
+        """Done in `meanwhile`."""
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
