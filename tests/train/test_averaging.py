@@ -24,7 +24,7 @@ from dlc.comm.meetings import GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
-from dlc.errors import ConfigError, DlcError, RoundTimeout
+from dlc.errors import DlcError, RoundTimeout
 from dlc.handover import Handover, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
@@ -36,10 +36,8 @@ from dlc.train.averaging import Averaged
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import Pairs, noloco_step
-from dlc.train.trainer import Trainer
 from tests.helpers import wait_until
 from tests.swarm import Host, free_addresses, swarm
-from tests.train.fake_peer import FakePeer
 from tests.train.school import DEADLINE_S, Pupil, School
 from tests.train.test_trainer import LLAMA
 
@@ -294,14 +292,6 @@ def test_steps_that_diverge_are_undone_and_not_averaged(
     dropped = [(e["steps"], e["tokens"], e["others"]) for e in pupil.all("work_dropped")]
     assert dropped == [(1, spec.tokens_per_round // 3, False)] * 3, "the step after the one that spoilt it is told so"
     assert pupil.trainer.strategy.position.tokens == 0, "what was undone is not counted"
-
-
-def test_a_site_of_several_processes_is_refused(
-    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dlc.train.averaging.SiteEngine", object)
-    with pytest.raises(ConfigError, match="without torchrun"):
-        Trainer(FakePeer(spec_in(tmp_path)), tmp_path / "state", device="cpu")
 
 
 # ------------------------------------------------------------------ models for newcomers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dlc.comm.filling import Filling
-from dlc.errors import ConfigError, DlcError
+from dlc.errors import DlcError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.train import saver
@@ -295,12 +295,6 @@ def test_steps_that_diverge_in_a_row_end_the_training(
         run.go()
     assert [event["in_a_row"] for event in run.all("diverged")] == [1, 2, 3]
     assert len(run.peer.vectors) == (0 if reason == "nan" else DIVERGED_MAX) and not run.peer.counted
-
-
-def test_a_site_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlc.train.dataparallel.SiteEngine", object)
-    with pytest.raises(ConfigError, match="without torchrun"):
-        Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
 
 
 # ------------------------------------------------------------------ a swarm

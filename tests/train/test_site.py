@@ -76,6 +76,27 @@ def test_what_fsdp_cannot_do_is_refused(other: dict[str, Any]) -> None:
         check_fits(RunSpec(**other), 2, "fsdp")
 
 
+@pytest.mark.parametrize("strategy", ["data-parallel", "gossip", "moshpit"])
+def test_strategies_for_peers_of_one_process_are_refused(strategy: str) -> None:
+    with pytest.raises(ConfigError, match="without torchrun"):
+        check_fits(RunSpec(strategy=strategy), 2, "ddp")
+
+
+def test_a_run_that_is_none_for_a_site_is_refused_before_others_are_told_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def join_swarm(*_: object) -> None:
+        raise AssertionError("it tells")
+
+    group: Any = SimpleNamespace(size=3, parallel="ddp")
+    monkeypatch.setattr("dlc.cli.join.join_swarm", join_swarm)
+    monkeypatch.setattr("dlc.cli.site.leading", lambda *_: contextlib.nullcontext(group))
+    (tmp_path / "RUN.toml").write_text("[inner]\nbatch_size = 4\n")
+    words = ["join", "--config", str(tmp_path / "RUN.toml"), "--state-dir", str(tmp_path / "state"), "--insecure"]
+    assert main(words) == 2
+    assert "4 sequences, which 3 ranks" in capsys.readouterr().err
+
+
 def test_the_layers_are_those_of_the_outermost_lists() -> None:
     experts = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     layers = [nn.ModuleDict({"experts": experts}), nn.Linear(1, 1)]

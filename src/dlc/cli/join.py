@@ -158,7 +158,7 @@ def _take_part(
     try:
         found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
         if args.role == TRAINER and spec is not None:
-            _check_parts(spec)
+            _check_parts(spec, group)
             if found is None:
                 _tell_other_run(state.path, spec)
         peer, saved = join_swarm(args, spec, state, found, events)
@@ -179,15 +179,19 @@ def _take_part(
         _train(args, peer, state.path, saved, events, interrupts, group)
 
 
-def _check_parts(spec: RunSpec) -> None:
-    """What is wrong with the run's model, tokenizer or files on this host, as far as it shows without building them:
-    before others are told to join. ConfigError, DataError, UsageError. A hub's are found out later."""
+def _check_parts(spec: RunSpec, group: Group | None) -> None:
+    """What is wrong with the run's model, tokenizer or files on this host, as far as it shows without building them,
+    or with a site for this run: before others are told to join. ConfigError, DataError, UsageError. A hub's are found
+    out later."""
     from dlc.train.datasets_io import is_dataset
     from dlc.train.model import config_of
+    from dlc.train.parallel import check_fits
     from dlc.train.shelf import HUB_NAME, model_folder
     from dlc.train.sources import Place, list_files
     from dlc.train.tokens import load_tokenizer
 
+    if group is not None:
+        check_fits(spec, group.size, group.parallel)
     if spec.model.kind == "config":
         config_of(spec.model.config)
     elif spec.model.kind == "path":

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.roles import TRAINER
-from dlc.errors import CheckpointError, ConfigError, DlcError
+from dlc.errors import CheckpointError, DlcError
 from dlc.flat import finite
 from dlc.handles import Checkpoint, Position
 from dlc.handover import Handover
@@ -39,7 +39,6 @@ from dlc.train.outer import OuterState, theta_of
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
-from dlc.train.site import SiteEngine
 from dlc.train.strategy import Parts
 from dlc.train.swarm import Frozen
 
@@ -94,14 +93,9 @@ class Exchange(Protocol):
 
 
 class Averaging:
-    """See `strategy.Strategy`. ConfigError: this peer is a site of several processes."""
+    """See `strategy.Strategy`; the peer is no site of several processes."""
 
     def __init__(self, parts: Parts) -> None:
-        if isinstance(parts.engine, SiteEngine):
-            raise ConfigError(
-                f'strategy "{parts.spec.strategy}" is for peers of one process each: start every process with its own '
-                '`dlc join`, without torchrun, or set strategy = "diloco"'
-            )
         self._parts, self._view = parts, parts.engine.view
         self._peer = cast(Peer, parts.peer)
         self._inner = parts.engine.inner_loop()

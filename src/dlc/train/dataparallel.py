@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.filling import Filling
-from dlc.errors import ConfigError, DlcError, RoundTimeout
+from dlc.errors import DlcError, RoundTimeout
 from dlc.train.gradients import Gradients
 from dlc.train.joint import JointState, joint_spec, step_chunk_elems
 from dlc.train.loader import AHEAD_MAX, Loader
@@ -37,7 +37,6 @@ from dlc.train.outer_loop import WAIT_SLICE_S
 from dlc.train.phases import DIVERGED_MAX, LAST_ROUND_S
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
-from dlc.train.site import SiteEngine
 from dlc.train.strategy import CHANNEL, Parts
 from dlc.train.swarm import Frozen, Pending, Position
 
@@ -49,14 +48,9 @@ NOT_FINITE = "its gradient is not finite"
 
 
 class DataParallel:
-    """See `strategy.Strategy`. ConfigError: this peer is a site of several processes."""
+    """See `strategy.Strategy`; the peer is no site of several processes."""
 
     def __init__(self, parts: Parts) -> None:
-        if isinstance(parts.engine, SiteEngine):
-            raise ConfigError(
-                'strategy "data-parallel" is for peers of one process each: start every process with its own '
-                '`dlc join`, without torchrun, or set strategy = "diloco"'
-            )
         self._parts, self._view = parts, parts.engine.view
         self._inner = parts.engine.inner_loop()
         self._vector = self._view.gather(vectors.empty(self._view.numel))

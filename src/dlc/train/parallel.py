@@ -31,12 +31,20 @@ from dlc.train.inner import InnerLoop, StepResult, autocast_dtype, causal_loss, 
 from dlc.train.model import vocab_of
 from dlc.train.setup import inner_loop_of
 
+STRATEGIES = ("diloco", "parameter-server")
+"""Those that take a site for one peer."""
 TRIED = 8
 """Tokens of the first backward pass, which shows whether it reaches all parameters."""
 
 
 def check_fits(spec: RunSpec, size: int, parallel: str) -> None:
-    """ConfigError: the sequences of a step cannot be shared out evenly, or not every option goes with `parallel`."""
+    """ConfigError: the run is none for a site of `size` processes, its steps cannot be shared out evenly among them, or
+    not every option goes with `parallel`."""
+    if spec.strategy not in STRATEGIES:
+        raise ConfigError(
+            f'strategy "{spec.strategy}" is for peers of one process each: start every process with its own '
+            '`dlc join`, without torchrun, or set strategy = "diloco"'
+        )
     if parallel == "fsdp":
         from dlc.train.sharded import check_options
 
