@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,22 @@ def test_checkpoints_are_listed_by_name_and_what_a_killed_process_left_is_told_a
     (tmp_path / ".c-0004.safetensors.tmp-123").touch()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["c-0003.safetensors", "c-0010.safetensors"]
     assert [p.name for p in left_over(tmp_path)] == [".c-0004.safetensors.tmp-123"]
+
+
+KILLED = """
+import resource, signal, sys, torch
+from dlc.train.checkpoint import save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+save_checkpoint(sys.argv[1], {"a": torch.zeros(100_000)}, {})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGXFSZ, which ends a process in the midst of a write")
+def test_all_that_a_save_leaves_where_the_process_is_killed_in_it_is_told_apart(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "c-0001.safetensors")]
+    done = subprocess.run(command, timeout=120, check=False)
+    assert done.returncode == -signal.SIGXFSZ
+    there = list(tmp_path.iterdir())
+    assert there and left_over(tmp_path) == there and not list_checkpoints(tmp_path)

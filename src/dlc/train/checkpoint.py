@@ -86,8 +86,9 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def left_over(folder: str | Path) -> list[Path]:
-    """Temporary files of a folder into which nobody is saving."""
-    return [path for path in Path(folder).glob(".*.tmp-*") if path.is_file()]
+    """Temporary files of a folder into which nobody is saving: ours, and those of safetensors, which writes beside the
+    file that it is given too."""
+    return [path for names in (".*.tmp-*", ".tmp*") for path in Path(folder).glob(names) if path.is_file()]
 
 
 def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path], object] = lambda folder: None) -> None:
