@@ -282,6 +282,17 @@ def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str)
         call(peer)
 
 
+def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
+    with swarm(2) as (peer, other):
+        why = f"within 2 s: no round has begun, and these are not ready for one: {other.id[:8]}"
+        with pytest.raises(RoundTimeout, match=why):
+            peer.all_reduce(torch.ones(2), timeout_s=2.0, patience_s=ROUND_S)
+        handle = peer.all_reduce(torch.ones(2), name="handle", patience_s=ROUND_S, async_op=True)
+        with pytest.raises(RoundTimeout, match=f"not ready for one: {other.id[:8]}"):
+            handle.wait(0.5)
+        assert handle.cancel()
+
+
 def test_who_names_another_source_is_told() -> None:
     with swarm(2) as peers, pytest.raises(UsageError, match="several peers gave their state"):
         together(peers, lambda peer, i: peer.broadcast_state({"a": torch.ones(3)}, peer.id, timeout_s=ROUND_S))

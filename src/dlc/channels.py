@@ -18,7 +18,7 @@ from torch import Tensor
 from dlc.comm.effects import Effect
 from dlc.comm.encoded import Encoded
 from dlc.comm.entries import LogState, Part
-from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.events import ContributionDropped, RoundDone, Waiting
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -29,6 +29,7 @@ from dlc.comm.state import State
 from dlc.comm.wire import pack
 from dlc.errors import CheckpointError, DlcError, SwarmClosed, UsageError
 from dlc.handles import Checkpoint, Pending, Position
+from dlc.report import waiting_text
 from dlc.runspec import RunSpec
 
 T = TypeVar("T")
@@ -287,6 +288,11 @@ class Channels(ABC):
             filling.watch(grid.chunk_elems, lambda: self._tell(lambda node, now: node.filled(now)))
         return pending
 
+    def _held_up(self) -> str:
+        """What is known to hold up rounds and openings, after a colon: for who has waited in vain."""
+        waiting = self._ask(lambda node, now: node.waits.why())
+        return f": {why_of(waiting)}" if waiting is not None else ""
+
     def _take_back(self, node: Node, pending: Pending) -> None:
         if self._pending.get(pending.channel) is pending:
             del self._pending[pending.channel]
@@ -309,6 +315,11 @@ class Channels(ABC):
         """No round will come any more."""
         while self._pending:
             self._pending.popitem()[1].finish(None, False, error)
+
+
+def why_of(waiting: Waiting) -> str:
+    """For people."""
+    return waiting_text(waiting.reason, waiting.peers, waiting.left_s, waiting.waited_s, waiting.advice)
 
 
 def _of_another_kind(channel: str, why: str) -> CheckpointError:

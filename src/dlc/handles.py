@@ -107,7 +107,8 @@ class Pending(Unpicklable):
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
         if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
-            raise RoundTimeout(f"no round of {self.channel!r} was committed within {timeout_s:g} s")
+            within_s = round(timeout_s or 0.0, 1) or timeout_s
+            raise RoundTimeout(f"no round of {self.channel!r} was committed within {within_s:g} s")
         if self.error is not None:
             raise self.error
         return self.report
@@ -128,13 +129,15 @@ class Reduction(Unpicklable):
         codec: str,
         cancel: Callable[[], bool],
         keep: Callable[[], None],
+        held_up: Callable[[], str],
         announced: Announced | None = None,
         holes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`out`: the tensors, where `vector` is memory of our own; `announced`: they may not hold their values yet;
-        `holes`: once the round is over, what has no mean, where `vector` does not hold the values of the tensors."""
+        """`out`: the tensors, where `vector` is memory of our own; `held_up`: for the message of a RoundTimeout, why;
+        `announced`: the tensors may not hold their values yet; `holes`: once the round is over, what has no mean, where
+        `vector` does not hold the values of the tensors."""
         self._pending, self._vector, self._out, self._codec = pending, vector, out, codec
-        self._cancel, self._keep, self._announced, self._holes = cancel, keep, announced, holes
+        self._cancel, self._keep, self._held_up, self._announced, self._holes = cancel, keep, held_up, announced, holes
         self._cancelled = False
 
     @property
@@ -158,9 +161,9 @@ class Reduction(Unpicklable):
     def wait(self, timeout_s: float | None = None) -> RoundReport:
         """Wait for the round, and write the mean into the tensors. Every further call returns the same report.
 
-        RoundTimeout after `timeout_s`: it is still on its way, so wait again or `cancel`. SwarmClosed: this peer has
-        left, or its view of the run was replaced. UsageError: cancelled, others have other shapes or codecs, or the
-        tensors were announced and are not `ready`.
+        RoundTimeout after `timeout_s`: it is still on its way, so wait again or `cancel`; it says what holds the round
+        up, where that is known. SwarmClosed: this peer has left, or its view of the run was replaced. UsageError:
+        cancelled, others have other shapes or codecs, or the tensors were announced and are not `ready`.
         In all these cases the tensors are unchanged, but those of a call on its way are not the caller's yet.
         """
         if self._cancelled:
@@ -168,7 +171,10 @@ class Reduction(Unpicklable):
         if self._announced is not None and not (self._announced.given or self._pending.done):
             name = self._pending.channel
             raise UsageError(f"the all-reduce {name!r} was announced: call ready() once its tensors hold their values")
-        report = self._pending.wait(timeout_s)
+        try:
+            report = self._pending.wait(timeout_s)
+        except RoundTimeout as late:
+            raise RoundTimeout(f"{late}{self._held_up()}") from None
         if report is None:
             raise SwarmClosed(
                 "this peer's view of the run was replaced during the round, or the round was decided with the values "

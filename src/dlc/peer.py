@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addresses import addresses_of, advertised, default_listen
-from dlc.channels import has_seat
+from dlc.channels import has_seat, why_of
 from dlc.collectives import Collectives
 from dlc.comm.addresses import on_this_host, parse_address
 from dlc.comm.clock import clock
@@ -62,7 +62,6 @@ from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
-from dlc.report import waiting_text
 from dlc.runspec import RunSpec
 from dlc.served import Served, Stopped
 from dlc.statedir import Ephemeral, PeerState, StateDir
@@ -464,8 +463,7 @@ class Peer(Unpicklable, Collectives):
                 raise self._closed_error()
             left = 0.25 if deadline is None else min(0.25, deadline - clock())
             if left <= 0:
-                waiting = self._ask(lambda node, now: node.waits.now)
-                raise RoundTimeout(f"{what} after {timeout_s:g} s" + (f": {_why(waiting)}" if waiting else ""))
+                raise RoundTimeout(f"{what} after {timeout_s:g} s{self._held_up()}")
             with self._changed:
                 self._changed.wait(left)
 
@@ -488,7 +486,7 @@ class Peer(Unpicklable, Collectives):
         elif isinstance(event, StateMisfit):
             log.warning("the run's state of channel %r cannot be taken here: %s", event.channel, event.why)
         elif isinstance(event, Waiting):
-            log.warning("waiting: %s", _why(event))
+            log.warning("waiting: %s", why_of(event))
         elif isinstance(event, ServiceNews):
             for listener in tuple(self._listeners):
                 listener(event)
@@ -517,10 +515,6 @@ class Peer(Unpicklable, Collectives):
         address = self._former.pop(peer, None)
         if address is not None and self._node is not None:
             self._node.slot.answers.setdefault(address, peer)
-
-
-def _why(waiting: Waiting) -> str:
-    return waiting_text(waiting.reason, waiting.peers, waiting.left_s, waiting.waited_s, waiting.advice)
 
 
 def _leave(peer: weakref.ref[Peer]) -> None:

@@ -12,9 +12,11 @@ import torch
 from dlc.comm.entries import EMPTY
 from dlc.comm.events import Waiting
 from dlc.comm.waiting import AGAIN_S, CONTACT_S, OPENING_S
+from dlc.errors import CheckpointError
 from dlc.report import waiting_text
 from dlc.sim.network import Weather
 from dlc.sim.schedule import SECOND, TRAIN, Scenario, Start
+from dlc.sim.toy import ToyState
 from dlc.sim.world import Process, World
 
 torch.set_num_threads(1)
@@ -173,6 +175,59 @@ def test_an_opening_is_not_put_off_by_rounds_that_are_shorter_than_its_patience(
         world._attach(world[name], SECOND, None)
     world.until(lambda: world["p0"].node.log.is_open(SECOND), 30.0)
     assert world["p0"].node.log.state.round_of(TRAIN) >= before + 3, "rounds went on meanwhile"
+
+
+class Kind(ToyState):
+    """Of a kind of its own."""
+
+    def restore(self, image: memoryview) -> None:
+        raise CheckpointError("another outer optimizer")
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (1, 0)], ids=["one", "or the other"])
+def test_an_opening_that_one_of_two_has_no_use_for_holds_up_nothing(seeds: tuple[int, int]) -> None:
+    """Both open a channel, with states of two kinds. Who had the casting vote could never give it: neither the channel
+    was opened, nor was there another round of anything."""
+    world = Stay("trainer", bare=(("p0", SECOND), ("p1", SECOND)), channels=(TRAIN, SECOND))
+    world.run_until(10.0)
+    assert all(votes(p) for p in world.running()) and world["p0"].node.log.state.round_of(TRAIN) > 2
+    grid = world.grids[SECOND]
+    for process, seed in zip((world["p0"], world["p1"]), seeds, strict=True):
+        node, state = process.node, Kind(grid.numel, seed)
+        world.act(process, lambda now, node=node, state=state: node.attach(SECOND, state, grid, 0, now))  # type: ignore[misc]
+    world.until(lambda: all(p.node.log.is_open(SECOND) for p in world.running()), 20.0)
+    (bad,) = (p for p in world.running() if p.node.log.attached[SECOND].misfit)
+    assert not bad.node.log.synced, "somebody waits for it yet"
+    bad.node.log.attached[SECOND].abandoned = True
+    assert bad.node.log.synced
+    rounds = bad.node.log.state.round_of(TRAIN)
+    world.until(lambda: bad.node.log.state.round_of(TRAIN) >= rounds + 5)
+    (other,) = (p for p in world.running() if p is not bad)
+    world.leave(other)
+    rounds = bad.node.log.state.round_of(TRAIN)
+    world.until(lambda: bad.node.log.state.round_of(TRAIN) >= rounds + 2)
+    assert not world.said(bad, "the run's state is held by nobody")
+
+
+def test_who_asks_why_is_told_how_far_the_slot_is() -> None:
+    world = Stay("trainer")
+    world.until(lambda: "p1" in world.hosts and world["p1"].node.log.state.electorate)
+    newcomer, founder = world["p1"], world["p0"]
+    waiting = newcomer.node.waits.why()
+    assert not votes(newcomer) and waiting is not None
+    assert waiting.reason.startswith("it has no vote yet") and waiting.peers == ("p0",)
+    world.until(lambda: votes(newcomer) and founder.node.slot.plan is not None)
+    waiting = founder.node.waits.why()
+    assert waiting is not None and "is under way" in waiting.reason and set(waiting.peers) <= {"p1"}
+
+
+def test_a_wish_that_was_given_up_is_no_reason_to_wait() -> None:
+    world = Stay("trainer", "trainer", bare=(("p0", TRAIN), ("p1", TRAIN)))
+    world.run_until(OPENING_S + 10.0)
+    wisher = world["p2"].node
+    assert wisher.waits.now is not None and wisher.waits.now.reason.startswith(CANNOT_OPEN)
+    wisher.log.attached[TRAIN].abandoned = True
+    world.until(lambda: wisher.waits.now is None, 2.0)
 
 
 def test_a_state_that_only_a_helper_without_it_could_give_is_told_as_held_by_nobody() -> None:

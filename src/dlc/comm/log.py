@@ -77,6 +77,11 @@ class Attached:
     passed: deque[tuple[bytes, bytes]] = field(default_factory=lambda: deque(maxlen=PASSED_MAX))
     """(head, digest) of this state at the last heads: what others tell of those comes later."""
 
+    @property
+    def void(self) -> bool:
+        """As if there were none: it can never be in step, and nobody here waits for it any more."""
+        return self.abandoned and bool(self.misfit)
+
 
 @dataclass
 class Log:
@@ -113,11 +118,11 @@ class Log:
     @property
     def synced(self) -> bool:
         """Every attached channel that the run has opened is in step here."""
-        return all(a.synced or not self.is_open(name) for name, a in self.attached.items())
+        return not self.lacking()
 
     def lacking(self) -> set[str]:
         """Attached channels that the run has opened, and whose state is not in step here."""
-        return {name for name, a in self.attached.items() if not a.synced and self.is_open(name)}
+        return {name for name, a in self.attached.items() if not (a.synced or a.void) and self.is_open(name)}
 
     def is_open(self, channel: str) -> bool:
         known = self.state.channel(channel)

@@ -292,14 +292,15 @@ class Slot:
             self._learned(entry, sorted(votes))
 
     def _state_allows(self, plan: Plan) -> bool:
-        """An opening is voted for only by those who hold the first state, so that a quorum has it; and by helpers that
-        have no use for the channel, as they would hold none of its later states either."""
+        """An opening is voted for only by those who hold the first state, so that a quorum has it; and by those who
+        would hold none of its later states either: helpers that have no use for the channel, and whoever has a state of
+        another kind. Without their votes neither it nor anything after it might ever be decided."""
         if plan.entry.kind != OPEN:
             return True
         attached = self.log.attached.get(plan.entry.channel)
         if attached is None:
             return self.ctx.members.own.role == HELPER
-        return attached.digest == plan.entry.digest
+        return attached.digest == plan.entry.digest or bool(attached.misfit)
 
     def outlived(self, plan: Plan) -> bool:
         """No more than half of the next voters live, and this round ranks them anew: decided like this, it might give
@@ -366,10 +367,9 @@ class Slot:
         if not self.votes_here and state.electorate:
             return
         for channel, wish in self.wishes.items():
-            known = state.channel(channel)
-            if known is None or not known.opened:
-                first = self.log.attached[channel].digest
-                yield dataclasses.replace(wish, head=state.head, base=state.base(channel), digest=first)
+            attached = self.log.attached[channel]
+            if not (self.log.is_open(channel) or attached.void):
+                yield dataclasses.replace(wish, head=state.head, base=state.base(channel), digest=attached.digest)
         for channel, mine in self.exchange.offered.items():
             if mine.ready.base == state.base(channel):
                 offered_s = max(0.0, self.ctx.running_s - mine.since_run)

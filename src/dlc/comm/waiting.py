@@ -19,10 +19,10 @@ import dataclasses
 import math
 
 from dlc.comm.context import Context
-from dlc.comm.entries import EMPTY
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry
 from dlc.comm.events import Waiting
 from dlc.comm.log import Log
-from dlc.comm.messages import WAIT
+from dlc.comm.messages import PREP, RUN, WAIT
 from dlc.comm.permit import alive_records, greater_alive
 from dlc.comm.records import STATES_MAX, key_of
 from dlc.comm.roles import OBSERVER
@@ -33,7 +33,7 @@ COUNTDOWN_S = 5.0
 AGAIN_S = 30.0
 """What has no end in sight is told again after this time, twice this time, four times ..."""
 CONTACT_S = 5.0
-"""A newcomer hears of a member, and proves that it lives, within this time."""
+"""A newcomer hears of a member, and of what it holds, and proves that it lives, within this time."""
 OPENING_S = 15.0
 """Voters that come together wish a channel to be opened within this time: more than an opening waits for them."""
 
@@ -68,6 +68,42 @@ class Waits:
         self.now = waiting
         if waiting != before:
             self.ctx.notify(waiting)
+
+    def why(self) -> Waiting | None:
+        """For who has waited in vain for a round, an opening or a vote: what holds it up, as far as that is known here,
+        were it only for a moment."""
+        outside, unopened = self._outside() or self._without_quorum(), self._unopened()
+        found = outside[0] if outside else self._under_way()
+        found = found or (unopened[0] if unopened else self._not_begun())
+        told = self.now  # says how long it has been so
+        return told if told is not None and found is not None and told.reason == found.reason else found
+
+    def _under_way(self) -> Waiting | None:
+        """It has only to be done yet; by whom, of those that are not this peer."""
+        log, slot, me = self.log, self.slot, self.ctx.me
+        electorate = log.state.electorate
+        if electorate and me not in electorate and self.ctx.members.own.role != OBSERVER:
+            return Waiting("it has no vote yet, which these give to who is in step", tuple(v.peer for v in electorate))
+        if lacking := sorted(log.lacking()):
+            return Waiting(f"the run's state of channel {lacking[0]!r} is still on its way to this peer", ())
+        if slot.plan is None:
+            return None
+        what = f"{_named(slot.plan.entry)} is under way"
+        lacks = self._beaten(RUN)
+        return Waiting(f"{what}, and lacks the votes of", lacks) if lacks else Waiting(what, ())
+
+    def _not_begun(self) -> Waiting | None:
+        """Nothing is under way."""
+        if silent := self._beaten(PREP):
+            return Waiting("a coordinator asks who is with it, and these have not answered", silent)
+        trainers = {v.peer for v in self.log.state.trainers}
+        late = tuple(peer for peer in self._beaten(WAIT) if peer in trainers)
+        return Waiting("no round has begun, and these are not ready for one", late) if late else None
+
+    def _beaten(self, phase: str) -> tuple[str, ...]:
+        """Whom the coordinator waits for in this phase, as it said last, but for this peer."""
+        beat = self.slot.beat
+        return tuple(v.peer for v in beat.waiting_for if v != self.ctx.me) if beat and beat.phase == phase else ()
 
     def _outside(self) -> tuple[Waiting, float] | None:
         """I have not met the run, or not founded it yet."""
@@ -106,7 +142,7 @@ class Waits:
             return Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S)), 0.0
         if not self.log.synced and not self._held_here():  # mine differs, or was never fetched
             advice = "start a peer that has it, in memory or as a checkpoint"
-            return Waiting("the run's state is held by nobody who is here", (), advice=advice), 0.0
+            return Waiting("the run's state is held by nobody who is here", (), advice=advice), CONTACT_S
         return None
 
     def _held_here(self) -> bool:
@@ -122,7 +158,7 @@ class Waits:
     def _unopened(self) -> tuple[Waiting, float] | None:
         """A channel that I wish to be opened is not, for want of others that hold a first state."""
         slot, beat = self.slot, self.slot.beat
-        wished = sorted(c for c in slot.wishes if not self.log.is_open(c))
+        wished = sorted(c for c in slot.wishes if not (self.log.is_open(c) or self.log.attached[c].abandoned))
         if not wished or self.ctx.me not in self.log.state.electorate:
             self._not_wishing = ()
             return None
@@ -134,6 +170,13 @@ class Waits:
         reason = f"channel {wished[0]!r} cannot open: more than half of the voters must hold a first state of it"
         advice = "open it on these, too, or let them join as helpers (with a vote) or observers (without)"
         return Waiting(reason, self._not_wishing, advice=advice), OPENING_S
+
+
+def _named(entry: Entry) -> str:
+    """For people."""
+    if entry.kind == ROUND:
+        return f"round {entry.t} of {entry.channel!r}"
+    return f"the opening of channel {entry.channel!r}" if entry.kind == OPEN else "a change of the voters"
 
 
 def _seldom(waited_s: float) -> float:
