@@ -287,6 +287,11 @@ class Peer(Unpicklable, Collectives):
         return self._intro.voter.peer
 
     @property
+    def role(self) -> str:
+        """As it was joined: "trainer", "helper" or "observer"."""
+        return self._intro.role
+
+    @property
     def address(self) -> str:
         """HOST:PORT that others dial."""
         return self._ask(lambda node, now: node.members.own.control[0])

@@ -90,6 +90,7 @@ class FakePeer:
 
     def __init__(self, spec: RunSpec | None = None, start_t: int = 0) -> None:
         self.id = ME.peer
+        self.role = "trainer"
         self.spec = spec or RunSpec()
         self.start_t = start_t
         self.held = False

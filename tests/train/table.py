@@ -186,6 +186,8 @@ class Seat:
     def abandon(self, channel: str, state: OuterState) -> None:
         raise AssertionError("a state is of no use")
 
+    role = "trainer"
+
     def take_seat(self, timeout_s: float | None = None) -> None: ...
 
     def resumed_at(self, channel: str) -> int:

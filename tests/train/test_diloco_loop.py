@@ -87,6 +87,10 @@ def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
         DiLoCo(model, sgd(model), peer, sync_every=2, pseudo_gradient_hook=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"outer is str: give a dlc\.OuterSpec"):
         DiLoCo(model, sgd(model), peer, sync_every=2, outer="sgd")  # type: ignore[arg-type]
+    peer.role = "observer"
+    with pytest.raises(UsageError, match="an observer takes part in no rounds"):
+        DiLoCo(model, sgd(model), peer, sync_every=2)
+    peer.role = "trainer"
     wide = nn.Parameter(torch.zeros(1).expand(8))
     with pytest.raises(UsageError, match="expanded tensor"):
         DiLoCo([wide], torch.optim.SGD([wide], lr=0.1), peer, sync_every=2)

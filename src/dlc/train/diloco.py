@@ -39,6 +39,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dlc.comm.roles import OBSERVER
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.handles import outer_part
@@ -129,6 +130,8 @@ class DiLoCo:
         sync_every = operator.index(sync_every)
         if not isinstance(outer, OuterSpec):
             raise UsageError(f"outer is {type(outer).__name__}: give a dlc.OuterSpec, which names the outer optimizer")
+        if peer.role == OBSERVER:
+            raise UsageError("an observer takes part in no rounds: join as a trainer to train")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         check_terms(pseudo_gradient_hook, patience_s)
         self.inner = inner

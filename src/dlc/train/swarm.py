@@ -133,6 +133,10 @@ class TrainPeer(Protocol):
     def id(self) -> str:
         """Peer id."""
 
+    @property
+    def role(self) -> str:
+        """One of `dlc.comm.roles.ROLES`."""
+
     def describe(
         self, *, speed: float | None = None, eta_s: float | None = None, status: dict[str, Any] | None = None
     ) -> None:
