@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from dlc.comm.effects import Effect, Send
 from dlc.comm.entries import EMPTY
 from dlc.comm.events import Waiting
+from dlc.comm.messages import Ping
+from dlc.comm.straggler import NEVER_S
 from dlc.comm.waiting import AGAIN_S, CONTACT_S, OPENING_S
 from dlc.errors import CheckpointError
 from dlc.report import waiting_text
@@ -254,3 +257,24 @@ def test_who_has_just_learned_of_others_entries_counts_down_from_then_on() -> No
     assert (world.said(last, "no quorum")[-1][1].left_s or 0.0) > t_evict_s - 10.0
     world.until(lambda: last.node.log.state.electorate == (last.voter,), 2 * t_evict_s)
     assert world.now - at >= t_evict_s
+
+
+# ------------------------------------------------------------------ who trains again
+
+
+def test_that_it_trains_again_is_told_to_all_voters_at_once() -> None:
+    world = Stay("trainer", "trainer")
+    world.run_until(10.0)
+    again, others = world["p0"], {"p1", "p2"}
+    assert all(votes(p) for p in world.running())
+    effects = again.node.describe(again.host.clock_s(world.now), eta_s=NEVER_S)
+    assert not told_of(effects, again), "the next probes tell it"
+    effects = again.node.describe(again.host.clock_s(world.now), eta_s=-1.0)
+    assert told_of(effects, again) == dict.fromkeys(others, -1.0)
+    assert not told_of(again.node.describe(again.host.clock_s(world.now), eta_s=5.0), again)
+
+
+def told_of(effects: list[Effect], process: Process) -> dict[str, float]:
+    """Who is sent its record, and what that says of its next contribution."""
+    pings = [(e.to, e.message.gossip.records) for e in effects if isinstance(e, Send) and isinstance(e.message, Ping)]
+    return {to: r.eta_s for to, records in pings for r in records if r.voter == process.voter}

@@ -242,6 +242,22 @@ def test_a_round_of_another_codec_is_an_error_and_no_round_for_ever() -> None:
     assert opt.step() is not None, "it may go on where the others have changed"
 
 
+def test_who_trains_again_says_so_before_it_opens_its_next_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of the new training could begin without it, whatever its patience."""
+    model, peer = build(), FakePeer()
+    DiLoCo(model, sgd(model), peer, sync_every=2, channel="first").finish()
+    assert peer.said == [{"eta_s": NEVER_S}]
+    opened, said_by_then = peer.open, list[dict[str, Any]]()
+
+    def look(*args: Any, **options: Any) -> Any:
+        said_by_then.extend(peer.said)
+        return opened(*args, **options)
+
+    monkeypatch.setattr(peer, "open", look)
+    DiLoCo(model, sgd(model), peer, sync_every=2, channel="second")
+    assert said_by_then[-1] == {"eta_s": -1.0}
+
+
 def test_no_round_waits_for_who_has_ended_its_training_before_its_next_step() -> None:
     model, other, peer = build(), build(1), FakePeer()
     opt = DiLoCo(model, sgd(model), peer, sync_every=2)

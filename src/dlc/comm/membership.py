@@ -163,6 +163,14 @@ class Membership(View):
         if not self._left:
             self._table.update_own(changes)
 
+    def tell_voters(self) -> list[Effect]:
+        """My record, now: the next probes may come later than what they are to decide by it."""
+        if not self._left:
+            for voter in self._watched:
+                if (member := self._member(voter)) is not None:
+                    self._prober.tell(member)
+        return self._drain()
+
     def watch(self, voters: Iterable[Voter]) -> None:
         """The electorate: each one that is not gone is pinged every T_dead/2, dead or not."""
         electorate = set(voters)

@@ -47,6 +47,7 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import Services
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
+from dlc.comm.straggler import NEVER_S
 from dlc.comm.tcp import TcpSample
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.waiting import Waits
@@ -348,8 +349,18 @@ class Node:
         return self.log.state.ledger.lease(self.me)
 
     def describe(self, now: float, **changes: object) -> list[Effect]:
-        """Update what my record says of me: role, speed, eta_s, status."""
-        return self._event(now, lambda: self.members.update_own(**changes))
+        """Update what my record says of me: role, speed, eta_s, status.
+
+        That I contribute again is told before anything else: no round waits for me as long as a voter does not know it.
+        """
+
+        def act() -> None:
+            rested = self.members.own.eta_s >= NEVER_S
+            self.members.update_own(**changes)
+            if rested and self.members.own.eta_s < NEVER_S:
+                self.ctx.out.extend(self.members.tell_voters())
+
+        return self._event(now, act)
 
     def rates_changed(self) -> None:
         """A service measured my link: my record tells it."""

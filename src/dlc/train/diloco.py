@@ -176,8 +176,8 @@ class DiLoCo:
             )
         of_another = channel in _TRAINED.get(peer, ())
         try:
+            self._trains()  # told before the wish to open: who does not know it may begin the first round without us
             self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
-            self._trains()
             self._trained.claim()
         except BaseException:
             if not of_another:
