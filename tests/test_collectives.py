@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dlc.exact import Exact
 from dlc.gossip import Gossip
 from dlc.handles import Announced
 from dlc.mesh import Group
+from dlc.moshpit import Moshpit
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
 from tests.helpers import wait_until
@@ -275,11 +277,42 @@ def test_a_name_is_of_use_again_once_the_round_of_a_call_that_was_given_up_is_ov
         (lambda p: p.barrier(timeout_s=float("nan")), "timeout_s is nan"),
         (lambda p: p.broadcast_state({"a": 5}, p.id), "'a' is a int"),
         (lambda p: Gossip(p, "g").step([]), "no element"),
+        (lambda p: Gossip(p, "g").step(torch.ones(2), wait_s="1"), "wait_s is '1'"),
+        (lambda p: Gossip(p, "g", weight="2"), r"weight is '2': it must be a number from 2\^-20"),
+        (lambda p: Moshpit(p, group_size="2"), "group_size is '2': it must be 2 to 64, and a whole number"),
+        (lambda p: Moshpit(p, dims=0.5), "dims is 0.5: it must be at least 1, and a whole number"),
+        (lambda p: Moshpit(p, matchmaking_s=None), "matchmaking_s is None"),
+        (lambda p: Group(p, "g", matchmaking_s="5"), "matchmaking_s is '5'"),
+        (lambda p: Group(p, 3), "name is int: give the string"),
+        (lambda p: Group(p, "g").all_reduce(torch.ones(2), weight="2"), r"weight is '2': .* 0 to 2\^53"),
+        (lambda p: Group(p, "g").all_reduce(torch.ones(2), timeout_s=None), "timeout_s is None"),
+        (lambda p: p.broadcast_state(torch.nn.Linear(2, 2), p.id), r"state is Linear: give .*state_dict\(\)"),
+        (lambda p: p.broadcast_state({"a": torch.ones(2)}, p.members()[0]), "source is Member: give the id"),
+        (lambda p: p.describe(speed="fast"), "speed and eta_s must be finite numbers, not 'fast'"),
     ],
 )
 def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str) -> None:
     with Peer.join() as peer, pytest.raises(UsageError, match=said):
         call(peer)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"peers": None}, "peers is None: give addresses"),
+        ({"peers": [7700]}, r"peers is \[7700\]"),
+        ({"listen": 7700}, "listen is int: give HOST:PORT"),
+        ({"advertise": 7700}, "advertise is int"),
+        ({"key": 5}, "key is int: give the run key"),
+        ({"spec": "RUN.toml"}, r"spec is str: give .*RunSpec.from_toml"),
+        ({"resume": {"outer": {}}}, r"resume is dict: give dlc.Resume.of"),
+        ({"timeouts": 3.0}, "timeouts is float"),
+        ({"join_timeout_s": "3"}, "join_timeout_s is '3'"),
+    ],
+)
+def test_what_nobody_can_join_with_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Peer.join(**given)
 
 
 def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:

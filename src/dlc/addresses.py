@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
 from dlc.errors import UsageError
@@ -15,7 +15,9 @@ LOOPBACK, ALL_V4, ALL_V6 = "127.0.0.1:0", "0.0.0.0:0", "[::]:0"
 
 def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
     """`HOST:PORT,HOST:PORT` or a sequence of addresses, checked; duplicates are dropped."""
-    many = peers.split(",") if isinstance(peers, str) else list(peers)
+    many = peers.split(",") if isinstance(peers, str) else list(peers) if isinstance(peers, Iterable) else [peers]
+    if not all(isinstance(peer, str) for peer in many):
+        raise UsageError(f"peers is {peers!r:.60}: give addresses (HOST:PORT), or () to found a run")
     listed = tuple(dict.fromkeys(p.strip() for p in many if p.strip()))
     if len(listed) > PEERS_MAX:
         raise UsageError(f"{len(listed)} peers listed; {PEERS_MAX} are enough, all others are found through them")

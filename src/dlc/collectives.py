@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from dlc.arguments import instance, number, seconds
 from dlc.channels import Channels
 from dlc.comm import vectors
 from dlc.comm.clock import clock
@@ -125,16 +125,15 @@ class Collectives(Channels):
         between the farthest of them. Who is not ready after three times as long may be left out of the mean, and is
         named in the report.
         """
-        if not 0 <= _seconds("expected_s", expected_s) < math.inf:
+        if not 0 <= seconds("expected_s", expected_s) < math.inf:
             raise UsageError(f"expected_s is {expected_s}: it must be seconds until the tensors are ready, or 0")
         if expected_s and not async_op:
             raise UsageError("expected_s announces tensors: it needs async_op=True, and `ready` of the handle")
         many = writable_tensors(tensors)
         if not many or not sum(t.numel() for t in many):
             raise UsageError("all_reduce needs at least one element")
-        if not isinstance(weight, Real) or not 0 <= weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight!r}: it must be a number from 0 to 2^53")
-        timeout_s = _seconds("timeout_s", timeout_s)
+        weight = number("weight", weight, 0, WEIGHT_MAX, "0 to 2^53")
+        timeout_s = seconds("timeout_s", timeout_s)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
         begun = clock()
         self._await_given_up(name, 0.0 if async_op else timeout_s)
@@ -166,6 +165,7 @@ class Collectives(Channels):
         source was not there, or not all of its state came), UsageError (other names, shapes or dtypes), SwarmClosed; in
         all cases `state` is unchanged.
         """
+        instance("source", source, str, "give the id of the peer whose state all are to have, such as peer.id")
         exact = Exact(state)
         mine = source == self.voter.peer
         vector = exact.pack() if mine else vectors.zeros(exact.numel)
@@ -188,7 +188,7 @@ class Collectives(Channels):
         self, name: str, vector: Tensor, weight: float, timeout_s: float, patience_share: float
     ) -> RoundReport:
         """An all-reduce of `vector`, in fp32, in its own memory."""
-        until = clock() + _seconds("timeout_s", timeout_s)
+        until = clock() + seconds("timeout_s", timeout_s)
         self._await_given_up(name, timeout_s)
         reduction = self._reduce(name, [vector], weight, "fp32", _patience_s(patience_share * timeout_s))
         return _waited(reduction, until)
@@ -264,16 +264,9 @@ def _encoded_there(grid: Grid, device: torch.device) -> bool:
     return device.type != "cpu" and grid.total_wire_bytes < 4 * grid.numel
 
 
-def _seconds(name: str, value: object) -> float:
-    """UsageError: it is no time."""
-    if not isinstance(value, Real) or value != value:
-        raise UsageError(f"{name} is {value!r}: it must be a number of seconds")
-    return float(value)
-
-
 def _patience_s(asked_s: float) -> float:
     """As others take it. UsageError: it is no time."""
-    return min(max(_seconds("patience_s", asked_s), PATIENCE_S_MIN), PATIENCE_S_MAX)
+    return min(max(seconds("patience_s", asked_s), PATIENCE_S_MIN), PATIENCE_S_MAX)
 
 
 def _waited(reduction: Reduction, until: float) -> RoundReport:

@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.arguments import instance
 from dlc.errors import UsageError
 from dlc.flat import check_writable
 
@@ -26,6 +27,7 @@ class Exact:
     """The bytes of a state dict, in the order of its names. Holds the tensors themselves."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
+        instance("state", state, Mapping, "give tensors by name, such as model.state_dict()")
         if not state:
             raise UsageError("there is nothing to broadcast: the state has no tensor")
         for name, tensor in state.items():

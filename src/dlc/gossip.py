@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from dlc.arguments import number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm.board import DIRECT_MAX, TTL_S_MAX
 from dlc.comm.clock import clock
@@ -74,8 +75,8 @@ class Gossip:
     ) -> None:
         if graph not in GRAPHS:
             raise UsageError(f"there is no graph {graph!r}; known: {', '.join(GRAPHS)}")
-        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight}: it must be 2^-20 to 2^53; only the ratios of the weights matter")
+        limits = "2^-20 to 2^53; only the ratios of the weights matter"
+        weight = number("weight", weight, WEIGHT_MIN, WEIGHT_MAX, limits)
         refuse_sparse(codec)
         self.peer, self.name, self.graph, self.codec, self.seed = peer, name, graph, codec, seed
         self.weight = weight
@@ -111,7 +112,7 @@ class Gossip:
         """
         if self._closed:
             raise UsageError(f"the gossip {self.name!r} is closed, and its mass is gone: make another dlc.Gossip")
-        began = clock()
+        began, wait_s, keep_s = clock(), seconds("wait_s", wait_s), seconds("keep_s", keep_s)
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("there is nothing to average: the tensors have no element")

@@ -16,6 +16,7 @@ from typing import Literal, overload
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.arguments import above_zero_s, instance, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.clock import clock
@@ -228,8 +229,8 @@ class Group:
             raise UsageError(f"target_size is {target_size}: it must be {max(1, min_size)} (min_size) to {GROUP_MAX}")
         if not 1 <= min_size <= GROUP_MAX:
             raise UsageError(f"min_size is {min_size}: it must be 1 to {GROUP_MAX}")
-        if not matchmaking_s > 0:
-            raise UsageError(f"matchmaking_s is {matchmaking_s}: it must be above 0")
+        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s)
+        instance("name", name, str, "give the string under which the peers meet")
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.owns = peer, name, codec, owns
         self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
@@ -339,15 +340,14 @@ class Group:
         """The mean of `vector` (None: not contributed), of so many elements, into `many`."""
         if not numel:
             raise UsageError("all_reduce needs at least one element")
-        if not 0 <= weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight}: it must be 0 to 2^53")
+        weight, timeout_s = number("weight", weight, 0, WEIGHT_MAX, "0 to 2^53"), seconds("timeout_s", timeout_s)
         check_gather(gather)
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
             grid=Grid(numel, usual_chunk_elems(numel, self.peer.spec.chunk_elems), self.codec),
             vector=vector,
             out=vectors.recycled(numel) if receives else None,
-            weight=float(weight),
+            weight=weight,
             owns=self.owns,
             label=label,
             target=self.target_size or 0,

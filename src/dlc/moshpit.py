@@ -16,6 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
+from dlc.arguments import above_zero_s, number, seconds, whole
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
@@ -65,12 +66,9 @@ class Moshpit:
     ) -> None:
         if group_size is not None and dims is not None:
             raise UsageError("give group_size or dims, not both: one follows from the other and the number of peers")
-        if group_size is not None and not 2 <= group_size <= GROUP_MAX:
-            raise UsageError(f"group_size is {group_size}: it must be 2 to {GROUP_MAX}")
-        if dims is not None and dims < 1:
-            raise UsageError(f"dims is {dims}: it must be at least 1")
-        if not matchmaking_s > 0:
-            raise UsageError(f"matchmaking_s is {matchmaking_s}: it must be above 0")
+        group_size = None if group_size is None else whole("group_size", group_size, 2, GROUP_MAX)
+        dims = None if dims is None else whole("dims", dims, 1)
+        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s)
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
@@ -92,6 +90,7 @@ class Moshpit:
         the grid's groups would be larger than groups can be.
         """
         many, z, weight = self._checked(tensors, weight)
+        timeout_s = seconds("timeout_s", timeout_s)
         try:
             mean, report = self._cycle(z, weight, timeout_s)
         finally:
@@ -116,6 +115,7 @@ class Moshpit:
         """
         check_gather(gather)
         many, z, weight = self._checked(tensors, weight)
+        timeout_s = seconds("timeout_s", timeout_s)
         began, told = clock(), _Told()
         self._show()
         away_s, before, mates, met = self._places.comes(), self._round, frozenset[PeerId](), None
@@ -160,9 +160,9 @@ class Moshpit:
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("averaging needs at least one element")
-        if not 0 < weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight}: it must be above 0 and at most 2^53")
-        return many, flatten_tensors(many), float(weight)
+        if not (weight := number("weight", weight, 0, WEIGHT_MAX, "above 0 to 2^53")):
+            raise UsageError("weight is 0: it must be above 0 and at most 2^53")
+        return many, flatten_tensors(many), weight
 
     def _call(
         self,

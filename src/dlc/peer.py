@@ -23,10 +23,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addresses import addresses_of, advertised, default_listen
+from dlc.arguments import instance, seconds
 from dlc.channels import has_seat, why_of
 from dlc.collectives import Collectives
 from dlc.comm.addresses import on_this_host, parse_address
@@ -158,6 +160,18 @@ class Peer(Unpicklable, Collectives):
             raise UsageError(f"role is {role!r}: it must be one of {', '.join(ROLES)}")
         if role == OBSERVER and found and log:
             raise UsageError("an observer has no vote and founds no run: leave found away, and it waits for one")
+        for name, given, kind, advice in (
+            ("spec", spec, RunSpec, "give a dlc.RunSpec, such as RunSpec.from_toml(path)"),
+            ("resume", resume, Resume, "give dlc.Resume.of(what state_dict(outer=True) returned)"),
+            ("timeouts", timeouts, Timeouts, "give a dlc.comm.timeouts.Timeouts, or leave it to the RunSpec"),
+            ("listen", listen, str, 'give HOST:PORT, such as "0.0.0.0:7700"'),
+            ("advertise", advertise, str, "give HOST or HOST:PORT"),
+            ("key", key, (str, bytes, os.PathLike), "give the run key's text, its bytes, or the path of its file"),
+        ):
+            if given is not None:
+                instance(name, given, kind, advice)
+        if join_timeout_s is not None:
+            join_timeout_s = seconds("join_timeout_s", join_timeout_s)
         listed = addresses_of(peers)
         if listen is None:
             listen = default_listen(listed, key is not None, insecure)
@@ -323,12 +337,11 @@ class Peer(Unpicklable, Collectives):
         finite: the others would not take anything of this peer's any more.
         """
         changes: dict[str, Any] = {}
-        if speed is not None:
-            changes["speed"] = float(speed)
-        if eta_s is not None:
-            changes["eta_s"] = float(eta_s)
-        if not all(math.isfinite(number) for number in changes.values()):
-            raise UsageError(f"speed and eta_s must be finite numbers, not {speed} and {eta_s}")
+        for name, value in ("speed", speed), ("eta_s", eta_s):
+            if value is not None:
+                if not (isinstance(value, Real) and math.isfinite(value)):
+                    raise UsageError(f"speed and eta_s must be finite numbers, not {speed!r:.60} and {eta_s!r:.60}")
+                changes[name] = float(value)
         if status is not None:
             try:
                 changes["status"] = json.dumps(status).encode()

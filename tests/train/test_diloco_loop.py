@@ -87,6 +87,11 @@ def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
         DiLoCo(model, sgd(model), peer, sync_every=2, pseudo_gradient_hook=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"outer is str: give a dlc\.OuterSpec"):
         DiLoCo(model, sgd(model), peer, sync_every=2, outer="sgd")  # type: ignore[arg-type]
+    for wrong in ({"mixing": "2"}, {"fragments": "2"}, {"chunk_elems": 0.5}, {"overlap": None}, {"resume": 3}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            DiLoCo(model, sgd(model), peer, sync_every=2, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="model is float: give a torch module"):
+        DiLoCo(3.0, sgd(model), peer, sync_every=2)  # type: ignore[arg-type]
     peer.role = "observer"
     with pytest.raises(UsageError, match="an observer takes part in no rounds"):
         DiLoCo(model, sgd(model), peer, sync_every=2)

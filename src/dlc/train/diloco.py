@@ -39,6 +39,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dlc.arguments import instance, number, whole
 from dlc.comm.roles import OBSERVER
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
@@ -132,6 +133,11 @@ class DiLoCo:
             raise UsageError(f"outer is {type(outer).__name__}: give a dlc.OuterSpec, which names the outer optimizer")
         if peer.role == OBSERVER:
             raise UsageError("an observer takes part in no rounds: join as a trainer to train")
+        instance("overlap", overlap, str, 'give "none", "delayed" or "eager"')
+        overlap_steps, fragments = whole("overlap_steps", overlap_steps, 0), whole("fragments", fragments, 1)
+        mixing, chunk_elems = number("mixing", mixing, 0, 1, "0 to below 1"), whole("chunk_elems", chunk_elems, 0)
+        if resume is not None:
+            instance("resume", resume, Mapping, "give what state_dict(outer=True) returned")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         check_terms(pseudo_gradient_hook, patience_s)
         self.inner = inner

@@ -7,13 +7,14 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dlc.arguments import instance
 from dlc.errors import UsageError
 from dlc.flat import FlatView, check_writable
 
@@ -34,6 +35,7 @@ class Trained:
     def __init__(self, model: nn.Module | Sequence[nn.Parameter], inner: torch.optim.Optimizer) -> None:
         if not isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "param_groups"):
             raise UsageError(f"inner must be a torch optimizer, not {type(inner).__name__}")
+        instance("model", model, (nn.Module, Iterable), "give a torch module, or its parameters")
         _check_bare(inner)
         self.view = FlatView.of(model) if isinstance(model, nn.Module) else FlatView(_parameters(model))
         self._model = model if isinstance(model, nn.Module) else None
