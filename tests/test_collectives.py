@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dlc
 from dlc import collectives, handles
 from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
@@ -306,6 +307,7 @@ def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str)
         ({"key": 5}, "key is int: give the run key"),
         ({"spec": "RUN.toml"}, r"spec is str: give .*RunSpec.from_toml"),
         ({"resume": {"outer": {}}}, r"resume is dict: give dlc.Resume.of"),
+        ({"resume": dlc.Resume(b"x")}, "what is given as resume holds no log of a run"),
         ({"timeouts": 3.0}, "timeouts is float"),
         ({"join_timeout_s": "3"}, "join_timeout_s is '3'"),
     ],

@@ -61,7 +61,7 @@ from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
-from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, ProtocolError, RoundTimeout, SwarmClosed, UsageError
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
@@ -225,7 +225,10 @@ class Peer(Unpicklable, Collectives):
         intro, spec = self._intro, reception.spec
         self.spec = spec
         record = intro.record(reception.observed_host)
-        self._resumed = resumed = unpack(resume.log, LogState) if resume is not None else None
+        try:
+            self._resumed = resumed = unpack(resume.log, LogState) if resume is not None else None
+        except ProtocolError as error:
+            raise CheckpointError(f"what is given as resume holds no log of a run: {error}") from None
         floors = timeouts or spec.timeouts.floors()
         config = NodeConfig(
             spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probe_links

@@ -218,6 +218,10 @@ def test_who_asks_why_is_told_how_far_the_slot_is() -> None:
     newcomer, founder = world["p1"], world["p0"]
     waiting = newcomer.node.waits.why()
     assert not votes(newcomer) and waiting is not None
+    stranger = world.newcomer("p0")
+    world.until(lambda: stranger.node.slot.answers, 2.0)
+    waiting_there = stranger.node.waits.why()
+    assert waiting_there is None or not waiting_there.reason.startswith(OUT_OF_REACH), "it may hear of p0 in a moment"
     assert waiting.reason.startswith("it has no vote yet") and waiting.peers == ("p0",)
     world.until(lambda: votes(newcomer) and founder.node.slot.plan is not None)
     waiting = founder.node.waits.why()

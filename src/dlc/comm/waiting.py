@@ -70,13 +70,15 @@ class Waits:
             self.ctx.notify(waiting)
 
     def why(self) -> Waiting | None:
-        """For who has waited in vain for a round, an opening or a vote: what holds it up, as far as that is known here,
-        were it only for a moment."""
-        outside, unopened = self._outside() or self._without_quorum(), self._unopened()
-        found = outside[0] if outside else self._under_way()
-        found = found or (unopened[0] if unopened else self._not_begun())
-        told = self.now  # says how long it has been so
-        return told if told is not None and found is not None and told.reason == found.reason else found
+        """For who has waited in vain for a round, an opening or a vote: what holds it up, as far as that is known here.
+        Told or not, but for what may pass by itself."""
+        told, (outside, grace_s) = self.now, self._outside() or self._without_quorum() or (None, 0.0)
+        if outside is not None and told is not None and told.reason == outside.reason:
+            return told  # with how long it has been so
+        if outside is not None and not grace_s:
+            return outside
+        unopened = self._unopened()
+        return self._under_way() or (unopened[0] if unopened else self._not_begun())
 
     def _under_way(self) -> Waiting | None:
         """It has only to be done yet; by whom, of those that are not this peer."""
