@@ -328,6 +328,17 @@ def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
         assert handle.cancel()
 
 
+def test_a_group_that_is_waited_for_in_vain_says_how_far_it_is() -> None:
+    with Peer.join(log=False) as peer:
+        call = Group(peer, "g").all_reduce(torch.ones(2), async_op=True)
+        with pytest.raises(RoundTimeout, match=r"not done within 0.05 s: too few have come to form it yet"):
+            call.wait(0.05)
+        call.members = (peer.id, "another-peer")
+        with pytest.raises(RoundTimeout, match="it averages with another-$"):
+            call.wait(0.0)
+        call.cancel()
+
+
 def test_who_names_another_source_is_told() -> None:
     with swarm(2) as peers, pytest.raises(UsageError, match="several peers gave their state"):
         together(peers, lambda peer, i: peer.broadcast_state({"a": torch.ones(3)}, peer.id, timeout_s=ROUND_S))

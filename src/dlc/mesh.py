@@ -46,6 +46,7 @@ class GroupCall(Unpicklable):
 
     def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor], formed: Formed | None = None) -> None:
         self._mesh, self._name, self._call, self._tensors, self._formed = peer.mesh, name, call, tensors, formed
+        self._peer = peer.id
         self._since = clock()
         self._began = self._ended = 0.0
         self._over, self._ending = threading.Event(), threading.Lock()
@@ -89,7 +90,9 @@ class GroupCall(Unpicklable):
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
         if not self._over.wait(timeout_s):
-            raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s")
+            others = ", ".join(peer[:8] for peer in self.members if peer != self._peer)
+            how_far = f"it averages with {others}" if others else "too few have come to form it yet"
+            raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s: {how_far}")
         if self._error is not None:
             raise self._error
         if self._report is None:
