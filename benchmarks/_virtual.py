@@ -122,6 +122,8 @@ class Offered:
 class VirtualPeer:
     """What a `DiLoCo` needs of a peer. `on_round`: called with the state after each of its rounds."""
 
+    role = "trainer"
+
     def __init__(self, swarm: Swarm, peer_id: str) -> None:
         self.swarm, self.id = swarm, peer_id
         self.offer: Offered | None = None

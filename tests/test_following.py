@@ -325,7 +325,8 @@ def test_the_second_ctrl_c_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(interrupt.os, "_exit", ended.append)
         monkeypatch.setattr(sys, "stderr", stderr)
         interrupts.can_save = True
-        interrupts.stop.set()
+        signal.raise_signal(signal.SIGINT)
+        assert not ended and SHOW_CURSOR not in os.read(master, 999)
         signal.raise_signal(signal.SIGINT)
         monkeypatch.undo()
     assert ended == [130] and os.read(master, 999).startswith(SHOW_CURSOR)
