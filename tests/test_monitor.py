@@ -326,9 +326,9 @@ class TestSinks:
         monkeypatch.setattr("dlc.cli.sinks.REDRAW_EVERY_S", 0.01)
         sink = LiveTable(list, rounds=0)
         try:
-            for left_s in (35.0, 30.0):
+            for left_s, told in ((35.0, "in 35 s at most"), (30.0, "in 30 s at most")):
                 sink.take({**NO_QUORUM, "left_s": left_s})
-                wait_until(lambda: f"in {left_s:.0f} s at most" in capsys.readouterr().err)  # noqa: B023  within it
+                wait_until(lambda told=told: told in capsys.readouterr().err)
             sink.take({**round_event(), "loss": 1.0, "tokens_per_s": 7500.0, "mfu": None})
             wait_until(lambda: "loss 1.0000" in capsys.readouterr().err.rpartition("no quorum")[2])
         finally:
