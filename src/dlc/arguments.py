@@ -9,7 +9,7 @@ from typing import SupportsFloat, cast
 from dlc.errors import UsageError
 
 
-def _real(value: object) -> float:
+def real(value: object) -> float:
     """A number, or a tensor or array that holds one; NaN: it is none."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
@@ -19,7 +19,7 @@ def _real(value: object) -> float:
 
 def seconds(name: str, value: object) -> float:
     """UsageError: it is no time."""
-    if math.isnan(value_s := _real(value)):
+    if math.isnan(value_s := real(value)):
         raise UsageError(f"{name} is {value!r:.60}: it must be a number of seconds")
     return value_s
 
@@ -33,9 +33,9 @@ def above_zero_s(name: str, value: object) -> float:
 
 def number(name: str, value: object, least: float, most: float, limits: str) -> float:
     """UsageError: it is no number from `least` to `most`; `limits` says so, as in "0 to 2^53"."""
-    if not least <= (real := _real(value)) <= most:
+    if not least <= (given := real(value)) <= most:
         raise UsageError(f"{name} is {value!r:.60}: it must be a number from {limits}")
-    return real
+    return given
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:

@@ -475,7 +475,7 @@ class Exchange:
         return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
 
     def _count_sent(self, channel: str, size: int) -> None:
-        more = bool(self.outbox.peers()) or next(self._owners_with_room(), None) is not None
+        more = not self.outbox.empty or next(self._owners_with_room(), None) is not None
         self.rates.sent(self.ctx.now, size, more)
         self._traffic(channel).bytes_sent += size
 

@@ -35,6 +35,10 @@ class Outbox:
         self.results = {peer: queue for peer, queue in kept.items() if queue}
         self.served = {peer: queue for peer, queue in self.served.items() if queue and reachable(peer)}
 
+    @property
+    def empty(self) -> bool:
+        return not (self.results or self.served)
+
     def peers(self) -> set[PeerId]:
         """Those for whom there is something."""
         return {*self.results, *self.served}

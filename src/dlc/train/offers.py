@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlc.arguments import real, seconds
 from dlc.comm.encoded import Encoded
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.errors import DlcError, UsageError
@@ -73,14 +73,14 @@ def share_of(report: RoundReport, peer: str) -> float:
 def step_weight(weight: float, steps: int) -> float:
     """Of one inner step of so many that a round has. UsageError: a round would refuse that, or wait for ever where all
     give 0."""
-    if not isinstance(weight, Real) or not 0 < weight <= WEIGHT_MAX / steps:
+    if not 0 < (given := real(weight)) <= WEIGHT_MAX / steps:
         raise UsageError(f"the weight of a step must be above 0, and that of a round at most 2^53, not {weight!r}")
-    return float(weight)
+    return given
 
 
 def check_terms(hook: object, patience_s: float) -> None:
     """UsageError now, and not at the first round, whose inner steps it would cost."""
     if hook is not None and not callable(hook):
         raise UsageError(f"the pseudo_gradient_hook is {type(hook).__name__}: it must be a function of the difference")
-    if not isinstance(patience_s, Real) or not 0 <= patience_s < math.inf:
+    if not 0 <= seconds("patience_s", patience_s) < math.inf:
         raise UsageError(f"patience_s is {patience_s!r}: it must be a number of seconds, 0 for as long as it pays")
