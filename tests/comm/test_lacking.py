@@ -209,7 +209,8 @@ class Fed:
     def attach(self, channel: str, state: ToyState) -> None:
         self.log.attached[channel] = Attached(state, 0, self.train.grid, digest=state.digest())
 
-    def offer(self, state: LogState, *states: tuple[str, ToyState]) -> None:
+    def offer(self, state: LogState, *states: tuple[str, ToyState]) -> bool:
+        """Whether it is taken."""
         images, self._pieces = [], list[msg.Piece]()
         for channel, given in states:
             whole, digest = bytes(given.export()), given.digest()
@@ -224,7 +225,7 @@ class Fed:
         self.sync._abandon()
         self.sync._asked, self.sync.donor = {voter: self.world.now}, voter
         self.sync.receive_offer(voter, msg.Offer(state, chain, totals, tuple(images)))
-        assert self.sync._download is not None
+        return self.sync._download is not None
 
     def give(self) -> None:
         for piece in self._pieces:
@@ -246,7 +247,7 @@ def test_a_state_that_has_come_is_taken_though_another_channel_was_opened_meanwh
     fed.train.digest, fed.train.synced = fed.train.state.digest(), False
     his = ToyState(fed.numel, 9)
     fed.log.pin("taken", fed.log.head)
-    fed.offer(fed.log.state, *((TRAIN, right), ("second", his))[::order])
+    assert fed.offer(fed.log.state, *((TRAIN, right), ("second", his))[::order])
     opening = dataclasses.replace(
         fed.log.past[-1].entry, kind=OPEN, parent=fed.log.head, depth=fed.log.state.depth + 1, channel="second", t=0,
         roster=(), manifest=b"", digest=his.digest(), lease_len=0,
@@ -275,7 +276,53 @@ def test_of_an_offer_that_cannot_be_taken_no_state_is_called_in_step(monkeypatch
         channels=tuple(channels[name] for name in sorted(channels)),
     )  # fmt: skip
     for _ in range(2):
-        fed.offer(ahead, (TRAIN, newer), ("x1", ToyState(fed.numel, 7)), ("x2", ToyState(fed.numel, 8)))
+        assert fed.offer(ahead, (TRAIN, newer), ("x1", ToyState(fed.numel, 7)), ("x2", ToyState(fed.numel, 8)))
         fed.give()
         assert fed.log.head == state.head and not fed.train.synced
     assert all(fed.log.attached[name].misfit for name in ("x1", "x2"))
+
+
+def second(fed: Fed) -> tuple[LogState, ToyState]:
+    """Open another channel in the log of who is fed, which holds its state."""
+    fed.attach("second", his := ToyState(fed.numel, 5))
+    fed.log.attached["second"].synced = True
+    known = ChannelState("second", b"s" * 32, 3, fed.numel, 8, "fp32", True, False)
+    fed.log.state = dataclasses.replace(fed.log.state, channels=(known, *fed.log.state.channels))
+    return fed.log.state, his
+
+
+def test_who_lacks_one_state_gives_the_others_to_those_who_are_far_behind() -> None:
+    """Two held the state that it lacked, slept, and woke when the entries between were kept no longer: it gave them
+    nothing, and so nobody gave it what it lacked."""
+    world = swarm(2)
+    donor = world.running()[0]
+    log, before = donor.node.log, donor.node.log.head
+    until(world, lambda: log.after(before) is None)
+    log.attached["second"] = Attached(ToyState(8, 0), 0, log.attached[TRAIN].grid)
+    known = ChannelState("second", b"s" * 32, 3, 8, 8, "fp32", True, False)
+    log.state = dataclasses.replace(log.state, channels=(known, *log.state.channels))
+    (offer,) = answer(donor, before, 1, snapshot=False)
+    assert isinstance(offer, msg.Offer) and [image.channel for image in offer.images] == [TRAIN]
+    log.attached[TRAIN].synced = False
+    assert [type(m) for m in answer(donor, before, 1, snapshot=False)] == [msg.NoOffer], "it has nothing to give"
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_an_offer_without_a_state_that_is_held_here_is_taken_where_that_state_stays(
+    monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    fed = Fed(monkeypatch)
+    state, his = second(fed)
+    newer = fed.train.state.copy()  # type: ignore[attr-defined]
+    newer.theta += 1
+    (known,) = (c for c in state.channels if c.name == "second")
+    moved = dataclasses.replace(known, base=b"t" * 32, t=known.t + 1) if rounds else known
+    channels = (moved, *(c for c in state.channels if c.name != "second"))
+    ahead = dataclasses.replace(
+        state, head=b"\1" * 32, depth=state.depth + 9, tokens=state.tokens + 5, channels=channels
+    )
+    assert fed.offer(ahead, (TRAIN, newer)) == (not rounds)
+    if not rounds:
+        fed.give()
+        assert fed.log.head == ahead.head and fed.train.digest == newer.digest()
+    assert fed.log.holds("second") and fed.log.digest("second") == his.digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,7 @@ from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
 from dlc.sim.oracle import OracleError
 from dlc.sim.run import run
-from dlc.sim.schedule import REDUCE, SECOND, TRAIN, Fault, Scenario, Start
+from dlc.sim.schedule import KINDS, REDUCE, SECOND, TRAIN, Fault, Scenario, Start
 from dlc.sim.transcript import Transcript
 from dlc.sim.world import Process, World
 
@@ -122,6 +123,20 @@ def test_images_come_in_several_pieces_and_histories_are_short() -> None:
     asked = [what for _, _, _, what in transcript._lines if isinstance(what, PieceReq)]
     assert max(piece for request in asked for piece in request.pieces) >= 2
     assert all(sum(p.payload_bytes for p in x.node.log.past) <= 300 for x in world.running())
+
+
+def test_a_peer_whose_second_state_is_of_another_kind_trains_on_and_brings_another() -> None:
+    world = World(swarm(4, channels=(TRAIN, SECOND), misfits=True))
+    kinds = {name: random.Random(f"kind 0 {name}").choice((KINDS[0], *KINDS)) for name in ("p0", "p1", "p2", "p3")}
+    assert len(set(kinds.values())) > 1
+    step_until(world, lambda: len(world.running()) == 4)
+    assert {name: host.kind for name, host in world.hosts.items()} == kinds
+    step_until(world, lambda: world.faults.struck["misfit"] > 0)
+    step_until(world, lambda: any(p.node.log.attached[SECOND].void and p.trainer.rounds for p in world.running()))
+    step_until(world, lambda: all(p.node.log.holds(SECOND) for p in world.running()), 200.0)
+    assert len({p.host.kind for p in world.running()}) == 1
+    rounds = [p.trainers[SECOND].rounds for p in world.running()]
+    step_until(world, lambda: all(p.trainers[SECOND].rounds > n for p, n in zip(world.running(), rounds, strict=True)))
 
 
 # -------------------------------------------------------------------- corruption

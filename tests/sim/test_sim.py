@@ -20,15 +20,16 @@ from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
 from dlc.sim.paths import Clocks
 from dlc.sim.run import Outcome, run
-from dlc.sim.schedule import FAULTS, FIRST_KINDS, TRAIN, Fault, Scenario, Start, scenario
+from dlc.sim.schedule import FAULTS, FIRST_KINDS, SECOND, TRAIN, Fault, Scenario, Start, scenario
 from dlc.sim.transcript import Transcript
 from dlc.sim.world import Process, World
 
 torch.set_num_threads(1)
 
 CALM = Weather(latency_max_s=0.05)
-EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling", "patient"))
-LATER = tuple(kind for kind in FAULTS if kind != "patient")
+EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling", "patient", "misfits"))
+LATER = tuple(kind for kind in FAULTS if kind not in ("patient", "misfits"))
+LATEST = tuple(kind for kind in FAULTS if kind != "misfits")
 """Seeds that failed did so on schedules of these."""
 
 
@@ -266,25 +267,25 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # one of two slept for longer than T_evict; awake again it heard that the other had gone on by force, and was
         # cut off from it before it had caught up: as that one had answered, it took its own old head for the last one,
         # and decided there by its casting vote
-        (358074189, 2, 8, FAULTS),
+        (358074189, 2, 8, LATEST),
         # a coordinator with a wrong state, cut off with an observer that told the right one, planned by its own when
         # the silent voters had ceased to be alive, and when the partition ended convicted them
-        (131870, 2, 6, FAULTS),
+        (131870, 2, 6, LATEST),
         # in a partition a lone voter went on with its wrong state; the wrong one on the other side was told so,
         # rightly: a check that forgot all wrong states when a run went on with one of them
-        (143786, 2, 6, FAULTS),
+        (143786, 2, 6, LATEST),
         # a chunk of the first ballot, which had one contributor, stayed when the roster of a later one had two: who was
         # not in it was named in no report, which said that the round was complete
-        (162205, 2, 7, FAULTS),
+        (162205, 2, 7, LATEST),
         # one restarted at another address in a partition; the only one that it knew left, and the newcomer that is left
         # had never heard of it: a check too strict
-        (813407337, 2, 8, FAULTS),
+        (813407337, 2, 8, LATEST),
         # of four voters one slept for long, one restarted and one crashed: the sleeper's answers stretched T_dead, and
         # T_evict with it, which the sleeper waited for, and then a forced ballot
-        (171253, 2, 7, FAULTS),
+        (171253, 2, 7, LATEST),
         # two decided by force an entry that left both without a vote; each knew the other at the head before, and went
         # on alone
-        (182465, 2, 7, FAULTS),
+        (182465, 2, 7, LATEST),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:
@@ -299,6 +300,19 @@ def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...
 )
 def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
     good(dataclasses.replace(scenario(seed, 2, 4, LATER), patient=True))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        # who lacked a second state went on by force; those who held it slept for so long that the entries between were
+        # kept no longer, were offered nothing, as a state was lacking, and gave nothing
+        38,
+    ],
+)
+def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -> None:
+    plan = scenario(seed, 1, 6, FAULTS)
+    good(dataclasses.replace(plan, channels=tuple(dict.fromkeys((*plan.channels, SECOND))), misfits=True))
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["no plan", "the plan of the dead one"])

@@ -162,7 +162,7 @@ class Donations:
             steps = tuple(Step(p.entry, p.hashes) for p in later[:STEPS_MAX])
             self.ctx.send(sender, Steps(m.head, steps))
             return
-        nothing = later is None and bool(self.log.lacking())
+        nothing = later is None and bool(self.log.lacking()) and not any(map(self.log.holds, self.log.attached))
         if self.log.head == EMPTY or nothing or (later is not None and not m.snapshot):
             self.ctx.send(sender, NoOffer(self.log.head))
             return

@@ -290,10 +290,10 @@ class Sync:
         self._finish_if_complete()
 
     def _of_use(self, m: Offer, wanted: Sequence[ImageOffer]) -> bool:
-        """Its history is greater than mine, or the same where I lack a state that it has; or mine has gone on since I
-        asked, by entries that I can apply to that state."""
+        """Its history is greater than mine, and it gives what I would lose by it; or the same where I lack a state that
+        it has; or mine has gone on since I asked, by entries that I can apply to that state."""
         if m.state.key > self.log.state.key:
-            return True
+            return not self._would_lose(m)
         if self.log.after(m.state.head) is None:
             return False
         lacking = self._unsynced()
@@ -303,6 +303,13 @@ class Sync:
         # First states of several channels may be with several peers.
         offered = {i.channel: i.digest for i in m.images}
         return not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
+
+    def _would_lose(self, m: Offer) -> bool:
+        """I hold a state, its channel had rounds since, and the donor does not have what these made of it: entry by
+        entry I may come there yet, if not from this donor."""
+        given = {i.channel for i in m.images}
+        held = (c for c in self.log.attached if c not in given and self.log.holds(c))
+        return any(m.state.base(c) != self.log.state.base(c) for c in held)
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
         """Most of those who stand there hold another state: its donor does not know yet that its own differs."""

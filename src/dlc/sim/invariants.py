@@ -285,11 +285,7 @@ class Checker:
 
     def _first_state(self, channel: str, digest: bytes) -> ToyState | None:
         """The first state with this digest: the hosts' own, in the order of their numbers."""
-        for number in range(len(self.world.hosts)):
-            state = ToyState(self.world.grids[channel].numel, number)
-            if state.digest() == digest:
-                return state
-        return None
+        return next((state for state in self.world.first_states(channel) if state.digest() == digest), None)
 
     # ---------------------------------------------------------------- entries
 
@@ -306,7 +302,7 @@ class Checker:
         self._slept_through[after.head] = [p.node.log.head for p in self.paths.asleep()]
         self._check_decided(process, entry)
         if entry.kind == ROUND:
-            check_means(before, past, self.world.grids[entry.channel].numel, self._rosters.get(entry.parent, {}))
+            check_means(before, past, self.world.sizes(entry.channel), self._rosters.get(entry.parent, {}))
             self.rounds += 1
             self._pasts[after.head.hex()] = past
             if entry.channel == TRAIN:
@@ -400,11 +396,14 @@ class Checker:
         alive = [p for p in alive if not self._astray(p, alive)]
         if not alive:
             return ""
+        if self.world.scenario.misfits and self._lost(alive):
+            self.world.faults.struck["state lost"] += 1
+            return ""
         rounds = sum(at >= since for at in self.round_times[-50:])
         trains = any(p.host.role == "trainer" for p in alive)
         if trains and not rounds and self.world.now > self._round_by:
             raise Violation("L3", f"no round from {since:.0f} s to {self._round_by:.0f} s")
-        top = max((p.node.log.state for p in alive), key=lambda s: s.key)
+        top = self._top(alive)
         for p in alive:
             behind = self.history.distance(p.node.log.head, top.head)
             # No round waits for an observer: behind a fast voter it need not come near, as long as it comes along.
@@ -418,6 +417,16 @@ class Checker:
         if trains and rounds < ROUNDS_AFTER:
             return f"L3: less than {ROUNDS_AFTER} rounds since {since:.0f} s"
         return self._waits_for_ever(alive, since)
+
+    def _top(self, alive: Sequence[Process]) -> LogState:
+        return max((p.node.log.state for p in alive), key=lambda s: s.key)
+
+    def _lost(self, alive: Sequence[Process]) -> bool:
+        """Whoever held the state of a channel is gone: who brings one cannot be told whether it is of that kind."""
+        top = self._top(alive)
+        logs = [p.node.log for p in alive if p.host.role != "observer"]
+        held = {c for log in logs for c in log.attached if log.holds(c) and log.state.base(c) == top.base(c)}
+        return any(channel.opened and channel.name not in held for channel in top.channels)
 
     def _astray(self, process: Process, alive: Sequence[Process]) -> bool:
         """All addresses that it was given died, or left, before it heard of anybody, and nobody has heard of it: a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -34,14 +34,17 @@ class OracleError(Exception):
 
 
 def check_means(
-    before: LogState, past: Past, numel: int, rosters: Mapping[Ballot, frozenset[Voter]] = MappingProxyType({})
+    before: LogState,
+    past: Past,
+    sizes: Collection[int],
+    rosters: Mapping[Ballot, frozenset[Voter]] = MappingProxyType({}),
 ) -> None:
     """I4: every chunk is the exact weighted mean of the contributors that it names, all of them in the roster; and it
     says of everybody in the roster of the ballot under which it was reduced (`rosters`: where that is not the entry's)
-    whether it is in or out."""
-    entry = past.entry
+    whether it is in or out. `sizes`: those of the vectors that peers offer on the channel."""
+    entry, numel = past.entry, past.entry.numel
     grid, codec = Grid(entry.numel, entry.chunk_elems, entry.codec), get_codec(entry.codec)
-    if len(past.results) != grid.n_chunks or entry.numel != numel:
+    if len(past.results) != grid.n_chunks or numel not in sizes:
         raise OracleError(f"I4 round {entry.t} has {len(past.results)} chunks of {grid.n_chunks}")
     hashes = tuple(result_hash(r) for r in past.results)
     if hashes != past.hashes or manifest_hash(hashes) != entry.manifest:

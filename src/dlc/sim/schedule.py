@@ -42,15 +42,18 @@ FAULTS = {
     "probes": "peers measure their links before they know them from rounds",
     "filling": "contributions that become final while they are offered, later than expected, in part, or not at all",
     "patient": "rounds of the training wait for everybody who is alive, however late",
+    "misfits": "second channels: half of the hosts bring states of other kinds, of which the run can have one",
 }
-"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient) shapes all
-of a schedule."""
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient, misfits)
+shapes all of a schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
 """Events drawn from the second stream."""
 TRAIN, SECOND, REDUCE = "train", "second", "reduce"
 """Channels: with state and leases; with state only; a library all-reduce."""
+KINDS = ((0, 0), (1, 0), (0, 1))
+"""Of second states: chunks, and bytes of an image, beyond those of the usual kind, which is the first."""
 TIMEOUTS = Timeouts(evict_s=20.0)
 """T_evict is a third of the default: virtual seconds cost real time. All relations between the deadlines hold."""
 SPLIT_S_MAX = 0.7 * TIMEOUTS.evict_s
@@ -123,6 +126,8 @@ class Scenario:
     """Some contributions become final while they are offered."""
     patient: bool = False
     """A round of the training waits for everybody who is alive, however late."""
+    misfits: bool = False
+    """Hosts bring second states of several kinds."""
 
     @property
     def last_fault_s(self) -> float:
@@ -171,6 +176,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         probes="probes" in kinds and random.Random(f"probes {seed}").random() < 0.5,
         filling="filling" in kinds and random.Random(f"filling {seed}").random() < 0.5,
         patient="patient" in kinds and random.Random(f"patient {seed}").random() < 0.3,
+        misfits="misfits" in kinds and SECOND in beside and random.Random(f"misfits {seed}").random() < 0.5,
     )
 
 

@@ -48,7 +48,9 @@ PATIENT_S = 1e6
 class ToyState:
     """theta and m, moved by the means of committed rounds; satisfies dlc.comm.state.State."""
 
-    def __init__(self, numel: int, seed: int) -> None:
+    def __init__(self, numel: int, seed: int, extra_bytes: int = 0) -> None:
+        """`extra_bytes`: of its image, as another outer optimizer would have."""
+        self.extra_bytes = extra_bytes
         self.theta = torch.arange(numel, dtype=torch.float32) * 0.01 + seed
         self.m = vectors.zeros(numel)
         self.t = 0
@@ -68,7 +70,7 @@ class ToyState:
                 self.theta[start:stop].add_(m)
 
     def copy(self) -> ToyState:
-        twin = ToyState(0, 0)
+        twin = ToyState(0, 0, self.extra_bytes)
         twin.theta, twin.m, twin.t = self.theta.clone(), self.m.clone(), self.t
         return twin
 
@@ -80,18 +82,19 @@ class ToyState:
         return blake3(bytes(self.export())).digest()
 
     def image_bytes(self) -> int:
-        return 8 * self.numel + 8
+        return 8 * self.numel + 8 + self.extra_bytes
 
     def export(self) -> memoryview:
-        return memoryview(self.theta.numpy().tobytes() + self.m.numpy().tobytes() + self.t.to_bytes(8, "little"))
+        t = self.t.to_bytes(8 + self.extra_bytes, "little")
+        return memoryview(self.theta.numpy().tobytes() + self.m.numpy().tobytes() + t)
 
     def copy_image(self, start: int, out: memoryview) -> None:
         out[:] = self.export()[start : start + len(out)]
 
     def restore(self, image: memoryview) -> None:
         n = 4 * self.numel
-        if len(image) != 2 * n + 8:
-            raise CheckpointError(f"an image of {self.numel} elements has {2 * n + 8} bytes, this one {len(image)}")
+        if len(image) != self.image_bytes():
+            raise CheckpointError(f"the image here has {self.image_bytes()} bytes, this one {len(image)}")
         self.theta = torch.frombuffer(bytearray(image[:n]), dtype=torch.float32)
         self.m = torch.frombuffer(bytearray(image[n : 2 * n]), dtype=torch.float32)
         self.t = int.from_bytes(image[2 * n :], "little")
@@ -132,7 +135,6 @@ class Trainer:
 
     def __init__(self, world: World, process: Process, channel: str, inner_s: float) -> None:
         self.world, self.process, self.channel = world, process, channel
-        self.grid: Grid = world.grids[channel]
         self.inner_s = inner_s
         self.blocks: list[int] = []
         """Trained and not yet counted."""
@@ -154,6 +156,10 @@ class Trainer:
             speed = 3.0 * TOKENS_PER_BLOCK / self.inner_s
             self.world.later(self.process, 0.0, self._describe, speed, seconds)
         self.world.later(self.process, seconds, self._finished)
+
+    @property
+    def grid(self) -> Grid:
+        return self.world.grid_of(self.process.host, self.channel)
 
     @property
     def _eager(self) -> bool:

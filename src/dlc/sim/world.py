@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dlc.comm import messages as msg
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
 from dlc.comm.entries import LogState
-from dlc.comm.events import SelfReplaced
+from dlc.comm.events import SelfReplaced, StateMisfit
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.node import Node, NodeConfig
@@ -28,7 +28,7 @@ from dlc.comm.wire import pack, unpack
 from dlc.sim.faults import Faults
 from dlc.sim.invariants import Checker, Violation
 from dlc.sim.network import Clock, Network
-from dlc.sim.schedule import REDUCE, SECOND, TRAIN, Scenario, Start
+from dlc.sim.schedule import KINDS, REDUCE, SECOND, TRAIN, Scenario, Start
 from dlc.sim.toy import LEASE_LEN, ToyState, Trainer
 from dlc.sim.transcript import Transcript
 
@@ -44,6 +44,8 @@ TIMER_STEP_S = 1e-3
 """Resolution of timers, as of a real poll; a deadline that is due by rounding alone does not spin."""
 CLOCK_OFFSET_S_MAX = 1e5
 """Clocks that drift also begin anywhere."""
+FIT_S_MAX = 10.0
+"""Until who brought a state of a kind that the run has no use for brings another."""
 CLOCK_ROUNDING_S = 1e-6
 """Added to a timer that was converted from a drifting clock, so that it is due when it rings."""
 
@@ -55,6 +57,8 @@ class Checkpoint:
     state: LogState
     images: dict[str, bytes]
     """By channel."""
+    kind: tuple[int, int]
+    """Of the second one."""
 
 
 @dataclass
@@ -71,6 +75,8 @@ class Host:
     """Its clock shows offset_s + rate * t."""
     uplink_Bps: float = 0.0
     """0: that of the scenario."""
+    kind: tuple[int, int] = KINDS[0]
+    """Of the second state that its processes bring."""
 
     @property
     def address(self) -> str:
@@ -139,11 +145,34 @@ class World:
     # ---------------------------------------------------------------- running
 
     def new_host(self, role: str = "trainer", number: int | None = None) -> Host:
-        name = f"p{len(self.hosts) if number is None else number}"
-        if not self.scenario.drift:
-            return Host(name, role)
-        rng, drift = random.Random(f"clock {self.scenario.seed} {name}"), self.scenario.drift
-        return Host(name, role, offset_s=rng.uniform(0, CLOCK_OFFSET_S_MAX), rate=rng.uniform(1 - drift, 1 + drift))
+        name, seed, drift = f"p{len(self.hosts) if number is None else number}", self.scenario.seed, self.scenario.drift
+        host = Host(name, role)
+        if drift:
+            rng = random.Random(f"clock {seed} {name}")
+            host.offset_s, host.rate = rng.uniform(0, CLOCK_OFFSET_S_MAX), rng.uniform(1 - drift, 1 + drift)
+        if self.scenario.misfits:
+            host.kind = random.Random(f"kind {seed} {name}").choice((KINDS[0], *KINDS))
+        return host
+
+    def grid_of(self, host: Host, channel: str) -> Grid:
+        """Of the state, or the vectors, that its processes bring."""
+        usual, elems, codec = self.grids[channel], self.scenario.chunk_elems, self.scenario.codec
+        more, _ = host.kind
+        return Grid(usual.numel + more * elems, elems, codec) if channel == SECOND else usual
+
+    def first_states(self, channel: str) -> Iterator[ToyState]:
+        """All that anybody may bring."""
+        return (self.first_state(Host(name, kind=kind), channel) for name in self.hosts for kind in KINDS)
+
+    def sizes(self, channel: str) -> set[int]:
+        """Of the vectors that anybody may bring."""
+        return {self.grid_of(Host("", kind=kind), channel).numel for kind in KINDS}
+
+    def first_state(self, host: Host, channel: str) -> ToyState:
+        """What its processes bring."""
+        seed = 0 if self.scenario.equal_states else int(host.name[1:])
+        _, extra_bytes = host.kind
+        return ToyState(self.grid_of(host, channel).numel, seed, extra_bytes if channel == SECOND else 0)
 
     @property
     def now(self) -> float:
@@ -188,6 +217,7 @@ class World:
             self.scenario.piece_bytes, self.scenario.history_bytes, probe_links=self.scenario.probes,
         )  # fmt: skip
         disk = host.disk if from_disk else None
+        host.kind = disk.kind if disk else host.kind
         node = Node(
             record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=host.clock_s(self.now),
             resumed=disk.state if disk else None,
@@ -206,8 +236,8 @@ class World:
         return process
 
     def _attach(self, process: Process, channel: str, disk: Checkpoint | None) -> None:
-        grid, lease_len = self.grids[channel], LEASE_LEN if channel == TRAIN else 0
-        state = ToyState(grid.numel, 0 if self.scenario.equal_states else int(process.host.name[1:]))
+        grid, lease_len = self.grid_of(process.host, channel), LEASE_LEN if channel == TRAIN else 0
+        state = self.first_state(process.host, channel)
         if disk is not None:
             state.restore(memoryview(disk.images[channel]))
         self.act(process, lambda now: process.node.attach(channel, state, grid, lease_len, now))
@@ -216,7 +246,7 @@ class World:
         log = process.node.log
         if process not in self.checker.corrupt and all(a.synced and log.is_open(c) for c, a in log.attached.items()):
             images = {channel: bytes(a.state.export()) for channel, a in log.attached.items()}
-            process.host.disk = Checkpoint(log.state, images)
+            process.host.disk = Checkpoint(log.state, images, process.host.kind)
         self.later(process, CHECKPOINT_EVERY_S, self._checkpoint, process)
 
     def end(self, process: Process) -> None:
@@ -319,6 +349,16 @@ class World:
             trainer.told(event)
         if isinstance(event, SelfReplaced):
             self.end(process)
+        elif isinstance(event, StateMisfit):
+            self.faults.struck["misfit"] += 1
+            process.node.log.attached[event.channel].abandoned = True
+            self.later(process, process.rng.uniform(0, FIT_S_MAX), self._bring_another, process, event.channel)
+
+    def _bring_another(self, process: Process, channel: str) -> None:
+        """As a program does that has been told what kind the run's state is of, or guesses."""
+        if process.node.log.attached[channel].void and not process.left:
+            process.host.kind = process.rng.choice(KINDS)
+            self._attach(process, channel, None)
 
     def say(self, process: Process, verb: str, what: object = "") -> None:
         if self.transcript is not None:
