@@ -276,6 +276,31 @@ def test_what_a_fast_peer_learns_counts_and_is_not_given_away_to_a_slow_one() ->
         assert fast.weight * float(held[0][0]) + slow.weight * float(held[1][0]) > 0.5 * learned
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_peer_learns_moves_the_mean_by_its_part_though_nobody_waits_and_tensors_are_coarse(
+    dtype: torch.dtype,
+) -> None:
+    """Half of each peer's weight is on its way between two steps; and a quarter of a bf16 number's last bit is nothing
+    that bf16 can hold."""
+    net, steps, bit = MeshNet(1), 16, 2.0**-7
+    peers = [cast(dlc.Peer, NetPeer(net, host)) for host in net.add(4)]
+    gossips = [dlc.Gossip(peer, graph="exponential", codec="fp32") for peer in peers]
+    net.run(5.0)
+    held = [torch.ones(4, dtype=dtype) for _ in gossips]
+    for _ in range(steps):
+        held[0] += bit
+        for gossip, x in zip(gossips, held, strict=True):
+            gossip.step(x, wait_s=0.0)
+        net.run(3.0)
+    mass = 0.0
+    for gossip, x in zip(gossips, held, strict=True):
+        gossip._give = lambda *args: []  # type: ignore[method-assign]
+        gossip.step(x, wait_s=0.0)
+        mass += gossip.weight * float(x[0])
+    assert sum(gossip.weight for gossip in gossips) == pytest.approx(4.0)
+    assert mass == pytest.approx(4.0 + steps * bit, abs=1e-4 if dtype is torch.float32 else 2 * bit)
+
+
 def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() -> None:
     with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
         know_each_other(peers)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from dlc.arguments import number, seconds
@@ -92,6 +93,10 @@ class Gossip:
         self._bytes = (0, 0)
         self._trail = Trail()
         self._strides = Strides()
+        self._written: Tensor | None = None
+        """What the last step has written into the tensors."""
+        self._unsaid: Tensor | None = None
+        """By how much the estimate was more than that; None: by nothing, as all of them are fp32."""
         self._mesh.listen(self._told)
         self._mesh.ask(lambda mesh, now: mesh.will_gossip(name, True))
         self._post(b"")
@@ -101,7 +106,8 @@ class Gossip:
     def step(self, tensors: Tensor | Sequence[Tensor], *, wait_s: float = 10.0, keep_s: float = 60.0) -> GossipReport:
         """Give shares to this step's neighbours, take in what came, and write the estimate into `tensors`, in place.
 
-        What the tensors changed by since the last step is this peer's own work: it enters the mean with its weight.
+        What the tensors changed by since the last step is this peer's own work: it enters the mean with the weight that
+        this peer has with all that came by now. What tensors of bf16 or fp16 cannot say of the estimate is kept here.
 
         wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
         its own to be taken. 0: take what is there; what comes later is taken in by the next step.
@@ -128,8 +134,16 @@ class Gossip:
         returned: dict[str, str] = {}
         everybody = sorted([*members, self.peer.voter])
 
+        own = None if self._written is None else self._written.neg_().add_(z)
+        if self._unsaid is not None:
+            z.add_(self._unsaid)
+
         def exchange() -> tuple[Arrivals, list[tuple[Voter, float]]]:
+            held = self.weight
             arrivals = self._absorb(machine, grid, z, took, returned)
+            came = sum(share.weight for share in (*arrivals.taken, *arrivals.returned))
+            if own is not None and came:  # it was made by the whole of this peer, what was on its way here included
+                z.add_(own, alpha=came / (held + came))
             return arrivals, self._give(machine, grid, z, everybody, keep_s)
 
         try:
@@ -141,6 +155,9 @@ class Gossip:
             after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
         finally:
             unflatten_into(z, many)
+            self._written = flatten_tensors(many, own)
+            fp32 = all(t.dtype is torch.float32 for t in many)
+            self._unsaid = None if fp32 else z - self._written
         mine = sketch(z, self.seed)
         self._trail.add(self.t, mine)
         if self._strides.made % every == 0:

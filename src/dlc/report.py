@@ -206,7 +206,7 @@ class GossipReport:
     unsettled: float
     """Weight that is on its way: neither here nor there as far as this peer knows."""
     weight: float
-    """That this peer holds after the step; 1 on average, where nobody was lost."""
+    """That this peer holds after the step; with what is on its way to it, 1 on average where nobody was lost."""
     overdrawn: float
     """Weight given up because a share was taken back that the other had; 0 but after cuts longer than a minute."""
     unsure: float

@@ -70,7 +70,7 @@ class Averaged:
     waiting_s: float = 0.0
     """Part of them in which this peer only waited."""
     weight: float = 1.0
-    """With which counts what this peer learns next; 1 on average."""
+    """Of push-sum. What this peer learns next counts with that and what comes meanwhile, together 1 on average."""
 
 
 class Exchange(Protocol):
