@@ -481,6 +481,18 @@ def test_each_push_is_as_large_after_a_takeover_or_a_move_as_before(moves: bool)
     assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
 
 
+def test_who_only_pulls_has_no_part_of_the_step() -> None:
+    """Half of each push was kept for one that looks at the parameters now and then."""
+    divided = Optimizer("divided sgd", Sgd(), lambda t: 1.0, asynchronous=True, momentum=0.0)
+    net = swarm(2, 2, asynchronous=True, optimizer=divided)
+    for pulls in ({"t0": None, "t1": None}, {"t0": ones(), "t1": None}, {"t0": ones()}, {"t1": ones()}, {"t0": ones()}):
+        net.exchange(pulls)
+    made = {name: net.processes[name].exchanges for name in ("t0", "t1")}
+    n = {name: [o.outcomes[0].update.n for o in overs if o.outcomes[0].update] for name, overs in made.items()}
+    assert n == {"t0": [1, 1, 2], "t1": [2]}, "until it pushes"
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
+
+
 def test_a_push_that_is_too_old_is_refused_and_told() -> None:
     net = swarm(2, 2, asynchronous=True, max_staleness=3)
     for _ in range(5):
@@ -696,6 +708,26 @@ def test_a_trainer_with_another_vector_is_told_so_and_no_part_of_it_is_averaged(
     assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0)) and not odd.exchanges
     told = [o.update for o in net.processes["t0"].outcomes()]
     assert all(update is not None and not update.missing and len(update.pushes) == 1 for update in told)
+
+
+def test_a_helper_that_hears_of_another_layout_first_takes_that_of_the_owners() -> None:
+    """It held on to what a trainer of another vector had told it, for ever and without a word."""
+    net = swarm(2, 1)
+    net.may_refuse = True
+    net.spans = Spans(Grid(100, 8, "fp32"), SPANS.n)
+    net.start("t1")
+    net.spans = SPANS
+    net.run(3.0)
+    told = sm.AskViews, sm.TellViews
+    net.lost = lambda source, to, message: to == "h5" and source.name != "t1" and isinstance(message, told)
+    late = net.start("h5")
+    net.until(lambda: late.service.spans is not None, 10.0, "a layout")
+    assert late.service.spans.grid.numel == 100
+    net.lost = lambda source, to, message: False
+    net.until(net.at_rest, 60.0, "its share")
+    assert late.service.owned
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
 
 
 def test_what_a_trainer_with_another_vector_holds_is_no_beginning() -> None:

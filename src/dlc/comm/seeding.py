@@ -95,8 +95,10 @@ class Seeder:
         )
 
     def _stake_fetched(self, span: int, giver: Voter, stake: Stake, parts: list[Payload] | None) -> None:
+        if self.host.spans is None or not self._cut_alike(stake):
+            return
         seeding = self.host.seats[span].seeding
-        if seeding is None or self.host.spans is None:
+        if seeding is None:
             return
         seeding.fetching = False
         if parts is None:

@@ -110,11 +110,11 @@ class SpanServer(Host):
 
     def take(self, sender: Voter, message: Message) -> None:
         if isinstance(message, AskViews):
-            self._adopt_layout(sender, message.layout)
+            self._adopt_layout(sender, message.layout, False)
             self._hear_optimizer(sender, message.optimizer)
             self.send(sender, self._views())
         elif isinstance(message, TellViews):
-            self._adopt_layout(sender, message.layout)
+            self._adopt_layout(sender, message.layout, any(view.owner == sender for view in message.views))
             self._hear_optimizer(sender, message.optimizer)
             self._answered.add(sender)
             for view in message.views:
@@ -138,15 +138,16 @@ class SpanServer(Host):
         elif not isinstance(message, AskStake):  # the one kind that is for trainers, who may be new at a helper's name
             raise ProtocolError(f"{type(message).__name__} is not for a helper")
 
-    def _adopt_layout(self, sender: Voter, layout: Layout | None) -> None:
-        if layout is None:
+    def _adopt_layout(self, sender: Voter, layout: Layout | None, owns: bool) -> None:
+        """The first that is told; or, as long as nothing is held here, that of one who owns spans: who told the first
+        may have been wrong."""
+        if layout is None or layout == layout_of(self.spans):
             return
-        if self.spans is None:
-            self.spans = spans_of(layout)
-            self.seats = {span: Seat() for span in range(self.spans.n)}
-        elif layout_of(self.spans) != layout:
+        if self.spans is not None and (self._holds_any() or not owns):
             self._misfits.add(sender)
             raise ProtocolError(f"another layout than {layout_of(self.spans)}: {layout}")
+        self.spans = spans_of(layout)
+        self.seats = {span: Seat() for span in range(self.spans.n)}
 
     def _hear_optimizer(self, sender: Voter, name: str) -> None:
         if not name or name == self.optimizer.name or sender in self._others:

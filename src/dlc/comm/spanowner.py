@@ -10,7 +10,8 @@ not finite). Until then the trainer repeats its offer, to whoever owns the span 
 A round is closed once all trainers that are alive and took part before have pushed; or `patience_s`, or half of what
 the last round took, after the first push, with those that are here, provided that nothing more has come for a while of
 a push under way. Who is missing, and why, stands in the update. Who misses a round, and has pushed nothing since the
-one before, is neither waited for nor named until it pushes again; who only pulls is waited for once.
+one before, is neither waited for nor named until it pushes again; who only pulls is waited for once. Without rounds it
+has a part of a step until it pulls again.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class SpanOwner:
         those among whom a round's step is divided."""
         self._known: set[Voter] = set()
         """Those that pulled, or pushed."""
+        self._looked: dict[Voter, int] = {}
+        """Number of the first pull since a push."""
         self._heard: set[Voter] = set()
         """Those that offered a push since the last round was closed; others are waited for in one round only."""
         self._refused: set[Voter] = set()
@@ -155,6 +158,7 @@ class SpanOwner:
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
+        self._looked.pop(sender, None)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
             known = last if last is not None and last.version == counted else None
@@ -314,7 +318,10 @@ class SpanOwner:
 
     def receive_pull(self, sender: Voter, m: PullReq) -> None:
         check_numbers(m.number, m.step)
-        if self.rules.asynchronous or sender not in self._known:
+        if m.number != ASKING and self._looked.setdefault(sender, m.number) != m.number:
+            if self.rules.asynchronous:
+                self._attending.discard(sender)
+        elif self.rules.asynchronous or sender not in self._known:
             self._attend(sender)
         if m.number == ASKING:
             self._offer_theta(sender, m, "", ())
@@ -367,6 +374,7 @@ class SpanOwner:
             self._attending = {v for v in self._attending if not self.host.members.gone(v)}
         self._known = {v for v in self._known if not self.host.members.gone(v)}
         self._refused &= self._known
+        self._looked = {v: number for v, number in self._looked.items() if v in self._known}
         if not self._waiting:
             self._first_at = None
         self.make()
