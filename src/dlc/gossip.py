@@ -49,7 +49,7 @@ WEIGHT_MIN = 2.0**-20
 """Who holds less gives nothing more away before something comes: its neighbours have what it had."""
 
 T_MAX = 1 << 53
-"""Nobody makes so many steps: who tells of more is not followed, as what comes after could not be told at some time."""
+"""Nobody makes so many steps: what comes after could not be told at some time."""
 
 
 class Gossip:
@@ -82,7 +82,8 @@ class Gossip:
         self.peer, self.name, self.graph, self.codec, self.seed = peer, name, graph, codec, seed
         self.weight = weight
         """Of push-sum, that this peer holds now."""
-        self.t = 0
+        self.t, self.t_max = 0, T_MAX
+        """The step that was made last; and the last that there can be: who tells of one after it is not followed."""
         self._key = f"gossip/{name}"
         self._mesh = peer.mesh
         self._machine: Machine | None = None
@@ -128,7 +129,7 @@ class Gossip:
         machine, grid = self._begun(z.numel())
         members = self._members()
         every = 1 + len(members) // DIRECT_MAX  # the more peers, the less often each tells all others
-        self.t = max([self.t + 1, *(place.t for place in members.values() if place.t <= T_MAX)])
+        self.t = max([self.t + 1, *(place.t for place in members.values() if place.t <= self.t_max)])
         self._strides.step({voter: place.made for voter, place in members.items()}, every)
         took: dict[str, float] = {}
         returned: dict[str, str] = {}

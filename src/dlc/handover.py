@@ -36,6 +36,8 @@ FETCH_S = 3600.0
 TRIES_MAX = 3
 """Of one donor: it may have gone on to another vector just when it was asked."""
 CODEC = "fp32"
+T_MAX = 10**8
+"""No run makes so many exchanges: names of checkpoints have eight digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,9 @@ class Standing(NamedTuple):
 class Handover:
     """For one thread. All peers of one `name` show vectors of `numel` elements, fp32."""
 
-    def __init__(self, peer: Peer, name: str, numel: int, seed: int = 0) -> None:
-        self._mesh, self._me, self._seed = peer.mesh, peer.voter, seed
+    def __init__(self, peer: Peer, name: str, numel: int, seed: int = 0, most: int = T_MAX) -> None:
+        """most: nobody can be beyond this step."""
+        self._mesh, self._me, self._seed, self._most = peer.mesh, peer.voter, seed, most
         self._topic, self._grid = f"state/{name}", Grid(numel, usual_chunk_elems(numel), CODEC)
         self._shown: tuple[int, Tensor, Holding] | None = None
         self._sent_bytes = 0
@@ -119,6 +122,8 @@ class Handover:
                     continue
                 try:
                     notice = unpack(posted.value, Notice)
+                    if not 0 <= notice.held <= notice.t <= self._most:
+                        raise ProtocolError(f"step {notice.t} of {self._most}, with the vector of {notice.held}")
                 except ProtocolError:
                     mesh.ground.dropped[posted.author.peer, "a standing that cannot be"] += 1
                     continue

@@ -9,17 +9,19 @@ from functools import lru_cache
 from dlc.comm.board import TTL_S_MAX
 from dlc.comm.ids import PeerId
 from dlc.comm.mesh import Mesh
-from dlc.comm.rotation import AWAY_S_MAX, EXCHANGE_S_MAX, Place, Seen, Turn
+from dlc.comm.rotation import AWAY_S_MAX, EXCHANGE_S_MAX, FOLLOWED_MAX, Place, Seen, Turn
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
 
 
 class Places:
-    """All peers of one `name` show theirs under it: to their mates, or to everybody, who may all be mates."""
+    """All peers of one `name` show theirs under it: to their mates, or to everybody, who may all be mates. A round
+    beyond `most` is none that anybody can be at: who shows it is not heeded."""
 
-    def __init__(self, peer: Peer, name: str, everybody: bool = False) -> None:
+    def __init__(self, peer: Peer, name: str, everybody: bool = False, most: int = FOLLOWED_MAX) -> None:
         self._mesh, self._me, self._key, self._everybody = peer.mesh, peer.id, f"place/{name}", everybody
+        self._most = most
         self._away_s = self._exchange_s = 0.0
         self._left_at, self._met_at = self._now(), 0.0
         """When I began to train, and to average."""
@@ -65,7 +67,7 @@ class Places:
             if peer == self._me or not mesh.ground.members.up(posted.author):
                 continue
             place = _place(posted.value)
-            if place is not None:
+            if place is not None and place.round <= self._most:
                 places[peer] = place
                 if place.late(mesh.ground.now + TTL_S_MAX - posted.until):
                     late.add(peer)

@@ -138,6 +138,20 @@ def test_rounds_that_all_have_passed_are_not_counted_through_one_by_one() -> Non
     assert len(asked) < 10
 
 
+@pytest.mark.parametrize("waits_there", [True, False])
+def test_nobody_follows_one_to_the_last_round_that_there_is(waits_there: bool) -> None:
+    """All went there, and from then on nobody could see where another was."""
+    net = MeshNet(1)
+    hosts = net.add(2)
+    pits = [Moshpit(NetPeer(net, host), "m", group_size=2) for host in hosts]  # type: ignore[arg-type]
+    mates = frozenset(host.name for host in hosts)
+    pits[1]._places._show(Place(ROUND_MAX, waits_there, False, PHASE_S, 0.0), mates)
+    pits[0]._places.trains(0, mates)
+    net.run(1.0)
+    turn = pits[0]._stop(PHASE_S).turn
+    assert turn.round == 0 and turn.others == {hosts[1].name}
+
+
 def test_the_rounds_of_moshpit_go_along_one_axis_after_the_other_of_the_grid_of_those_who_are_up() -> None:
     net = MeshNet(1)
     hosts = net.add(4)

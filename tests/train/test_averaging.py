@@ -19,13 +19,15 @@ from torch import Tensor
 
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
+from dlc.comm import meshmessages
 from dlc.comm.graphs import pairs
 from dlc.comm.meetings import GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
+from dlc.comm.wire import pack
 from dlc.errors import DlcError, RoundTimeout
-from dlc.handover import Handover, Standing
+from dlc.handover import Handover, Notice, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
@@ -294,6 +296,35 @@ def test_steps_that_diverge_are_undone_and_not_averaged(
     assert pupil.trainer.strategy.position.tokens == 0, "what was undone is not counted"
 
 
+@pytest.mark.parametrize("options", [PLAIN, NOLOCO, MOSHPIT], ids=["average", "noloco", "moshpit"])
+def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobody_s_training(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Who followed it was through at once, or trained alone for as long as that one was there."""
+    table = "moshpit" if options is MOSHPIT else "gossip"
+    quick = {table: dataclasses.replace(options[table], wait_s=0.1)}
+    monkeypatch.setattr(averaging, "LOOK_S", 0.1)
+    spec = spec_in(tmp_path, **{**options, **quick}, rounds=3)
+    pupil = school.add(Pupil(spec, tmp_path / "0"))
+    far = 10**6
+    told = {
+        "state/train": pack(Notice(far, far, b"")),
+        "gossip/train": pack(meshmessages.Place(far, 1.0, b"", 0)),
+        "place/train/noloco": pack(Place(far, True, False, 1.0, 0.0)),
+    }
+    with Peer.join([pupil.peer.address], join_timeout_s=DEADLINE_S) as liar:
+        for key, value in told.items():
+            liar.mesh.act(lambda mesh, now, key=key, value=value: mesh.post(key, value, 1000.0, now))  # type: ignore[misc]
+        board = pupil.peer.mesh.ask(lambda mesh, now: mesh.board)
+        wait_until(lambda: all(map(board.get, told)), DEADLINE_S, "it is heard")
+        school.start(pupil)
+        (summary,) = school.summaries()
+        assert (summary.reason, summary.t) == ("rounds", 3) and summary.tokens == 3 * spec.tokens_per_round
+        assert [event["t"] for event in pupil.all("averaging")] == list(range(1, 4))
+        missed = [event["missing"] for event in pupil.all("averaging")]
+        assert options is not NOLOCO or missed == [{liar.id: "did not come"}] * 3, "it is waited for where it belongs"
+
+
 # ------------------------------------------------------------------ models for newcomers
 
 
@@ -439,7 +470,10 @@ def test_members_of_a_group_go_on_from_the_same_number() -> None:
         many = [Grids(peer, spec) for peer in peers]
         told = list(pool.map(lambda grid, t: grid.step(t, torch.ones(10)), many, (4, 7)))
         assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(7, 1), (7, 1)]
-    assert [Grids._number(word) for word in (b"", b"\xff" * 8, (9).to_bytes(8, "big"))] == [0, 0, 9]
+    assert [many[0]._number(word) for word in (b"", b"\xff" * 8, (9).to_bytes(8, "big"))] == [0, 0, 9]
+    spec = dataclasses.replace(spec, rounds=8)
+    with swarm(1, log=False) as (peer,):
+        assert [Grids(peer, spec)._number(t.to_bytes(8, "big")) for t in (8, 9)] == [8, 0]
 
 
 def rounds_seen(pair: Pairs) -> list[int]:

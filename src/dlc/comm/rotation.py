@@ -31,6 +31,8 @@ before."""
 PASSES_MAX = 1000
 """So many rounds are passed over at once."""
 ROUND_MAX = 1 << 53
+FOLLOWED_MAX = 1 << 32
+"""Nobody makes so many rounds: who shows a later one is not followed, as those after ROUND_MAX could not be shown."""
 AWAY_S_MAX, EXCHANGE_S_MAX = 86400.0, 3600.0
 """Who trains, or averages, for longer shows as much: nobody waits for it any longer than that."""
 

@@ -30,9 +30,9 @@ from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, DlcError
 from dlc.flat import finite
 from dlc.handles import Checkpoint, Position
-from dlc.handover import Handover
+from dlc.handover import T_MAX, Handover
 from dlc.peer import Peer
-from dlc.runspec import OuterSpec
+from dlc.runspec import OuterSpec, RunSpec
 from dlc.train.data import first_block
 from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer import OuterState, theta_of
@@ -128,7 +128,7 @@ class Averaging:
 
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
-        handover = self._handover = Handover(self._peer, NAME, self._view.numel, spec.seed)
+        handover = self._handover = Handover(self._peer, NAME, self._view.numel, spec.seed, last_of(spec))
         if saved is not None:
             self._restore(saved)
         handover.stand(self._t, self._vector)
@@ -339,6 +339,11 @@ class Averaging:
                 except DlcError as error:  # the peer has left already, and everybody knows
                     log.debug("%s", error)
         self._left = True
+
+
+def last_of(spec: RunSpec) -> int:
+    """The last exchange that there can be: who tells of one after it is not followed."""
+    return spec.rounds or T_MAX
 
 
 def exchange_of(peer: Peer, parts: Parts) -> Exchange:

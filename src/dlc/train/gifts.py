@@ -13,7 +13,7 @@ from torch import Tensor
 from dlc.gossip import Gossip
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.averaging import NAME, Averaged
+from dlc.train.averaging import NAME, Averaged, last_of
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ class Gifts:
 
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         self._gossip = Gossip(peer, NAME, graph=spec.gossip.graph, codec=spec.codec, seed=spec.seed)
+        self._gossip.t_max = last_of(spec)
         self._wait_s = spec.gossip.wait_s
 
     def step(self, t: int, vector: Tensor) -> Averaged:

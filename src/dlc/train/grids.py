@@ -16,12 +16,10 @@ from dlc.errors import UsageError
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, last_of
 
 log = logging.getLogger(__name__)
 
-T_MAX = 10**8
-"""No run makes so many exchanges: names of checkpoints have eight digits."""
 T_BYTES = 8
 """Of the number of its exchange, that each member tells its group: all go on from the greatest."""
 
@@ -32,7 +30,7 @@ class Grids:
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         table = spec.moshpit
         self._me, self._timeout_s = peer.id, table.wait_s + EXCHANGE_S
-        self._warned, self._codec = False, spec.codec
+        self._warned, self._codec, self._last = False, spec.codec, last_of(spec)
         self._moshpit = Moshpit(
             peer,
             NAME,
@@ -71,11 +69,10 @@ class Grids:
             part = slice(*grid.span(chunk))
             vector[part].add_(grid.unsaid(chunk, before[part]).mul_(vector[part] != before[part]))
 
-    @staticmethod
-    def _number(word: bytes) -> int:
+    def _number(self, word: bytes) -> int:
         """Of the exchange, as a member told it; 0 where it told none that can be."""
         t = int.from_bytes(word, "big")
-        return t if len(word) == T_BYTES and t < T_MAX else 0
+        return t if len(word) == T_BYTES and t <= self._last else 0
 
     def own(self) -> dict[str, Tensor]:
         return {}

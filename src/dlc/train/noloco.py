@@ -35,7 +35,7 @@ from dlc.mesh import Group
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.runspec import RunSpec
-from dlc.train.averaging import EXCHANGE_S, NAME, Averaged
+from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, last_of
 
 
 def noloco_step(
@@ -51,7 +51,7 @@ class Pairs:
 
     def __init__(self, peer: Peer, spec: RunSpec) -> None:
         self._peer, self._spec = peer, spec
-        self._places = Places(peer, f"{NAME}/noloco", everybody=True)
+        self._places = Places(peer, f"{NAME}/noloco", everybody=True, most=last_of(spec) + 1)
         self._phi = self._m = vectors.empty(0)
 
     def begin(self, vector: Tensor) -> None:
