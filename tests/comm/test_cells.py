@@ -89,7 +89,8 @@ def test_through_the_machines_the_mean_is_exact_too(n: int, dims: int) -> None:
 def test_who_is_behind_joins_the_furthest_round_in_which_somebody_waits() -> None:
     names = [f"p{i}" for i in range(4)]
     course = Course("m", None, 2)
-    first = course.leg(names, "p0", ["moshpit/other#7.0/1", "nonsense"])
+    far = f"moshpit/m#{'9' * 200}.0/0"  # the keys of the rounds after it would be too long for the board
+    first = course.leg(names, "p0", ["moshpit/other#7.0/1", "nonsense", far])
     assert (first.cycle, first.axis, first.peers) == (0, 0, ("p0", "p1"))
     later = course.leg(names, "p0", ["moshpit/m#3.1/0", "moshpit/m#2.0/1", "moshpit/m#x.1/0"])
     assert (later.cycle, later.axis, later.peers) == (3, 1, ("p0", "p2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import signal
 import statistics
@@ -172,8 +173,9 @@ def ahead(school: School, old: Pupil) -> tuple[Pupil, threading.Event]:
 
 
 def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
-    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger=averaging.__name__)
     monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)
     spec = spec_in(tmp_path, rounds=40)
     old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
@@ -188,6 +190,8 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert new.all("synced")[0]["t"] == 20 and torch.equal(seen[0], model)
     assert new.all("step")[0]["step"] == 20 * 3, "the schedule is that of the others"
     assert {s.reason for s in school.summaries()} == {"rounds"}
+    told = [record.message for record in caplog.records if record.name == averaging.__name__]
+    assert told == ["goes on from the model of another peer, of exchange 20; its own was of exchange 0"]
 
 
 def test_shares_that_may_count_twice_are_warned_of(

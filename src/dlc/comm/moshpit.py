@@ -31,6 +31,7 @@ from blake3 import blake3
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.ids import PeerId
 from dlc.comm.meetings import GoneOn
+from dlc.comm.rotation import FOLLOWED_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,10 @@ class Course:
         return True
 
     def _place(self, key: str) -> tuple[int, int] | None:
-        """(cycle, axis) of a key of mine; None for others."""
+        """(cycle, axis) of a key of mine; None for others, and for a cycle that nobody can be at."""
         if not key.startswith(self.prefix):
             return None
         cycle, _, axis = key[len(self.prefix) :].partition("/")[0].partition(".")
-        return (int(cycle), int(axis)) if cycle.isdecimal() and axis.isdecimal() else None
+        if not (cycle.isdecimal() and axis.isdecimal()) or int(cycle) > FOLLOWED_MAX:
+            return None
+        return int(cycle), int(axis)

@@ -173,6 +173,7 @@ class Averaging:
         if t is None:
             log.warning("nobody could give its model: this peer goes on from its own, of step %d", self._t)
             return False
+        log.info("goes on from the model of another peer, of exchange %d; its own was of exchange %d", t, self._t)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
         self._t = t
