@@ -121,6 +121,11 @@ class GroupCall(Unpicklable):
         return self._call.grid
 
     @property
+    def without_mine(self) -> frozenset[int]:
+        """Once `wait` has returned: chunks of the mean that are without what this peer contributed."""
+        return frozenset(self._outcome.without_mine if self._outcome is not None else ())
+
+    @property
     def group(self) -> str:
         """A name that only this group of this key has; empty before there is a mean."""
         return f"{self._outcome.leader}/{self._outcome.nonce}" if self._outcome is not None else ""

@@ -465,6 +465,28 @@ def test_who_is_a_step_behind_its_partner_meets_it_at_the_next() -> None:
         assert [(f.result(DEADLINE_S).t, len(f.result().partners)) for f in both] == [(5, 1), (5, 1)]
 
 
+def test_what_comes_too_late_for_the_partner_is_in_the_own_mean_of_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had the partner's vector for the mean, and lost what it had learned."""
+    monkeypatch.setattr(noloco, "EXCHANGE_S", 2.0)
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=gossip)
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        owner, late = sorted(peers, key=lambda peer: peer.voter)  # of one chunk the first owns it
+        parcels = owner.mesh.ask(lambda mesh, now: mesh.parcels)
+        monkeypatch.setattr(parcels, "receive_parcel", lambda sender, parcel: None)
+        pairs, vectors = [Pairs(peer, spec) for peer in (owner, late)], [torch.zeros(4), torch.full((4,), 8.0)]
+        for pair, vector in zip(pairs, vectors, strict=True):
+            pair.begin(vector)
+        learned = vectors[0] + 1.0, vectors[1] + 3.0
+        told = list(pool.map(lambda pair, vector: pair.step(1, vector), pairs, learned))
+        assert [averaged.partners for averaged in told] == [(), (owner.id,)]
+        assert all(dict(averaged.missing) == {late.id: "late"} for averaged in told)
+        assert float(learned[0][0]) == pytest.approx(0.7 * 1.0)
+        assert float(learned[1][0]) == pytest.approx(8.0 + 0.7 * 2.0 + 0.6 * (4.0 - 8.0))
+
+
 def test_members_of_a_group_go_on_from_the_same_number() -> None:
     """Two that came at the same time each counted its own: one stayed an exchange behind the other to the end."""
     spec = RunSpec(strategy="moshpit", codec="fp32", moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))

@@ -71,6 +71,8 @@ class Outcome:
     """Elements of the result that are known here: all, or what I reduced where I receive none."""
     included: dict[PeerId, int] = field(default_factory=dict)
     """How many of them include each contributor."""
+    without_mine: list[int] = field(default_factory=list)
+    """Chunks of it that do not include what I contributed."""
     missing: dict[PeerId, str] = field(default_factory=dict)
     """Why elements lack a contributor, as far as it was seen here."""
     lost: dict[PeerId, str] = field(default_factory=dict)
@@ -344,6 +346,8 @@ class Reduction:
         """Who is in this chunk of the result."""
         elems = self.grid.elems(parcel.chunk)
         self.outcome.known += elems
+        if self.me not in parcel.included:
+            self.outcome.without_mine.append(parcel.chunk)
         for i in parcel.included:
             peer = self.seats[i].voter.peer
             self.outcome.included[peer] = self.outcome.included.get(peer, 0) + elems

@@ -9,8 +9,9 @@ Pairs are a matching of the members that is drawn from the run's seed and the st
 which others wait, or that its partner has not passed, and in some steps waits as long as its partner trains
 (comm/rotation.py): those who have come apart would never meet again. If it meets nobody where it goes, it has taken no
 more than its own step: two that never meet would count each other's.
-Momentum and slow weights are each peer's own, and differ. What the codec cannot say of a peer's d and phi stays in the
-means that it takes itself.
+Where the partner went on without a part of this peer's, which came too late, the mean of that part is made here: so
+what was learned here is not lost. Momentum and slow weights are each peer's own, and differ. What the codec cannot say
+of a peer's d and phi stays in the means that it takes itself.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
-from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
 from dlc.comm.meetings import GoneOn
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Turn, next_turn
 from dlc.errors import CheckpointError, RoundTimeout
-from dlc.mesh import Group
+from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.runspec import RunSpec
@@ -108,13 +108,14 @@ class Pairs:
         )
         self._places.waits(turn)
         try:
-            report = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S)
+            call = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S, async_op=True)
+            report = call.wait()
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
             why = str(error) if formed else "did not come"
             return Averaged(t, (), {partner: why}, waiting_s=(formed[0] if formed else clock()) - since)
-        self._keep_unsaid(both, d)
+        self._keep_own(both, d, call)
         return Averaged(
             t,
             tuple(share.peer for share in report.contributors if share.peer != self._peer.id),
@@ -142,13 +143,16 @@ class Pairs:
         """On the peer's driver thread, while this peer waits."""
         return turn.awaited(self._places.ask(), clock() - since) | {self._peer.id}
 
-    def _keep_unsaid(self, means: Tensor, d: Tensor) -> None:
-        """means: of d and phi, as all_reduce gave them."""
-        n, grid = d.numel(), Grid(means.numel(), usual_chunk_elems(means.numel()), self._spec.codec)
+    def _keep_own(self, means: Tensor, d: Tensor, call: GroupCall) -> None:
+        """means: of d and phi, as the call gave them."""
+        n, grid = d.numel(), call.grid
         for chunk in range(grid.n_chunks):
             start, stop = grid.span(chunk)
             own = torch.cat((d[start:stop], self._phi[max(0, start - n) : max(0, stop - n)]))
-            means[start:stop].add_(grid.unsaid(chunk, own))
+            if chunk in call.without_mine:
+                means[start:stop].lerp_(own, 0.5)
+            else:
+                means[start:stop].add_(grid.unsaid(chunk, own))
 
     def own(self) -> dict[str, Tensor]:
         return {"phi": self._phi, "momentum": self._m}
