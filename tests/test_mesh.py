@@ -390,9 +390,17 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
                 ({"target_size": 2.0}, "target_size is float: it must be int"),
                 ({"min_size": 1.5}, "min_size is float: it must be int"),
                 ({"expected": [peer.id]}, "expected is list: it must be a function"),
+                ({"peers": 5}, "peers is 5: give a list of the members' ids"),
+                ({"peers": peer.id}, "give a list of the members' ids"),  # its letters were taken for ids
+                ({"peers": [peer.id, None]}, "give a list of the members' ids"),
+                ({"codec": ["fp16"]}, r"unknown codec \['fp16'\]"),
             ):
                 with pytest.raises(UsageError, match=why):
                     dlc.Group(peer, "g", **options)  # type: ignore[arg-type]
+            # One of whole numbers failed within, and its name was never free again.
+            for vector in (None, [1.0], torch.ones(4, dtype=torch.int64), torch.ones(2, 2), torch.ones(8)[::2]):
+                with pytest.raises(UsageError, match="vector is"):
+                    dlc.Group(peer, "g").begin(vector)  # type: ignore[arg-type]
             with pytest.raises(RoundTimeout, match=r"expected\(\) raised TypeError"):
                 dlc.Group(peer, "g", expected=lambda: [["a"]]).all_reduce(torch.ones(4))  # type: ignore[list-item]
         pit = dlc.Moshpit(peers[0], "m", matchmaking_s=0.1)

@@ -289,6 +289,21 @@ def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
             Peer.join([peer.address], spec=RunSpec(run="here"), join_timeout_s=JOIN_S)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"state_dir": 5}, "state_dir is int: give the path of a folder"),
+        ({"state_dir": []}, "state_dir is list"),
+        ({"state_dir": ""}, "the state directory is an empty path"),
+        ({"on_event": "print"}, "on_event is str: it must be a function"),
+    ],
+)
+def test_what_a_peer_cannot_be_made_of_is_refused(options: dict[str, Any], why: str) -> None:
+    """An empty state_dir, mostly a variable that is not set, was the folder where the program ran."""
+    with pytest.raises(UsageError, match=why):
+        Peer.join(**options)
+
+
 def test_a_role_that_there_is_not_is_refused() -> None:
     with pytest.raises(UsageError, match="role is 'worker': it must be one of trainer, helper, observer"):
         Peer.join(role="worker")
@@ -536,6 +551,11 @@ MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
     ("must be dense", lambda p: p.all_reduce(torch.ones(4).to_sparse())),
     ("must be dense", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
     (r"clone\(\) it", lambda p: p.all_reduce(torch.ones(1).expand(4))),
+    (r"unknown codec \['fp16'\]", lambda p: p.all_reduce(torch.ones(4), codec=["fp16"])),  # type: ignore[call-overload]
+    ("channel is NoneType: give its name", lambda p: p.position(None)),  # type: ignore[arg-type]
+    ("must be a number of seconds", lambda p: p.take_seat("5")),  # type: ignore[arg-type]
+    ("must be a number of seconds", lambda p: p.leave(None)),  # type: ignore[arg-type]
+    ("callback is int: it must be a function", lambda p: p.on_member_change(5)),  # type: ignore[arg-type]
 ]
 
 

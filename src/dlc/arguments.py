@@ -47,6 +47,12 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     return int(value)
 
 
+def function(name: str, value: object) -> None:
+    """UsageError: it cannot be called."""
+    if not callable(value):
+        raise UsageError(f"{name} is {type(value).__name__}: it must be a function")
+
+
 def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:
     """UsageError: it is of another type; `advice` says what to give."""
     if not isinstance(value, kind):

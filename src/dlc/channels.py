@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dlc.arguments import instance
 from dlc.comm.effects import Effect
 from dlc.comm.encoded import Encoded
 from dlc.comm.entries import LogState, Part
@@ -143,6 +144,7 @@ class Channels(ABC):
 
     def position(self, channel: str) -> Position:
         """Where the channel stands in the log; a channel that nobody opened is at round 0."""
+        instance("channel", channel, str, "give its name")
         return self._ask(lambda node, now: _position(node, channel))
 
     def resumed_at(self, channel: str) -> int:

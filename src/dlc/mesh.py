@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, overload
 
+import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -187,6 +188,14 @@ def check_gather(gather: object) -> None:
         raise UsageError(f"gather has {len(gather)} bytes; up to {GATHER_BYTES_MAX} are handed round")
 
 
+def _ids(peers: Sequence[str]) -> tuple[str, ...]:
+    """Sorted, each once. UsageError: they are no ids."""
+    many = () if isinstance(peers, str) or not isinstance(peers, Iterable) else tuple(peers)
+    if not many or not all(isinstance(peer, str) for peer in many):
+        raise UsageError(f"peers is {peers!r:.60}: give a list of the members' ids, as in [peer.id, ...]")
+    return tuple(sorted(set(many)))
+
+
 class Group:
     """An all-reduce among a named set of peers, or among those who show up under one name.
 
@@ -222,8 +231,10 @@ class Group:
         expected: Callable[[], Collection[str]] | None = None,
         formed: Formed | None = None,
     ) -> None:
-        if peers is not None and peer.id not in peers:
-            raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
+        if peers is not None:
+            peers = _ids(peers)
+            if peer.id not in peers:
+                raise UsageError(f"the group {name!r} names {len(peers)} peers, but not this one ({peer.id})")
         for what, value, kind in (
             ("target_size", target_size or 0, int),
             ("min_size", min_size, int),
@@ -242,7 +253,7 @@ class Group:
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.owns = peer, name, codec, owns
         self.target_size, self.min_size, self.matchmaking_s = target_size, min_size, matchmaking_s
-        self.peers = tuple(sorted(set(peers))) if peers is not None else None
+        self.peers = peers
         self._expected = self.peers if expected is None else expected
         self._formed = formed
         self._key = name
@@ -330,6 +341,13 @@ class Group:
         """As `all_reduce` with async_op, of one flat fp32 vector on the CPU, and without copies of it: it is sent from
         where it lies, others may ask for it after the end, too, so nobody may ever change it again. The mean is another
         vector, `GroupCall.mean`."""
+        instance("vector", vector, Tensor, "give one flat torch tensor")
+        plain = vector.dtype == torch.float32 and vector.device.type == "cpu" and vector.is_contiguous()
+        if contributes and not (plain and vector.dim() == 1):
+            raise UsageError(
+                f"vector is {vector.dtype} of shape {tuple(vector.shape)} on {vector.device}: it must be a flat, "
+                "contiguous one of float32 on the CPU; all_reduce takes others, too"
+            )
         flat = vector if contributes else None
         return self._begin(flat, vector.numel(), [], weight, gather, "", "", receives, timeout_s)
 

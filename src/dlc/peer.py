@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addresses import addresses_of, advertised, default_listen
-from dlc.arguments import instance, seconds
+from dlc.arguments import function, instance, seconds
 from dlc.channels import has_seat, why_of
 from dlc.collectives import Collectives
 from dlc.comm.addresses import on_this_host, parse_address
@@ -166,10 +166,13 @@ class Peer(Unpicklable, Collectives):
             ("timeouts", timeouts, Timeouts, "give a dlc.comm.timeouts.Timeouts, or leave it to the RunSpec"),
             ("listen", listen, str, 'give HOST:PORT, such as "0.0.0.0:7700"'),
             ("advertise", advertise, str, "give HOST or HOST:PORT"),
+            ("state_dir", state_dir, (PeerState, str, Path), "give the path of a folder"),
             ("key", key, (str, bytes, os.PathLike), "give the run key's text, its bytes, or the path of its file"),
         ):
             if given is not None:
                 instance(name, given, kind, advice)
+        if on_event is not None:
+            function("on_event", on_event)
         if join_timeout_s is not None:
             join_timeout_s = seconds("join_timeout_s", join_timeout_s)
         listed = addresses_of(peers)
@@ -270,6 +273,8 @@ class Peer(Unpicklable, Collectives):
         def seated() -> bool:
             return self._ask(lambda node, now: has_seat(node) and node.log.synced)
 
+        if timeout_s is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
         self._wait(seated, timeout_s, "this peer has no seat in the swarm yet")
 
     # ---------------------------------------------------------------- machines outside the log
@@ -366,6 +371,7 @@ class Peer(Unpicklable, Collectives):
         On a thread of its own, one change after the other: it may take its time and use this peer. What it raises is
         logged. Returns a function that ends it.
         """
+        function("callback", callback)
 
         def start(node: Node, now: float) -> MemberWatch:
             if self._watch is None:
@@ -381,6 +387,7 @@ class Peer(Unpicklable, Collectives):
 
         A script that ends without it, by an exception too, leaves on its way out.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
         if self._closed or os.getpid() != self._pid:
             return
         if self._driver.running and self._node is not None:

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 from dlc.comm.identity import PRIVATE_KEY_BYTES, Identity
 from dlc.comm.roles import TRAINER
@@ -35,6 +35,7 @@ ADDRESS_BOOK_BYTES_MAX = 64 << 20
 """An address book above this is not ours."""
 
 
+@runtime_checkable
 class PeerState(Protocol):
     """What the peer needs of its state, on disk or not."""
 
@@ -55,6 +56,8 @@ class StateDir:
     """
 
     def __init__(self, path: Path | str) -> None:
+        if not str(path):  # to pathlib that is the folder where the process runs
+            raise UsageError("the state directory is an empty path: give the path of a folder")
         self._path = Path(path)
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def get_codec(name: str) -> Codec:
     """The codec of that name; ConfigError with the known names where there is none."""
     if sys.byteorder != "little":
         raise ConfigError("payloads are little-endian and this host is not: dlc cannot run here")
-    try:
-        return CODECS[name]
-    except KeyError:
-        raise ConfigError(f"unknown codec {name!r}; known: {', '.join(CODECS)}") from None
+    codec = CODECS.get(name) if isinstance(name, str) else None
+    if codec is None:
+        raise ConfigError(f"unknown codec {name!r:.60}; known: {', '.join(CODECS)}")
+    return codec
