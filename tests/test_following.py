@@ -185,6 +185,14 @@ def test_a_tracker_that_hangs_holds_up_no_training(
     assert finished and wrote == [0, 1, 2]
 
 
+def test_a_tracker_that_hangs_in_its_end_holds_up_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    goes_on = threading.Event()
+    board = trackers.Tracker("W&B", lambda point: None, lambda: goes_on.wait(60.0))
+    board.close(timeout_s=0.01)
+    assert "W&B is not complete: it has hung" in caplog.text
+    goes_on.set()
+
+
 @pytest.mark.parametrize(("option", "extra"), [("--tensorboard", "tensorboard"), ("--wandb", "wandb")])
 def test_an_extra_that_is_missing_is_said_before_anything_begins(
     option: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -244,6 +252,25 @@ def test_a_profile_that_could_not_be_written_is_not_said_to_be_there(
             torch.ones(3).cumsum(0)
             sink.take(step(n))
     assert "could not be written" in caplog.text and "profile of inner steps" not in caplog.text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the size of files")
+def test_a_profile_that_could_not_be_written_gives_its_room_back(tmp_path: Path) -> None:
+    """torch keeps the file open that it did not finish: deleted, it would fill the disk until the process ends."""
+    import resource
+
+    sink, (soft, hard) = StepProfile(tmp_path, 1, "abcdefghijk"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # stands in for a full disk
+    try:
+        for n in range(4):
+            for _ in range(200):
+                torch.ones(3).cumsum(0)
+            sink.take(step(n))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*tmp_path.iterdir()]
+    held = [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]
+    assert not sum(fd.stat().st_size for fd in held)
 
 
 @pytest.mark.parametrize("option", ["--tensorboard", "--profile"])

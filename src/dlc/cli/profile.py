@@ -8,6 +8,7 @@ then        `STEPS` steps are recorded, with what lies between them: a round, if
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ class StepProfile:
             path.unlink(missing_ok=True)
             profiler.export_chrome_trace(str(path))
             if not path.exists():  # torch has said why on stderr, and nothing to us
-                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+                if (begun := path.with_name(f"{path.name}.tmp")).exists():
+                    os.truncate(begun, 0)  # torch keeps it open, so that it would take its room for as long as we live
+                    begun.unlink()
                 raise OSError("the disk is full, or the folder cannot be written to")
         except (OSError, RuntimeError) as error:
             log.warning("the profile %s could not be written: %s; training goes on", path, error)

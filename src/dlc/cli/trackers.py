@@ -106,11 +106,6 @@ class Tracker:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("%s is not complete: it has hung for %.0f s", self._name, timeout_s)
-            return
-        try:
-            self._finish()
-        except Exception as error:
-            log.warning("%s is not complete: %s", self._name, error)
 
     def _run(self) -> None:
         while (found := self._points.get()) is not None:
@@ -121,6 +116,10 @@ class Tracker:
             except Exception as error:  # of a foreign library, whose writer thread hands on whatever it died of
                 log.warning("nothing more goes to %s: %s; training goes on", self._name, error)
                 self._failed = True
+        try:
+            self._finish()  # here, since it may hang, too
+        except Exception as error:
+            log.warning("%s is not complete: %s", self._name, error)
 
 
 def tensorboard(folder: Path) -> Tracker:
