@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlc import collectives
+from dlc import collectives, joining
 from dlc.addresses import outbound_host
 from dlc.comm import entries, waiting
 from dlc.comm.addresses import parse_address
@@ -269,12 +269,36 @@ def test_unreachable_address_says_what_was_tried() -> None:
         Peer.join([address], join_timeout_s=1)
 
 
+def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer() -> None:
+    own, silent = free_addresses(2)
+    with pytest.raises(UnreachableError, match=f"no answer within 1 s from {silent} "):
+        Peer.join([own, silent], listen=own, join_timeout_s=1)
+
+
+def test_who_waits_for_an_answer_says_so_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
+    with pytest.raises(UnreachableError):
+        Peer.join(free_addresses(1), join_timeout_s=1.5)
+    said = [r for r in caplog.records if r.name == "dlc.joining" and "still trying" in r.getMessage()]
+    assert 1 <= len(said) <= 4, "after 0.05, 0.15, 0.35 and 0.75 s; then after 1.55"
+
+
+def test_who_would_take_no_part_in_the_rounds_of_the_others_is_told() -> None:
+    with Peer.join() as peer, pytest.raises(SpecMismatch, match="leave log=False away"):
+        Peer.join([peer.address], log=False, join_timeout_s=JOIN_S)
+
+
 def test_wrong_key_and_missing_key_are_told_apart_from_silence() -> None:
     with Peer.join(key=generate_run_key(), listen="127.0.0.1:0") as peer:
         with pytest.raises(WrongKeyError, match="refused our run key"):
             Peer.join([peer.address], key=generate_run_key(), join_timeout_s=JOIN_S)
         with pytest.raises(WrongKeyError, match="wants a run key"):
             Peer.join([peer.address], join_timeout_s=JOIN_S)
+        (own,) = free_addresses(1)  # all of a list, but for itself
+        with pytest.raises(WrongKeyError, match=f"^{peer.address} answered, but refused our run key"):
+            Peer.join([own, peer.address], listen=own, key=generate_run_key(), join_timeout_s=JOIN_S, found=True)
 
 
 def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:

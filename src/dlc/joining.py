@@ -28,8 +28,8 @@ from dlc.survey import wrong_key
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S = 5.0
-"""How often a joiner says whom it still waits for."""
+SAY_AFTER_S, SAY_EVERY_S_MAX = 5.0, 300.0
+"""A joiner says whom it still waits for at first after this time, then after twice as long each time, up to this."""
 DESK_SAYS_EVERY_S = 300.0
 """The same of an observer that waits for a run to begin."""
 FOUND_AFTER_S = 15.0
@@ -140,19 +140,23 @@ def introduce(
     driver.start()
     deadline = None if timeout_s is None else clock() + timeout_s
     waits = isinstance(lobby, Desk)
-    began, say_at = clock(), clock() + (0.0 if waits else SAY_EVERY_S)
+    began, said_of = clock(), lobby.silent()
+    say_at, pause_s = began + (0.0 if waits else SAY_AFTER_S), SAY_AFTER_S
     while not lobby.done:
-        unheard = lobby.unheard()
-        barred = [a for a in unheard if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
-        if barred and len(barred) == len(listed):
+        unheard, silent = lobby.unheard(), lobby.silent()
+        barred = [a for a in silent if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
+        if barred and len(barred) + len(lobby.own()) == len(listed):
             raise WrongKeyError(wrong_key(barred, has_key))
         if not driver.running:
             raise UnreachableError(f"the network thread stopped: {driver.error}")
         if deadline is not None and clock() >= deadline:
-            raise UnreachableError(_unreachable(unheard, failures, timeout_s or 0.0))
+            raise UnreachableError(_unreachable(lobby, failures, timeout_s or 0.0))
         if may_found and clock() >= began + FOUND_AFTER_S:
             log.warning("no answer for %.0f s: going on without %s", FOUND_AFTER_S, _tried(unheard, failures))
             break
+        if silent != said_of:  # another one to wait for, or one less
+            said_of, pause_s = silent, SAY_AFTER_S
+            say_at = min(say_at, clock() + pause_s)
         if waits and clock() >= say_at:
             say_at = clock() + DESK_SAYS_EVERY_S
             waited = clock() - began
@@ -160,9 +164,9 @@ def introduce(
             log.warning("there is no run yet: whoever joins by %s first begins it, and is looked on at from then on%s",
                         lobby.record.control[0], since)  # fmt: skip
         elif clock() >= say_at:
-            say_at = clock() + SAY_EVERY_S
-            advice = "if they are gone for good, give the address of another member (--peers)"
-            log.warning("no answer for %.0f s: still trying %s; %s", clock() - began, _tried(unheard, failures), advice)
+            pause_s = min(2.0 * pause_s, SAY_EVERY_S_MAX)
+            say_at = clock() + pause_s
+            log.warning("%s", _still(lobby, failures, clock() - began))
         changed.wait(0.05)
         changed.clear()
     driver.on_link = lambda event: None
@@ -205,13 +209,26 @@ def _observed(answers: dict[str, Welcome]) -> str:
     return next((w.observed_host for w in answers.values() if w.observed_host), "")
 
 
-def _unreachable(unheard: tuple[str, ...], failures: dict[str, LinkEvent], timeout_s: float) -> str:
-    if not unheard:
+def _still(lobby: Lobby, failures: dict[str, LinkEvent], waited_s: float) -> str:
+    if not (silent := lobby.silent()):
+        return f"{_waiting_too(lobby)} (for {waited_s:.0f} s)"
+    advice = "if they are gone for good, give the address of another member (--peers)"
+    return f"no answer for {waited_s:.0f} s: still trying {_tried(silent, failures)}; {advice}"
+
+
+def _unreachable(lobby: Lobby, failures: dict[str, LinkEvent], timeout_s: float) -> str:
+    if not lobby.unheard():
         return f"nobody has begun a run by this observer's address within {timeout_s:g} s"
+    if not (silent := lobby.silent()):
+        return f"no run was found within {timeout_s:g} s: {_waiting_too(lobby)}"
     return (
-        f"no answer within {timeout_s:g} s from {_tried(unheard, failures)}; "
+        f"no answer within {timeout_s:g} s from {_tried(silent, failures)}; "
         "check the address, that the peer runs, and that its port is open"
     )
+
+
+def _waiting_too(lobby: Lobby) -> str:
+    return f"{', '.join(lobby.unheard())} answered, but know of no run yet; each says for whom it waits"
 
 
 def _tried(unheard: tuple[str, ...], failures: dict[str, LinkEvent]) -> str:

@@ -35,7 +35,7 @@ from dlc.comm.addresses import on_this_host, parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
-from dlc.comm.entries import LogState
+from dlc.comm.entries import EMPTY, LogState
 from dlc.comm.events import (
     BadImage,
     BulkLost,
@@ -61,7 +61,7 @@ from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
-from dlc.errors import CheckpointError, ProtocolError, RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
@@ -203,6 +203,11 @@ class Peer(Unpicklable, Collectives):
                 lobby = Lobby(intro.record(), run_name, own, digest, listed, known)
             reception = introduce(driver, lobby, listed, spec, run, security is not None, found, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
+            told = {
+                a: w.record for a, w in reception.answers.items() if w.record is not None and w.record.head != EMPTY
+            }
+            if told and not with_log:
+                raise SpecMismatch(f"{next(iter(told))} takes part with the replicated log: leave log=False away, too")
             if waits and lobby.found is not None:
                 awaited = (lobby.found.address,)
             founder, resume = found or not awaited, resume if with_log else None

@@ -221,7 +221,8 @@ def test_who_asks_why_is_told_how_far_the_slot_is() -> None:
     stranger = world.newcomer("p0")
     world.until(lambda: stranger.node.slot.answers, 2.0)
     waiting_there = stranger.node.waits.why()
-    assert waiting_there is None or not waiting_there.reason.startswith(OUT_OF_REACH), "it may hear of p0 in a moment"
+    assert waiting_there is not None and waiting_there.reason == "it has not heard yet how far the run is"
+    assert waiting_there.peers in (("p0",), ("sim:p0",))
     assert waiting.reason.startswith("it has no vote yet") and waiting.peers == ("p0",)
     world.until(lambda: votes(newcomer) and founder.node.slot.plan is not None)
     waiting = founder.node.waits.why()

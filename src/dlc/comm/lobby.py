@@ -76,6 +76,15 @@ class Lobby:
         """Listed addresses that have not answered yet; where I have no RunSpec, also those that wait for one."""
         return tuple(a for a, t in self.tries.items() if not (t.answer if self.spec else t.final))
 
+    def own(self) -> tuple[str, ...]:
+        """Listed addresses that proved to be mine."""
+        answers = {a: t.answer.record for a, t in self.tries.items() if t.answer is not None}
+        return tuple(a for a, record in answers.items() if record is not None and record.voter == self.record.voter)
+
+    def silent(self) -> tuple[str, ...]:
+        """Listed addresses from which nothing has come at all."""
+        return tuple(a for a, t in self.tries.items() if t.answer is None)
+
     def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Hello):
             spec = self.spec or (self.found.spec if self.found is not None else b"")

@@ -83,6 +83,9 @@ class Waits:
     def _under_way(self) -> Waiting | None:
         """It has only to be done yet; by whom, of those that are not this peer."""
         log, slot, me = self.log, self.slot, self.ctx.me
+        if not (log.active or slot.founder):
+            here = tuple(record.voter.peer for record in alive_records(self.ctx))
+            return Waiting("it has not heard yet how far the run is", here or slot.listed)
         electorate = log.state.electorate
         if electorate and me not in electorate and self.ctx.members.own.role != OBSERVER:
             return Waiting("it has no vote yet, which these give to who is in step", tuple(v.peer for v in electorate))
