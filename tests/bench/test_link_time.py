@@ -11,7 +11,7 @@ import pytest
 
 import dlc.bench.link as link_module
 from dlc.bench.flow import Meter, least_s
-from dlc.bench.link import Budget, LinkReport, fitting, least_phase_s, moving_s, too_short
+from dlc.bench.link import Budget, LinkReport, StreamRates, fitting, least_phase_s, moving_s, too_short
 from dlc.bench.transfer import DRAIN_S
 
 RATE_MBIT = 50.0
@@ -100,7 +100,10 @@ def test_a_far_link_is_measured_with_fewer_numbers_of_streams(
     assert report.missing == 0 and [rates.planned for rates in report.streams] == [place < known for place in range(4)]
     assert report.seconds <= 30.0 + rtt_s
     for rates in report.streams[known:]:
-        assert "too long for the time" in rates.up_missing and rates.up_missing == rates.down_missing
+        assert (
+            f"are too short with round trips of {1e3 * rtt_s:g} ms" in rates.up_missing
+            and rates.up_missing == rates.down_missing
+        )
     assert world.connected == (1, 2, 4, 8)[known - 1], "no others are connected"
     assert ("8 connections" in report.advice()) == (known == 4)
 
@@ -134,13 +137,20 @@ def test_few_bytes_are_told_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.remarks()[1] == "--max-mb ended transfers before their time, with --streams 1"
 
 
+def test_reasons_that_differ_by_how_much_more_they_ask_for_are_told_once_with_the_most() -> None:
+    few, many, other = link_module.unsettled(91_000_000), link_module.unsettled(105_000_000), link_module.unsettled(0)
+    streams = tuple(StreamRates(n, None, None, up, few) for n, up in ((1, few), (2, many), (4, other)))
+    report = LinkReport("h:1", True, 1.0, 1.0, 1.0, 9, None, None, streams, 9.0, 9.0, 9.0)
+    assert report.remarks() == [f"6 of 6 rates could not be told: {other}; {many}"]
+
+
 def test_no_time_at_all_is_told_with_how_much_there_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(3.0, 10**9, (1, 2))
     report = measured(monkeypatch, World(0.3), budget)
     assert report.missing == 2 and report.moved_mb == pytest.approx(1e-6), "the second number was not planned"
     remark, left = report.remarks()
-    assert left.startswith("not measured with --streams 2: the round trip of 300 ms is too long")
-    assert "the round trip of 300 ms" in remark and too_short(budget, 0.3) in remark
+    assert left.startswith("not measured with --streams 2: 3 s are too short with round trips of 300 ms")
+    assert "round trips of 300 ms" in remark and too_short(budget, 0.3) in remark
     wanted_s = float(remark.split("--seconds ")[1].split(",")[0])
     enough = measured(monkeypatch, World(0.3), Budget(wanted_s, 10**10, (1, 2)))
     assert not enough.missing and all(rates.planned for rates in enough.streams)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ HELPS = 1.2
 """So many times the rate of one stream is worth several connections; less is noise."""
 ENOUGH = 1.5
 """Times what was too little that is asked for."""
+NUMBER = re.compile(r"\d+")
+"""How much more a sentence asks for."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ class LinkReport:
         if self.missing:
             tried = [rates for rates in self.streams if rates.planned]
             texts = [text for rates in tried for text in (rates.up_missing, rates.down_missing) if text]
-            why = "; ".join(dict.fromkeys(texts))
-            found.append(f"{self.missing} of {2 * len(tried)} rates could not be told: {why}")
+            most = {NUMBER.sub("", text): text for text in sorted(texts, key=_number)}  # all advise more of something
+            found.append(f"{self.missing} of {2 * len(tried)} rates could not be told: {'; '.join(most.values())}")
         if left := [rates for rates in self.streams if not rates.planned]:
             numbers = ",".join(str(rates.n) for rates in left)
             found.append(f"not measured with --streams {numbers}: {left[0].up_missing}")
@@ -331,7 +334,8 @@ def too_short(budget: Budget, rtt_s: float) -> str:
     if wanted_s <= budget.seconds:
         return "what was measured before took longer than planned: give more --seconds, or fewer streams"
     return (
-        f"the round trip of {1e3 * rtt_s:.0f} ms is too long for the time: give --seconds {wanted_s}, or fewer streams"
+        f"{budget.seconds:g} s are too short with round trips of {1e3 * rtt_s:.3g} ms: give --seconds {wanted_s}, or "
+        "fewer streams"
     )
 
 
@@ -344,6 +348,11 @@ def unsettled(bytes_needed: int) -> str:
     return (
         f"its bytes were through before the rate had settled: give --max-mb {bytes_needed // MB + 1}, or fewer streams"
     )
+
+
+def _number(text: str) -> int:
+    """The last one in it; 0: there is none."""
+    return int((NUMBER.findall(text) or ["0"])[-1])
 
 
 def _connections(n: int) -> str:
