@@ -63,6 +63,10 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return 0
     spec = _given_spec(args)
     if args.print_config:
+        if spec is not None and spec.model != RunSpec().model and spec.model.kind == "config":
+            from dlc.train.model import config_of  # seconds
+
+            config_of(spec.model.config)
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -280,7 +279,9 @@ def given(text: str) -> str:
 
 def path(text: str) -> Path:
     """Where a shell leaves the ~ of `--option=~/folder` alone, a folder of that name would be made."""
-    return Path(os.path.expanduser(given(text)))
+    from dlc.train.shelf import expanded  # without it `dlc --help` comes sooner
+
+    return expanded(given(text))
 
 
 def number(text: str) -> float:
