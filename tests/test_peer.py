@@ -191,11 +191,15 @@ def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:
             peer.leave()
 
 
-def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It asked them for ever."""
     monkeypatch.setattr("dlc.joining.FOUND_AFTER_S", 0.1)
     first, second, gone = free_addresses(3)
     with Peer.join([second, gone], listen=first, found=True, join_timeout_s=JOIN_S) as founder:
+        (said,) = [r.getMessage() for r in caplog.records if r.name == "dlc.joining"]
+        assert f"going on without {second} " in said and "the longer history is the run" in said
         with Peer.join([first, gone], listen=second, found=True, join_timeout_s=JOIN_S) as other:
             assert {m.id for m in other.members()} == {founder.id, other.id}
             both = [founder, other]
