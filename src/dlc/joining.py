@@ -152,9 +152,8 @@ def introduce(
         if deadline is not None and clock() >= deadline:
             raise UnreachableError(_unreachable(lobby, failures, timeout_s or 0.0))
         if may_found and clock() >= began + FOUND_AFTER_S:
-            log.warning("no answer for %.0f s: going on without %s; if they train as well, the longer history is the run "
-                        "once they are in reach, and the rounds of the other are lost",
-                        FOUND_AFTER_S, _tried(unheard, failures))  # fmt: skip
+            so = "if they train as well, the longer history is the run once they are in reach, the other one is lost"
+            log.warning("no answer for %.0f s: going on without %s; %s", FOUND_AFTER_S, _tried(unheard, failures), so)
             break
         if silent != said_of:  # another one to wait for, or one less
             said_of, pause_s = silent, SAY_AFTER_S

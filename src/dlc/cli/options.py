@@ -10,6 +10,7 @@ from typing import Any
 
 from dlc import __version__
 from dlc.comm.roles import ROLES, TRAINER
+from dlc.train.shelf import expanded
 
 LEVELS = ("debug", "info", "warning", "error")
 PROFILE_STEPS = 5
@@ -279,8 +280,6 @@ def given(text: str) -> str:
 
 def path(text: str) -> Path:
     """Where a shell leaves the ~ of `--option=~/folder` alone, a folder of that name would be made."""
-    from dlc.train.shelf import expanded  # without it `dlc --help` comes sooner
-
     return expanded(given(text))
 
 
