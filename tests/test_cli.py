@@ -261,6 +261,20 @@ def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("given", "first"), [("default_int_handler", "SIG_DFL"), ("SIG_IGN", "SIG_IGN")])
+def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback(given: str, first: str) -> None:
+    """It ends the process until there is somebody to tell; where it was ignored, as by a shell's `&`, it stays so."""
+    code = f"""
+import signal
+signal.signal(signal.SIGINT, signal.{given})
+from dlc.__main__ import main
+assert signal.getsignal(signal.SIGINT) is signal.{first}
+assert main(["key"]) == 0
+assert signal.getsignal(signal.SIGINT) is signal.{given}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+
+
 @pytest.mark.parametrize("words", ["key", "join --print-config"])
 def test_output_that_nobody_takes(words: str) -> None:
     command = f"exec {sys.executable} -m dlc {words}"

@@ -1,8 +1,18 @@
 """`python -m dlc` is the command `dlc`."""
 
+import signal
 import sys
 
-from dlc.cli import main
+
+def main() -> int:
+    """Run it. Until it looks at signals itself Ctrl-C just ends it: there is nothing to let go yet, and Python would
+    print where in its imports it was."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as behind `nohup`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from dlc.cli import main as command  # seconds
+
+    return command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

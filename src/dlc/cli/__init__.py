@@ -10,6 +10,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and all came twice
     logging.getLogger("dlc").setLevel(args.log_level.upper())
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = _run(args)
         sys.stdout.flush()
         return code
