@@ -62,7 +62,7 @@ def _status(raw: bytes) -> dict[str, Any]:
     """What a peer says for people to read; anything that is no small JSON object is shown as nothing."""
     try:
         value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -22,6 +22,8 @@ from dlc.sim.world import Process, World
 
 torch.set_num_threads(1)
 
+ONE = (Voter("p0", 1),)
+
 
 @pytest.mark.parametrize("chunk_elems", [1 << 14, 1 << 18, 1 << 20])
 def test_as_many_parts_as_a_grid_allows_fit_a_frame_and_one_more_does_not(chunk_elems: int) -> None:
@@ -37,7 +39,7 @@ def test_a_plan_with_a_longer_roster_is_none() -> None:
     state = LogState()
     for codec, extra, good in (("topk", 0, True), ("topk", 1, False), ("int4", 1, True)):
         roster = tuple(Part(Voter(f"p{i}", 1), 1.0, 0) for i in range(grid.parts_max + extra))
-        entry = Entry(ROUND, EMPTY, 1, "x", 1, (), (), roster, grid.numel, grid.chunk_elems, codec, b"", b"", 0)
+        entry = Entry(ROUND, EMPTY, 1, "x", 1, ONE, ONE, roster, grid.numel, grid.chunk_elems, codec, b"", b"", 0)
         assert plausible_entry(entry, state) is good
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dlc.comm.context import Context
-from dlc.comm.entries import CHANNEL_BYTES_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part
+from dlc.comm.entries import CHANNEL_BYTES_MAX, CHANNELS_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import BulkLost
 from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
@@ -26,6 +26,7 @@ from dlc.comm.permit import can_vote
 from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
+from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.comm.straggler import NEVER_S, Idle, Late, worth_waiting
 from dlc.errors import ConfigError
 
@@ -129,7 +130,10 @@ class Agenda:
     def ready(self, voter: Voter, m: Ready) -> None:
         if m.head != self.log.head or voter not in self.log.state.electorate or not _sound(m):
             return
-        known = self._ready.setdefault(m.channel, {})
+        known = self._ready.get(m.channel, {})
+        if voter not in known and sum(voter in others for others in self._ready.values()) >= CHANNELS_MAX:
+            return
+        self._ready[m.channel] = known
         since = self.ctx.now - m.offered_s
         known[voter] = (m, min(since, known[voter][1]) if voter in known else since)
 
@@ -163,7 +167,7 @@ class Agenda:
 
     def _opening(self, channel: str) -> Draft | None:
         wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
-        if not wishes:
+        if not wishes or self.log.is_open(channel):
             return None
         first = self._wished_at.setdefault(channel, min(at for _, at in wishes.values()))
         everyone = all(v in wishes for v in self._alive())
@@ -390,7 +394,7 @@ def _sound(m: Ready) -> bool:
     named = 1 <= len(m.channel.encode()) <= CHANNEL_BYTES_MAX
     return (
         named
-        and m.lease_len >= 0
+        and 0 <= m.lease_len < LEASE_LEN_MAX
         and 0 <= m.weight <= WEIGHT_MAX
         and 0 <= m.norm < math.inf
         and 0 <= m.fill_s <= FILL_S_MAX

@@ -26,7 +26,7 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, counted_of, grid_of
 from dlc.comm.offered import Traffic
 from dlc.comm.permit import alive_records
-from dlc.comm.shapes import plausible_entry
+from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.comm.slot import Slot
 from dlc.comm.sync import Sync
 from dlc.errors import ProtocolError
@@ -64,6 +64,8 @@ class Applier:
                 return
             bytes_of = self._bytes_of(entry)
             if bytes_of is not None:
+                if not plausible_results(entry, bytes_of[1]):
+                    raise ProtocolError("a round entry that its results do not fit")
                 self._decided(m)
                 self.apply(entry, *bytes_of)
                 return

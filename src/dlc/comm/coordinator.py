@@ -43,8 +43,8 @@ IDLE = "idle"
 STALLS_MAX = 2
 DOUBLINGS_MAX = 8
 """Of how long nothing may move: from 2 s, the least T_chunk, to 480 s, the greatest where an owner is in bad health."""
-BACK_OFF_S = 0.25
-"""Between two own ballots of one slot, times the number of ballots so far."""
+BACK_OFF_S, BACK_OFFS_MAX = 0.25, 32
+"""Between two own ballots of one slot, times the number of ballots so far; but no more than so many times."""
 
 
 class Coordinator:
@@ -118,7 +118,7 @@ class Coordinator:
         top = max(self.slot.seen, self.slot.promised, self.ballot if self.phase != IDLE else LOWEST)
         ballot = Ballot(max(top.counter, 0) + 1, self.ctx.me)
         self._begin(PREP, ballot, deciders)
-        self._not_before = self.ctx.now + BACK_OFF_S * ballot.counter
+        self._not_before = self.ctx.now + BACK_OFF_S * min(ballot.counter, BACK_OFFS_MAX)
         self._prepare()
 
     def _prepare(self) -> None:

@@ -35,6 +35,7 @@ from dlc.comm.owners import asked_Bps, shape_of
 from dlc.comm.patience import Patience
 from dlc.comm.rates import Rates
 from dlc.comm.reducer import WRONG_SIZE, ChunkReducer, Workspace
+from dlc.comm.shapes import named
 from dlc.comm.wire import pack
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ STRAY_CHUNKS_MAX = 64
 STRAY_BYTES_MAX = 64 << 20
 """Contributions kept per sender before the plan that asks for them is known here: more than any window."""
 EARLY_BYTES_MAX = 64 << 20
-"""Results kept that came before the plan they belong to, which travels on the other lane; what is over is fetched."""
+"""Results kept, with their headers, that came before the plan they belong to, which travels on the other lane; what is
+over is fetched."""
+DROPPED_MAX = 4096
+"""Kinds of what was thrown away that are counted."""
 UNASKED = "it came too late, or nobody asked for it"
 """Of what is dropped: honest peers send such, too."""
 
@@ -89,6 +93,7 @@ class Exchange:
         self._fixed: dict[int, bytes] = {}
         self._sent_again: set[int] = set()
         self._early: list[Result] = []
+        self._early_bytes = 0
 
     # ---------------------------------------------------------------- the plan
 
@@ -115,7 +120,8 @@ class Exchange:
             self._window = self.window_chunks(self.grid)
             self._queue_contributions(plan)
             self._own(plan, self.grid)
-        early, self._early = self._early, []
+        early = self._early
+        self._early, self._early_bytes = [], 0
         for result in early:
             self.receive_result(result)
 
@@ -196,7 +202,7 @@ class Exchange:
         self.rates.end()
         self.held, self.hashes, self._owned, self._fixed = {}, {}, {}, {}
         self._to_send, self._in_flight = {}, {}
-        self._early = []
+        self._early, self._early_bytes = [], 0
 
     # ---------------------------------------------------------------- receiving
 
@@ -277,13 +283,17 @@ class Exchange:
 
     def _keep_early(self, result: Result) -> None:
         """An owner had all parts and was quicker than the plan: `begin` looks at the result again."""
-        if sum(len(r.payload) for r in self._early) + len(result.payload) <= EARLY_BYTES_MAX:
+        size = len(result.payload) + len(pack(result.header))
+        if self._early_bytes + size <= EARLY_BYTES_MAX:
             self._early.append(result)
+            self._early_bytes += size
         else:
             self._drop(result.header.owner, "more than is kept before the plan is known")
 
     def _drop(self, sender: Voter, why: str, bad: bool = False) -> None:
         key = (sender.peer, why)
+        if key not in self.dropped and len(self.dropped) >= DROPPED_MAX:
+            return  # of peers that there are not
         self.dropped[key] += 1
         if bad and self.dropped[key] == 1:
             log.warning("%s sent what was dropped: %s (told once; the round goes on without it)", sender.peer[:8], why)
@@ -298,8 +308,9 @@ class Exchange:
         roster, included, chunk = self.plan.entry.roster, result.header.included, result.header.chunk
         if not included:
             return not result.payload
-        named = included == roster or all(part in roster for part in included)
-        if not named or len(result.payload) != self.grid.result_bytes(chunk, len(included)):
+        if not (included == roster or named(included, roster)):
+            return False
+        if len(result.payload) != self.grid.result_bytes(chunk, len(included)):
             return False
         return self.grid.coder.finite_result(result.payload, self.grid.elems(chunk))  # as parts are, a mean is finite
 

@@ -28,6 +28,12 @@ class Inbox:
         self.coordinator, self.sync = applier.coordinator, applier.sync
         self.run, self.spec, self.spec_hash = run, spec, spec_hash
 
+    def check_sender(self, sender: Voter, message: msg.Message) -> None:
+        """ProtocolError for what comes from another and says that it is mine. Who dials its own address may greet
+        itself."""
+        if sender == self.ctx.me and not isinstance(message, msg.Hello | msg.Welcome):
+            raise ProtocolError(f"a {type(message).__name__} that names this peer as its sender")
+
     def receive(self, sender: Voter, message: msg.Message) -> None:
         if isinstance(message, MEMBERSHIP_MESSAGES):  # nine of ten
             self._membership(sender, message)
@@ -91,7 +97,7 @@ class Inbox:
                 self.ctx.send(sender, self.applier.last_decision())
             return
         if sender != self.ctx.me:
-            check_slot_message(m, self.log.state)
+            check_slot_message(m, self.log.state, self.slot.seen)
         slot, coordinator = self.slot, self.coordinator
         if isinstance(m, msg.Ready):
             coordinator.receive_ready(sender, m)
@@ -150,7 +156,9 @@ class Inbox:
             raise ProtocolError(f"no message has the code {m.code}")
         if kind is msg.Relay or issubclass(kind, msg.Bulk):
             raise ProtocolError(f"{kind.__name__} is not relayed")
-        self.receive(m.origin, unpack(m.message, kind))
+        message: msg.Message = unpack(m.message, kind)
+        self.check_sender(m.origin, message)
+        self.receive(m.origin, message)
 
     def _answer_hello(self, m: msg.Hello) -> None:
         if m.record is not None and m.spec_hash == self.spec_hash:

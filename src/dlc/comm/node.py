@@ -150,6 +150,7 @@ class Node:
 
     def receive(self, sender: Voter, message: msg.Message, now: float) -> list[Effect]:
         """Handle one message. Raises ProtocolError for one that no correct peer sends; the state is unchanged then."""
+        self.inbox.check_sender(sender, message)
         return self._event(now, lambda: self.inbox.receive(sender, message))
 
     def tick(self, now: float) -> list[Effect]:

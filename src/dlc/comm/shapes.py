@@ -7,24 +7,29 @@ covers its grid, that numbers are in range. A message that breaks one is dropped
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dlc.comm import messages as msg
-from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, LogState
+from dlc.comm.entries import CHANNEL_BYTES_MAX, CONFIG, OPEN, ROUND, Entry, LogState, Part
 from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.wire import size_of
 from dlc.errors import ConfigError, ProtocolError
 
-BALLOT_COUNTER_MAX = 1 << 31
-"""Far above what a slot can use up; a greater one would end in a number that has no wire form."""
+BALLOTS_AHEAD_MAX = 1 << 16
+"""How far the next ballot may be above the last that was heard of: far above what a slot can use up. No message then
+leaves a slot without numbers that have a wire form."""
+LEASE_LEN_MAX = 1 << 32
+"""Blocks of one lease; with as many leases as a run ever gives, positions stay numbers that have a wire form."""
 
 
-def check_slot_message(m: object, state: LogState) -> None:
-    """Raises ProtocolError for a message of the slot after `state` that no correct peer sends."""
+def check_slot_message(m: object, state: LogState, seen: Ballot) -> None:
+    """Raises ProtocolError for a message of the slot after `state` that no correct peer sends. seen: the highest ballot
+    heard of."""
     ballot = m.promised if isinstance(m, msg.Nack) else getattr(m, "ballot", None)
-    if isinstance(ballot, Ballot) and not 0 <= ballot.counter < BALLOT_COUNTER_MAX:
+    if isinstance(ballot, Ballot) and not 0 <= ballot.counter <= max(0, seen.counter) + BALLOTS_AHEAD_MAX:
         raise ProtocolError(f"ballot counter {ballot.counter}")
     if isinstance(m, msg.Plan) and not plausible_plan(m, state):
         raise ProtocolError(f"a plan of ballot {m.ballot} that does not fit this slot")
@@ -69,20 +74,33 @@ def plausible_entry(entry: Entry, state: LogState) -> bool:
     """The entry may follow `state`."""
     if entry.kind not in (CONFIG, OPEN, ROUND) or entry.parent != state.head or entry.depth != state.depth + 1:
         return False
-    if entry.kind != ROUND:
-        return entry.lease_len >= 0 and not entry.roster
+    if not _plausible_voters(entry) or not 0 <= entry.lease_len < LEASE_LEN_MAX:
+        return False
+    if entry.kind == CONFIG:
+        return entry.t == 0 and not entry.roster
     known = state.channel(entry.channel)
     try:
-        parts_max = Grid(entry.numel, entry.chunk_elems, entry.codec).parts_max
+        grid = Grid(entry.numel, entry.chunk_elems, entry.codec)
     except ConfigError:
         return False
+    if not 1 <= size_of(entry.channel) <= CHANNEL_BYTES_MAX:
+        return False
+    if entry.kind == OPEN:
+        return entry.t == 0 and not entry.roster and not (known is not None and known.opened)
     return (
-        len(entry.roster) <= parts_max
+        len(entry.roster) <= grid.parts_max
         and len({p.voter for p in entry.roster}) == len(entry.roster)
         and all(0 <= p.weight <= WEIGHT_MAX for p in entry.roster)
         and entry.t == state.round_of(entry.channel) + 1
+        and (known is None or not known.opened or grid == Grid(known.numel, known.chunk_elems, known.codec))
         and (known is None or not known.leased or all(state.ledger.valid(p.voter, p.upto) for p in entry.roster))
     )
+
+
+def _plausible_voters(entry: Entry) -> bool:
+    """Somebody votes next, one process of each peer, and the trainers are among them."""
+    peers, voters = {v.peer for v in entry.electorate}, set(entry.electorate)
+    return 0 < len(peers) == len(entry.electorate) and voters.issuperset(entry.trainers)
 
 
 def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:
@@ -95,9 +113,14 @@ def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:
     return all(
         r.header.chunk == chunk
         and len(r.payload) == (grid.result_bytes(chunk, len(r.header.included)) if r.header.included else 0)
-        and all(part in roster for part in r.header.included)
+        and named(r.header.included, roster)
         for chunk, r in enumerate(results)
     )
+
+
+def named(included: Sequence[Part], roster: Collection[Part]) -> bool:
+    """Whether they are all of this roster, none of them twice."""
+    return len(set(included)) == len(included) and all(part in roster for part in included)
 
 
 def _n_chunks(entry: Entry) -> int:
