@@ -274,6 +274,7 @@ def test_a_name_is_of_use_again_once_the_round_of_a_call_that_was_given_up_is_ov
         (lambda p: p.all_reduce(torch.ones(2), timeout_s=None), "timeout_s is None"),
         (lambda p: p.all_reduce(torch.ones(2), patience_s="1"), "patience_s is '1'"),
         (lambda p: p.all_reduce(torch.ones(2), weight="2"), "weight is '2'"),
+        (lambda p: p.all_reduce(torch.ones(2), weight=torch.ones(2)), r"weight is tensor\(\[1., 1.\]\)"),
         (lambda p: p.all_reduce(3.0), "must be torch tensors, not float"),
         (lambda p: p.barrier(timeout_s=float("nan")), "timeout_s is nan"),
         (lambda p: p.broadcast_state({"a": 5}, p.id), "'a' is a int"),

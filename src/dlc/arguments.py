@@ -15,6 +15,8 @@ def real(value: object) -> float:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:  # of an int
         return math.inf
+    except (TypeError, ValueError, RuntimeError):  # of a tensor or array of several, or of complex ones
+        return math.nan
 
 
 def seconds(name: str, value: object) -> float:

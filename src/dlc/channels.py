@@ -26,6 +26,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.log import Attached, Sink, counted_of
 from dlc.comm.node import Node
 from dlc.comm.roles import OBSERVER
+from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.comm.state import State
 from dlc.comm.wire import pack
 from dlc.errors import CheckpointError, DlcError, SwarmClosed, UsageError
@@ -98,8 +99,11 @@ class Channels(ABC):
         kind (tells what differs). After an error, and after `abandon`, one may try again, with another state.
         """
         grid = Grid(state.numel, chunk_elems, codec)
-        if lease_len < 0:
-            raise UsageError(f"lease_len is {lease_len}: give the blocks of one lease, or 0 for a channel without")
+        if not 0 <= lease_len < LEASE_LEN_MAX:
+            raise UsageError(
+                f"lease_len is {lease_len}: give the blocks of one lease (data.lease_blocks, or a few rounds), "
+                f"below {LEASE_LEN_MAX}, or 0 for a channel without"
+            )
 
         def attach(node: Node, now: float) -> list[Effect]:
             before = node.log.attached.get(channel)

@@ -14,7 +14,9 @@ import pytest
 from dlc.comm import agenda, exchange
 from dlc.comm import messages as msg
 from dlc.comm.catalogue import CODES
+from dlc.comm.coordinator import WAIT
 from dlc.comm.entries import OPEN, ROUND, Entry, LogState
+from dlc.comm.events import DigestMismatch
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.shapes import BALLOTS_AHEAD_MAX, LEASE_LEN_MAX, plausible_entry
 from dlc.comm.wire import Packed, pack
@@ -140,6 +142,23 @@ def test_entries_that_no_coordinator_makes_are_implausible() -> None:
     assert plausible_entry(round_, opened)
     for other in ({"numel": 9}, {"chunk_elems": 5}, {"codec": "fp16"}, {"channel": "x" * 129}):
         assert not plausible_entry(dataclasses.replace(round_, **other), opened), other
+
+
+@pytest.mark.parametrize("digest", [b"x", bytes(31), bytes(33)])
+def test_what_is_no_digest_convicts_nobody(digest: bytes) -> None:
+    """Two peers: it was the lesser of two, so the coordinator took its own state for the wrong one."""
+    stage = Stage(2)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Ready)
+    coordinator = next(p for p in stage.peers() if p.node.coordinator.phase == WAIT)
+    (other,) = stage.peers(coordinator)
+    stage.until(lambda: any(source == other.host.name for source, *_ in stage.held))
+    ready = next(held[-1] for held in stage.held if held[0] == other.host.name)
+    assert taken(coordinator, other.voter, dataclasses.replace(ready, digest=digest))
+    stage.hold = lambda source, target, message: False
+    _, plan = stage.planned()
+    assert not taken(other, plan.ballot.voter, dataclasses.replace(plan, digest=digest))
+    stage.all_in()
+    assert not any(isinstance(event, DigestMismatch) for _, event in stage.told)
 
 
 def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:

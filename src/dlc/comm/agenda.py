@@ -26,7 +26,7 @@ from dlc.comm.permit import can_vote
 from dlc.comm.records import told_digest
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
-from dlc.comm.shapes import LEASE_LEN_MAX
+from dlc.comm.shapes import DIGEST_BYTES, LEASE_LEN_MAX
 from dlc.comm.straggler import NEVER_S, Idle, Late, worth_waiting
 from dlc.errors import ConfigError
 
@@ -394,6 +394,7 @@ def _sound(m: Ready) -> bool:
     named = 1 <= len(m.channel.encode()) <= CHANNEL_BYTES_MAX
     return (
         named
+        and len(m.digest) in (0, DIGEST_BYTES)
         and 0 <= m.lease_len < LEASE_LEN_MAX
         and 0 <= m.weight <= WEIGHT_MAX
         and 0 <= m.norm < math.inf

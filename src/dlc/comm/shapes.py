@@ -21,6 +21,8 @@ from dlc.errors import ConfigError, ProtocolError
 BALLOTS_AHEAD_MAX = 1 << 16
 """How far the next ballot may be above the last that was heard of: far above what a slot can use up. No message then
 leaves a slot without numbers that have a wire form."""
+DIGEST_BYTES = 32
+"""Of a channel's state."""
 LEASE_LEN_MAX = 1 << 32
 """Blocks of one lease; with as many leases as a run ever gives, positions stay numbers that have a wire form."""
 
@@ -55,6 +57,7 @@ def plausible_plan(m: msg.Plan, state: LogState) -> bool:
     fixed = {f.chunk for f in m.fixed}
     return (
         plausible_entry(m.entry, state)
+        and len(m.digest) in (0, DIGEST_BYTES)
         and len(m.assignment) == _n_chunks(m.entry)
         and len(fixed) == len(m.fixed)
         and len(m.norms) in (0, len(m.entry.roster))
