@@ -29,9 +29,9 @@ class Inbox:
         self.run, self.spec, self.spec_hash = run, spec, spec_hash
 
     def check_sender(self, sender: Voter, message: msg.Message) -> None:
-        """ProtocolError for what comes from another and says that it is mine. Who dials its own address may greet
-        itself."""
-        if sender == self.ctx.me and not isinstance(message, msg.Hello | msg.Welcome):
+        """ProtocolError for a slot message that comes from another and says that it is mine: mine are not checked, and
+        go by no network. Other messages do: to my own address, or to the process that I was before."""
+        if sender == self.ctx.me and isinstance(message, SLOT_MESSAGES):
             raise ProtocolError(f"a {type(message).__name__} that names this peer as its sender")
 
     def receive(self, sender: Voter, message: msg.Message) -> None:
