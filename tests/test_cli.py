@@ -265,11 +265,17 @@ def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_
 def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback(given: str, first: str) -> None:
     """It ends the process until there is somebody to tell; where it was ignored, as by a shell's `&`, it stays so."""
     code = f"""
-import signal
-signal.signal(signal.SIGINT, signal.{given})
+import signal, sys
 from dlc.__main__ import main
-assert signal.getsignal(signal.SIGINT) is signal.{first}
-assert main(["key"]) == 0
+class Look:
+    def find_spec(self, name, path, target=None):
+        if name == "dlc.cli":
+            seen.append(signal.getsignal(signal.SIGINT))
+seen, sys.argv = [], ["dlc", "key"]
+sys.meta_path.insert(0, Look())
+signal.signal(signal.SIGINT, signal.{given})
+assert main() == 0
+assert seen == [signal.{first}], seen
 assert signal.getsignal(signal.SIGINT) is signal.{given}
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
