@@ -185,7 +185,8 @@ class Channels(ABC):
         """Offer a frozen fp32 CPU vector to the next round of an open channel; it must not change until done. One that
         was encoded in the channel's grid (`dlc.comm.encoded.Encoded`) takes the memory of its payloads only.
 
-        `upto`: the position in the lease up to which it was trained; 0 without one: each offer is numbered then.
+        `upto`: the position in the lease up to which it was trained; 0 without one, or where it brings no samples that
+        are not counted yet: each offer is numbered then.
         The same one, with the same weight, is not to be given to other values of the same round.
         `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
         `after`: the round that the caller has seen last. If another one is past by now, nothing is offered: the

@@ -365,8 +365,8 @@ class RunSpec:
     become (1 - mixing) times the new ones plus mixing times those it had. Only with overlap."""
     fragments: int = 1
     """Into how many parts the model is cut, by layers. Each is exchanged every `sync_every` inner steps, one after the
-    other: a round is of one part, and comes every sync_every / fragments steps (Streaming DiLoCo). What a peer that
-    dies had in the other parts is lost with it."""
+    other: a round is of one part, and comes every sync_every / fragments steps (Streaming DiLoCo). At the end each is
+    exchanged once more. What a peer that dies had in the other parts is lost with it."""
     chunk_elems: int = 0
     """Elements per chunk of the all-reduce, at most 2,097,152, and such that a model has no more than 8,192 chunks: the
     grid is the same for all owners. 0: some hundreds of chunks, of 16,384 to 262,144 elements (more for models of over

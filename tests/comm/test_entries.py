@@ -89,6 +89,13 @@ def test_a_round_counts_tokens_and_positions_and_moves_the_base() -> None:
     assert unmoved == state.ledger.lease(B)
 
 
+def test_a_contribution_without_samples_counts_no_tokens() -> None:
+    state = opened()
+    roster = (Part(A, 100.0, -1), Part(B, 50.0, 7))
+    after = state.apply(entry(state, ROUND, channel="train", t=1, roster=roster), counted=roster)
+    assert after.tokens == 50.0 and after.round_of("train") == 1 and after.ledger.lease(A) == state.ledger.lease(A)
+
+
 def test_config_keeps_base_and_rank_and_a_round_moves_both() -> None:
     state = opened()
     config = state.apply(entry(state, CONFIG))

@@ -88,6 +88,13 @@ def test_positions_outside_the_lease_are_not_valid() -> None:
         ledger.committed([(a, 7)])
 
 
+def test_who_brings_no_samples_needs_a_lease_and_moves_nothing() -> None:
+    a, b = VOTERS[0], VOTERS[2]
+    ledger = Ledger(length=3).seated([a])
+    assert ledger.valid(a, -1) and not ledger.valid(b, -1)
+    assert ledger.committed([(a, -1)]) == ledger
+
+
 def test_without_leases_everything_is_valid_and_nothing_changes() -> None:
     ledger = Ledger()
     assert ledger.valid(VOTERS[0], 12345)

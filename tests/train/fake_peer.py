@@ -17,6 +17,7 @@ from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.ledger import AWAY_ENTRIES, Lease, Ledger
+from dlc.comm.roles import TRAINER
 from dlc.errors import RoundTimeout, SwarmClosed
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
@@ -41,6 +42,7 @@ class FakeMember:
     left: bool = False
     depth: int = 0
     me: bool = False
+    role: str = TRAINER
     status: dict[str, Any] = field(default_factory=dict)
 
 
@@ -169,6 +171,7 @@ class FakePeer:
         patience_s: float = 0.0,
         filling: Filling | None = None,
     ) -> FakePending:
+        upto = upto or -len(self.vectors) - 1
         assert self.ledger.valid(ME, upto) and not self.left
         assert self._pending is None or self._pending.done, "a contribution is in flight already"
         self.on_contribute()
@@ -202,8 +205,8 @@ class FakePeer:
             means = self.means(offered) if self.lossy else [(0, self.state.numel, offered)]
             self.state.step(self.state.t + 1, means)
             self.counting = False
+            self.tokens += weight if upto > 0 or not self.ledger.length else 0.0
             self.ledger = self.ledger.committed([(ME, upto)]).seated([ME])
-            self.tokens += weight
             self.counted.append(frozen)
             report = self.report((Share(ME.peer, weight, 1.0),), ())
             self.events.put(RoundDone(report, True, grid="", fits=True))

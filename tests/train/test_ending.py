@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import dlc
 import dlc.train.outer_loop
 from dlc.runspec import OuterSpec
-from dlc.train.diloco import END_PATIENCE_S, DiLoCo
+from dlc.train.diloco import DiLoCo
+from dlc.train.held import END_PATIENCE_S
 from tests.swarm import DEADLINE_S, ROUND_S, swarm
 from tests.train.fake_peer import FakePeer
 

@@ -34,7 +34,8 @@ class Part:
     voter: Voter
     weight: float
     upto: int
-    """Lease position after the samples of this contribution; 0 in channels without leases."""
+    """Lease position after the samples of this contribution. The number of the offer in channels without leases; minus
+    that where it brings no samples that are not counted yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class LogState:
         if entry.kind == ROUND and leased:
             ledger = ledger.committed([(p.voter, p.upto) for p in counted])
         if entry.kind == ROUND and opened:
-            tokens += sum(p.weight for p in counted)
+            tokens += sum(p.weight for p in counted if p.upto >= 0)
         keeps_rank = entry.kind == CONFIG and self.head != EMPTY
         return LogState(
             head=head,

@@ -83,17 +83,18 @@ class Ledger:
         return next((lease for lease in self.leases if lease.voter == voter), None)
 
     def valid(self, voter: Voter, upto: int) -> bool:
-        """A contribution of `voter` up to position `upto` may stand in a roster at this state."""
+        """A contribution of `voter` up to position `upto` may stand in a roster at this state. Below 0: it brings no
+        samples that are not counted yet."""
         if self.length == 0:
             return True
         lease = self.lease(voter)
-        return lease is not None and lease.holds(upto)
+        return lease is not None and (upto < 0 or lease.holds(upto))
 
     def committed(self, counted: Sequence[tuple[Voter, int]]) -> Ledger:
         """The table after the contributions (voter, upto) were counted."""
         if self.length == 0:
             return self
-        upto = dict(counted)
+        upto = {voter: position for voter, position in counted if position >= 0}
         leases = tuple(x.advanced(upto[x.voter]) if x.voter in upto else x for x in self.leases)
         return dataclasses.replace(self, leases=leases)
 

@@ -287,8 +287,9 @@ class Node:
         """Offer a frozen fp32 vector to the channel's next round, or one that is encoded in its grid. It must not
         change until RoundDone.
 
-        `upto`: the position in the lease that it was trained up to; 0 without one. The number of this offer then takes
-        its place: owners may keep parts of one that was taken back, and must not take them for parts of the next.
+        `upto`: the position in the lease that it was trained up to; 0 if it brings no samples that are not counted, or
+        without a lease. The number of this offer then takes its place, below 0 in a leased channel: owners may keep
+        parts of one that was taken back, and must not take them for parts of the next.
         `norm`: its own, if it is to be clipped by the others'; 0 if not. `filling`: only what it covers is final yet;
         `filled` is to be called as it goes on.
         """
@@ -306,7 +307,8 @@ class Node:
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         self.offers += 1
-        upto = upto or self.offers
+        known = state.channel(channel)
+        upto = upto or (-self.offers if known is not None and known.leased else self.offers)
         fill_s = filling.expected_s if filling is not None and not filling.complete else 0.0
         ready = msg.Ready(
             state.head, channel, state.base(channel), spec, weight, upto, b"", patience_s, False, 0, norm, fill_s

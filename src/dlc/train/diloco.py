@@ -48,6 +48,7 @@ from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
+from dlc.train.held import END_PATIENCE_S, Held
 from dlc.train.offers import NotFinite, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
@@ -58,9 +59,6 @@ from dlc.train.trained import Trained
 log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
-END_PATIENCE_S = 60.0
-"""Of the rounds of `finish` with fragments, where the caller gave none: they come one after the other, while all
-predict that the next one is a phase of inner steps away, and whoever is a little late would be left out."""
 
 
 def skipped(inner: torch.optim.Optimizer) -> bool:
@@ -153,8 +151,8 @@ class DiLoCo:
         self._overlap_steps = overlap_steps or self._period
         self._steps = 0
         """Made, and offered to no round, or to none that is settled."""
-        self._held = [0] * fragments
-        """Those that each fragment of d holds, as no round of its own has counted them."""
+        self._held = Held(fragments)
+        """Steps."""
         self._offered = 0
         """Those of `steps` that are on their way to a round."""
         self._skipped = 0
@@ -293,7 +291,7 @@ class DiLoCo:
         """Count an inner step, and do what is due after it."""
         self._trains()
         self._steps += 1
-        self._held = [held + 1 for held in self._held]
+        self._held.add(1)
         report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._outer.waiting else None
         if not self._outer.waiting:
             if self._steps + self._skipped >= self._period:
@@ -350,12 +348,8 @@ class DiLoCo:
                 self._outer.patience_s = patience_s or END_PATIENCE_S
             while self._weight_of_next(last=True):
                 report = self._exchange(wait=True, last=True) or report
-            if left := sum(map(bool, self._held)):
-                log.warning(
-                    "up to %d steps of %d fragments are in no round: rounds have passed without this peer",
-                    max(self._held),
-                    left,
-                )
+            if self._held.any():
+                log.warning("%s: rounds have passed without this peer", self._held.left_over("steps"))
             elif self._outer.strayed():
                 log.warning(
                     "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted; "
@@ -384,17 +378,18 @@ class DiLoCo:
 
     def _dropped(self) -> None:
         """The model is the swarm's again: no step that was in no round is in it any more."""
-        self._steps, self._held = 0, [0] * len(self._held)
+        self._steps = 0
+        self._held.drop()
 
     def _weight_of_next(self, last: bool = False) -> float:
         """Of what the next round would be offered: 0 where that is nothing. last: no step comes after it."""
-        steps = self._held[self.t % len(self._held)] / len(self._held) if last else self._steps
+        steps = self._held.weight(self.t) if last else self._steps
         return steps * self.weight
 
     def _exchange(self, wait: bool, last: bool = False) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
         self._skipped = 0
-        if any(self._held):
+        if self._held.any():
             self._trained.check_same()
             self._trained.tell_of_others()
         while weight := self._weight_of_next(last):
@@ -430,7 +425,7 @@ class DiLoCo:
             raise
         if settled.counted and settled.report is not None:
             self._steps -= self._offered
-            self._held[(settled.report.t - 1) % len(self._held)] = self._steps
+            self._held.counted(settled.report.t, self._steps)
         elif not settled.kept:
             self._dropped()
         self._offered = 0
@@ -466,7 +461,7 @@ class DiLoCo:
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
             state["steps"], state["local"] = self._steps, self._outer.local() if kept else None
-            state["held"], state["offered"] = list(self._held), self._offered
+            state["held"], state["offered"] = self._held.amounts(), self._offered
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -494,8 +489,9 @@ class DiLoCo:
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
             self._outer.take_up(local.cpu())
             self._steps, self._skipped = int(state["steps"]), 0
-            held = [int(steps) for steps in state.get("held", ())]
-            self._held = held if len(held) == len(self._held) else [self._steps] * len(self._held)
+            if not self._held.load(state.get("held", ())):
+                self._held.drop()
+                self._held.add(self._steps)
         else:
             inner_step = max(0, int(state["inner_step"]))
             self._skipped = min(inner_step, self._period - 1)

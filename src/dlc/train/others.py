@@ -12,7 +12,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dlc.comm.roles import TRAINER
 from dlc.train.swarm import MemberView
+from dlc.train.telling import ENDS
 
 LOOK_EVERY_S = 0.2
 """Between two looks at the members, which cost a moment of the peer's own thread."""
@@ -28,6 +30,8 @@ class _Told(NamedTuple):
     of: int
     step_s: float | None
     """None: not known yet."""
+    ends: bool
+    """It has nothing for the round after `t`."""
 
 
 class Others:
@@ -38,6 +42,8 @@ class Others:
         self._look_at = -math.inf
         self._told: dict[str, tuple[_Told, float]] = {}
         """Peer id: what it told last, and when that was new here."""
+        self._silent = False
+        """One of the trainers has told nothing yet."""
 
     def look(self) -> None:
         """See what is new; cheap if called often."""
@@ -45,7 +51,9 @@ class Others:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        told = {m.id: _told(m.status) for m in self._members() if m.alive and not m.left and not m.me}
+        others = [m for m in self._members() if m.alive and not m.left and not m.me]
+        told = {m.id: _told(m.status) for m in others}
+        self._silent = any(m.role == TRAINER and told[m.id] is None for m in others)
         before = self._told
         self._told = {
             peer: before[peer] if peer in before and before[peer][0] == new else (new, now)
@@ -63,6 +71,11 @@ class Others:
         """Seconds of an inner step of each of the others, as far as they know it."""
         self.look()
         return [told.step_s for told, _ in self._told.values() if told.step_s is not None]
+
+    def may_offer(self, t: int) -> bool:
+        """Whether one of them has not said that it has nothing for the round after t."""
+        self.look()
+        return self._silent or any(not told.ends or told.t != t for told, _ in self._told.values())
 
     def _by_now(self, told: _Told, since: float) -> int:
         made = (TOLD_AGE_S + self._clock() - since) // told.step_s if told.step_s else 0
@@ -89,7 +102,8 @@ def _told(status: Mapping[str, Any]) -> _Told | None:
     t, inner, of = (_whole(status.get(name)) for name in ("t", "inner", "of"))
     if t is None or inner is None:
         return None
-    return _Told(t, inner, inner if of is None else of, _step_s(status.get("step_s")))
+    ends = status.get("phase") == ENDS
+    return _Told(t, inner, inner if of is None else of, _step_s(status.get("step_s")), ends)
 
 
 def _whole(value: object) -> int | None:

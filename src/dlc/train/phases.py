@@ -33,6 +33,7 @@ from dlc.errors import DataError, DlcError
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
+from dlc.train.held import END_PATIENCE_S, Held
 from dlc.train.inner import InnerLoop
 from dlc.train.loader import Loader, Stopped
 from dlc.train.offers import NotFinite, Work
@@ -84,6 +85,10 @@ class Phases:
         self._new_inner, self._clock, self._calls = new_inner, clock, calls
         self.inner = new_inner()
         self._done = Progress()
+        self.held = Held(spec.fragments)
+        """Tokens."""
+        self._ends = False
+        """The run is over: no step is made any more."""
         self._pace = pace_of(spec, others, lambda: tell.step_s, clock)
         self._h = spec.steps_per_round
         self._overlap_steps = spec.overlap_steps or math.inf
@@ -169,6 +174,10 @@ class Phases:
         lost, tokens = len(self._done), self._done.tokens
         self._outer.announced.retract()
         self._done.keep(0)
+        if self._ends and self.held.any():
+            why = "this peer was stopped" if self._calls.stopping() else "rounds have passed without this peer"
+            log.warning("%s: %s", self.held.left_over("tokens"), why)
+        self.held.drop()
         self._supply.forget()
         self._in_step = self._passed = False
         if lost:
@@ -199,6 +208,7 @@ class Phases:
         if result.diverged:
             raise NotFinite(f"the loss of inner step {inner} after round {t} is not finite")
         self._done.add(group, result.tokens, result.loss)
+        self.held.add(result.tokens)
         self._inner_step += 1
         of = self._pace.target(self._inner_step) if ahead is None else h
         made = min(self._inner_step, of) if ahead is None else inner + 1
@@ -240,7 +250,7 @@ class Phases:
         outer, done, clock, overlaps = self._outer, self._done, self._clock, self._overlaps()
         self._tell.phase("overlapping" if overlaps else "waiting")
         since = offered_at = tried_at = clock()
-        stepped_s, patience_s, may_step = 0.0, self._patience_s(), True
+        stepped_s, patience_s, may_step = 0.0, self._patience_s(), not self._ends
         outer.announced.retract(but=(float(done.tokens), done.work))
         while not outer.announced.free(WAIT_SLICE_S):
             self._calls.listen()
@@ -249,7 +259,8 @@ class Phases:
                 self.drop()
                 return
         began = clock()
-        if not outer.offer(float(done.tokens), done.work):
+        weight = float(max(1, round(self.held.weight(outer.position.t))) if self._ends else done.tokens)
+        if not outer.offer(weight, done.work):
             self.drop()
             return
         self._offer_s = clock() - began
@@ -291,7 +302,7 @@ class Phases:
     def _overlaps(self) -> bool:
         """Whether inner steps go on during the next round. Not during the last one: no round would count them."""
         ends = self._spec.exchanges and self._outer.position.t + 1 >= self._spec.exchanges
-        return self._spec.overlap != "none" and not ends
+        return self._spec.overlap != "none" and not (ends or self._ends)
 
     def _step_beyond(self, offered: int, overlaps: bool) -> bool:
         """An inner step while a round is under way. False: it diverged, and all steps since the offer are undone; or
@@ -309,7 +320,9 @@ class Phases:
     def _undo_beyond(self, offered: int) -> None:
         """The steps since the offer diverged: the model and the progress are those that were offered."""
         self._outer.put_back()
+        before = self._done.tokens
         self._done.keep(offered)
+        self.held.undo(self._outer.position.t, before - self._done.tokens)
         self._supply.forget()
         self._tell_diverged()
 
@@ -321,6 +334,8 @@ class Phases:
         settled = self._outer.settle(self._done.work)
         self._supply.forget()
         loss = self._done.counted(offered) if settled.counted else None
+        if settled.counted and settled.report is not None:
+            self.held.counted(settled.report.t, self._done.tokens)
         if not settled.kept:
             self.drop()
         elif not settled.counted:
@@ -349,7 +364,7 @@ class Phases:
     def _gives_up(self, stop: threading.Event) -> bool:
         """Whether a round is no longer waited for; who is to stop still waits for one that is near."""
         if not stop.is_set():
-            return self._calls.over(stop) is not None
+            return self._calls.over(stop) is not None and not self._ends
         return self._clock() >= self._leave_by()
 
     def _leave_by(self) -> float:
@@ -372,6 +387,34 @@ class Phases:
                     return
                 self._calls.hear()
         except (NotFinite, DataError):
+            self.drop()
+
+    def last_turns(self, stop: threading.Event) -> None:
+        """The run is over: each fragment has one more turn with what it holds, in rounds without inner steps.
+
+        Who has nothing for the next one stays as long as others may, so that all end with the same model.
+        """
+        if self._ends or self._spec.fragments == 1:
+            return
+        self._ends, self._outer.patience_s = True, END_PATIENCE_S
+        t, since = -1, self._clock()
+        try:
+            while not stop.is_set():
+                self._calls.hear()
+                if self._outer.moved(at_once=True) and not self._outer.rebase(self._done.work):
+                    self.drop()
+                if t != self._outer.position.t:
+                    t, since = self._outer.position.t, self._clock()
+                if self.held.next(t):
+                    self.exchange(stop)
+                    continue
+                self._tell.ends(t)
+                if not self._others.may_offer(t) or self._clock() - since >= END_PATIENCE_S:
+                    break
+                stop.wait(WAIT_SLICE_S)
+        except NotFinite:
+            self.drop()
+        if not stop.is_set():  # else the checkpoint has it
             self.drop()
 
     def _step_if_read(self) -> bool:

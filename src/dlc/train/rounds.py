@@ -13,6 +13,7 @@ import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from dlc.train.offers import NotFinite
@@ -26,7 +27,7 @@ from dlc.train.swarm import Frozen, Position
 
 log = logging.getLogger(__name__)
 
-_PARAMETERS = "parameters"
+_PARAMETERS, _HELD = "parameters", "held"
 
 
 class Rounds:
@@ -35,6 +36,8 @@ class Rounds:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._finished = False
+        self._held: list[int] = []
+        """What `phases.held` had at the end, before it was dropped."""
         self._at_end: Tensor | None = None
         """What `_ahead_of_theta` gave before the model was set to theta of that same round, when all was trained."""
         spec, peer, engine, clock = parts.spec, parts.peer, parts.engine, parts.clock
@@ -83,9 +86,11 @@ class Rounds:
         )
         if saved is not None and (spec.fragments > 1 or spec.mixing):
             mine, here = saved.peer in ("", self._parts.peer.id), position.digest == saved.digest
+            held = saved.own[_HELD].tolist() if _HELD in saved.own else [1]
             if ahead is not None and mine and here:
                 self.outer.take_up(ahead)
-            else:
+                self.phases.held.load(held)
+            elif any(held):
                 log.info("what fragments, or mixing, had left of the inner steps before round %d is lost", saved.t)
         return position
 
@@ -103,9 +108,14 @@ class Rounds:
             self.phases.start_again()
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:
+        position, phases = self.position, self.phases
         if stopped:
-            self.phases.last_round(stop)
-        self.phases.drop()
+            phases.last_round(stop)
+        elif self._parts.spec.over(position.t, position.tokens):
+            phases.last_turns(stop)
+        self._held = phases.held.amounts()
+        if phases.at_work:
+            phases.drop()
 
     def finish(self) -> Position:
         ahead, of = self._at_end if self._finished else self._ahead_of_theta(), self.outer.position.digest
@@ -128,6 +138,8 @@ class Rounds:
         ahead = self.phases.ahead or self.phases.at_work
         parameters = self._at_end if self._finished else self._ahead_of_theta()
         own = {} if parameters is None else {_PARAMETERS: parameters}
+        if self._parts.spec.fragments > 1:
+            own[_HELD] = torch.tensor(self._held or self.phases.held.amounts(), device="cpu")
         return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng, own, ahead)
 
     def _ahead_of_theta(self) -> Tensor | None:
@@ -135,6 +147,8 @@ class Rounds:
         later. With overlap the steps that are ahead are not counted, and cannot be told from the rest."""
         spec = self._parts.spec
         if spec.fragments == 1 or spec.overlap != "none" or self.phases.ahead or self.phases.at_work:
+            return None
+        if not self.phases.held.any():
             return None
         return self.outer.local()
 

@@ -106,6 +106,10 @@ class MemberView(Protocol):
         """Peer id."""
 
     @property
+    def role(self) -> str:
+        """One of `dlc.comm.roles.ROLES`."""
+
+    @property
     def alive(self) -> bool:
         """Whether it answers."""
 
@@ -185,6 +189,7 @@ class TrainPeer(Protocol):
         encoded, in the channel's grid.
 
         `norm`: of the vector, which is then clipped to the median of the norms told for this round; 0: it is not.
+        `upto`: the position in the lease up to which it was trained; 0: it brings no samples that are not counted yet.
         `after`: the round that the caller has seen last; if another one is past by now, nothing is offered.
         `patience_s`: how long the round may wait for others that are alive; 0: as long as it pays.
         `filling`: the vector becomes final meanwhile, from its end to its front.

@@ -15,11 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from dlc.comm import events
+from dlc.comm.straggler import NEVER_S
 from dlc.train.flops import Utilisation
 from dlc.train.swarm import TrainerPeer
 
 DESCRIBE_EVERY_S = 0.5
 """A status travels by gossip to everybody: twice a second is plenty for people."""
+ENDS = "leaving"
+"""Phase of a trainer that offers nothing more."""
+ETAS_S = {"waiting": 0.0, "overlapping": 0.0, ENDS: NEVER_S}
+"""Of a contribution, in the phases that say it."""
 RATE_WEIGHT = 0.2
 """Of the newest step in the running mean of the step time."""
 
@@ -94,7 +99,14 @@ class Teller:
         if self._status.get("phase") != name:
             self._status["phase"] = name
             self.event("phase", phase=name)
-            self._describe(eta_s=0.0 if name in ("waiting", "overlapping", "leaving") else None)
+            self._describe(eta_s=ETAS_S.get(name))
+
+    def ends(self, t: int) -> None:
+        """This peer has nothing for the round after t."""
+        known, self._status["t"] = self._status.get("t"), t
+        if self._status.get("phase") == ENDS and known != t:
+            self._describe(eta_s=NEVER_S)
+        self.phase(ENDS)
 
     def round_begins(self, t: int, inner: int, of: int) -> None:
         """Inner steps start, at `inner` of `of`."""
