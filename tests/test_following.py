@@ -80,12 +80,14 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
 def test_the_file_of_metrics_tells_steps_from_rounds(tmp_path: Path) -> None:
     """A validation after round 1 stood there as one after step 1."""
     sink = sinks.Metrics(tmp_path)
-    for event in (step(7), ROUND, VALIDATION, {"event": "averaging", "t": 2, "distance": 0.5, "seconds": 1.5}):
+    bad = {**VALIDATION, "t": 3, "loss": None}
+    for event in (step(7), ROUND, VALIDATION, bad, {"event": "averaging", "t": 2, "distance": 0.5, "seconds": 1.5}):
         sink.take(event)
     sink.close()
-    inner, of_round, validation, averaging = read_metrics(tmp_path / FILE_NAME)
+    inner, of_round, validation, not_finite, averaging = read_metrics(tmp_path / FILE_NAME)
     assert (inner["step"], inner["loss"]) == (7, -4.5) and of_round["report"]["t"] == 1
     assert (validation["round"], validation["validation_loss"]) == (1, 1.25)
+    assert (not_finite["round"], not_finite["validation_loss"]) == (3, None), "it had no line"
     assert (averaging["round"], averaging["consensus_distance"]) == (2, 0.5)
     assert not {"step"} & {*validation, *averaging}
 

@@ -106,6 +106,7 @@ def test_pushes_that_a_partition_set_aside_are_told_and_summed_up(
     assert told == [(2, 320.0), (1, 160.0)]
     assert (summary.setbacks.rounds_lost, summary.setbacks.tokens_lost) == (3, 480.0)
     assert summary.setbacks.tokens_dropped == 0, "the pushes that told it counted themselves"
+    assert summary.tokens is None and run.all("end")[0]["tokens"] is None, "nobody counts those of all"
     names = [event["event"] for event in run.events]
     assert names.index("history_lost") < [i for i, name in enumerate(names) if name == "round"][1], "before its round"
 

@@ -193,7 +193,7 @@ class Metrics:
             case "averaging":
                 values = {"consensus_distance": event["distance"], "exchange_s": event["seconds"]}
                 self._writer.of_round(event["t"], **{k: v for k, v in values.items() if v is not None})
-            case "validation" if event["loss"] is not None:
+            case "validation":
                 self._writer.of_round(event["t"], validation_loss=event["loss"])
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ def sentence(event: Event) -> str:
             return f"in step with the swarm at round {event['t']}"
         case "step":
             return (
-                f"round {event['t'] + 1}, step {event['inner']}/{event['of']}: loss {event['loss']:.4f}, "
+                f"after round {event['t']}, step {event['inner']}/{event['of']}: loss {event['loss']:.4f}, "
                 f"{_speed(event)}"
             )
         case "round":

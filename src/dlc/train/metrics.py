@@ -42,7 +42,7 @@ class MetricsWriter:
         """Named values of one global step."""
         self._write({"time_s": self._clock(), "step": step, **values})
 
-    def of_round(self, t: int, **values: float) -> None:
+    def of_round(self, t: int, **values: float | None) -> None:
         """Named values after round, or exchange, `t`."""
         self._write({"time_s": self._clock(), "round": t, **values})
 

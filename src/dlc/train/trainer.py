@@ -71,8 +71,9 @@ class Summary:
     """Of the outer state after round `t`, hex."""
     validation_loss: float | None
     """Nats per token at the end; None if interrupted or failed."""
-    tokens: float
-    """Of all peers together; 0 with strategy "parameter-server", where nobody counts those of all."""
+    tokens: float | None
+    """Of all peers together; of this one alone where there are no rounds of all (gossip, moshpit). None with strategy
+    "parameter-server", where nobody counts them."""
     waited_s: float
     """Time this peer's inner steps stood still for rounds."""
     bytes_sent: int
@@ -298,7 +299,7 @@ class Trainer:
             t=position.t,
             digest=position.digest.hex(),
             validation_loss=loss,
-            tokens=position.tokens,
+            tokens=None if self.spec.strategy == "parameter-server" else position.tokens,
             waited_s=self._waited_s,
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
