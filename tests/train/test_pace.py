@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import dlc.train.outer_loop
+from dlc.comm.straggler import NEVER_S
 from dlc.runspec import RunSpec
 from dlc.train import others
 from dlc.train.inner import InnerLoop, StepResult
@@ -166,6 +167,7 @@ def test_a_slow_trainer_offers_few_steps_in_time(
     assert trained == list(range((first + 8) * PER_STEP))
     assert timed.clock.now == pytest.approx(3 * H * 0.1 - 1.0)
     told = [said["eta_s"] for said in timed.run.peer.said if said.get("eta_s")]
+    assert told.pop() == NEVER_S, "it leaves"
     assert told[1:] and max(told[1:]) <= H * 0.1, "but for the first step, before which no speed is known"
 
 
