@@ -156,7 +156,7 @@ def check_ledger(before: LogState, after: LogState, counted: Sequence[Part]) -> 
     if len(set(free)) != len(free) or any(not 0 <= b < after.ledger.next for b in free):
         raise OracleError(f"I5 ranges overlap or lie outside [0, {after.ledger.next}): {after.ledger}")
     consumed = _consumed(after.ledger) - _consumed(before.ledger)
-    trained = sum(p.weight for p in counted) / TOKENS_PER_BLOCK if after.ledger.length else 0.0
+    trained = sum(p.weight for p in counted if p.upto >= 0) / TOKENS_PER_BLOCK if after.ledger.length else 0.0
     if consumed != trained:
         raise OracleError(f"I5 {consumed} blocks were consumed, {trained} trained, by {counted} from {before.ledger}")
     fresh = after.ledger.next - before.ledger.next

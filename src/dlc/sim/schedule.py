@@ -43,9 +43,10 @@ FAULTS = {
     "filling": "contributions that become final while they are offered, later than expected, in part, or not at all",
     "patient": "rounds of the training wait for everybody who is alive, however late",
     "misfits": "second channels: half of the hosts bring states of other kinds, of which the run can have one",
+    "turns": "trainers also offer what brings no samples",
 }
-"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient, misfits)
-shapes all of a schedule."""
+"""Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient, misfits,
+turns) shapes all of a schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
@@ -128,6 +129,8 @@ class Scenario:
     """A round of the training waits for everybody who is alive, however late."""
     misfits: bool = False
     """Hosts bring second states of several kinds."""
+    turns: bool = False
+    """Some contributions to the training bring no samples."""
 
     @property
     def last_fault_s(self) -> float:
@@ -177,6 +180,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         filling="filling" in kinds and random.Random(f"filling {seed}").random() < 0.5,
         patient="patient" in kinds and random.Random(f"patient {seed}").random() < 0.3,
         misfits="misfits" in kinds and SECOND in beside and random.Random(f"misfits {seed}").random() < 0.5,
+        turns="turns" in kinds and random.Random(f"turns {seed}").random() < 0.3,
     )
 
 

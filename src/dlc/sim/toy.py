@@ -37,6 +37,8 @@ FILLING_SHARE = 0.7
 """Of the contributions, where some become final while they are offered."""
 FILL_SHARE_MAX = 0.5
 """Of an inner phase: the longest that one of these takes."""
+TURNS_SHARE = 0.3
+"""Of the contributions to the training that bring no samples, where some do."""
 NOT_MADE = 1e6
 """In place of elements that are not final: no mean may show it."""
 PATIENCE_S = 5.0
@@ -145,12 +147,16 @@ class Trainer:
         self.due = False
         """An inner phase has ended and its contribution is not offered yet."""
         self._fills = random.Random(f"filling {world.scenario.seed} {process.voter} {channel}")
+        self._turn = False
+        """What is offered next brings no samples."""
+        self._turns = random.Random(f"turns {world.scenario.seed} {process.voter} {channel}")
 
     def begin(self) -> None:
         """Start an inner phase."""
         rng = self.process.rng
         self.blocks, self.weight = [], 0.0
         self.due = False
+        self._turn = self.world.scenario.turns and self._turns.random() < TURNS_SHARE
         seconds = self.inner_s * rng.uniform(0.7, 1.3)
         if self._eager:
             speed = 3.0 * TOKENS_PER_BLOCK / self.inner_s
@@ -200,7 +206,8 @@ class Trainer:
             self.world.later(process, RETRY_S, self._offer)
             return
         self.due = False
-        upto = self.upto or node.offers + 1
+        number = node.offers + 1
+        upto = self.upto or (-number if self.channel == TRAIN else number)
         part = Part(process.voter, self.weight, upto)
         x = vector(self.channel, part, self.grid.numel)
         self.sink = Means() if self.channel == REDUCE else None
@@ -281,6 +288,9 @@ class Trainer:
         lease = self.process.node.lease()
         if lease is None:
             return False
+        if self._turn and not self.blocks:
+            self.weight, self.upto = self.weight or float(rng.randint(1, TOKENS_PER_BLOCK)), 0
+            return True
         if not self.blocks or lease.take(len(self.blocks)) != (self.blocks, self.upto):
             self.blocks, self.upto = lease.take(rng.randint(1, 5))
         self.weight = float(len(self.blocks) * TOKENS_PER_BLOCK)
