@@ -24,13 +24,18 @@ CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class Forked:
-    """Of `subprocess.Popen` what tests need: its output is in `stdout`, its stderr is added to the file `log`."""
+    """Of `subprocess.Popen` what tests need: its output is in `stdout`, its stderr is added to the file `log`.
 
-    def __init__(self, module: str, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    daemon: it ends with this process, and may have no children by `multiprocessing` itself.
+    """
+
+    def __init__(
+        self, module: str, words: Sequence[str], log: Path, env: Mapping[str, str], *, daemon: bool = True
+    ) -> None:
         log.touch()
         ours, theirs = CONTEXT.Pipe(duplex=False)
         self._process = CONTEXT.Process(
-            target=_run, args=(module, list(words), theirs, str(log), dict(env), os.getcwd()), daemon=True
+            target=_run, args=(module, list(words), theirs, str(log), dict(env), os.getcwd()), daemon=daemon
         )
         self._process.start()
         theirs.close()

@@ -1,20 +1,21 @@
 """Each of examples/ runs as a person would start it, and its two peers end with equal weights; so do those that are
 started one by one, as on two machines.
 
-One interpreter imports what they need, and forks for each of them: the imports cost far more than the examples.
+`examples_runner` starts them, from a process that has imported what they need: the imports cost far more than they do.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from tests.swarm import free_addresses
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,46 +41,6 @@ DEADLINE_S = 900.0
 """For all of them: some seconds on an idle machine."""
 LIMIT_S = 240
 """For one: who waits without end says where."""
-RUNNER = f"""\
-LIMIT_S = {LIMIT_S}
-import json, os, runpy, signal, sys, traceback
-sys.path.insert(0, "examples")
-import torch, dlc.train.diloco, dlc.peer, dlc.compat.hivemind.peer_swarm
-from tests.helpers import wait_until
-from tests.swarm import PATIENT
-join = dlc.Peer.join.__func__
-dlc.Peer.join = classmethod(lambda peer, *words, **options: join(peer, *words, timeouts=PATIENT, **options))
-for name in sys.argv[1:]:
-    __import__(name)
-for log, name, starts in json.load(sys.stdin):
-    children = []
-    def waits():
-        over = os.waitid(os.P_PID, children[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return over or os.path.exists(log) and "training begins when" in open(log).read()
-    for words in starts:
-        if children:
-            wait_until(waits, LIMIT_S + 60)
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(file, 1), os.dup2(file, 2)
-                signal.signal(signal.SIGALRM, signal.default_int_handler), signal.alarm(LIMIT_S)
-                sys.argv = [name, *words]
-                runpy.run_path("examples/" + name + ".py", run_name="__main__")
-                status = 0
-            except SystemExit as end:
-                print(end)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush(), sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    print(log, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
-"""
-MODULES = {"accelerate": ["transformers.trainer"], "lightning": ["lightning.pytorch"]}
 
 
 def lacking(name: str) -> list[str]:
@@ -101,19 +62,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Exit statuses by example, and the folder of what they wrote."""
     folder = tmp_path_factory.mktemp("examples")
     names = [name for name in EXAMPLES if not lacking(name)]
-    extras = {extra for name in names for extra in EXAMPLES[name]}
     jobs: list[tuple[str, str, list[list[str]]]] = [(f"{folder}/{name}", name, [[]]) for name in names]
     jobs += [(f"{folder}/{name}-apart", name, starts_apart(name)) for name in APART]
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, *(module for extra in sorted(extras) for module in MODULES[extra])],
-        input=json.dumps(jobs),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = map(str.split, done.stdout.splitlines())
+    log = folder / "runner.log"
+    runner = Forked("tests.examples_runner", [str(LIMIT_S), json.dumps(jobs)], log, os.environ, daemon=False)
+    try:
+        assert runner.wait(DEADLINE_S) == 0, log.read_text()
+    finally:
+        runner.kill()
+    rows = map(str.split, runner.stdout.read().decode().splitlines())
     return {Path(log).name: [int(status) for status in statuses] for log, *statuses in rows}, folder
 
 

@@ -22,7 +22,7 @@ from dlc.comm.security import generate_run_key
 from dlc.peer import Peer
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
-from tests.train.test_site import TORCHRUN
+from tests.train.test_site import places
 
 
 @pytest.fixture
@@ -234,8 +234,10 @@ def test_an_import_that_takes_ctrl_c_for_a_missing_package_is_no_error(monkeypat
         raise OSError("the disk is full")  # an error of saving stays one
 
 
-@pytest.mark.parametrize("launcher", [["-m"], TORCHRUN], ids=["one process", "a site"])
-def test_what_was_trained_is_saved_where_the_data_ends_in_rubbish(host: Host, launcher: list[str]) -> None:
+@pytest.mark.parametrize("size", [1, 2], ids=["one process", "a site"])
+def test_what_was_trained_is_saved_where_the_data_ends_in_rubbish(
+    host: Host, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All went well until then, so this is no wrong option."""
     import datasets
 
@@ -246,9 +248,16 @@ def test_what_was_trained_is_saved_where_the_data_ends_in_rubbish(host: Host, la
     (folder / "1.parquet").write_bytes(b"PAR1 and so on")
     config = Path(host.config(rounds=0))
     said = f"source = {json.dumps(folder.as_posix())}\nstreaming = true\nshards = 1\nlease_blocks = 64"
-    config.write_text(config.read_text().replace(f'source = "{host.text.as_posix()}"', said))
-    peer = host.start("a", "--config", str(config), "--checkpoint-every", "0", launcher=launcher)
+    text = config.read_text().replace("batch_size = 2", "batch_size = 16")
+    config.write_text(text.replace(f'source = "{host.text.as_posix()}"', said))
+    started = []
+    for rank, place in enumerate(places(size)):
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        started.append(host.start(str(rank), "--config", str(config), "--checkpoint-every", "0"))
+    peer, *others = started
     end = peer.event("end")
-    assert peer.exit_code() == (1 if launcher == TORCHRUN else 4)  # torchrun has one of its own
+    assert peer.exit_code() == 4
+    assert not any(other.exit_code() or other.events for other in others)  # an end that rank 0 told them
     assert end["reason"] == "failed" and end["t"] > 9 and end["saved"] and "broke off in shard 0" in peer.log()
     assert Path(end["checkpoint"]).is_file() and Path(end["model"], "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""What `test_site` starts with torchrun: rank 0 compares a site's inner steps with those of one process, and then
+"""What `test_site` starts as torchrun would: rank 0 compares a site's inner steps with those of one process, and then
 hears that the other one, which waits for an order, was told to stop.
 
 The others only follow. Rank 0 alone tells, by its exit status, and by the line "equal".

@@ -40,11 +40,17 @@ from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
 from dlc.train.sharded import Sharded, check_layers, layers_of
 from dlc.train.site import SiteEngine
-from tests.swarm import DEADLINE_S, ROOT, Event, Host, Process, free_addresses
+from tests.forked import AVAILABLE, Forked
+from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 from tests.train.site_steps import LLAMA, SPEC
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
-STARTED_AGAIN = [*TORCHRUN[:-1], "--max-restarts", "1", "-m"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1", "-m"]
+
+
+def places(size: int) -> list[dict[str, str]]:
+    """What torchrun says to each process of a site on this host, for one that starts them itself."""
+    host, _, port = free_addresses(1)[0].rpartition(":")
+    return [dict(zip(TORCHRUN_SAYS, (str(i), str(size), str(i), host, port), strict=True)) for i in range(size)]
 
 
 @given(n=st.integers(1, 40), size=st.integers(1, 6), batch=st.integers(1, 5))
@@ -325,17 +331,23 @@ def test_a_model_that_drops_layers_at_random_is_not_cut_into_parts(name: str) ->
         check_layers(model)
 
 
-def test_the_steps_of_a_site_are_those_of_one_process() -> None:
-    command = [sys.executable, *TORCHRUN, "tests.train.site_steps"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0 and done.stdout.split() == ["equal"], done.stderr[-6000:]
+@pytest.mark.skipif(not AVAILABLE, reason="this system has no forkserver")
+def test_the_steps_of_a_site_are_those_of_one_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks = [Forked("tests.train.site_steps", [], log, {**os.environ, **place}) for place in places(2)]
+    try:
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0], log.read_text()[-6000:]
+        assert [rank.stdout.read() for rank in ranks] == [b"equal\n", b""]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 class Site:
     """`torchrun ... dlc join`."""
 
     def __init__(self, host: Host, *words: str) -> None:
-        self.run = host.start("site", *words, launcher=STARTED_AGAIN)
+        self.run = host.start("site", *words, launcher=TORCHRUN)
         self.leader = 0
         self.started()
 
