@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -29,7 +31,8 @@ from dlc.monitor.children import Children
 from dlc.monitor.outcome import write_outcome
 from dlc.monitor.verdict import Expected, Record, exit_text, reports_of_kill_round, verdict
 from dlc.report import Missing, RoundReport, Share
-from dlc.runspec import RunSpec
+from dlc.runspec import RunSpec, TimeoutsSpec
+from tests.forked import AVAILABLE, Forked
 from tests.helpers import wait_until
 from tests.swarm import ROUND_S, swarm, together
 
@@ -38,17 +41,6 @@ EXPECTED = Expected(rounds=ROUNDS, kill_round=KILL_ROUND, limit_s=180.0)
 IDS = {"victim": "v" * 16, "b": "b" * 16, "c": "c" * 16, "newcomer": "n" * 16, "alone": "a" * 16}
 E2E_S = 900.0
 """For the real demo at its smallest useful size, on a machine that does other things too."""
-PATIENT_DEMO = """\
-import sys
-from functools import partial
-from dlc import demo
-from dlc.cli import main
-from dlc.runspec import RunSpec, TimeoutsSpec
-demo.RunSpec = partial(RunSpec, timeouts=TimeoutsSpec(probe_s=1.0, chunk_s=30.0))
-demo.LIMIT_S = demo.SILENCE_MAX_S = 800.0
-sys.exit(main(sys.argv[1:]))
-"""
-"""`dlc` with a demo that takes nobody for dead whom a busy machine does not run for some seconds."""
 
 
 def round_event(t: int, names: str, ballots: int = 1, missing: tuple[Missing, ...] = ()) -> dict[str, Any]:
@@ -185,6 +177,12 @@ def test_a_victim_that_was_too_late_for_its_round_dies_in_the_next() -> None:
     assert name.startswith(SURVIVED)
 
 
+def test_a_newcomer_that_is_quicker_than_the_round_of_the_kill_takes_over_what_that_gave() -> None:
+    records = recorded()
+    records["newcomer"].events.insert(1, {"event": "synced", "t": KILL_ROUND - 1})
+    assert failed(records) == []
+
+
 def test_a_survivor_that_was_not_there_at_the_round_of_the_kill_has_no_report_of_it() -> None:
     records = recorded()
     records["c"].events = [event for event in records["c"].events if event.get("t") != KILL_ROUND]
@@ -254,11 +252,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def start_demo(tmp_path: Path, *words: str, dlc: tuple[str, str] = ("-m", "dlc")) -> subprocess.Popen[bytes]:
+def start_demo(tmp_path: Path) -> subprocess.Popen[bytes]:
     """`dlc demo` in a process of its own, with its temporary files below `tmp_path`."""
     (tmp_path / "tmp").mkdir()
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, *dlc, "demo", "--out", str(tmp_path / "out"), *words]
+    command = [sys.executable, "-m", "dlc", "demo", "--out", str(tmp_path / "out")]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
@@ -350,18 +348,39 @@ def test_a_victim_that_gets_to_send_nothing_dies_before_its_last_chunk_is_finish
     assert kills == [(signal.SIGKILL, 1)] and said == ["reducing"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_the_demo_on_real_processes(tmp_path: Path) -> None:
-    # The last two rounds are to take far longer than the newcomer's start.
-    demo = start_demo(tmp_path, "--rounds", "3", "--sync-every", "60", "--json", dlc=("-c", PATIENT_DEMO))
-    try:
-        out, _ = demo.communicate(timeout=E2E_S)
-    finally:
-        demo.kill()
-        demo.wait()
-    result = json.loads(out)
+class ForkedChild(Forked):
+    """`subprocess.Popen` for `Children`: of `env NAME=VALUE ... python -P -m MODULE WORDS...` without the imports."""
+
+    def __init__(self, command: Sequence[str], *, stderr: IO[bytes], **_: object) -> None:
+        at = command.index("-m")
+        assert command[at - 2 : at] == [sys.executable, "-P"]
+        variables = dict(word.split("=") for word in command[1 : at - 2])
+        super().__init__(command[at + 1], command[at + 2 :], Path(stderr.name), {**os.environ, **variables})
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return super().wait(timeout)
+        except AssertionError:
+            raise subprocess.TimeoutExpired("", timeout) from None
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this system has no forkserver")
+def test_the_demo_on_real_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that takes nobody for dead whom a busy machine does not run for some seconds."""
+    processes = SimpleNamespace(Popen=ForkedChild, PIPE=None, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("dlc.monitor.children.subprocess", processes)
+    monkeypatch.setattr("dlc.demo.RunSpec", partial(RunSpec, timeouts=TimeoutsSpec(probe_s=1.0, chunk_s=30.0)))
+    monkeypatch.setattr("dlc.demo.LIMIT_S", E2E_S)
+    monkeypatch.setattr("dlc.demo.SILENCE_MAX_S", E2E_S)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    # The newcomer's start is to take less than the end of the victim's round and the last two rounds.
+    code = main(arguments(["--out", str(tmp_path / "out"), "--rounds", "3", "--sync-every", "10", "--json"]))
+    result = json.loads(capsys.readouterr().out)
     not_held = [check for check in result["checks"] if not check["held"]]
-    assert demo.returncode == (1 if not_held else 0)
+    assert code == (1 if not_held else 0)
     assert not [check for check in not_held if not check["name"].startswith(BEATS)], not_held  # too short for that one
     assert {peer["exit"] for peer in result["peers"]} == {"exit 0", "SIGKILL"}
     assert (tmp_path / "out" / "result.json").exists()

@@ -189,15 +189,17 @@ def _missing_text(report: RoundReport, records: Sequence[Record]) -> str:
 
 
 def _newcomer_works(records: Sequence[Record], expected: Expected) -> Check:
-    """It got the state of a later round than the one of the kill, and its work counted at least once."""
+    """It got the state after the round of the kill or a later one, and its work counted at least once. Who is there
+    before that round has ended has an older state first."""
     newcomer = next(iter(of_role(records, "newcomer")), None)
     name = "the newcomer took the state over and contributed"
     if newcomer is None:
         return Check(name, False, "there was none")
     synced = [int(event.get("t", 0)) for event in newcomer.all("synced")]
     counted = [event.get("t") for event in newcomer.all("round") if event.get("counted")]
-    came = f"came in at round {synced[0]}" if synced else "never came in"
-    held = bool(synced) and synced[0] >= expected.kill_round and bool(counted)
+    late = [t for t in synced if t >= expected.kill_round]
+    came = f"came in at round {(late or synced)[0]}" if synced else "never came in"
+    held = bool(late) and bool(counted)
     return Check(name, held, f"{came}, counted in {len(counted)} rounds")
 
 
