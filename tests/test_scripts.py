@@ -2,7 +2,8 @@
 alone, and inside Hivemind's and OpenDiLoCo's optimizers, transformers.Trainer and Lightning.
 
 One interpreter imports what they need, and forks for each script before any peer exists; a script is a session of its
-own, and its end is the interpreter's own. `survivor` is a member that stays, in this process.
+own, and its end is the interpreter's own, which takes the longer the more was imported: what few need comes last.
+`survivor` is a member that stays, in this process.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ DEADLINE_S = 900.0
 RUNNER = """\
 import json, os, sys
 import torch, torch.utils.data, dlc.peer, dlc.compat.hivemind.peer_swarm, dlc.compat.opendiloco
-for name in sys.argv[1:]:
-    __import__(name)
 for line in sys.stdin.read().splitlines():
-    name, script = json.loads(line)
+    name, script, *modules = json.loads(line)
+    for module in modules:
+        __import__(module)
     child = os.fork()
     if not child:
         os.setsid()
         file = os.open(name + ".log", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1), os.dup2(file, 2), os.close(file)
-        del child, file, line
+        del child, file, line, modules
         exec(script)
         sys.exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -232,15 +233,13 @@ def survivor() -> Iterator[Peer]:
 def ends(survivor: Peer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, bool, str]]:
     """By script: exit status, whether one of its processes is left, and what it printed."""
     folder = tmp_path_factory.mktemp("scripts")
-    there = {n: s for n, s in SCRIPTS.items() if not lacking(n)}
-    lines = [json.dumps([f"{folder}/{n}", s.replace("ADDRESS", survivor.address)]) for n, s in there.items()]
-    modules = [module for n, (_, module) in EXTRAS.items() if n in there]
+    there = sorted((name for name in SCRIPTS if not lacking(name)), key=lambda name: name in EXTRAS)
+    lines = [
+        json.dumps([f"{folder}/{name}", SCRIPTS[name].replace("ADDRESS", survivor.address), *EXTRAS.get(name, ())[1:]])
+        for name in there
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER, *modules],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+        [sys.executable, "-c", RUNNER], input="\n".join(lines), capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
     found: list[list[Any]] = [json.loads(line) for line in done.stdout.splitlines()]
