@@ -35,24 +35,24 @@ def test_every_codec_is_measured_on_the_cpu() -> None:
 
 
 MEASURED = """
-import resource, torch
+import torch
 from dlc.bench import codec
 codec.keep_freed_chunks = lambda: True
 def peak(mb):
     codec.measure_codecs(mb, [torch.device("cpu")], lambda text: None)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 small = peak(1.0)
-print((peak(30.0) - small) / 30e6)
+print((peak(16.0) - small) / 15e6)
 """
+"""Not `ru_maxrss`, which begins at that of the parent: no less than the process of the tests has had."""
 
 
-@pytest.mark.alone
-@pytest.mark.skipif(sys.platform != "linux", reason="others count ru_maxrss in other units")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_three_times_the_vector() -> None:
     """Every chunk is given back to the system when it is freed: else what lies between others stays, more or less."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, env=environment)
-    assert float(done.stdout) < 4.0
+    assert 2.5 < float(done.stdout) < 4.0
 
 
 def test_errors_are_those_of_the_whole_vector() -> None:
