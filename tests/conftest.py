@@ -54,6 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[TURNS] = Turns(Path(tempfile.gettempdir()) / f"dlc-turns-{worker['testrunuid']}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that run alone come first: later each would wait until a long test of another process is over."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     turns = item.config.stash.get(TURNS, None)
