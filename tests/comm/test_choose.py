@@ -56,6 +56,7 @@ def test_of_two_accepted_decrees_the_higher_ballot_wins() -> None:
         }
     )
     assert isinstance(choice, Again) and choice.decree == new
+    assert {f.holders for f in choice.fixed} == {(B,)}, "who accepted the other one does not hold these bytes"
 
 
 def test_a_round_goes_on_with_the_chunks_that_are_held() -> None:

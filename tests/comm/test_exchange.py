@@ -14,10 +14,10 @@ from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import get_codec
 from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
-from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered
+from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
-from dlc.comm.messages import ChunkHeader, Contrib, GridSpec, HeldChunk, Plan, Promise, Ready, Result
+from dlc.comm.messages import ChunkHeader, Contrib, FixedChunk, GridSpec, HeldChunk, Plan, Promise, Ready, Result
 from dlc.comm.timeouts import Timeouts
 
 torch.set_num_threads(1)
@@ -83,6 +83,22 @@ def test_a_part_of_another_channel_does_not_enter_the_mean(exchange: Exchange) -
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(plan(), (ME, OTHER), {})
     exchange.receive_contrib(OTHER, part(exchange, 0, 100.0, channel="b"))
+    assert 0 not in exchange.held
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    mean = get_codec("fp32").decode(exchange.held[0].payload, CHUNK)
+    assert torch.equal(mean, torch.full((CHUNK,), 2.0))
+
+
+@pytest.mark.parametrize("change", [{"weight": 2.0}, {"upto": 4}])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_part_of_another_offer_does_not_enter_the_mean(exchange: Exchange, change: Any, early: bool) -> None:
+    """It would count with the weight, and for the samples, that the roster names."""
+    offer(exchange, torch.zeros(NUMEL))
+    other = dataclasses.replace(part(exchange, 0, 100.0), **change)
+    if early:
+        exchange.receive_contrib(OTHER, other)
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, other)
     assert 0 not in exchange.held
     exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
     mean = get_codec("fp32").decode(exchange.held[0].payload, CHUNK)
@@ -203,6 +219,45 @@ def test_a_result_that_is_not_finite_is_no_result(exchange: Exchange) -> None:
         dropped = exchange.dropped.total()
         assert exchange.receive_result(Result(header, get_codec("fp32").encode(mean))) is taken
         assert exchange.dropped.total() == dropped + (not taken) and (0 in exchange.held) is taken
+
+
+def result(exchange: Exchange, value: float = 2.0, **header: Any) -> Result:
+    """Of chunk 0, by OTHER, at the second ballot."""
+    roster = plan().entry.roster
+    usual = ChunkHeader(exchange.log.state.base("a"), 0, EMPTY, SECOND, OTHER, roster, ())
+    return Result(dataclasses.replace(usual, **header), get_codec("fp32").encode(torch.full((CHUNK,), value)))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"owner": Voter("third", 1)},
+        {"ballot": FIRST},
+        {"head": b"h" * 32},
+        {"chunk": -1},
+        {"chunk": N_CHUNKS},
+        {"included": ()},
+        {"included": (Part(OTHER, 2.0, 0),)},
+        {"included": (Part(OTHER, 1.0, 4),)},
+    ],
+)
+def test_a_result_that_the_plan_does_not_ask_for_is_not_taken(exchange: Exchange, header: Any) -> None:
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+    assert not exchange.receive_result(result(exchange, **header)) and not exchange.held
+    assert exchange.receive_result(result(exchange)) and not exchange.receive_result(result(exchange))
+
+
+def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_plan_fixes(exchange: Exchange) -> None:
+    fixed = result(exchange, ballot=FIRST)
+    chunk = FixedChunk(0, result_hash(fixed), (OTHER,))
+    others = (-1, *(0,) * (N_CHUNKS - 1))
+    exchange.begin(
+        dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,), assignment=others, fixed=(chunk,)), (ME, OTHER), {}
+    )
+    assert not exchange.receive_result(result(exchange, 3.0, ballot=FIRST))
+    assert not exchange.receive_result(result(exchange, ballot=FIRST, included=(Part(OTHER, 1.0, 0),)))
+    assert not exchange.held
+    assert exchange.receive_result(fixed) and exchange.hashes == {0: chunk.hash}
 
 
 def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:
