@@ -14,10 +14,22 @@ from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import get_codec
 from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
-from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered, result_hash
+from dlc.comm.exchange import STRAY_CHUNKS_MAX, WINDOW_CHUNKS_MIN, Exchange, Offered, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
-from dlc.comm.messages import ChunkHeader, Contrib, FixedChunk, GridSpec, HeldChunk, Plan, Promise, Ready, Result
+from dlc.comm.messages import (
+    ChunkHeader,
+    Contrib,
+    Excluded,
+    FixedChunk,
+    GridSpec,
+    HeldChunk,
+    Plan,
+    Promise,
+    Ready,
+    Result,
+)
+from dlc.comm.reducer import NOT_FINITE
 from dlc.comm.timeouts import Timeouts
 
 torch.set_num_threads(1)
@@ -103,6 +115,50 @@ def test_a_part_of_another_offer_does_not_enter_the_mean(exchange: Exchange, cha
     exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
     mean = get_codec("fp32").decode(exchange.held[0].payload, CHUNK)
     assert torch.equal(mean, torch.full((CHUNK,), 2.0))
+
+
+def test_an_own_offer_that_the_plan_does_not_name_is_told_as_late(exchange: Exchange) -> None:
+    offer(exchange, torch.full((NUMEL,), 100.0))
+    mine = exchange.offered["a"]
+    exchange.offered["a"] = Offered(dataclasses.replace(mine.ready, weight=2.0), mine.vector, None, exchange.ctx.now)
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    header = exchange.held[0].header
+    assert header.included == (Part(OTHER, 1.0, 0),) and header.excluded == (Excluded(ME, "late"),)
+    assert torch.equal(get_codec("fp32").decode(exchange.held[0].payload, CHUNK), torch.full((CHUNK,), 4.0))
+
+
+def test_who_has_taken_its_offer_back_is_not_waited_for_unless_it_offers_it_once_more(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    gone = dataclasses.replace(part(exchange, 0, 0.0), payload=b"")
+    exchange.receive_contrib(OTHER, dataclasses.replace(gone, weight=2.0))  # of another offer
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert not exchange.held
+    exchange.receive_contrib(OTHER, gone)
+    assert exchange.complete and {r.header.excluded for r in exchange.results()} == {(Excluded(OTHER, "late"),)}
+    exchange.receive_contrib(OTHER, part(exchange, 1, 4.0))
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
+    assert list(exchange.held) == [1]
+
+
+def test_a_part_that_is_refused_is_told_with_its_reason(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, float("nan")))
+    assert exchange.held[0].header.excluded == (Excluded(OTHER, NOT_FINITE),)
+
+
+def test_no_more_is_on_its_way_to_an_owner_than_fits_its_window(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.comm.exchange.WINDOW_BYTES", 0)
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+    sent = list(iter(lambda: exchange.next_bulk(OTHER.peer), None))
+    assert [bulk.chunk for bulk in sent if isinstance(bulk, Contrib)] == list(range(WINDOW_CHUNKS_MIN))
+    assert exchange.receive_result(result(exchange))
+    (more,) = iter(lambda: exchange.next_bulk(OTHER.peer), None)
+    assert isinstance(more, Contrib) and more.chunk == WINDOW_CHUNKS_MIN
 
 
 def test_a_vector_offered_after_the_plan_with_another_grid_is_not_cut_by_the_plan(exchange: Exchange) -> None:
@@ -258,6 +314,9 @@ def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_pla
     assert not exchange.receive_result(result(exchange, ballot=FIRST, included=(Part(OTHER, 1.0, 0),)))
     assert not exchange.held
     assert exchange.receive_result(fixed) and exchange.hashes == {0: chunk.hash}
+    assert exchange.plan is not None
+    exchange.begin(exchange.plan, (ME, OTHER), {0: fixed})
+    assert exchange.held == {0: fixed} and exchange.hashes == {0: chunk.hash}
 
 
 def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:
