@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import IDLE
-from dlc.comm.entries import EMPTY, ROUND, Entry, LogState, Part, manifest_hash
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, manifest_hash
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Ballot, Voter
@@ -329,11 +329,12 @@ class Checker:
             if fork is None or not self.history.commits(fork):
                 continue
             # The fork was there when the second of its sides was decided: in a partition, or while those who had
-            # decided the first slept. They go on from it when they wake only if theirs is the greater history.
+            # decided the first slept. They go on from it when they wake only if theirs is the greater history, or in a
+            # partition after that.
             first, second = sorted(fork[1:], key=lambda side: self._applied_at[side])
             slept = any(self.history.distance(first, head) is not None for head in self._slept_through[second])
             greater = process.node.log.state.key > other.node.log.state.key
-            if slept and (fork[1] == second or greater):
+            if slept and (fork[1] == second or greater or self.paths.apart(self._applied_at[second])):
                 continue
             if not self.paths.partitioned(self._applied_at[first], self._applied_at[second]):
                 raise Violation("S2", f"both sides of the fork at {fork[0][:3].hex()} commit rounds: {fork}")
@@ -426,7 +427,19 @@ class Checker:
         top = self._top(alive)
         logs = [p.node.log for p in alive if p.host.role != "observer"]
         held = {c for log in logs for c in log.attached if log.holds(c) and log.state.base(c) == top.base(c)}
-        return any(channel.opened and channel.name not in held for channel in top.channels)
+        if any(channel.opened and channel.name not in held for channel in top.channels):
+            return True
+        decrees = (p.node.slot.accepted[1] for p in alive if p.node.slot.accepted is not None)
+        return any(d.entry.kind == OPEN and not self._kept(alive, d.entry) for d in decrees)
+
+    def _kept(self, alive: Sequence[Process], opening: Entry) -> bool:
+        """Somebody has the first state that this opens its channel with."""
+        channel, digest = opening.channel, opening.digest
+        return any(
+            p.node.log.attached[channel].digest == digest or p.node.sync.donations.kept(channel, digest)
+            for p in alive
+            if channel in p.node.log.attached
+        )
 
     def _astray(self, process: Process, alive: Sequence[Process]) -> bool:
         """All addresses that it was given died, or left, before it heard of anybody, and nobody has heard of it: a
