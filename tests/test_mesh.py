@@ -435,6 +435,7 @@ def scripted(
     class Met:
         def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
             self.call, self.group, self.members, self.waited_s = call, f"group of {key}", members[len(made)], 0.0
+            self.without_mine = frozenset[int]()
             made.append(call)
 
         def wait(self) -> SimpleNamespace:
@@ -511,6 +512,23 @@ def test_two_that_are_a_cycle_apart_meet_in_the_later_one() -> None:
             assert not whole or all(r.complete for r in reports), "all of it was made in the later one"
             assert not any(r.absent for r in reports) and all(r.waiting_s <= r.seconds for r in reports)
             ahead._course.cycle += 1  # an averaging alone
+
+
+def test_what_comes_too_late_for_the_others_is_in_the_own_mean_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took over the others' mean there, and lost what it had learned."""
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, LONG_S, "both are up")
+        owner, late = sorted(peers, key=lambda peer: peer.voter)  # of one chunk the first owns it
+        parcels = owner.mesh.ask(lambda mesh, now: mesh.parcels)
+        monkeypatch.setattr(parcels, "receive_parcel", lambda sender, parcel: None)
+        pits = [dlc.Moshpit(p, group_size=2, codec="fp32", matchmaking_s=MEET_S) for p in (owner, late)]
+        vectors = [torch.full((4,), 1.0), torch.full((4,), 9.0)]
+        step = partial(dlc.Moshpit.step, timeout_s=MEET_S + 4.0)
+        told = [pool.submit(step, *args, weight=w) for *args, w in zip(pits, vectors, (3.0, 1.0), strict=True)]
+        for report in (future.result(LONG_S) for future in told):
+            assert [(m.peer, m.reason) for m in report.rounds[0].missing] == [(late.id, "late")]
+        assert vectors[0].tolist() == [1.0] * 4 and vectors[1].tolist() == [3.0] * 4
 
 
 def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:

@@ -110,7 +110,8 @@ class Moshpit:
 
         Of vectors that change between the rounds: each counts with its own weight only. Errors as in `average`. A peer
         waits for `matchmaking_s` at most, twice that where others are in later rounds and it follows them; but in two
-        of 16 cycles for as long as it takes those that are not much slower to come (comm/rotation.py).
+        of 16 cycles for as long as it takes those that are not much slower to come (comm/rotation.py). What came too
+        late for the others is in this peer's own mean all the same, so that what it learned is not lost.
         gather: up to 32 KiB that all members of the group get: `report.rounds[0].gathered`.
         """
         check_gather(gather)
@@ -139,6 +140,10 @@ class Moshpit:
             self._round = before
             self._places.trains(before, mates)
         if met is not None and met.report is not None:
+            others = sum(share.weight for share in met.report.contributors if share.peer != self.peer.id)
+            for chunk in met.without_mine:
+                part = slice(*call.grid.span(chunk))
+                met.mean[part].lerp_(z[part], weight / (weight + others))
             unflatten_into(met.mean, many)
             weight = met.report.weight
         return told.report(self.name, stop.cycle, [stop.axis], stop.cells, weight, False, began)
@@ -206,7 +211,7 @@ class Moshpit:
         if report is not None:
             told.rounds.append(report)
         assert call.out is not None
-        return _Met(report, call.out, handle.group, handle.members)
+        return _Met(report, call.out, handle.without_mine, handle.group, handle.members)
 
     def _members(self, mesh: Mesh) -> list[PeerId]:
         up = mesh.ground.members.up
@@ -335,6 +340,8 @@ class _Met:
     report: GroupReport | None
     """None: it gave no mean."""
     mean: Tensor
+    without_mine: frozenset[int]
+    """Chunks of it."""
     group: str
     members: tuple[PeerId, ...]
 
