@@ -197,10 +197,11 @@ def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(
     """It asked them for ever."""
     monkeypatch.setattr("dlc.joining.FOUND_AFTER_S", 0.1)
     first, second, gone = free_addresses(3)
-    with Peer.join([second, gone], listen=first, found=True, join_timeout_s=JOIN_S) as founder:
+    join = partial(Peer.join, found=True, timeouts=PATIENT, join_timeout_s=JOIN_S)
+    with join([second, gone], listen=first) as founder:
         (said,) = [r.getMessage() for r in caplog.records if r.name == "dlc.joining"]
         assert f"going on without {second} " in said and "the longer history is the run" in said
-        with Peer.join([first, gone], listen=second, found=True, join_timeout_s=JOIN_S) as other:
+        with join([first, gone], listen=second) as other:
             assert {m.id for m in other.members()} == {founder.id, other.id}
             both = [founder, other]
             reports = together(both, lambda peer, i: peer.all_reduce(torch.ones(2), timeout_s=ROUND_S))

@@ -15,6 +15,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import ChunkHeader, Plan, Result
 from dlc.comm.timeouts import Timeouts
+from dlc.comm.wire import pack
 from tests.comm.stage import Stage
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
@@ -79,7 +80,8 @@ def test_it_is_forgotten_with_its_slot_and_one_of_another_slot_is_not_kept(excha
 
 
 def test_what_is_kept_is_limited_and_still_checked(exchange: Exchange) -> None:
-    exchange.receive_result(result(exchange, FIRST, 0, EARLY_BYTES_MAX))
+    header_bytes = len(pack(result(exchange, FIRST, 0).header))
+    exchange.receive_result(result(exchange, FIRST, 0, EARLY_BYTES_MAX - header_bytes))
     exchange.receive_result(result(exchange, FIRST, 1))
     assert exchange.dropped.total() == 1
     begin(exchange, FIRST)

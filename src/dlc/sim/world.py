@@ -349,7 +349,7 @@ class World:
             trainer.told(event)
         if isinstance(event, SelfReplaced):
             self.end(process)
-        elif isinstance(event, StateMisfit):
+        elif isinstance(event, StateMisfit) and self.scenario.misfits:
             self.faults.struck["misfit"] += 1
             process.node.log.attached[event.channel].abandoned = True
             self.later(process, process.rng.uniform(0, FIT_S_MAX), self._bring_another, process, event.channel)
