@@ -177,7 +177,7 @@ NEWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64, "others": True},
-        "1 inner step of ours (64 tokens) is dropped; others train them",
+        "1 inner step of ours (64 tokens) is dropped; their samples are trained anew",
     ),
     ({"event": "diverged", "t": 4, "in_a_row": 1}, "not finite"),
 ]

@@ -101,6 +101,8 @@ class Peer(Unpicklable, Collectives):
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._reached_host = ""
         """See `_reached`."""
+        self._book_stays = False
+        """The address book could not be written, and that was told."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -436,8 +438,11 @@ class Peer(Unpicklable, Collectives):
         book = {r.voter.peer: {"addresses": list(r.control), "left": r.left} for r in known}
         try:
             self._intro.state.save_address_book(book)
+            self._book_stays = False
         except OSError as error:  # a full disk: the run is worth more than the address book
-            log.warning("the address book could not be written (%s); the old one stays", error)
+            if not self._book_stays:
+                log.warning("the address book could not be written (%s); the old one stays", error)
+            self._book_stays = True
 
     def __enter__(self) -> Peer:
         return self

@@ -95,7 +95,8 @@ def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True,
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
         raise UsageError(
             f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {_first_line(e)}; "
-            'where there is no network, copy its folder to every host and set model.kind = "path" and model.path'
+            "where there is no network, copy its folder here and give its path (in RUN.toml model.path, with "
+            'model.kind = "path")'
         ) from e
 
 

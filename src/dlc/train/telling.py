@@ -132,7 +132,7 @@ class Teller:
             self._describe(eta_s=self.step_s * (of - inner))
 
     def work_dropped(self, t: int, steps: int, tokens: int, others: bool = False) -> None:
-        """Inner steps of ours will not be counted. others: those who hold their samples now train them."""
+        """Inner steps of ours will not be counted. others: whoever holds their samples now trains them."""
         self.setbacks.tokens_dropped += tokens
         self.event("work_dropped", t=t, steps=steps, tokens=tokens, others=others)
 
