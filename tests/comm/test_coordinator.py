@@ -10,7 +10,9 @@ import pytest
 from dlc.comm import messages as msg
 from dlc.comm.coordinator import BACK_OFF_S, BACK_OFFS_MAX, IDLE, PREP, RUN, Coordinator
 from dlc.comm.ids import Ballot, Voter
-from dlc.sim.world import Process
+from dlc.sim.network import Weather
+from dlc.sim.schedule import Scenario, Start
+from dlc.sim.world import Process, World
 from tests.comm.stage import Stage
 
 STRANGER = Voter("stranger", 1)
@@ -146,3 +148,17 @@ def test_a_forced_ballot_needs_all_of_its_deciders(monkeypatch: pytest.MonkeyPat
     assert not committed
     coordinator.receive_held(other, vote)
     assert committed == [sorted((me, one, other))]
+
+
+def test_only_a_voter_takes_over_from_a_silent_coordinator() -> None:
+    starts = Start(0.0, ()), Start(0.1, (0,)), Start(0.2, (0,)), Start(0.3, (0,), "observer")
+    world = World(Scenario(0, starts, weather=Weather(latency_max_s=0.05, spike=0.0)))
+    world.run_until(12.0)
+    current = world.running()[0].node.slot.promised.voter
+    for process in world.running():
+        node = process.node
+        node.coordinator._drop()
+        node.slot.coordinator_heard = -1e9
+        node.coordinator.tick()
+        takes_over = node.coordinator.phase == PREP
+        assert takes_over == (process.host.role == "trainer"), f"{process.voter}, after {current}"
