@@ -203,6 +203,8 @@ def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(
         assert f"going on without {second} " in said and "the longer history is the run" in said
         with join([first, gone], listen=second) as other:
             assert {m.id for m in other.members()} == {founder.id, other.id}
+            founds = [peer._ask(lambda node, now: node.slot.founder) for peer in (founder, other)]
+            assert founds == [True, False], "on a busy machine the second began a run of its own"
             both = [founder, other]
             reports = together(both, lambda peer, i: peer.all_reduce(torch.ones(2), timeout_s=ROUND_S))
             assert all({share.peer for share in report.contributors} == {p.id for p in both} for report in reports)

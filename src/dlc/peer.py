@@ -212,7 +212,8 @@ class Peer(Unpicklable, Collectives):
                 raise SpecMismatch(f"{next(iter(told))} takes part with the replicated log: leave log=False away, too")
             if waits and lobby.found is not None:
                 awaited = (lobby.found.address,)
-            founder, resume = found or not awaited, resume if with_log else None
+            # Who is told of the run joins it: a founder, which has no proof yet that others live, might begin another.
+            founder, resume = (found and not told) or not awaited, resume if with_log else None
             peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)
