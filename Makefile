@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 # Each test run simulates fresh seeds for 90 seconds; for another time: make test ARGS="--sim-seconds 20"
 ARGS ?=
 # Processes that run tests at once. Most tests wait for most of their time; what measures runs alone.
-WORKERS ?= 3
+WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed

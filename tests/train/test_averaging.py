@@ -494,6 +494,10 @@ def test_members_of_a_group_go_on_from_the_same_number() -> None:
         for peer in peers:
             wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
         many = [Grids(peer, spec) for peer in peers]
+        for pit in (grid._moshpit for grid in many):
+            wait_until(
+                lambda p=pit: len(p._mesh.ask(lambda mesh, now: p._members(mesh))) == 2, DEADLINE_S, "it is shown"
+            )
         told = list(pool.map(lambda grid, t: grid.step(t, torch.ones(10)), many, (4, 7)))
         assert [(averaged.t, len(averaged.partners)) for averaged in told] == [(7, 1), (7, 1)]
     assert [many[0]._number(word) for word in (b"", b"\xff" * 8, (9).to_bytes(8, "big"))] == [0, 0, 9]
