@@ -33,6 +33,7 @@ from dlc.errors import DlcError
 from dlc.peer import Peer
 from dlc.report import RoundReport
 from tests.forked import AVAILABLE, Forked
+from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN_S = 180.0
@@ -89,6 +90,16 @@ def swarm(n: int, **options: object) -> Iterator[list[Peer]]:
     finally:
         for peer in peers:
             peer.leave()
+
+
+@contextmanager
+def late_for_its_partner(limit_s: float) -> Iterator[tuple[Peer, Peer]]:
+    """Two without a log: the first, which of a single chunk is the owner, gets no part of it from the second."""
+    with swarm(2, log=False) as peers:
+        wait_until(lambda: all(sum(m.alive for m in p.members()) == 2 for p in peers), limit_s, "both are up")
+        owner, late = sorted(peers, key=lambda peer: peer.voter)
+        owner.mesh.ask(lambda mesh, now: setattr(mesh.parcels, "receive_parcel", lambda sender, parcel: None))
+        yield owner, late
 
 
 def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> list[RoundReport]:

@@ -30,7 +30,7 @@ from dlc.served import Served
 from dlc.sim.meshnet import MeshNet
 from tests.comm.netpeer import NetPeer
 from tests.helpers import wait_until
-from tests.swarm import swarm
+from tests.swarm import late_for_its_partner, swarm
 
 LONG_S = 240.0
 MEET_S = LONG_S / 2
@@ -514,15 +514,11 @@ def test_two_that_are_a_cycle_apart_meet_in_the_later_one() -> None:
             ahead._course.cycle += 1  # an averaging alone
 
 
-def test_what_comes_too_late_for_the_others_is_in_the_own_mean_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_late_for_the_others_is_in_the_own_mean_of_a_step() -> None:
     """It took over the others' mean there, and lost what it had learned."""
-    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
-        for peer in peers:
-            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, LONG_S, "both are up")
-        owner, late = sorted(peers, key=lambda peer: peer.voter)  # of one chunk the first owns it
-        parcels = owner.mesh.ask(lambda mesh, now: mesh.parcels)
-        monkeypatch.setattr(parcels, "receive_parcel", lambda sender, parcel: None)
+    with late_for_its_partner(LONG_S) as (owner, late), ThreadPoolExecutor(2) as pool:
         pits = [dlc.Moshpit(p, group_size=2, codec="fp32", matchmaking_s=MEET_S) for p in (owner, late)]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in (owner, late)), LONG_S)
         vectors = [torch.full((4,), 1.0), torch.full((4,), 9.0)]
         step = partial(dlc.Moshpit.step, timeout_s=MEET_S + 4.0)
         told = [pool.submit(step, *args, weight=w) for *args, w in zip(pits, vectors, (3.0, 1.0), strict=True)]

@@ -308,6 +308,12 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
         # who lacked a second state went on by force; those who held it slept for so long that the entries between were
         # kept no longer, were offered nothing, as a state was lacking, and gave nothing
         38,
+        # one slept while another, parted from it, went on by force, woke without a path and went on itself: a check too
+        # strict
+        5046,
+        # peers of other kinds had voted for an opening, and all that had its first state died before it was decided:
+        # a state that is lost (docs/protocol.md, "Not guaranteed")
+        5061,
     ],
 )
 def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -> None:

@@ -40,7 +40,7 @@ from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import Pairs, noloco_step
 from tests.helpers import wait_until
-from tests.swarm import Host, free_addresses, swarm
+from tests.swarm import Host, free_addresses, late_for_its_partner, swarm
 from tests.train.school import DEADLINE_S, Pupil, School
 from tests.train.test_trainer import LLAMA
 
@@ -470,12 +470,7 @@ def test_what_comes_too_late_for_the_partner_is_in_the_own_mean_of_the_pair(monk
     monkeypatch.setattr(noloco, "EXCHANGE_S", 2.0)
     gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
     spec = RunSpec(strategy="gossip", codec="fp32", gossip=gossip)
-    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
-        for peer in peers:
-            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
-        owner, late = sorted(peers, key=lambda peer: peer.voter)  # of one chunk the first owns it
-        parcels = owner.mesh.ask(lambda mesh, now: mesh.parcels)
-        monkeypatch.setattr(parcels, "receive_parcel", lambda sender, parcel: None)
+    with late_for_its_partner(DEADLINE_S) as (owner, late), ThreadPoolExecutor(2) as pool:
         pairs, vectors = [Pairs(peer, spec) for peer in (owner, late)], [torch.zeros(4), torch.full((4,), 8.0)]
         for pair, vector in zip(pairs, vectors, strict=True):
             pair.begin(vector)

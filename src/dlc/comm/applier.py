@@ -64,7 +64,9 @@ class Applier:
                 return
             bytes_of = self._bytes_of(entry)
             if bytes_of is not None:
-                if not plausible_results(entry, bytes_of[1]):
+                accepted = self.slot.accepted
+                voted_for = accepted is not None and accepted[1].entry.hash == entry.hash  # each was checked as it came
+                if not voted_for and not plausible_results(entry, bytes_of[1]):
                     raise ProtocolError("a round entry that its results do not fit")
                 self._decided(m)
                 self.apply(entry, *bytes_of)

@@ -334,7 +334,7 @@ class Checker:
             first, second = sorted(fork[1:], key=lambda side: self._applied_at[side])
             slept = any(self.history.distance(first, head) is not None for head in self._slept_through[second])
             greater = process.node.log.state.key > other.node.log.state.key
-            if slept and (fork[1] == second or greater or self.paths.apart(self._applied_at[second])):
+            if slept and (fork[1] == second or greater or self.paths.apart(process, other)):
                 continue
             if not self.paths.partitioned(self._applied_at[first], self._applied_at[second]):
                 raise Violation("S2", f"both sides of the fork at {fork[0][:3].hex()} commit rounds: {fork}")

@@ -151,10 +151,11 @@ class Paths:
         """Who has slept for about T_evict: nobody waits for it any more."""
         return [p for p, since in self._frozen_since.items() if self.world.now - since >= self.limit_s]
 
-    def apart(self, since: float) -> bool:
-        """At some time since then two processes were apart for about T_evict."""
+    def apart(self, a: Process, b: Process) -> bool:
+        """These two have been apart for about T_evict."""
         self._note()
-        return self._apart.over(since, self.world.now)
+        pair, seconds = (a.host.name, b.host.name), self._apart.seconds
+        return max(seconds.get(pair, 0.0), seconds.get(pair[::-1], 0.0)) > self.limit_s
 
     def partitioned(self, since: float, until: float) -> bool:
         """A partition made a fork whose sides were decided at these times: two processes were apart for about T_evict.

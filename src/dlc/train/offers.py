@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlc.arguments import real, seconds
+from dlc.arguments import function, real, seconds
 from dlc.comm.encoded import Encoded
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.errors import DlcError, UsageError
@@ -80,7 +80,7 @@ def step_weight(weight: float, steps: int) -> float:
 
 def check_terms(hook: object, patience_s: float) -> None:
     """UsageError now, and not at the first round, whose inner steps it would cost."""
-    if hook is not None and not callable(hook):
-        raise UsageError(f"the pseudo_gradient_hook is {type(hook).__name__}: it must be a function of the difference")
+    if hook is not None:
+        function("pseudo_gradient_hook", hook)
     if not 0 <= seconds("patience_s", patience_s) < math.inf:
         raise UsageError(f"patience_s is {patience_s!r}: it must be a number of seconds, 0 for as long as it pays")
