@@ -114,17 +114,15 @@ class Channels(ABC):
                     return node.hand_on(channel, state, grid, lease_len, now)
                 except CheckpointError as error:
                     raise _of_another_kind(channel, str(error)) from None
-            if node.log.synced:
-                raise UsageError(
-                    f"this peer has a state on channel {channel!r} already: "
-                    "give a second training another channel, or a Peer of its own"
-                )
-            return node.attach(channel, state, grid, lease_len, now)
+            raise UsageError(
+                f"this peer has a state on channel {channel!r} already: "
+                "give a second training another channel, or a Peer of its own"
+            )
 
         def ready(node: Node, now: float) -> bool:
             if why := node.log.attached[channel].misfit:
                 raise _of_another_kind(channel, why)
-            return has_seat(node) and node.log.is_open(channel) and node.log.synced
+            return has_seat(node) and node.log.holds(channel)
 
         try:
             self._act(attach)

@@ -60,7 +60,7 @@ def test_small_swarms_are_frequent_where_great_ones_are_allowed() -> None:
 def test_every_kind_comes_up() -> None:
     plans = [scenario(seed, 2, 8, FAULTS) for seed in range(200)]
     kinds = {fault.kind for plan in plans for fault in plan.faults}
-    habits = {"eager", "probes", "filling", "patient", "misfits", "turns"}
+    habits = {"eager", "probes", "filling", "patient", "misfits", "turns", "orphans"}
     assert kinds | {"loss", "drift", "roles", "channels", "images"} | habits == set(FAULTS)
     assert all({getattr(plan, habit) for plan in plans} == {True, False} for habit in habits)
     assert {s.role for plan in plans for s in plan.starts} == {"trainer", "helper", "observer"}

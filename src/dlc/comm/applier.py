@@ -38,6 +38,7 @@ class Applier:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
         self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
+        slot.fetching = lambda: self.sync.busy
         self._decision: msg.Commit | None = None
 
     def committed(self, entry: Entry, holders: list[Voter]) -> None:

@@ -37,6 +37,7 @@ from dlc.comm.messages import (
 )
 from dlc.comm.owners import plan_round
 from dlc.comm.permit import proposal
+from dlc.comm.reach import in_step
 from dlc.comm.slot import Slot
 
 IDLE = "idle"
@@ -211,7 +212,7 @@ class Coordinator:
 
     def _maybe_take_over(self) -> None:
         ctx, slot, state = self.ctx, self.slot, self.log.state
-        if ctx.now < self._not_before or not self.log.synced:
+        if ctx.now < self._not_before or not in_step(ctx, self.log):
             return
         if not state.quorum(ctx.members.living(state.electorate)):
             self._maybe_force()

@@ -44,7 +44,8 @@ class Record:
     active: bool
     """Founded the run, or got its head from an active peer."""
     synced: bool
-    """Holds the state of every channel that it has attached: may be enlisted as a voter."""
+    """Holds the state of every channel that it has attached, or of some, if nobody alive holds the others: may be
+    enlisted as a voter."""
     speed: float
     """Training speed in tokens/s; 0 = unknown."""
     eta_s: float

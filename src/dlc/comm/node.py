@@ -42,6 +42,7 @@ from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
 from dlc.comm.offered import Offered
 from dlc.comm.permit import can_vote, greater_alive
+from dlc.comm.reach import in_step
 from dlc.comm.records import key_of, told_states
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import Services
@@ -223,7 +224,7 @@ class Node:
     def _seats(self) -> tuple[Voter, ...]:
         """The other voters; nobody while I have no seat, or am not in step."""
         electorate = self.log.state.electorate
-        if self.me not in electorate or not self.log.synced or self.ctx.stale:
+        if self.me not in electorate or self.ctx.stale or not in_step(self.ctx, self.log):
             return ()
         return tuple(voter for voter in electorate if voter != self.me)
 
@@ -505,7 +506,7 @@ class Node:
             tokens=state.tokens,
             depth=state.depth,
             active=self.log.active,
-            synced=self.log.synced and self.config.log,
+            synced=in_step(self.ctx, self.log) and self.config.log,
             states=told_states(self.log),
             up_Bps=self.exchange.rates.told_up_Bps,
             down_Bps=self.exchange.rates.told_down_Bps,
@@ -543,6 +544,8 @@ class Node:
             self.coordinator.tick()
         self.observing.tick()
         self.sync.tick()
+        if in_step(self.ctx, self.log) != self.members.own.synced:  # the last who held what I lack is gone, or is back
+            self.ctx.record_due = True
         self.waits.tick()
 
     # ---------------------------------------------------------------- views

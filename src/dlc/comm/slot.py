@@ -83,6 +83,10 @@ class Slot:
         """The last of this slot's coordinator."""
         self.blocked_on_digest = False
         """The plan's digest is not mine: I must be repaired before I vote."""
+        self.fetching: Callable[[], bool] = lambda: False
+        """Whether a state is on its way here."""
+        self._lacked: tuple[bytes, float] = (b"", 0.0)
+        """The first state that this slot's opening needs here, and the running time at which I last had hope of it."""
         self._last_ready = -1.0
         self._last_fetch = 0.0
 
@@ -98,6 +102,7 @@ class Slot:
         self.coordinator_heard = self.entered = self.ctx.running_s
         self.beat = None
         self.blocked_on_digest = False
+        self._lacked = (b"", 0.0)
         self._last_ready = -1.0
         self.exchange.reset()
         self.pacing.end()
@@ -294,13 +299,24 @@ class Slot:
     def _state_allows(self, plan: Plan) -> bool:
         """An opening is voted for only by those who hold the first state, so that a quorum has it; and by those who
         would hold none of its later states either: helpers that have no use for the channel, and whoever has a state of
-        another kind. Without their votes neither it nor anything after it might ever be decided."""
+        another kind. Without their votes neither it nor anything after it might ever be decided. Nor might it where
+        those who had that state died, and others voted for it: it is not waited for without end."""
         if plan.entry.kind != OPEN:
             return True
-        attached = self.log.attached.get(plan.entry.channel)
-        if attached is None:
-            return self.ctx.members.own.role == HELPER
-        return attached.digest == plan.entry.digest or bool(attached.misfit)
+        attached, digest = self.log.attached.get(plan.entry.channel), plan.entry.digest
+        if attached is not None and attached.digest == digest:
+            return True
+        useless = attached.misfit != "" if attached is not None else self.ctx.members.own.role == HELPER
+        return useless or self._waited_in_vain(digest)
+
+    def _waited_in_vain(self, digest: bytes) -> bool:
+        """Nobody has given me this first state for T_evict: as long as the silent may stand in the way."""
+        now = self.ctx.running_s
+        lacked, hoped = self._lacked
+        if lacked != digest or self.fetching():
+            self._lacked = digest, now
+            return False
+        return now - hoped >= self.ctx.members.t_evict_s
 
     def outlived(self, plan: Plan) -> bool:
         """No more than half of the next voters live, and this round ranks them anew: decided like this, it might give

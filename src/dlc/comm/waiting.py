@@ -9,7 +9,7 @@ an ordinary start goes through in passing is told only when it lasts. Nothing he
 | is outside the run, who answered there left or is silent, nobody else is in it | which addresses; another one helps |
 | is outside the run, and so is everybody here | these; each of them says for whom it waits |
 | sees no quorum alive | the voters that are missing, and how long until the others may go on without them |
-| lacks a state that nobody here holds | that |
+| lacks a state that nobody here holds | that, and of which channel if it holds others |
 | wishes to open a channel, and half of the voters or more do not | these |
 """
 
@@ -24,7 +24,7 @@ from dlc.comm.events import Waiting
 from dlc.comm.log import Log
 from dlc.comm.messages import PREP, RUN, WAIT
 from dlc.comm.permit import alive_records, greater_alive
-from dlc.comm.records import STATES_MAX, key_of
+from dlc.comm.reach import out_of_reach
 from dlc.comm.roles import OBSERVER
 from dlc.comm.slot import Slot
 
@@ -145,20 +145,14 @@ class Waits:
             learned_s = self.ctx.running_s - self.log.learned_run
             left_s = max(0.0, members.t_evict_s - min(unseen_s, learned_s))
             return Waiting("no quorum", missing, COUNTDOWN_S * math.ceil(left_s / COUNTDOWN_S)), 0.0
-        if not self.log.synced and not self._held_here():  # mine differs, or was never fetched
+        lost = sorted(out_of_reach(self.ctx, self.log))  # mine differs, or was never fetched
+        if lost:
+            others = any(map(self.log.holds, self.log.attached))
+            which = f" of channel {', '.join(map(repr, lost))}" if others else ""
             advice = "start a peer that has it, in memory or as a checkpoint"
-            return Waiting("the run's state is held by nobody who is here", (), advice=advice), CONTACT_S
+            advice += "; other channels go on meanwhile" if others else ""
+            return Waiting(f"the run's state{which} is held by nobody who is here", (), advice=advice), CONTACT_S
         return None
-
-    def _held_here(self) -> bool:
-        """Of each channel that is not in step here, somebody says that it holds the state, at this head, beyond it or a
-        few entries before it."""
-        lacking, recent = self.log.lacking(), self.log.recent()
-        for record in alive_records(self.ctx):
-            if key_of(record) >= self.log.state.key or record.head in recent:
-                told = {state.channel for state in record.states}
-                lacking -= lacking if len(told) == STATES_MAX else told  # a record may not have room for all
-        return not lacking
 
     def _unopened(self) -> tuple[Waiting, float] | None:
         """A channel that I wish to be opened is not, for want of others that hold a first state."""

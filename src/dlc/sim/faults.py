@@ -7,10 +7,12 @@ messages is struck after a part of them. A fault that would end the last active 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dlc.comm.effects import Effect, Send
+from dlc.comm.log import Log
 from dlc.sim.schedule import TRAIN, Fault
 from dlc.sim.toy import ToyState
 
@@ -78,13 +80,12 @@ class Faults:
         was opened just now as well."""
         opened = [channel for channel in process.node.log.attached if process.node.log.is_open(channel)]
         others = (p for p in self.world.running() if p is not process and not p.left)
-        return any(
-            p.node.log.active
-            and p.node.log.synced
-            and p.host.role == "trainer"
-            and all(p.node.log.is_open(channel) for channel in opened)
-            for p in others
-        )
+        return any(p.node.log.active and p.host.role == "trainer" and self._has(p.node.log, opened) for p in others)
+
+    def _has(self, log: Log, opened: Iterable[str]) -> bool:
+        if self.world.scenario.orphans:
+            return TRAIN not in log.lacking() and (TRAIN not in opened or log.is_open(TRAIN))
+        return log.synced and all(map(log.is_open, opened))
 
     def _join(self, fault: Fault) -> None:
         peers = [p for p in self.world.running() if p.node.log.active and not p.left]

@@ -79,6 +79,7 @@ class Checker:
         """Contributions whose end their trainer was not told yet: (process, channel), since when, which."""
         self._events = 0
         self._round_by = float("inf")
+        self._misses = False
         """When the first round after the last fault must have been, at the latest."""
         self._moved: Process | None = None
         """Whose head the last event moved."""
@@ -397,9 +398,10 @@ class Checker:
         alive = [p for p in alive if not self._astray(p, alive)]
         if not alive:
             return ""
-        if self.world.scenario.misfits and self._lost(alive):
+        lost = self._lost(alive)
+        if lost:
             self.world.faults.struck["state lost"] += 1
-            return ""
+            self._missed(alive)
         rounds = sum(at >= since for at in self.round_times[-50:])
         trains = any(p.host.role == "trainer" for p in alive)
         if trains and not rounds and self.world.now > self._round_by:
@@ -413,7 +415,7 @@ class Checker:
                 return f"L1: {p.voter} stands at {p.node.log.head[:3].hex()}, the greatest head is {top.head[:3].hex()}"
             if p.host.role != "observer" and p.voter not in top.electorate:
                 return f"L2: {p.voter} is no voter"
-            if p in self.corrupt:
+            if p in self.corrupt and not lost:
                 return f"S1: the wrong state of {p.voter} is not repaired"
         if trains and rounds < ROUNDS_AFTER:
             return f"L3: less than {ROUNDS_AFTER} rounds since {since:.0f} s"
@@ -431,6 +433,13 @@ class Checker:
             return True
         decrees = (p.node.slot.accepted[1] for p in alive if p.node.slot.accepted is not None)
         return any(d.entry.kind == OPEN and not self._kept(alive, d.entry) for d in decrees)
+
+    def _missed(self, alive: Sequence[Process]) -> None:
+        """An opening whose state nobody can give is waited for as long as the silent may stand in the way."""
+        if not self._misses:
+            self._misses = True
+            patience_s = 1.5 * max(p.node.members.t_evict_s for p in alive)
+            self._round_by = max(self._round_by, self.world.now + patience_s + ROUND_S)
 
     def _kept(self, alive: Sequence[Process], opening: Entry) -> bool:
         """Somebody has the first state that this opens its channel with."""

@@ -44,9 +44,10 @@ FAULTS = {
     "patient": "rounds of the training wait for everybody who is alive, however late",
     "misfits": "second channels: half of the hosts bring states of other kinds, of which the run can have one",
     "turns": "trainers also offer what brings no samples",
+    "orphans": "second channels: all who hold their states may be gone",
 }
 """Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient, misfits,
-turns) shapes all of a schedule."""
+turns, orphans) shapes all of a schedule."""
 FIRST_KINDS = ("crash", "freeze", "cut", "loss", "restart", "join", "leave", "partition")
 """Drawn from the first stream."""
 MORE_KINDS = ("slow", "corrupt", "move")
@@ -131,6 +132,8 @@ class Scenario:
     """Hosts bring second states of several kinds."""
     turns: bool = False
     """Some contributions to the training bring no samples."""
+    orphans: bool = False
+    """Faults spare who alone holds the training's state, and not who alone holds a second one."""
 
     @property
     def last_fault_s(self) -> float:
@@ -181,6 +184,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
         patient="patient" in kinds and random.Random(f"patient {seed}").random() < 0.3,
         misfits="misfits" in kinds and SECOND in beside and random.Random(f"misfits {seed}").random() < 0.5,
         turns="turns" in kinds and random.Random(f"turns {seed}").random() < 0.3,
+        orphans="orphans" in kinds and SECOND in beside and random.Random(f"orphans {seed}").random() < 0.5,
     )
 
 
