@@ -1,19 +1,26 @@
 """A round beside a busy main thread: what training does to the exchange, and the exchange to inner steps.
 
     python benchmarks/busy.py --mb 100
+    python benchmarks/busy.py --mb 100 --mbit 1000      root, Linux: links of 1 Gbit/s in place of the bare loopback
 
 Two processes average a vector over loopback again and again, in the background (`all_reduce(async_op=True)`), while the
 main thread of each waits, spins in pure Python (the worst case for the interpreter lock), or makes steps of torch
 operations. The processors are shared, too: so each is put beside rounds in which as much work is done by two other
 processes of the same priority, while the main threads wait. What is left is the lock. Steps are timed with and without
 a round; what they lose there is processors and lock together.
+
+--mbit: everything runs in a network namespace of its own, whose loopback the kernel (tbf) holds to twice that rate, for
+both ways together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +38,10 @@ MATRIX = 192
 STEP_PRODUCTS = 30
 SPIN = 2000
 """Turns of an empty loop between two looks at the clock."""
+HELD = "DLC_BUSY_HELD"
+"""Set where the loopback is held to a rate already."""
+BURST_BYTES, QUEUE_MS = 1 << 18, 50
+"""Of the kernel's token bucket: four of loopback's packets of 64 KiB."""
 ALONE_S = 1.0
 """How long steps are timed without a round."""
 
@@ -156,6 +167,20 @@ def measure(mb: float, rounds: int) -> dict[str, Any]:
     return {"mb": mb, "round_s": medians, "step_s": {"alone": means["alone"], "in a round": means["torch"]}}
 
 
+def held_to(mbit: float) -> int:
+    """Run this again where the loopback carries `mbit` each way; its exit status."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing or not sys.platform.startswith("linux") or os.geteuid() != 0:
+        print(f"--mbit needs Linux, root and the commands unshare, ip and tc (missing: {', '.join(missing) or 'none'})")
+        return 2
+    rate = f"tc qdisc add dev lo root tbf rate {2 * mbit:g}mbit burst {BURST_BYTES} latency {QUEUE_MS}ms"
+    words = [sys.executable, *sys.argv]
+    env = {**os.environ, HELD: "1"}
+    return subprocess.run(
+        ["unshare", "--net", "sh", "-ec", f'ip link set lo up; {rate}; exec "$@"', "sh", *words], env=env
+    ).returncode
+
+
 def main() -> int:
     if sys.argv[1:2] == [WORKER]:
         worker_main(sys.argv[2:])
@@ -163,14 +188,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per process")
     parser.add_argument("--rounds", type=int, default=7, help="of each kind (default 7)")
+    parser.add_argument("--mbit", type=float, default=0.0, metavar="R", help="links of R Mbit/s (10^6 bit) each way")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    if args.mbit and HELD not in os.environ:
+        return held_to(args.mbit)
     result = measure(args.mb, args.rounds)
     if args.json:
         print(json.dumps(result))
         return 0
     round_s, step_s = result["round_s"], result["step_s"]
-    print(f"rounds of two processes, {args.mb:g} MB of fp32 each, fp16 over loopback, medians of {args.rounds}")
+    over = f"links of {args.mbit:g} Mbit/s" if args.mbit else "loopback"
+    print(f"rounds of two processes, {args.mb:g} MB of fp32 each, fp16 over {over}, medians of {args.rounds}")
     print(f"  main threads wait                   {round_s['idle']:.3f} s")
     for kind, name in (("python", "spin in Python"), ("torch", "run torch operations")):
         beside = round_s[f"beside {kind}"]
