@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ from torch import Tensor
 
 import dlc
 from dlc import collectives, handles
+from dlc.comm.events import MemberUp
 from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
+from dlc.comm.ids import Voter
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.gossip import Gossip
@@ -25,6 +28,7 @@ from dlc.mesh import Group
 from dlc.moshpit import Moshpit
 from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
+from dlc.watching import MemberWatch
 from tests.helpers import wait_until
 from tests.swarm import JOIN_S, PATIENT, ROUND_S, swarm, together
 
@@ -149,6 +153,21 @@ def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytes
     wait_until(lambda: not any(thread.name == "dlc-members" for thread in threading.enumerate()))
     with pytest.raises(SwarmClosed):
         first.on_member_change(callback)
+
+
+def test_a_callback_that_exits_and_one_that_is_there_twice_end_nothing_but_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[MemberChange] = []
+    watch = MemberWatch(())
+    watch.add(lambda change: sys.exit("in a callback"))
+    watch.add(told.append)
+    watch.add(told.append)()
+    with caplog.at_level(logging.ERROR, logger="dlc"):
+        for name in "ab":
+            watch.tell(MemberUp(Voter(name, 1)))
+        watch.close(JOIN_S)
+    assert [change.peer for change in told] == ["a", "b"] and caplog.text.count("in a callback") >= 2
 
 
 def test_a_forked_child_is_refused_and_its_end_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

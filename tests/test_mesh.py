@@ -180,6 +180,44 @@ def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leave
         dlc.Group(peers[1], "x", peers=["somebody"])
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_what_a_callback_of_a_group_raises_ends_no_peer(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def raising(*_: object) -> list[str]:
+        raise kind("of the user's own")
+
+    with swarm(1, log=False) as (peer,):
+        group = dlc.Group(peer, "alone", min_size=1, formed=raising, matchmaking_s=MEET_S)
+        assert group.all_reduce(torch.ones(3), timeout_s=LONG_S).complete
+        assert "of the user's own" in caplog.text
+        with pytest.raises(RoundTimeout, match="of the user's own") as caught:
+            dlc.Group(peer, "nobody", expected=raising, matchmaking_s=MEET_S).all_reduce(torch.ones(3))
+        assert isinstance(caught.value.__cause__, kind) and peer.members()
+
+
+def test_what_interrupts_the_call_of_a_group_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of an alarm raised, and no call of that name could be made until this one was over."""
+
+    class Alarm(Exception):
+        pass
+
+    def interrupted(*args: object) -> None:
+        monkeypatch.undo()
+        raise Alarm
+
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        group = dlc.Group(peers[0], "g", target_size=2, matchmaking_s=MEET_S)
+        moshpits = [dlc.Moshpit(peer, "m", matchmaking_s=MEET_S) for peer in peers]
+        wait_until(lambda: shown(peers[0], "moshpit/m") == 2, LONG_S)
+        for call in (partial(group.all_reduce, torch.ones(3)), partial(moshpits[0].average, torch.ones(3))):
+            for _ in range(2):
+                monkeypatch.setattr(GroupCall, "wait", interrupted)
+                with pytest.raises(Alarm):
+                    call()
+
+
 def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
     with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
         know_each_other(peers)

@@ -8,6 +8,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -34,6 +35,8 @@ from dlc.handles import FORKED, Unpicklable
 from dlc.peer import Peer
 from dlc.report import Absent, GroupReport, Share
 from dlc.served import Stopped
+
+log = logging.getLogger(__name__)
 
 Stage = Literal["waiting", "running", "done", "failed"]
 Formed = Callable[[tuple[str, ...]], None]
@@ -138,7 +141,10 @@ class GroupCall(Unpicklable):
             self._began, self.members = clock(), news.peers
             formed = self._formed
             if formed is not None:
-                formed(news.peers)
+                try:
+                    formed(news.peers)
+                except BaseException:  # on the driver's thread, which is not the caller's to end
+                    log.exception("the callback `formed` of the group %r failed", self._name)
         elif isinstance(news, GroupDone) and news.outcome.key == key:
             self._outcome = news.outcome
             self._end(None)
@@ -210,8 +216,8 @@ class Group:
                    off is lost: of parameters that are averaged again and again, changes below its step never add up.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
                    What it raises ends the call: RoundTimeout, of which it is the `__cause__`.
-    formed:        called with the members as soon as a group is formed, on the peer's thread: it must be quick and must
-                   not raise.
+    formed:        called with the members as soon as a group is formed, on the peer's thread: it must be quick. What it
+                   raises is logged.
     owns:          False: a client, whose link carries its own vector only; others reduce.
 
     Any number of groups of different names may average at the same time; one name does so once at a time.
@@ -324,7 +330,9 @@ class Group:
             return handle
         try:
             return handle.wait()
-        except KeyboardInterrupt:
+        except DlcError:
+            raise  # it is over
+        except BaseException:
             handle.cancel()
             raise
 

@@ -29,7 +29,7 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.rotation import Turn, next_turn
-from dlc.errors import RoundTimeout, UsageError
+from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall, check_gather
 from dlc.peer import Peer
@@ -203,7 +203,9 @@ class Moshpit:
             if isinstance(error.__cause__, GoneOn):
                 return None
             told.failed.append(str(error))
-        except KeyboardInterrupt:
+        except DlcError:
+            raise  # it is over
+        except BaseException:
             handle.cancel()
             raise
         finally:

@@ -40,7 +40,7 @@ class MemberWatch:
 
     def __init__(self, up: Iterable[Voter]) -> None:
         self._up = set(up)
-        self._callbacks: list[Callback] = []
+        self._callbacks: dict[object, Callback] = {}
         self._lock = threading.Lock()
         self._changes: queue.SimpleQueue[MemberChange | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlc-members", daemon=True)
@@ -48,12 +48,13 @@ class MemberWatch:
 
     def add(self, callback: Callback) -> Callable[[], None]:
         """Call it with each change from now on; the result ends that, and may be called twice."""
+        key = object()  # the same function may be added twice
         with self._lock:
-            self._callbacks = [*self._callbacks, callback]
+            self._callbacks = {**self._callbacks, key: callback}
 
         def remove() -> None:
             with self._lock:
-                self._callbacks = [known for known in self._callbacks if known is not callback]
+                self._callbacks = {k: known for k, known in self._callbacks.items() if k is not key}
 
         return remove
 
@@ -73,8 +74,8 @@ class MemberWatch:
 
     def _run(self) -> None:
         while (change := self._changes.get()) is not None:
-            for callback in self._callbacks:
+            for callback in self._callbacks.values():
                 try:
                     callback(change)
-                except Exception:
+                except BaseException:  # sys.exit(), which would end this thread, too
                     log.exception("a callback of on_member_change failed at %s", change)

@@ -96,7 +96,7 @@ class MeetingFailed(ServiceNews):
 
     key: str
     why: str
-    cause: Exception | None = None
+    cause: BaseException | None = None
     """What `Call.expected` raised."""
 
 
@@ -286,7 +286,7 @@ class Meeting:
             return None
         try:
             named = None if expected is None else frozenset(expected() if callable(expected) else expected)
-        except Exception as error:
+        except BaseException as error:  # it is the caller's, who is told
             raise _ExpectedRaised(error) from error
         roles = {v.peer: record.role for v in self.ground.up() if (record := members.record(v.peer)) is not None}
         if named is None:
@@ -485,7 +485,7 @@ class Meeting:
 class _ExpectedRaised(Exception):
     """The caller's function that tells whom to expect did, or gave what is no collection of ids."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
