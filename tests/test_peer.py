@@ -689,13 +689,16 @@ def test_a_step_that_fails_in_a_call_of_ones_own_ends_the_peer() -> None:
         state.step = step  # type: ignore[method-assign, assignment]
         with pytest.raises(MemoryError):
             peer.contribute("train", torch.ones(8), weight=1.0)
-        with pytest.raises(MemoryError):
+        with pytest.raises(SwarmClosed, match="stopped on an error: no memory for the outer step"):
             peer.checkpoint("train")
 
 
-def test_a_callback_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_callback_that_raises_stops_nothing(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    """One that called sys.exit() ended the driver without a word, and who waited for it waited for ever."""
+
     def raising(event: object) -> None:
-        raise ValueError("of the user's own")
+        raise kind("of the user's own")
 
     with Peer.join(on_event=raising) as peer:
         assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete

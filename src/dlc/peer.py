@@ -370,7 +370,7 @@ class Peer(Unpicklable, Collectives):
                 )
         self._refuse_fork()
         if self._closed or not self._driver.running:
-            raise self._closed_error()
+            raise self._driver.closed_error()
         self._tell(lambda node, now: node.describe(now, **changes))  # who trains does not wait for it
 
     def on_member_change(self, callback: Callback) -> Callable[[], None]:
@@ -420,19 +420,12 @@ class Peer(Unpicklable, Collectives):
     def _stopped(self) -> None:
         """The driver has ended: nobody may wait for it any more."""
         for listener in tuple(self._listeners):
-            listener(Stopped(self._closed_error()))
-        self._all_over(self._closed_error())
+            listener(Stopped(self._driver.closed_error()))
+        self._all_over(self._driver.closed_error())
         if self._watch is not None:
             self._watch.close(0.0)
         with self._changed:
             self._changed.notify_all()
-
-    def _closed_error(self) -> SwarmClosed:
-        """Why nothing more can come of this peer."""
-        error = self._driver.error
-        if isinstance(error, SwarmClosed):
-            return SwarmClosed(str(error))
-        return SwarmClosed(f"the peer stopped on an error: {error}" if error else "the peer has left")
 
     def _save_address_book(self) -> None:
         known = self._ask(lambda node, now: [r for r in node.members.records() if r.voter != node.me])
@@ -499,7 +492,7 @@ class Peer(Unpicklable, Collectives):
         deadline = None if timeout_s is None else clock() + timeout_s
         while not condition():
             if self._driver.error is not None or self._closed:
-                raise self._closed_error()
+                raise self._driver.closed_error()
             left = 0.25 if deadline is None else min(0.25, deadline - clock())
             if left <= 0:
                 raise RoundTimeout(f"{what} after {timeout_s:g} s{self._held_up()}")
@@ -533,7 +526,7 @@ class Peer(Unpicklable, Collectives):
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:
+            except BaseException:  # sys.exit(), which would end the driver's thread, too
                 log.exception("the callback `on_event` failed at %s", type(event).__name__)
         with self._changed:
             self._changed.notify_all()

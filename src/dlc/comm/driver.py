@@ -167,6 +167,14 @@ class Driver:
     def running(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
+    def closed_error(self) -> SwarmClosed:
+        """For who calls, or waits, once the thread has ended: why it has. A new one each time."""
+        if isinstance(self.error, SwarmClosed):
+            return SwarmClosed(str(self.error))
+        closed = SwarmClosed(f"the peer stopped on an error: {self.error}" if self.error else "the peer has left")
+        closed.__cause__ = self.error
+        return closed
+
     # ---------------------------------------------------------------- on the driver thread
 
     def install(self, machine: Driven, tag: bytes, bulk: BulkSource | None) -> None:
@@ -226,7 +234,7 @@ class Driver:
             while not self._stopping:
                 self._turn()
             self._drain_calls()
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too: nobody else would tell of it
             log.exception("the driver stopped on an error")
             self.error = error
         finally:
@@ -434,7 +442,7 @@ class Driver:
                 continue
             try:
                 future.set_result(fn(clock()))
-            except Exception as error:  # the caller is told: its future raises this
+            except BaseException as error:  # the caller is told: its future raises this
                 future.set_exception(error)
                 if self._bulk is not None and self._bulk.torn:
                     raise
@@ -446,7 +454,7 @@ class Driver:
             except IndexError:  # two threads may do this at once
                 return
             if future.set_running_or_notify_cancel():
-                future.set_exception(self.error or SwarmClosed("the peer has left the swarm"))
+                future.set_exception(self.closed_error())
 
 
 def _as_all_hosts_compute() -> None:
