@@ -98,6 +98,33 @@ def test_a_contribution_that_is_far_too_large_is_clipped_to_the_median_norm_of_i
     torch.testing.assert_close(start - flat(nets[0]), (moves[0] + moves[1] + clipped) / n, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_mixing_leaves_undone_takes_nothing_back_that_the_peers_have_learned(overlap: str, fragments: int) -> None:
+    """With "eager" each round undid a part of the one before it, a quarter with two peers."""
+    n, steps, start = 2, 12, flat(model())
+    nets = [model() for _ in range(n)]
+    moves = [torch.randn(start.numel(), generator=torch.Generator().manual_seed(i)) for i in range(n)]
+    options: dict[str, Any] = {"overlap": overlap, "mixing": 0.5, "fragments": fragments, "patience_s": ROUND_S}
+
+    def run(peer: dlc.Peer, net: nn.Module, move: torch.Tensor) -> None:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        mean = dlc.OuterSpec(lr=1.0, momentum=0.0)
+        opt = dlc.DiLoCo(net, inner, peer, sync_every=2, outer=mean, codec="fp32", **options)
+        parts = move.split([p.numel() for p in net.parameters()])
+        for _ in range(steps):
+            for p, part in zip(net.parameters(), parts, strict=True):
+                p.grad = part.view(p.shape).clone()
+            opt.step()
+        opt.finish()
+
+    with swarm(n) as peers, ThreadPoolExecutor(n) as pool:
+        for done in [pool.submit(run, *of) for of in zip(peers, nets, moves, strict=True)]:
+            done.result(DEADLINE_S)
+    assert torch.equal(flat(nets[0]), flat(nets[1]))
+    torch.testing.assert_close(flat(nets[0]), start - 0.1 * steps * sum(moves) / n, rtol=1e-4, atol=1e-5)
+
+
 def test_three_peers_with_sgd_inside_follow_one_process_with_the_joint_batch() -> None:
     n, data = 3, batches(3)
     nets = [model() for _ in range(n)]

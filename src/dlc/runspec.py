@@ -362,7 +362,7 @@ class RunSpec:
     Only with overlap."""
     mixing: float = 0.0
     """How much of a round's effect a peer whose steps went on leaves undone in its own parameters, in [0, 1): they
-    become (1 - mixing) times the new ones plus mixing times those it had. Only with overlap."""
+    become (1 - mixing) times the new ones plus mixing times those that its steps had made. Only with overlap."""
     fragments: int = 1
     """Into how many parts the model is cut, by layers. Each is exchanged every `sync_every` inner steps, one after the
     other: a round is of one part, and comes every sync_every / fragments steps (Streaming DiLoCo). At the end each is

@@ -105,7 +105,9 @@ class Peer:
         self.share = 1.0
         self.sent: Sent | None = None
         self.ahead: tuple[Any, Vector] | None = None
-        """By how much an eager peer has moved which of its parameters in advance."""
+        """By how much an eager peer ought to have moved which of its parameters in advance."""
+        self.leapt = np.zeros_like(run.start)
+        """By how much it has."""
         self.missed = False
         """It may offer once more what it had offered, as it is; the next step begins at the newest theta."""
         self.base, self.d = run.thetas[self.seat.t], np.zeros_like(run.start)
@@ -156,6 +158,7 @@ class Peer:
     def moved(self, kept: bool) -> None:
         """The peer goes on from its newest theta, with what it has learned or without."""
         self.base, self.ahead, self.missed = self.run.thetas[self.seat.t], None, False
+        self.leapt = np.zeros_like(self.leapt)
         if not kept:
             self.d, self.tokens, self.blocks = np.zeros_like(self.d), [], []
         self.greatest = np.abs(self.expected())
@@ -197,19 +200,23 @@ class Peer:
         self.d = self.d - (self.local() - before)
 
     def offer(self) -> None:
+        before = self.local()
         if self.loop.offer(self.weight, self.work):
             self._is_offered()
+            self.leapt = self.local() - before
         else:
             self.moved(kept=False)
         self.check("offers")
 
     def grow(self) -> None:
         assert self.sent is not None
+        before = self.local()
         if not self.loop.grow(self.weight, self.work):
             self.sent = None
             self.moved(kept=False)
         elif self._offer() is not self.sent.offer:
             self._is_offered()
+            self.leapt = self.leapt + self.local() - before
         self.check("offers more")
 
     def _offer(self) -> Offered:
@@ -257,8 +264,8 @@ class Peer:
             self.d[at] -= sent.d[at]
             mixed = self.options.mixing
             if settled.kept and mixed:
-                theta = self.run.thetas[self.seat.t]
-                self.d[at] = theta[at] - ((1 - mixed) * (theta[at] - self.d[at]) + mixed * before[at])
+                theta, made = self.run.thetas[self.seat.t], before - self.leapt
+                self.d[at] = theta[at] - ((1 - mixed) * (theta[at] - self.d[at]) + mixed * made[at])
             self.moved(settled.kept)
         elif self.loop.displaced and not steps_since:
             self.ahead, self.missed = None, True

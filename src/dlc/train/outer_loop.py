@@ -21,6 +21,7 @@ and gone when the round is over: the mean has come in its place. The state that 
 
 With `mixing` a > 0 the model does not become local' = theta_new - (d_now - d) after a round, but stays a part of the
 way back, at (1 - a) local' + a local (Streaming DiLoCo, arXiv:2501.18512): what that leaves undone is part of d again.
+local is without the overlay here, too: with it, d would take back a part of what the round has brought to all.
 
 Where the model is cut into `Fragments`, base, local and d are of the whole model as ever, but a round is offered, and
 moves, one fragment of them. What its lease tells is counted then, once; the other fragments of d stay, without blocks
@@ -181,10 +182,7 @@ class OuterLoop:
         where theta has moved since: what of d is in that is not known yet."""
         if self._missed or self._differs(self._peer.position(self._channel)):
             return None
-        local = self._origin.gather()
-        if self._overlay is not None:
-            self._shift(local, *self._overlay, -1.0)
-        return local
+        return self._without_overlay()
 
     def check_local(self, local: Tensor) -> None:
         """CheckpointError: what `local` gave is of another model, or not finite."""
@@ -531,6 +529,13 @@ class OuterLoop:
             self._shift(d, *self._overlay, 1.0)
         return d
 
+    def _without_overlay(self) -> Tensor:
+        """A copy of the parameters, as far as the inner steps made them."""
+        local = self._origin.gather()
+        if self._overlay is not None:
+            self._shift(local, *self._overlay, -1.0)
+        return local
+
     def _vector(self) -> Tensor:
         """The spare one, or a new one."""
         d = self._spare if self._spare is not None else vectors.empty(self._fragments.numel)
@@ -547,7 +552,7 @@ class OuterLoop:
 
         `mixed`: the fragment that the round moved, of which `mixing` keeps a part where it is.
         """
-        local = self._origin.gather() if mixed is not None and self._mixing else None
+        local = self._without_overlay() if mixed is not None and self._mixing else None
         self.announced.retract()
         self._overlay = None
         self._position = self._pull()
