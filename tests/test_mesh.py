@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -194,6 +195,18 @@ def test_what_a_callback_of_a_group_raises_ends_no_peer(
         with pytest.raises(RoundTimeout, match="of the user's own") as caught:
             dlc.Group(peer, "nobody", expected=raising, matchmaking_s=MEET_S).all_reduce(torch.ones(3))
         assert isinstance(caught.value.__cause__, kind) and peer.members()
+
+
+def test_an_endless_time_limit_is_none() -> None:
+    with swarm(1, log=False) as (peer,), ThreadPoolExecutor(1) as pool:
+        call = dlc.Group(peer, "alone", matchmaking_s=LONG_S).all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(UsageError, match="timeout_s is 'soon'"):
+            call.wait("soon")  # type: ignore[arg-type]
+        waited = pool.submit(call.wait, math.inf)
+        wait_until(lambda: waited.running() or waited.done(), LONG_S)
+        peer.leave(math.inf)
+        with pytest.raises(SwarmClosed):
+            waited.result(LONG_S)
 
 
 def test_what_interrupts_the_call_of_a_group_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

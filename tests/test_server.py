@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,8 +40,20 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
         b = dlc.ServerClient(second, torch.ones(numel), spec=spec, chunk_elems=512)
         with pytest.raises(UsageError, match="NaN or infinite"):
             dlc.ServerClient(first, torch.tensor([0.0, float("nan")]))
-        with pytest.raises(UsageError, match="weight is 1.8.*: it must be a number from 0 to 9"):
+        with pytest.raises(UsageError, match=r"weight is 1.8.*: it must be a number from 0 to 2\^53"):
             a.exchange(torch.zeros(numel), weight=2.0**54, timeout_s=0.2)
+        wrong: tuple[tuple[str, Callable[[], object]], ...] = (
+            ("theta is list: give the parameters", lambda: dlc.ServerClient(first, [0.0])),  # type: ignore[arg-type]
+            ("step is -1: it must be at least 0", lambda: dlc.ServerClient(first, torch.zeros(numel), step=-1)),
+            ("SpanClient of this peer takes .* already: close it", lambda: dlc.ServerClient(first, torch.zeros(numel))),
+            ("vector is list: give what is pushed", lambda: a.exchange([0.0])),  # type: ignore[arg-type]
+            ("timeout_s is 'soon'", lambda: a.exchange(timeout_s="soon")),  # type: ignore[arg-type]
+            ("cannot be read into torch.float32 \\(3,\\)", lambda: a.read(torch.empty(3))),
+            ("cannot be read into list", lambda: a.read([])),  # type: ignore[arg-type]
+        )
+        for why, call in wrong:
+            with pytest.raises(UsageError, match=why):
+                call()
         with pytest.raises(RoundTimeout, match="longer than 0.2 s"):
             a.exchange(timeout_s=0.2)
         with pytest.raises(UsageError, match='join with role="helper"'):
@@ -51,7 +65,7 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
         with dlc.Peer.join([first.address], role="helper", log=False, join_timeout_s=JOIN_S) as third:
             server = dlc.ParameterServer(third, outer=PLAIN, spec=spec)
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda client: client.exchange(timeout_s=DEADLINE_S), (a, b)))
+                list(pool.map(lambda client: client.exchange(timeout_s=math.inf), (a, b)))
                 began = [client.read(torch.empty(numel)) for client in (a, b)]
                 assert torch.equal(began[0], began[1]) and began[0].unique().numel() == 1, "all spans of one beginning"
                 pushes = [pool.submit(c.exchange, torch.full((numel,), -1.0), weight=w, timeout_s=DEADLINE_S)

@@ -93,6 +93,8 @@ class GroupCall(Unpicklable):
         """
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
+        if timeout_s is not None:
+            timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if not self._over.wait(timeout_s):
             others = ", ".join(peer[:8] for peer in self.members if peer != self._peer)
             how_far = f"it averages with {others}" if others else "too few have come to form it yet"

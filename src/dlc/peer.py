@@ -395,7 +395,7 @@ class Peer(Unpicklable, Collectives):
 
         A script that ends without it, by an exception too, leaves on its way out.
         """
-        timeout_s = seconds("timeout_s", timeout_s)
+        timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if self._closed or os.getpid() != self._pid:
             return
         if self._driver.running and self._node is not None:

@@ -22,6 +22,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dlc.arguments import instance, number, seconds, whole
 from dlc.comm.codecbase import all_finite
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -182,7 +183,8 @@ class ServerClient:
         step: int = 0,
         history: bytes = b"",
     ) -> None:
-        spec = spec or ServerSpec()
+        instance("theta", theta, Tensor, "give the parameters as one flat torch tensor")
+        spec, step = spec or ServerSpec(), whole("step", step, 0)
         before = unpack(history, History) if history else None
         if theta.dtype is not torch.float32 or theta.device.type != "cpu" or theta.dim() != 1 or not theta.numel():
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
@@ -215,6 +217,8 @@ class ServerClient:
         may be counted all the same. UsageError: the swarm's parameters are another vector. SwarmClosed. Ctrl-C gives
         the exchange up as a time-out does.
         """
+        if timeout_s is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
         try:
             self.begin(vector, weight=weight)
             return self.wait(timeout_s)
@@ -227,18 +231,18 @@ class ServerClient:
 
     def begin(self, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
         """The same in two steps: `wait` for the end. The vector must not change until then."""
+        weight = number("weight", weight, 0, WEIGHT_MAX, "0 to 2^53")
         if vector is not None:
+            instance("vector", vector, Tensor, "give what is pushed as one flat torch tensor")
             if vector.dtype is not torch.float32 or vector.device.type != "cpu" or vector.shape != (self.numel,):
                 raise UsageError(
                     f"a push is float32 ({self.numel},) on the CPU, not {vector.dtype} {tuple(vector.shape)}"
                 )
             vector = vector.detach().contiguous()
-        if not 0 <= weight <= WEIGHT_MAX:
-            raise UsageError(f"weight is {weight}: it must be a number from 0 to {WEIGHT_MAX:g}")
         self._over = self._failed = None
 
         def begin(client: SpanClient, now: float) -> list[Effect]:
-            effects = client.begin(vector, float(weight), now)
+            effects = client.begin(vector, weight, now)
             self._number = client.number
             return effects
 
@@ -246,6 +250,8 @@ class ServerClient:
 
     def wait(self, timeout_s: float | None = None) -> ServerReport:
         """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
+        if timeout_s is not None:
+            timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         with self._changed:
             self._changed.wait_for(lambda: self.done, timeout_s)
         if self._over is None:
@@ -274,7 +280,7 @@ class ServerClient:
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout_s)
+            return self._changed.wait_for(lambda: self.done, min(timeout_s, threading.TIMEOUT_MAX))
 
     @property
     def done(self) -> bool:
@@ -282,7 +288,11 @@ class ServerClient:
         return self._over is not None or self._failed is not None or self._stopped is not None
 
     def read(self, out: Tensor) -> Tensor:
-        """Copy the parameters that were pulled last into `out` (fp32, as long as theta), and return it."""
+        """Copy the parameters that were pulled last into `out` (fp32, as long as theta), and return it. UsageError: it
+        is another one."""
+        if not isinstance(out, Tensor) or out.dtype is not torch.float32 or out.shape != (self.numel,):
+            what = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise UsageError(f"the parameters are float32 ({self.numel},), and cannot be read into {what}")
         return self._served.ask(lambda client, now: out.copy_(client.theta))
 
     def history(self) -> bytes:

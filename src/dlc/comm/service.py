@@ -104,7 +104,8 @@ class Services:
         """Raises UsageError where another service takes one of its kinds already."""
         for kind in service.takes:
             if kind in self.kinds:
-                raise UsageError(f"{type(self.kinds[kind]).__name__} of this peer takes {kind.__name__} already")
+                other = type(self.kinds[kind]).__name__
+                raise UsageError(f"{other} of this peer takes {kind.__name__} already: close it, or use another peer")
         self._all.append(service)
         self.kinds.update(dict.fromkeys(service.takes, service))
 
