@@ -287,14 +287,17 @@ def dlc_state(checkpoint: Path) -> dict[str, Any]:
     return saved_state(checkpoint)
 
 
-def test_where_the_model_alone_is_saved_or_the_peer_has_left_a_checkpoint_has_no_outer_state(tmp_path: Path) -> None:
+def test_where_the_model_alone_is_saved_or_the_peer_has_left_a_checkpoint_has_no_outer_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Gone(FakePeer):
         def checkpoint(self, channel: str) -> Any:
-            raise SwarmClosed("the peer has left")
+            raise SwarmClosed("the peer stopped on an error: no memory")
 
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6}
     trainer(tmp_path / "model", Net(), [callback(FakePeer())], **saves, save_only_model=True).train()
     trainer(tmp_path / "left", Net(), [callback(Gone())], **saves).train()
+    assert "no outer state" in caplog.text and "stopped on an error: no memory" in caplog.text
     for folder in (tmp_path / "model", tmp_path / "left"):
         assert (folder / "checkpoint-6" / "model.safetensors").is_file()
         with pytest.raises(UsageError, match="no outer state"):

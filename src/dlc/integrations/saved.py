@@ -38,11 +38,12 @@ State = dict[str, Any]
 
 
 def state_of(diloco: DiLoCo) -> State | None:
-    """What belongs into a checkpoint; None, with a warning, where the peer has left: nobody knows the log any more."""
+    """What belongs into a checkpoint; None, with a warning, where the peer has left or stopped: then nobody knows the
+    log any more."""
     try:
         return diloco.state_dict(outer=True, inner=False)
-    except SwarmClosed:
-        log.warning("the peer has left its run, so this checkpoint has no outer state: save before peer.leave()")
+    except SwarmClosed as closed:
+        log.warning("this checkpoint has no outer state (it has what is saved before peer.leave()): %s", closed)
         return None
 
 
