@@ -322,6 +322,25 @@ def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -
     good(dataclasses.replace(plan, channels=channels, misfits=True, turns=False, orphans=False))
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        # who held the second state stood on a fork that had lost; those who had won lacked it, and were not followed, as
+        # they had not what it would have lost
+        40046,
+        # the same, by one that came back from its checkpoint
+        40094,
+        # an image of another size than the own was called bad, as others told a state, too; these died, the own was
+        # replaced by one of that size, and the only one who held the state was not heard any more
+        40120,
+    ],
+)
+def test_seeds_that_failed_where_the_last_who_hold_a_second_state_may_go(seed: int) -> None:
+    plan = scenario(seed, 1, 5, FAULTS)
+    channels = tuple(dict.fromkeys((*plan.channels, SECOND)))
+    good(dataclasses.replace(plan, channels=channels, misfits=True, orphans=True))
+
+
 @pytest.mark.parametrize("planned", [False, True], ids=["no plan", "the plan of the dead one"])
 def test_whom_no_prepare_reaches_is_counted_all_the_same(planned: bool) -> None:
     """Its READY goes to whoever coordinates by now, also where it alone has a plan of the one that died."""

@@ -87,6 +87,8 @@ class Sync:
         """(donor, digest that it named): what came was another state."""
         self._told_size: dict[str, tuple[Voter, int]] = {}
         """By channel: who offered an image of another size than mine, and the size."""
+        self._kept_back: tuple[bytes, float] = (b"", 0.0)
+        """A head of mine at which I was offered less than I hold, and the running time at which I was first."""
         self._asked_at = -1e9
         self._heard_at = 0.0
 
@@ -306,10 +308,17 @@ class Sync:
 
     def _would_lose(self, m: Offer) -> bool:
         """I hold a state, its channel had rounds since, and the donor does not have what these made of it: entry by
-        entry I may come there yet, if not from this donor."""
+        entry I may come there yet, if not from this donor. For T_evict; then nobody is here who could show me, and what
+        I hold is of a history that is given up, or of no use to anybody."""
         given = {i.channel for i in m.images}
         held = (c for c in self.log.attached if c not in given and self.log.holds(c))
-        return any(m.state.base(c) != self.log.state.base(c) for c in held)
+        if all(m.state.base(c) == self.log.state.base(c) for c in held):
+            return False
+        head, since = self._kept_back
+        if head != self.log.head:
+            self._kept_back = self.log.head, self.ctx.running_s
+            return True
+        return self.ctx.running_s - since < self.ctx.members.t_evict_s
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
         """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
@@ -365,13 +374,10 @@ class Sync:
         if donor is None:
             return
         for channel in channels:
-            self._bad(donor, down.staged[channel].image)
+            if len(self._bad_images) >= BAD_IMAGES_MAX:
+                self._bad_images.clear()
+            self._bad_images.add((donor, down.staged[channel].image.digest))
             self.ctx.notify(BadImage(donor, channel))
-
-    def _bad(self, donor: Voter, image: ImageOffer) -> None:
-        if len(self._bad_images) >= BAD_IMAGES_MAX:
-            self._bad_images.clear()
-        self._bad_images.add((donor, image.digest))
 
     def _finish_if_complete(self) -> None:
         """All pieces verified: switch to the offered state at once, or change nothing."""
@@ -456,7 +462,6 @@ class Sync:
             self._tell_misfit(channel, f"it has {theirs} bytes, the one here {mine}")
         else:
             self._told_size[channel] = (donor, theirs)
-            self._bad(donor, image)
 
     def _tell_misfit(self, channel: str, why: str) -> None:
         """All who are in step hold that kind of state, so no other donor or later image could help."""
