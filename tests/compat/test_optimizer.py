@@ -29,7 +29,7 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
-from dlc.compat.hivemind.optim import components, optimizer_state
+from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms
 from dlc.errors import UsageError
@@ -954,6 +954,108 @@ def test_a_scaled_loss_is_unscaled_once_and_overflows_begin_the_sum_anew() -> No
         scaler.step(plain)
     with pytest.raises(UsageError, match="torch.amp"):
         scaler.step(optimizer(Town(), net, batch_size_per_step=16))
+
+
+SCALED: dict[str, Any] = {"reuse_grad_buffers": True, "delay_optimizer_step": True, "delay_grad_averaging": True}
+
+
+def scaled_step(scaler: GradScaler, opt: Optimizer, net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    scaler.scale(F.mse_loss(net(batch[0]), batch[1])).backward()
+    scaler.step(opt)
+    scaler.update()
+
+
+def test_a_scaled_step_that_waits_for_one_in_the_background_lets_it_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler held its lock meanwhile, which the step in the background needed: both waited for ever."""
+    nets, opts = prepared(Town(), 2, **SCALED)
+    scalers = [GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    waits, state = threading.Event(), opts[0].state_averager
+    wait_for = state.wait_for_delayed_updates
+
+    def waiting() -> None:
+        waits.set()
+        wait_for()
+
+    def train(i: int) -> None:
+        for seed in (i, i + 2):
+            scaled_step(scalers[i], opts[i], nets[i], *batches(seed, 1, TARGET))
+
+    first = threading.Thread(target=train, args=(0,), daemon=True)
+    monkeypatch.setattr(state, "wait_for_delayed_updates", waiting)
+    first.start()
+    assert waits.wait(WAIT_S) and first.is_alive(), "for the average of an epoch to which the other has not come"
+    train(1)
+    first.join(WAIT_S)
+    assert not first.is_alive()
+    for opt in opts:
+        opt.state_averager.step(wait_for_delayed_updates=True)
+    assert [opt.local_epoch for opt in opts] == [2, 2] and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_a_sum_has_one_scale_though_a_step_in_the_background_ends_while_it_grows() -> None:
+    net, alone = model(), model()
+    opt = optimizer(Town(), net, batch_size_per_step=16, **SCALED)
+    scaler, plain = GradScaler("cpu", init_scale=64.0, growth_interval=1), SGD(alone.parameters())
+    data, scales, made = batches(0, 6, 16), [], []
+    for batch in data:
+        scaled_step(scaler, opt, net, batch)
+        made.append(weights(net))
+        opt.state_averager.wait_for_delayed_updates()  # so the next call finds it done
+        scales.append(scaler.get_scale())
+    assert scales[:5] == [64.0, 64.0, 64.0, 128.0, 128.0], "it grows for a step when the next epoch ends"
+    for i in (0, 2, 4):
+        plain.zero_grad()
+        for j, (x, y) in enumerate(data[i : i + 2]):
+            with torch.no_grad():
+                seen = alone if i + j == 0 else copy.deepcopy(alone)
+                nn.utils.vector_to_parameters(made[i + j - 1] if i + j else weights(alone), seen.parameters())
+            loss = F.mse_loss(seen(x), y) / 2
+            for param, grad in zip(alone.parameters(), torch.autograd.grad(loss, list(seen.parameters())), strict=True):
+                param.grad = grad if param.grad is None else param.grad + grad
+        plain.step()
+    opt.state_averager.step(wait_for_delayed_updates=True)
+    torch.testing.assert_close(weights(net), weights(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_of_one_local_step_is_not_taken_for_that_of_the_one_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step before used up what was found of this one, which then made every parameter NaN."""
+    net, begins = model(), threading.Event()
+    opt = optimizer(Town(), net, batch_size_per_step=1, use_local_updates=True, delay_optimizer_step=True)
+    scaler, state, start = GradScaler("cpu", init_scale=64.0), opt.state_averager, weights(net)
+    wait_for, in_background = state.wait_for_delayed_updates, state_averager.in_background
+
+    def waiting() -> None:
+        if state.busy:
+            begins.set()
+        wait_for()
+
+    def late(work: Callable[[], None], name: str) -> Any:
+        return in_background(lambda: work() if begins.wait(WAIT_S) else None, name)
+
+    monkeypatch.setattr(state, "wait_for_delayed_updates", waiting)
+    monkeypatch.setattr(state_averager, "in_background", late)
+    ((x, y),) = batches(0, 1, 1)
+    for factor in (1.0, float("inf")):
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(net(x), y) * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+    state.step(wait_for_delayed_updates=True)
+    assert weights(net).isfinite().all() and not torch.equal(weights(net), start)
+
+
+def test_a_scaler_is_updated_after_a_step_that_only_loaded_a_state() -> None:
+    town, net = Town(), model()
+    opt = optimizer(town, net, batch_size_per_step=TARGET, **SCALED)
+    scaler, batch = GradScaler("cpu", init_scale=64.0), batches(0, 1, TARGET)[0]
+    scaled_step(scaler, opt, net, batch)
+    opt.state_averager.wait_for_delayed_updates()
+    other = optimizer(town, model(), batch_size_per_step=TARGET)
+    other.tracker.report_local_progress(9, 1)
+    scaled_step(scaler, opt, net, batch)
+    assert opt.local_progress.samples_accumulated == 0 and scaler.get_scale() == 64.0
 
 
 # ------------------------------------------------------------------ its parts

@@ -57,6 +57,11 @@ class TorchFace(BoundOptimizer):
         rest = iter(self.state_averager.main_parameters)
         return tuple({**group, "params": [next(rest) for _ in group["params"]]} for group in self.opt.param_groups)
 
+    @property
+    def accumulates(self) -> bool:
+        """There are gradients in the local sum."""
+        return self.grad_averager is not None and self.grad_averager.local_times_accumulated > 0
+
     def is_alive(self) -> bool:
         return self.state_averager.is_alive()
 

@@ -30,7 +30,9 @@ class GradScaler(TorchGradScaler):
         self._global = False
         """A step of the whole swarm is made."""
         self._stepped = False
-        """One was made, and `update` was not called since."""
+        """One was made, and `update` has not taken note of it since."""
+        self._accumulates = False
+        """There are gradients of the present scale in a sum."""
         self._finite: dict[int, bool] = {}
         """By optimizer inside: whether the gradients were finite when they were unscaled."""
         self._checked: set[int] = set()
@@ -59,10 +61,13 @@ class GradScaler(TorchGradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Of a `hivemind.Optimizer`: accumulate. Of the one inside: step, unless one has overflowed."""
-        with self._lock:
-            if hasattr(optimizer, "opt"):
+        if hasattr(optimizer, "opt"):
+            with self._lock:
                 self._checked.add(id(optimizer))
-                return optimizer.step(*args, grad_scaler=self, **kwargs)
+            result = optimizer.step(*args, grad_scaler=self, **kwargs)  # may wait for a step that needs the lock
+            self._accumulates = optimizer.accumulates
+            return result
+        with self._lock:
             if not self._global:
                 raise UsageError("hivemind.GradScaler is for hivemind.Optimizer; for others take torch.amp.GradScaler")
             self._stepped = True
@@ -72,9 +77,14 @@ class GradScaler(TorchGradScaler):
             return None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> bool:  # type: ignore[override]
-        """After a global step, or an overflow: set the scale, True. Otherwise False."""
+        """After a global step, or an overflow: set the scale, True. Otherwise False.
+
+        A step that was made in the background counts once the sum begins anew: all of a sum has one scale.
+        """
         with self._lock:
-            if self._stepped or any(self._count(state) for state in self._per_optimizer_states.values()):
+            states = self._per_optimizer_states.values()
+            looked = any(state["found_inf_per_device"] for state in states)
+            if (looked and self._stepped and not self._accumulates) or any(self._count(state) for state in states):
                 super().update(new_scale)
                 self._stepped = False
                 return True

@@ -202,6 +202,7 @@ class Optimizer(TorchFace):
         """Add the local gradients to the sum, or step with them; False: they have overflowed."""
         if self.grad_averager is None:
             if scaler is not None:
+                self.state_averager.step(wait_for_delayed_updates=self.delay_optimizer_step)  # of another finding
                 with scaler.running_global_step():
                     scaler.unscale_(self)
             samples = self.local_progress.samples_accumulated + batch_size
