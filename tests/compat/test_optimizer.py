@@ -965,6 +965,26 @@ def scaled_step(scaler: GradScaler, opt: Optimizer, net: nn.Module, batch: tuple
     scaler.update()
 
 
+@pytest.mark.parametrize("options", [{"reuse_grad_buffers": True}, {"use_local_updates": True}])
+def test_a_scaler_that_is_not_enabled_does_nothing(options: dict[str, Any]) -> None:
+    """As torch's, which programs make with enabled=amp; it was an AttributeError."""
+    nets = [model(), model()]
+    opts = [optimizer(Town(), net, batch_size_per_step=16, **options) for net in nets]
+    scaler = GradScaler("cpu", enabled=False)
+    for x, y in batches(0, 4, 16):
+        for net, opt in zip(nets, opts, strict=True):
+            scaler.scale(F.mse_loss(net(x), y)).backward()
+            if opt is opts[0]:
+                scaler.unscale_(opt)
+                scaler.step(opt)
+                scaler.update()
+            else:
+                opt.step()
+            if opt.use_local_updates:
+                opt.zero_grad()
+    assert opts[0].local_epoch == 2 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
 def test_a_scaled_step_that_waits_for_one_in_the_background_lets_it_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scaler held its lock meanwhile, which the step in the background needed: both waited for ever."""
     nets, opts = prepared(Town(), 2, **SCALED)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class GradScaler(TorchGradScaler):
-    """Takes the arguments of `torch.amp.GradScaler`; used as that is."""
+    """Takes the arguments of `torch.amp.GradScaler`; used as that is. With enabled=False it does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,6 +49,8 @@ class GradScaler(TorchGradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:  # type: ignore[override]  # tells whether it did
         """In a global step: unscale the gradients, True. Otherwise only look for overflows, False."""
+        if not self.is_enabled():
+            return False
         with self._lock:
             if not self._global:
                 self._check_inf_per_device(optimizer)
@@ -81,6 +83,8 @@ class GradScaler(TorchGradScaler):
 
         A step that was made in the background counts once the sum begins anew: all of a sum has one scale.
         """
+        if not self.is_enabled():
+            return False
         with self._lock:
             states = self._per_optimizer_states.values()
             looked = any(state["found_inf_per_device"] for state in states)

@@ -180,6 +180,8 @@ class Optimizer(TorchFace):
         Returns what `closure` returns. grad_scaler: a `hivemind.GradScaler`. An auxiliary peer gives no arguments.
         """
         self._check_step(closure, batch_size, grad_scaler)
+        if grad_scaler is not None and not grad_scaler.is_enabled():
+            grad_scaler = None
         self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
