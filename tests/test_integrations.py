@@ -91,6 +91,27 @@ def test_a_step_weighs_the_sequences_that_it_trained(
     assert peer.weights == pytest.approx(weights) and sum(peer.weights) == 32 * epochs
 
 
+@pytest.mark.parametrize(
+    ("loader", "weights", "told"),
+    [
+        ({"batch_size": 5, "drop_last": True}, [10.0, 10.0, 10.0], False),
+        ({"batch_size": 5, "sampler": range(13)}, [10.0, 3.0], False),
+        ({"batch_size": 8}, [16.0, 16.0], False),
+        ({"batch_sampler": [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9]]}, [4.0, 4.0], True),
+    ],
+)
+def test_a_step_weighs_the_sequences_of_the_loader_that_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loader: dict[str, Any], weights: list[float], told: bool
+) -> None:
+    """What the arguments say counted, though a `get_train_dataloader` of one's own reads other batches."""
+    own = callback(peer := FakePeer(), 1)
+    one = trainer(tmp_path, Net(), [own], max_steps=-1, num_train_epochs=1)
+    data = torch.utils.data.DataLoader(one.train_dataset, collate_fn=one.data_collator, **loader)
+    one.get_train_dataloader = lambda: one.accelerator.prepare(data)
+    one.train()
+    assert peer.weights == weights and ("no one size that it tells" in caplog.text) is told
+
+
 def test_what_is_resumed_in_the_middle_of_an_epoch_weighs_what_is_left_of_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"per_device_train_batch_size": 5, "max_steps": 4, "save_strategy": "steps"}
     trainer(tmp_path, Net(), [callback(FakePeer())], **options, save_steps=2).train()

@@ -63,8 +63,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Trains the Trainer's model together with all peers of the channel; `options` are the keywords of `dlc.DiLoCo`.
 
     weight: of one optimizer step in the mean of a round; None: the sequences that it trained, so that larger batches
-    count more: at the end of the data a step may have fewer. Where the length of the data is not known, a last batch
-    counts as a whole one.
+    count more: at the end of the data a step may have fewer. That is read from the Trainer's DataLoader. Where the
+    length of its data is not known, or `get_train_dataloader` is your own and does not prepare it, a last batch counts
+    as a whole one; where its batches have no one size, each counts as args say, and the log says so.
 
     Without `resume=`, which takes what `saved_state` gave, it looks into the checkpoint from which the Trainer resumes.
     One process per peer: UsageError under torchrun, FSDP or DeepSpeed. UsageError also with `auto_find_batch_size`: it
@@ -80,6 +81,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._running = False
         self._batches = self._sequences = 0
         """Micro-batches since the last optimizer step, and the sequences of those that the next one trains."""
+        self._size = self._lacking = 0
+        """Sequences of a micro-batch, and how many fewer the last one of the data has."""
         self._trained: deque[int] = deque(maxlen=sync_every)
         """Sequences of the steps before."""
         self._hook: RemovableHandle | None = None
@@ -117,7 +120,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps that
         if self._diloco is not None:
             self._unfollow(self._diloco)  # a training before this one ended by an exception
-        self._batches, self._sequences = 0, args.train_batch_size * args.gradient_accumulation_steps
+        self._size, self._lacking = self._sizes(args, of_trainer.get("train_dataloader"))
+        self._batches, self._sequences = 0, self._size * args.gradient_accumulation_steps
         self._trained.clear()
         weight = float(self._sequences) if self._weight is None else self._weight
         self._diloco = saved.follow(
@@ -143,10 +147,25 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Count the sequences of the step to come."""
         progress = getattr(of_trainer["optimizer"], "gradient_state", None)  # accelerate's, of the data
-        over = progress is not None and progress.end_of_dataloader and not args.dataloader_drop_last
-        lacking = -_rows(of_trainer.get("train_dataloader")) % args.train_batch_size if over else 0
-        self._sequences = (self._batches + 1) * args.train_batch_size - lacking
+        over = progress is not None and progress.end_of_dataloader
+        self._sequences = (self._batches + 1) * self._size - (self._lacking if over else 0)
         self._batches = 0
+
+    def _sizes(self, args: TrainingArguments, loader: Any) -> tuple[int, int]:
+        """Sequences of a batch of the loader, which may be another one than the Trainer's own, and how many fewer its
+        last one has."""
+        batches = getattr(loader, "batch_sampler", None)
+        size = getattr(batches, "batch_size", None)
+        if isinstance(size, int):
+            drops = getattr(batches, "drop_last", args.dataloader_drop_last)
+            return size, 0 if drops else -(_length(batches, "sampler") or _length(loader, "dataset")) % size
+        if self._weight is None:
+            log.warning(
+                "the batches of the training's DataLoader have no one size that it tells: each counts as %d sequences "
+                "(per_device_train_batch_size) in the mean of a round; give weight= if peers have others",
+                args.train_batch_size,
+            )
+        return args.train_batch_size, 0
 
     def _weigh(self, *_: object) -> None:
         """Before a step that is made: its round weighs a step as the mean of those that it will have counted."""
@@ -245,10 +264,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             log.info("training ended; %s", report.summary() if report else "nothing was left to exchange")
 
 
-def _rows(loader: Any) -> int:
-    """Of the data that a loader reads; 0: that is not known."""
+def _length(of: Any, name: str) -> int:
+    """Of the data, or the indices, that something reads; 0: that is not known."""
     try:
-        return len(loader.dataset)
+        return len(getattr(of, name))
     except (AttributeError, TypeError):
         return 0
 
