@@ -308,6 +308,31 @@ def dlc_state(checkpoint: Path) -> dict[str, Any]:
     return saved_state(checkpoint)
 
 
+def test_steps_that_were_on_their_way_to_a_round_are_not_told_as_in_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an overlap a checkpoint may hold them, and the round may count them."""
+    from dlc.integrations import saved
+
+    def made(peer: FakePeer) -> tuple[Net, torch.optim.Optimizer, dlc.DiLoCo]:
+        model = Net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, inner, dlc.DiLoCo(model, inner, peer, 2, codec="fp32", overlap="delayed", overlap_steps=2)
+
+    peer = FakePeer()
+    peer.slices = [0, 9]
+    model, _, opt = made(peer)
+    for x in rows()[:5]:
+        model(x)["loss"].backward()
+        opt.step()
+    assert (state := saved.state_of(opt)) is not None and (state["t"], state["steps"], state["offered"]) == (1, 3, 2)
+    saved.write(tmp_path, state, model)
+    model, inner, _ = made(FakePeer())
+    saved.follow(model, inner, FakePeer(start_t=5), 2, saved.read(tmp_path), {"codec": "fp32"})
+    assert "1 steps of the checkpoint were in no round and are lost: it is of round 1" in caplog.text
+    assert "2 steps of the checkpoint were on their way to a round" in caplog.text
+
+
 def test_where_the_model_alone_is_saved_or_the_peer_has_left_a_checkpoint_has_no_outer_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
     t           rounds in the parameters of the checkpoint
     steps       inner steps of the checkpoint that are in no round
+    offered     those of them that are on their way to one
     held        of each fragment: those of its own that are in none
     local       the parameters as those made them, fp32; None where there are none
     residual    what int8, int4 or topk still owe; None with other codecs
@@ -74,16 +75,31 @@ def follow(
     if saved is not None and resume is not None:
         if diloco.t == saved.get("t"):
             diloco.load_state_dict({**saved, "inner": None})
-        elif lost := saved.get("steps", 0):
-            log.warning(
-                "%d steps of the checkpoint were in no round and are lost: it is of round %d, and the swarm stands at "
-                "round %d by now; with save_steps a multiple of sync_every none are",
-                lost,
-                saved["t"],
-                diloco.t,
-            )
+        else:
+            _tell_of_lost(saved, diloco.t)
     diloco.follow()
     return diloco
+
+
+def _tell_of_lost(saved: Mapping[str, Any], t: int) -> None:
+    """What the checkpoint had beyond the swarm's parameters, which are those of round t."""
+    steps, offered = saved.get("steps", 0), saved.get("offered", 0)
+    if lost := steps - offered:
+        log.warning(
+            "%d steps of the checkpoint were in no round and are lost: it is of round %d, and the swarm stands at "
+            "round %d by now; with save_steps a multiple of sync_every none are",
+            lost,
+            saved["t"],
+            t,
+        )
+    if offered:
+        log.warning(
+            "%d steps of the checkpoint were on their way to a round: it is of round %d, and the swarm stands at round "
+            "%d by now; they are lost, unless a round between has counted them",
+            offered,
+            saved["t"],
+            t,
+        )
 
 
 def _begun(peer: TrainPeer, options: Mapping[str, Any]) -> bool:
@@ -97,7 +113,7 @@ def write(folder: Path, state: State, model: nn.Module) -> None:
     tensors = {"log": outer["log"], "image": outer["image"]}
     tensors |= {name: state[name] for name in ("residual", "local") if state[name] is not None}
     meta = {"t": state["t"], "outer_t": outer["t"], "model": _digest(model)}
-    meta |= {name: state[name] for name in ("inner_step", "steps", "held")}
+    meta |= {name: state[name] for name in ("inner_step", "steps", "offered", "held")}
     save_checkpoint(folder / FILE, tensors, meta)
 
 
@@ -114,7 +130,7 @@ def read(folder: Path, model: nn.Module | None = None) -> State | None:
     if model is not None and meta["model"] != _digest(model):
         return None
     outer = {"t": meta["outer_t"], "log": tensors["log"], "image": tensors["image"]}
-    steps = {name: meta.get(name, 0) for name in ("inner_step", "steps")}  # files of before have none
+    steps = {name: meta.get(name, 0) for name in ("inner_step", "steps", "offered")}  # files of before have none
     steps["held"] = meta.get("held", [])
     own = {name: tensors.get(name) for name in ("residual", "local")}
     return {"inner": None, "t": meta["t"], "outer": outer, **steps, **own}
