@@ -101,6 +101,18 @@ def test_subkeys_are_a_dict_of_values() -> None:
     assert b.store("k", "whole", now + 500) and a.get("k").value == "whole"
 
 
+def test_what_would_not_be_seen_beside_subkeys_or_a_plain_value_is_not_stored() -> None:
+    """It was told as stored, and `get` gave the other."""
+    dht, now = DHT(start=True, p2p=Town().peer()), get_dht_time()
+    assert dht.store("k", 1, now + 50)
+    assert not dht.store("k", 2, now + 50, subkey="a") and dht.get("k").value == 1
+    assert dht.store("k", 2, now + 60, subkey="a")
+    assert dht.store("k", 3, now + 40, subkey="b"), "there is a dict now"
+    assert not dht.store("k", 4, now + 55) and not dht.store("k", 4, now + 60)
+    assert {subkey: value.value for subkey, value in dht.get("k").value.items()} == {"a": 2, "b": 3}
+    assert dht.store("k", 4, now + 70) and dht.get("k").value == 4
+
+
 def test_a_future_is_given_where_it_is_asked_for() -> None:
     _, a, b = two()
     assert a.store("k", 1, get_dht_time() + 60, return_future=True).result() is True

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dlc.comm.board import TTL_S_MAX, VALUE_BYTES_MAX
 from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
-from dlc.compat.hivemind.dht.storage import Record, newest, notice_key, notice_prefix, records
+from dlc.compat.hivemind.dht.storage import Record, hidden_until, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, is_address, tcp_of
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
@@ -190,13 +190,13 @@ class DHT:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
         True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
-        already, another with a later end is known, or a validator does not take it.
+        already, a validator does not take it, or `get` would not give it: another value is known that ends no sooner
+        (with a subkey: of that, or one without; without: any of the key).
         With return_future, a future. UsageError: it is more than 64 KB. No effect: `NEEDLESS_STORE`.
         """
         _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
         now = get_dht_time()
-        known = newest([r for r in self._records(key) if r.subkey == subkey])
-        if expiration_time <= now or (known is not None and _end(known, subkey) >= expiration_time):
+        if expiration_time <= max(now, hidden_until(self._records(key), subkey)):
             return _maybe_future(False, return_future)
         raw = Record(key, subkey, value, float(expiration_time)).to_bytes(self._validator)
         if raw is None:
@@ -237,10 +237,6 @@ class DHT:
     async def replicate_p2p(self) -> Any:
         """Refused: there is no daemon to share."""
         raise refuse("DHT.replicate_p2p", "there is no libp2p daemon; averagers share the DHT's own peer")
-
-
-def _end(known: ValueWithExpiration[Any], subkey: Any) -> float:
-    return float(known.value[subkey].expiration_time if subkey is not None else known.expiration_time)
 
 
 def _check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from dlc.errors import DlcError
 
 log = logging.getLogger(__name__)
 
+NEVER = -float("inf")
 DIGEST_BYTES = 16
 """Of a key in the name of a notice: keys may be long, and of any type."""
 
@@ -99,13 +100,26 @@ def newest(found: Iterable[Record]) -> ValueWithExpiration[Any] | None:
         if known is None or _rank(record) > _rank(known):
             by_subkey[record.subkey] = record
     plain = by_subkey.pop(None, None)
-    last = max((record.expiration for record in by_subkey.values()), default=-float("inf"))
+    last = max((record.expiration for record in by_subkey.values()), default=NEVER)
     if plain is not None and plain.expiration >= last:
         return ValueWithExpiration(plain.value, plain.expiration)
     if not by_subkey:
         return None
     values = {subkey: ValueWithExpiration(record.value, record.expiration) for subkey, record in by_subkey.items()}
     return ValueWithExpiration(values, last)
+
+
+def hidden_until(found: Iterable[Record], subkey: Any) -> float:
+    """What is stored under this subkey and ends no later than that is not what `newest` gives."""
+    ends = {True: NEVER, False: NEVER}
+    own = NEVER
+    for record in found:
+        plain = record.subkey is None
+        ends[plain] = max(ends[plain], record.expiration)
+        own = max(own, record.expiration) if record.subkey == subkey else own
+    if subkey is None:
+        return max(ends.values())
+    return max(own, ends[True]) if ends[True] >= ends[False] else own
 
 
 def _rank(record: Record) -> tuple[float, bytes]:
