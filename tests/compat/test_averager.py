@@ -221,6 +221,24 @@ def test_a_step_that_waits_for_others_can_be_cancelled() -> None:
     assert not any(town.waiting.values())
 
 
+def test_a_step_whose_mean_is_being_taken_over_cannot_be_cancelled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could, and the tensors were those of the mean all the same."""
+    town, answers = Town(), list[bool]()
+    averagers = [averager(town, [torch.full((3,), float(i))], target_group_size=2) for i in range(2)]
+    take = averagers[0]._take
+
+    def late(*args: Any) -> None:
+        answers.append(controls[0].cancel())
+        take(*args)
+
+    monkeypatch.setattr(averagers[0], "_take", late)
+    controls = [peer.step(wait=False, require_trigger=True) for peer in averagers]
+    for control in controls:
+        control.allow_allreduce()
+    assert [len(gathered) for gathered in results(controls)] == [2, 2]
+    assert answers == [False] and not controls[0].cancelled()
+
+
 def test_peers_with_other_shapes_do_not_meet_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
     town = Town()
     alike = [averager(town, [torch.full((3,), float(i))], min_matchmaking_time=0.5) for i in range(2)]

@@ -223,8 +223,9 @@ class DecentralizedAverager(Announced):
                 if control.cancelled():
                     return None
                 raise AllreduceException(f"{self.prefix}: fewer than {self.min_group_size} peers came together in time")
-            if not control.cancelled():
-                self._take(before, parts, outcome, control.number)
+            if not control.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+                return None
+            self._take(before, parts, outcome, control.number)
         return {PeerID(peer): self._gathered(peer, raw) for peer, raw in outcome.data.items()}
 
     def _gathered(self, peer: str, raw: bytes) -> Any:
