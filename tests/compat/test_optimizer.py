@@ -1224,6 +1224,38 @@ def test_a_training_state_is_loaded_with_epoch_and_schedule_and_never_from_behin
     assert loader.load_state_from_peers(timeout=WAIT_S) is None and loader.local_epoch == 137
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_state_that_is_given_while_an_epoch_ends_has_the_parameters_of_its_epoch(delayed: bool) -> None:
+    """It had the number of the next epoch and the parameters of before: who loaded it lacked a step, unseen."""
+    net = model()
+    state = TrainingStateAverager(
+        dht=dht(Town()),
+        optimizer=SGD,
+        params=net.parameters(),
+        offload_optimizer=True,
+        prefix="state",
+        start=True,
+    )
+    begin, load_gradients = weights(net), state.parts.load_gradients
+    given: list[tuple[int, Tensor]] = []
+
+    def give() -> None:
+        meta, tensors, _ = state.get_current_state()
+        given.append((meta["epoch"], torch.cat([t.flatten() for t in tensors[:2]])))
+
+    def at_that_moment() -> None:
+        give()
+        load_gradients()
+
+    object.__setattr__(state.parts, "load_gradients", at_that_moment)
+    backward(net, 0)
+    state.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=delayed)
+    give()
+    assert [epoch for epoch, _ in given] == [0, 1]
+    assert torch.equal(given[0][1], begin) and not torch.equal(given[1][1], begin)
+    state.shutdown()
+
+
 def test_progress_of_all_adds_up_and_who_is_gone_is_not_counted() -> None:
     town = Town()
     trackers = [ProgressTracker(dht(town), "run", 100, start=True) for _ in range(3)]

@@ -67,6 +67,11 @@ class Update:
         """Where it is done in the background."""
 
     @property
+    def owes(self) -> bool:
+        """Its step is still to be made."""
+        return self.owes_step and not self.stepped and not self.done
+
+    @property
     def done(self) -> bool:
         return self.future is None or self.future.done()
 
@@ -167,22 +172,20 @@ class TrainingStateAverager(DecentralizedAverager):
         if apply_delayed_updates or changed:
             self._apply_finished(changed)
         self._take_over()
-        if increment_epoch:
-            self.local_epoch += 1
         if not work:
             if increment_epoch:
-                self._update_scheduler()
+                with self.lock_optimizer:
+                    self.local_epoch += 1
+                    self._update_scheduler()
             return
         if self.offload_optimizer and not self.custom_gradients:
             self.parts.load_gradients()
         update = Update()
-        number, epoch = self.next_round, self.local_epoch  # as they are now: what is in the background comes later
+        number, epoch = self.next_round, self.local_epoch + increment_epoch  # what is in the background comes later
         update.owes_step, update.averages = delay_optimizer_step and optimizer_step, averaging_round
         update.counts = increment_epoch
 
         def optimize() -> None:
-            if wait_for_trigger is not None:
-                wait_for_trigger()
             self._optimize(update, optimizer_step, zero_grad, grad_scaler, set_to_none)
 
         def average() -> None:
@@ -190,23 +193,31 @@ class TrainingStateAverager(DecentralizedAverager):
                 self._average_state(update, averaging_control, averaging_opts or {}, number, epoch)
 
         def both() -> None:
+            if wait_for_trigger is not None:
+                wait_for_trigger()
             optimize()
             average()
 
         if not delay_optimizer_step:
-            optimize()
+            if wait_for_trigger is not None:
+                wait_for_trigger()
+            with self.lock_optimizer:  # whoever is given the state now has epoch and parameters that belong together
+                self.local_epoch += increment_epoch
+                optimize()
             if not delay_averaging:
                 self._guard(average)
             self._apply(update)
         if delay_optimizer_step or (averaging_round and delay_averaging):
             later = both if delay_optimizer_step else average
-            if update.owes_step:
-                with self.lock_optimizer:
+            with self.lock_optimizer:
+                if delay_optimizer_step:
+                    self.local_epoch += increment_epoch
+                if update.owes_step:
                     self.parts.hold()
-            if not self.offload_optimizer:
-                update.versions = versions(self.parts.main)
-            update.future = in_background(lambda: self._guard(later), "update")
-            self._updates.append(update)
+                if not self.offload_optimizer:
+                    update.versions = versions(self.parts.main)
+                update.future = in_background(lambda: self._guard(later), "update")
+                self._updates.append(update)
 
     def wait_for_delayed_updates(self) -> None:
         """Return when nothing is done in the background any more; a round ends by its own time limits."""
@@ -217,7 +228,7 @@ class TrainingStateAverager(DecentralizedAverager):
     def _wait_for_steps(self) -> None:
         """Return when no step of the optimizer is owed."""
         for update in list(self._updates):
-            if update.future is not None and update.owes_step and not update.stepped:
+            if update.future is not None and update.owes:
                 update.future.exception()
 
     @property
@@ -371,17 +382,23 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def get_current_state(self) -> tuple[Any, ...]:
         """Parameters, extra tensors and the optimizer's state, after what is still done in the background."""
-        self._wait_for_steps()  # their epochs are counted already
-        with self.lock_optimizer, torch.no_grad():
-            state, statistics = dump(self.optimizer)
-            pairs = zip(self.parts.current, self.parts.optimized, strict=True)
-            params = [now.detach().to("cpu", own.dtype, copy=True) for now, own in pairs]
-            tensors = [*params, *(t.detach().cpu().clone() for t in self.extra_tensors)]
-            metadata = {
-                "epoch": self.local_epoch,
-                "group_bits": self.get_group_bits(),
-                "optimizer_metadata": state,
-            }
+        while True:
+            self._wait_for_steps()  # their epochs are counted already
+            with self.lock_optimizer:
+                if not any(update.owes for update in list(self._updates)):  # none has begun meanwhile
+                    return self._current_state()
+
+    @torch.no_grad()
+    def _current_state(self) -> tuple[Any, ...]:
+        state, statistics = dump(self.optimizer)
+        pairs = zip(self.parts.current, self.parts.optimized, strict=True)
+        params = [now.detach().to("cpu", own.dtype, copy=True) for now, own in pairs]
+        tensors = [*params, *(t.detach().cpu().clone() for t in self.extra_tensors)]
+        metadata = {
+            "epoch": self.local_epoch,
+            "group_bits": self.get_group_bits(),
+            "optimizer_metadata": state,
+        }
         infos = state_infos(self.main_parameters, self.parameter_names, self.extra_tensors, statistics)
         return metadata, [*tensors, *statistics], infos
 
