@@ -354,6 +354,36 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_those_for_whom_an_average_fails_do_not_make_the_epoch_in_a_group_of_their_own(background: bool) -> None:
+    """They met again, and made it with other gradients than who had succeeded: from then on models differed, unseen."""
+    town = Town()
+    delays = {"delay_optimizer_step": background, "delay_grad_averaging": background}
+    nets, opts = prepared(town, 3, **delays)
+    names = [str(opt.dht.peer_id) for opt in opts]
+    fail = set(names[1:])
+
+    def failing(peer: str) -> bool:
+        fails = peer in fail
+        fail.discard(peer)
+        return fails
+
+    town.failing = failing
+
+    def train(i: int) -> None:
+        backward(nets[i], i)
+        opts[i].step()
+        opts[i].zero_grad()
+        opts[i].state_averager.step(wait_for_delayed_updates=True)
+
+    together(train, 3)
+    for i in (1, 2):
+        assert opts[i]._out_of_step()
+        train(i)
+    assert [opt.local_epoch for opt in opts] == [1, 1, 1] and not fail
+    assert torch.equal(weights(nets[0]), weights(nets[1])) and torch.equal(weights(nets[0]), weights(nets[2]))
+
+
 def test_two_peers_that_begin_together_end_their_epochs_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though neither has heard yet that the other trains, and how far it is."""
     town = Town()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.comm.meetings import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionBase, NoCompression
@@ -288,6 +289,7 @@ class Optimizer(TorchFace):
         try:
             if control is not None:
                 group = self._result(control, epoch)
+                self._check_together(epoch, group)
                 log.log(self.status_loglevel, "averaged the gradients of %d peers", len(group))
         except BaseException as error:
             alone = bool(unheard) and control is not None and self._nobody_came(control, error)
@@ -327,6 +329,18 @@ class Optimizer(TorchFace):
             except TimeoutError:
                 if not control.began_allreduce and self._missed(epoch) and control.cancel():
                     raise AllreduceException(f"the others have made epoch {epoch} without this peer") from None
+
+    def _check_together(self, epoch: int, group: dict[Any, Any]) -> None:
+        """AllreduceException: others have made the epoch in another group, though one has room for all. So it is where
+        an all-reduce fails for some of its members only, and those meet again."""
+        averager = self.grad_averager
+        assert averager is not None
+        others = averager.directory.others()
+        apart = any(
+            max(entry.averaged, entry.round - 1) >= epoch for peer, entry in others.items() if peer not in group
+        )
+        if apart and averager.target_group_size is None and len(others) < GROUP_MAX:
+            raise AllreduceException(f"the others have made epoch {epoch} without this peer")
 
     def _drop_sums(self) -> None:
         if self.grad_averager is not None:
