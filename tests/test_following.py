@@ -294,6 +294,18 @@ def drawn(bars: Bars) -> str:
     return out.getvalue()
 
 
+def test_a_round_that_counted_this_peer_without_inner_steps_is_not_said_to_have_left_it_out() -> None:
+    """Such as each fragment's last turn."""
+    peers = [{"peer": "ab", "weight": 8.0, "fraction": 1.0}]
+    about = {"channel": "train", "head": "", "digest": "", "weight": 8.0, "reduce_s": 1.0, "ballots": 1}
+    also = {"missing": [], "paths": {}, "owned": {}}
+    told = {**ROUND, **about, **also, "contributors": peers, "tokens_per_s": 1.0, "mfu": None}
+    cases = ((True, None, "; counted;"), (True, 2.5, "; loss 2.5000;"), (False, None, "; not counted here;"))
+    for counted, loss, says in cases:
+        line = sinks.sentence({**told, "counted": counted, "loss": loss})
+        assert says in line and ("not counted" in line) is not counted, line
+
+
 def test_bars_of_the_round_and_of_the_run() -> None:
     bars = Bars(rounds=3)
     bars.take(ROUND)  # one that passed before our first step: nothing to measure by

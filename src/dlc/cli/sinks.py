@@ -211,7 +211,9 @@ def sentence(event: Event) -> str:
                 f"{_speed(event)}"
             )
         case "round":
-            own = f"loss {event['loss']:.4f}" if event["loss"] is not None else "not counted here"
+            own = "counted" if event["counted"] else "not counted here"
+            if event["loss"] is not None:  # there is none without inner steps, as where each fragment has its last turn
+                own = f"loss {event['loss']:.4f}"
             digest = f"; digest {event['digest'][:12]}" if event["digest"] else ""
             return f"{read_report(event).summary()}; {own}; {_speed(event)}{digest}"
         case "looked_on":
