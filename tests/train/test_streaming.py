@@ -438,6 +438,15 @@ def test_torn_lines_do_not_end_a_stream(tmp_path: Path, torn: str, caplog: pytes
     assert caplog.text.count(f'{file} has rows whose "text" is null; they are passed over') == 1
 
 
+def test_the_ends_of_lines_of_a_stream_of_texts_are_lf(tmp_path: Path) -> None:
+    """As docs/data.md says; those of files that are read as a whole stay."""
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_bytes(b"one\r\ntwo\r\n")
+    stream = StreamSource(Stream(Place(str(tmp_path)), 1), 9, ByteTokenizer(), 4)
+    assert bytes(stream.batch([0])[0].tolist()) == b"one\ntwo\n\0"
+    assert bytes(BlockSource(str(tmp_path), 11).block(0).tolist()) == b"one\r\ntwo\r\n\0"
+
+
 def test_a_stream_that_broke_off_is_read_again_from_a_mark(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader may have read ahead, and nobody asked for what failed: the next block must be the right one."""
     monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
