@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import io
 import json
@@ -353,6 +354,35 @@ def test_the_live_table_is_drawn_while_nothing_happens_here_and_ends_with_what_c
     table.close()
     last = out.getvalue().rpartition("\x1b[2K")[2]
     assert "waiting" in last and "validation after round 1: 1.2500" in last
+
+
+class Terminal(io.StringIO):
+    """One that may go away."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+def test_a_terminal_that_goes_away_takes_neither_the_table_nor_the_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end was an error, by which other sinks stayed open."""
+    terminal, handlers, stderr = Terminal(), list(logging.getLogger().handlers), sys.stderr
+    monkeypatch.setattr(sinks, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(sinks, "REDRAW_EVERY_S", 0.01)
+    asked: list[bool] = []
+
+    def members() -> list[Member]:
+        asked.append(terminal.gone)
+        return []
+
+    table = sinks.LiveTable(members, rounds=3)
+    terminal.gone = True
+    wait_until(lambda: sum(asked) >= 2, what="it is drawn once more after it could not be drawn")
+    table.close()
+    assert logging.getLogger().handlers == handlers and sys.stderr is stderr
 
 
 def member(phase: str) -> Member:

@@ -1,6 +1,7 @@
 """Signals while what there is to say cannot be said, and beside another process that asks for the end."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,34 @@ with Interrupts() as interrupts:
     assert interrupts.stop.wait(5)
     print("the end is saved")
 """
+
+
+HANGS_UP = """
+import os, signal
+from dlc.cli.interrupt import Interrupts
+with Interrupts() as interrupts:
+    interrupts.holds = True
+    interrupts.can_save = True
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert interrupts.stop.is_set() == {ends}
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("still there")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGHUP")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed_asks_for_a_clean_end_as_often_as_it_is_told(ignored: bool) -> None:
+    """The shell and the kernel both tell it. Behind `nohup` it is ignored."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS_UP.format(ends=not ignored)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL) and None,
+    )
+    assert (done.stdout, done.returncode) == ("still there\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("stderr", ["a pipe that nobody reads", "a full disk", "closed"])

@@ -29,6 +29,7 @@ from torch.distributed import HashStore, PrefixStore
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from dlc.cli import main
+from dlc.cli.interrupt import end_signals
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
 from dlc.cli.site import Rank, device_of, follow_on, launched
 from dlc.errors import ConfigError, UsageError
@@ -146,7 +147,7 @@ def test_the_others_draw_nothing_and_can_be_ended_until_rank_0_is_there(monkeypa
     finally:
         logging.getLogger("dlc").setLevel(told)
         enable_progress_bar()
-    ended = [(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)]
+    ended = [(number, signal.SIG_DFL) for number in end_signals()]
     assert done == [*ended, "group", "signals", False]
 
 

@@ -1,5 +1,8 @@
 """Ctrl-C and SIGTERM: the first asks for a clean end, the second ends the process at once with status 130.
 
+A terminal that is closed (SIGHUP) asks for a clean end too, and never for one at once: the kernel and the shell tell it
+both. Behind `nohup` it is ignored, and stays so.
+
 Before there is anything to save, the first one already raises KeyboardInterrupt, since joining can wait for ever; and
 before there is anything to let go, it ends the process, since an import may take an exception for a missing package.
 
@@ -18,6 +21,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SHOW_CURSOR = b"\x1b[?25h"
+HANGUP: int | None = getattr(signal, "SIGHUP", None)
+"""None: this system has none."""
+
+
+def end_signals() -> list[int]:
+    """Those that ask for an end."""
+    signals: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:
+        signals.append(HANGUP)
+    return signals
 
 
 class Interrupts:
@@ -36,7 +49,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             self._before[number] = signal.signal(number, self._signalled)
         return self
 
@@ -56,7 +69,9 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        asked, self._asked = self._asked, False
+        if number == HANGUP and self.stop.is_set():
+            return
+        asked, self._asked = self._asked or number == HANGUP, False
         if self._signalled_once and not asked:
             if sys.stderr.isatty():
                 _say(SHOW_CURSOR)  # the live table hides it

@@ -104,7 +104,8 @@ class LiveTable:
     """The members of the swarm and how far this peer is, redrawn in place, below the log.
 
     It is drawn on a thread of its own, also while a round is waited for and nothing happens here, and once more at the
-    end. members: asked there; where it raises DlcError, as after the leave, those it gave last are shown.
+    end. A terminal that goes away, as when the connection to this host breaks, is drawn on no more.
+    members: asked there; where it raises DlcError, as after the leave, those it gave last are shown.
     rounds: where the run ends; 0: it has no such end, and only the steps to the next round are shown.
     """
 
@@ -137,7 +138,8 @@ class LiveTable:
         self._closed.set()
         self._thread.join()
         self._draw()
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()
         self._root.handlers = self._handlers
 
     def _redraw(self) -> None:
@@ -149,7 +151,8 @@ class LiveTable:
             self._known = self._members()
         below = [Text(line) for line in (self._last_round, self._validation, self._news) if line]
         table = member_table(self._known, self._console.width)
-        self._live.update(Group(table, self._bars.shown, *below), refresh=True)
+        with contextlib.suppress(OSError):
+            self._live.update(Group(table, self._bars.shown, *below), refresh=True)
 
 
 class Bars:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dlc.cli.interrupt import end_signals
 from dlc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def device_of(name: str, rank: Rank) -> torch.device:
 def follow_on(args: argparse.Namespace, rank: Rank) -> None:
     """All that a process other than rank 0 does."""
     logging.getLogger("dlc").setLevel(logging.ERROR)  # rank 0 tells
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, signal.SIG_DFL)  # until rank 0 is there, nobody else would end us; Python may be waiting
     from transformers.utils.logging import disable_progress_bar
 
@@ -90,14 +91,14 @@ def follow_on(args: argparse.Namespace, rank: Rank) -> None:
 
 
 def hand_signals_on(group: Group) -> None:
-    """From now on Ctrl-C and SIGTERM here ask rank 0 for a clean end of the site. Call it on the main thread.
+    """From now on Ctrl-C, SIGTERM and SIGHUP here ask rank 0 for a clean end of the site. Call it on the main thread.
 
     By a thread: the main one may wait for an order as long as a round takes, in which Python runs no handlers.
     """
     signalled, written_to = socket.socketpair()
     written_to.setblocking(False)
     signal.set_wakeup_fd(written_to.detach(), warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, lambda *_: None)
 
     def ask() -> None:
