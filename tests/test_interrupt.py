@@ -66,6 +66,21 @@ def test_a_stop_that_cannot_be_told_still_saves(stderr: str) -> None:
     assert done.returncode == 0
 
 
+AFTER_A_COMMAND = """
+import os, signal
+from dlc.cli import main
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+main(["key"])
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends by another signal")
+def test_ctrl_c_while_python_ends_prints_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 ASKED_BY_ANOTHER = """
 import os, signal, threading, time
 from dlc.cli.interrupt import Interrupts

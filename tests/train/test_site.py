@@ -9,11 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,13 +31,13 @@ from torch.distributed import HashStore, PrefixStore
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from dlc.cli import main
-from dlc.cli.interrupt import end_signals
+from dlc.cli.interrupt import Interrupts, end_signals
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
-from dlc.cli.site import Rank, device_of, follow_on, launched
+from dlc.cli.site import Rank, device_of, follow_on, launched, leading
 from dlc.errors import ConfigError, UsageError
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.train.follower import follow
-from dlc.train.group import Group, Order, part_of_this_start
+from dlc.train.group import Group, Order, SiteLost, part_of_this_start, torchruns_store
 from dlc.train.inner import InnerLoop, placed
 from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
@@ -207,6 +209,70 @@ def test_those_who_start_again_find_nothing_of_the_start_before() -> None:
     assert not any(part.check(["told"]) for part in parts)
     parts[0].set("told", "now")
     assert [told(part) for part in parts] == [b"now"] * 3
+
+
+def test_a_torchrun_that_is_gone_is_told_apart_from_one_that_says_nothing() -> None:
+    """Killed, it leaves its processes behind, which nobody would end."""
+
+    def check(keys: list[str]) -> bool:
+        raise torch.distributed.DistNetworkError("the connection is closed")
+
+    group = object.__new__(Group)
+    group._store = cast(Any, SimpleNamespace(check=lambda keys: False))
+    assert not group.stop_asked()
+    group._store = cast(Any, SimpleNamespace(check=check))
+    with pytest.raises(SiteLost, match="torchrun is gone"):
+        group.stop_asked()
+
+
+def test_a_torchrun_that_cannot_be_reached_is_not_waited_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    (place,) = places(1)
+    for name, value in {**place, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("dlc.train.group.CONNECT_MAX", timedelta(seconds=0.2))
+    with pytest.raises(SiteLost, match=f"torchrun cannot be reached.*{place['MASTER_PORT']}"):
+        torchruns_store()
+
+
+@contextlib.contextmanager
+def led(monkeypatch: pytest.MonkeyPatch, stop_asked: Callable[[], bool]) -> Iterator[tuple[list[str], Any]]:
+    """What rank 0 does around a run, whose Interrupts is yielded with the list of what was done."""
+    done: list[str] = []
+    group = SimpleNamespace(size=2, parallel="ddp", stop_asked=stop_asked, close=lambda: done.append("closed"))
+    monkeypatch.setattr("dlc.train.group.Group", lambda *_: group)
+    monkeypatch.setattr("dlc.cli.site.STOP_LOOK_S", 0.01)
+    monkeypatch.setattr("dlc.cli.site.LAST_LOOK_S", 0.01)
+    interrupts = Interrupts()
+    interrupts.can_save = True
+    with leading(Namespace(device="cpu", parallel=None), Rank(rank=0, size=2, local_rank=0), interrupts):
+        yield done, interrupts
+
+
+def test_a_site_without_its_torchrun_leaves_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone() -> bool:
+        raise SiteLost("torchrun is gone")
+
+    with led(monkeypatch, gone) as (done, interrupts):
+        assert interrupts.stop.wait(DEADLINE_S)
+    assert done == ["closed"] and "torchrun is gone: the site leaves the run" in caplog.text
+
+
+def test_a_torchrun_that_is_suspended_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the store, which answers nothing then."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def answers_nothing() -> bool:
+        begun.set()
+        return not goes_on.wait(DEADLINE_S)
+
+    try:
+        with led(monkeypatch, answers_nothing) as (done, _):
+            assert begun.wait(DEADLINE_S)
+        assert done == ["closed"] and not goes_on.is_set()
+    finally:
+        goes_on.set()
 
 
 def test_after_an_error_in_the_midst_of_a_step_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

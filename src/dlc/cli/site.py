@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 DDP = "ddp"
 STOP_LOOK_S = 0.5
 """Between two looks of rank 0 for a process that was told to stop: torchrun kills it 30 s later."""
+LAST_LOOK_S = 5.0
+"""For the last one to be over: a torchrun that is suspended (Ctrl-Z) answers none."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -112,7 +114,7 @@ def hand_signals_on(group: Group) -> None:
 def leading(args: argparse.Namespace, rank: Rank | None, interrupts: Interrupts) -> Iterator[Group | None]:
     """Rank 0's group, whose others are told to leave at the end; None without torchrun. Sets `args.device`.
 
-    Where one of the others asks for the end, it is asked of `interrupts`.
+    Where one of the others asks for the end, or torchrun is gone, it is asked of `interrupts`.
     """
     from dlc.train.setup import pick_device  # torch, only now that the options are known to be right
 
@@ -127,19 +129,25 @@ def leading(args: argparse.Namespace, rank: Rank | None, interrupts: Interrupts)
     group = Group(device, args.parallel or DDP)
     log.info("a site of %d processes (%s), one peer", group.size, group.parallel)
     over = threading.Event()
-    look = threading.Thread(target=_look_for_stop, args=(group, interrupts, over), name="dlc-site-stop")
+    look = threading.Thread(target=_look_for_stop, args=(group, interrupts, over), name="dlc-site-stop", daemon=True)
     look.start()
     try:
         yield group
     finally:
         over.set()
-        look.join()
+        look.join(LAST_LOOK_S)
         group.close()
 
 
 def _look_for_stop(group: Group, interrupts: Interrupts, over: threading.Event) -> None:
+    from dlc.train.group import SiteLost
+
     while not over.wait(STOP_LOOK_S):
-        if group.stop_asked():
+        try:
+            if not group.stop_asked():
+                continue
             log.info("another process of this site was told to stop: the site leaves the run")
-            interrupts.ask()
-            return
+        except SiteLost as error:
+            log.warning("%s: the site leaves the run", error)
+        interrupts.ask()
+        return

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -26,6 +27,8 @@ from dlc.errors import DlcError
 
 WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
+CONNECT_MAX = timedelta(seconds=60)
+"""To torchrun's store, which is there before what torchrun starts. torch tries twice, for an hour if not told."""
 LOOK_S = 0.05
 """Between two looks for each other, at the start."""
 STOP = "stop"
@@ -64,12 +67,13 @@ class SiteLost(DlcError):
 class Group:
     """The group that torchrun's environment names; blocks until all its processes are there. One in a process.
 
-    parallel: how they share a model, "ddp" or "fsdp"; what rank 0 has counts.
+    parallel: how they share a model, "ddp" or "fsdp"; what rank 0 has counts. SiteLost: torchrun has ended, or this
+    host cannot reach it.
     """
 
     def __init__(self, device: torch.device, parallel: str = "ddp") -> None:
         cuda = device.type == "cuda"
-        store, rank, size = next(iter(rendezvous("env://")))
+        store, rank, size = torchruns_store()
         self._store = part_of_this_start(store, rank, size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -123,11 +127,12 @@ class Group:
             self._store.set(STOP, "")
 
     def stop_asked(self) -> bool:
-        """On rank 0, from any thread: whether one of the others has asked."""
+        """On rank 0, from any thread: whether one of the others has asked. SiteLost: torchrun has ended, and would end
+        no process of this site any more."""
         try:
             return bool(self._store.check([STOP]))
-        except dist.DistError:  # torchrun ends, and with it the site
-            return False
+        except dist.DistError as error:
+            raise SiteLost("torchrun is gone") from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -155,6 +160,21 @@ class Group:
             if self.rank == 0:
                 self.tell(Order.END)
             dist.destroy_process_group()
+
+
+def torchruns_store() -> tuple[Store, int, int]:
+    """What all processes of the site write to and read from, this one's rank, and their number. SiteLost: it is out of
+    reach."""
+    timeout = CONNECT_MAX if dist.is_torchelastic_launched() else default_pg_timeout
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    except dist.DistError as error:
+        raise SiteLost(
+            "torchrun cannot be reached: it has ended, or this host does not know that of rank 0 by its name, or may "
+            f"not dial its port ({str(error).splitlines()[0]})"
+        ) from error
+    store.set_timeout(default_pg_timeout)
+    return store, rank, size
 
 
 def part_of_this_start(store: Store, rank: int, size: int, wait: Callable[[float], None] = time.sleep) -> PrefixStore:
