@@ -376,6 +376,24 @@ def test_a_step_whose_gradients_ddp_did_not_average_is_not_taken() -> None:
     replica.check_averaged()
 
 
+@pytest.mark.parametrize(("drops", "unused"), [(0.0, False), (0.1, True)])
+def test_ddp_looks_for_layers_that_are_dropped_at_random_though_the_first_pass_drops_none(
+    monkeypatch: pytest.MonkeyPatch, drops: float, unused: bool
+) -> None:
+    """The first step that dropped one ended the site."""
+    found: list[bool] = []
+    monkeypatch.setattr(Replica, "_reaches_all", lambda self: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(
+        "dlc.train.parallel.DistributedDataParallel",
+        lambda *_, **options: found.append(options["find_unused_parameters"]),
+    )
+    model = nn.Linear(3, 2)
+    model.config = cast(Any, SimpleNamespace(layerdrop=drops))
+    Replica(SPEC, cast(Any, SimpleNamespace(device=torch.device("cpu"))), model)
+    assert found == [unused]
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_step_in_which_fsdp_averaged_gradients_of_different_parameters_is_not_taken(same: bool) -> None:
     """Of experts of one size it would take one for the other."""

@@ -8,7 +8,8 @@ The average of the ranks is the mean over all sequences because the loss of rank
 size * (sequences of the piece) / (sequences of the step).
 
 DDP averages nothing of a step in which a parameter has no gradient, unless it was told to look for those: then it goes
-through the whole graph in each step. So a model is tried first.
+through the whole graph in each step. So a model is tried first; one that drops layers at random may leave out others
+later.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def pieces_of(n: int, rank: int, size: int, batch_size: int) -> list[tuple[slice
     return [(slice(a, b), (b - a) / n) if b > a else (slice(0, 1), 0.0) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
+def dropped_layers(model: nn.Module) -> str:
+    """The option by which `model` drops layers at random, as "name = value"; empty: it does not."""
+    config = getattr(model, "config", None)
+    named = {name: getattr(config, name, None) for name in ("layerdrop", "decoder_layerdrop")}
+    return ", ".join(f"{name} = {value}" for name, value in named.items() if value)
+
+
 class Replica:
     """The run's `model` on this rank, whole, in DDP; `sharded.Sharded` holds a part. Rank 0's parameters and
     buffers count.
@@ -89,7 +97,7 @@ class Replica:
         self.spec, self.group = spec, group
         self.model = model.to(group.device)
         self.tensors = FlatView.of(self.model).tensors
-        leaves_out = torch.tensor(float(not self._reaches_all()))  # with layers dropped at random ranks may differ
+        leaves_out = torch.tensor(float(bool(dropped_layers(model)) or not self._reaches_all()))
         dist.all_reduce(leaves_out)
         self._finds_unused = bool(leaves_out)
         self.forward: nn.Module = DistributedDataParallel(

@@ -20,7 +20,7 @@ from dlc.errors import ConfigError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.group import Group
-from dlc.train.parallel import Replica
+from dlc.train.parallel import Replica, dropped_layers
 
 
 def check_options(spec: RunSpec) -> None:
@@ -33,13 +33,10 @@ def check_options(spec: RunSpec) -> None:
 
 def check_layers(model: nn.Module) -> None:
     """ConfigError: each rank would drop other layers at random, and wait for the others in those that they dropped."""
-    config = getattr(model, "config", None)
-    for name in ("layerdrop", "decoder_layerdrop"):
-        if getattr(config, name, 0.0):
-            raise ConfigError(
-                f"the model drops layers at random ({name} = {getattr(config, name)}), which FSDP2 cannot do: start "
-                "this site with --parallel ddp"
-            )
+    if named := dropped_layers(model):
+        raise ConfigError(
+            f"the model drops layers at random ({named}), which FSDP2 cannot do: start this site with --parallel ddp"
+        )
 
 
 class Sharded(Replica):
