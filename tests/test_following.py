@@ -78,6 +78,28 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     assert "round/loss" not in found.Tags()["scalars"]  # it was not counted
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+def test_a_full_disk_under_tensorboard_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import resource
+
+    pytest.importorskip("tensorboard")
+    printed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    hook, (soft, hard) = threading.excepthook, resource.getrlimit(resource.RLIMIT_FSIZE)
+    board = trackers.tensorboard(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # stands in for a full disk
+    try:
+        for n in range(200):
+            board.take(step(n))
+        board.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not printed and threading.excepthook is hook
+    assert "TensorBoard is not complete: [Errno 27]" in caplog.text
+
+
 def test_the_file_of_metrics_tells_steps_from_rounds(tmp_path: Path) -> None:
     """A validation after round 1 stood there as one after step 1."""
     sink = sinks.Metrics(tmp_path)

@@ -123,7 +123,10 @@ class Tracker:
 
 
 def tensorboard(folder: Path) -> Tracker:
-    """Event files in `folder`, made if it is missing."""
+    """Event files in `folder`, made if it is missing.
+
+    Its writer is a thread, of whose end Python would print a traceback, in the midst of the live table.
+    """
     from torch.utils.tensorboard import SummaryWriter  # takes a second
 
     try:
@@ -135,7 +138,24 @@ def tensorboard(folder: Path) -> Tracker:
         for name, value in point.values.items():
             board.add_scalar(name, value, point.at)
 
-    return Tracker("TensorBoard", write, board.close)
+    before, ends = threading.excepthook, []
+
+    def thread_ended(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__module__.startswith("tensorboard."):
+            ends.append(args.exc_value)
+        else:
+            before(args)
+
+    def finish() -> None:
+        try:
+            board.close()
+            if ends and ends[0] is not None:
+                raise ends[0]
+        finally:
+            threading.excepthook = before
+
+    threading.excepthook = thread_ended
+    return Tracker("TensorBoard", write, finish)
 
 
 def wandb(project: str, run: str, peer: str, config: dict[str, Any], folder: Path) -> Tracker:
