@@ -67,11 +67,12 @@ def test_a_stop_that_cannot_be_told_still_saves(stderr: str) -> None:
 
 
 AFTER_A_COMMAND = """
-import os, signal
-from dlc.cli import main
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-main(["key"])
-os.kill(os.getpid(), signal.SIGINT)
+import atexit, os, signal, sys
+from dlc.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.argv = ["dlc", "key"]
+sys.exit(main())
 """
 
 

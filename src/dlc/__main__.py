@@ -1,17 +1,21 @@
 """`python -m dlc` is the command `dlc`."""
 
+import atexit
 import signal
 import sys
 
 
 def main() -> int:
     """Run it. Until it looks at signals itself Ctrl-C just ends it: there is nothing to let go yet, and Python would
-    print where in its imports it was."""
+    print where in its imports it was. So it does again while Python ends, which takes seconds."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as behind `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from dlc.cli import main as command  # seconds
 
-    return command()
+    code = command()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # the last one, which Python calls first
+    return code
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and all came twice
     logging.getLogger("dlc").setLevel(args.log_level.upper())
-    ends_us = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     try:
-        if ends_us:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = _run(args)
         sys.stdout.flush()
@@ -51,9 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(error) if isinstance(error, DlcError) else _unexpected(error)
         print(f"dlc {args.command}: {text}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
-    finally:
-        if ends_us:  # again: Python takes seconds to end, and would print where it was
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run(args: argparse.Namespace) -> int:
