@@ -487,6 +487,10 @@ def test_a_contribution_for_another_base_is_not_told_of() -> None:
     ((to, ready),) = member.sent(slot.announce)
     assert to == member.coordinator.peer
     assert (ready.head, ready.digest, ready.offered_s) == (member.head, member.log.digest(TRAIN), 7.0)
+    state = member.log.state
+    member.log.state = dataclasses.replace(state, electorate=(member.coordinator, *member.others))
+    assert not member.sent(slot.announce), "it would not be counted"
+    member.log.state = state
     offered = exchange.offered[TRAIN]
     offered.ready = dataclasses.replace(offered.ready, base=WRONG)
     assert not member.sent(slot.announce)
