@@ -71,6 +71,14 @@ def test_two_manifests_in_one_ballot_end_it() -> None:
     assert process.node.log.head == head
 
 
+def test_two_manifests_in_a_forced_ballot_end_it_in_another_forced_one() -> None:
+    _, process, coordinator = running(msg.Held)
+    me, one = coordinator.ctx.me, others(coordinator)[0]
+    ballot, coordinator.deciders, coordinator.votes = coordinator.ballot, (me, one), {me: b"a" * 32}
+    coordinator.receive_held(one, msg.Held(process.node.log.head, ballot, b"b" * 32))
+    assert coordinator.phase == PREP and coordinator.ballot > ballot and coordinator.deciders == (me, one)
+
+
 def test_only_promises_of_its_deciders_to_its_ballot_count() -> None:
     coordinator, promise = preparing()
     voter, *_ = others(coordinator)
@@ -542,6 +550,14 @@ def test_nothing_stalls_before_T_stall_and_T_dead_nor_while_contributions_become
     assert coordinator.plan is not None and coordinator.plan.mute == (owner,), "the next coordinator need not find out"
 
 
+def test_a_wait_for_contributions_is_no_stall() -> None:
+    coordinator, plan, _ = lacking(0)
+    ctx = coordinator.ctx
+    coordinator.phase, coordinator._moved, coordinator._phase_since = WAIT, ctx.running_s - 100.0, ctx.now - 100.0
+    coordinator._propose(plan.entry, plan.owners, plan.assignment, (), plan.digest)
+    assert coordinator.phase == RUN and coordinator._moved == ctx.running_s and coordinator._phase_since == ctx.now
+
+
 def test_a_coordinator_bears_with_what_living_owners_bear_with_twice_as_long_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -598,6 +614,8 @@ def test_an_owner_is_unheard_where_half_of_the_other_living_members_lack_its_res
         assert (me in coordinator._unheard_owners(plan)) == unheard, lacks
     monkeypatch.setattr(coordinator.ctx.members, "alive", lambda voter: voter not in (two, three))
     assert coordinator._unheard_owners(plan) == [me]
+    coordinator._stalled(plan)
+    assert coordinator._mute == (me,)
 
 
 # ------------------------------------------------------------------ votes

@@ -528,6 +528,8 @@ def test_missing_results_are_asked_of_owner_and_coordinator_in_turn() -> None:
     asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
     fetch = msg.Fetch(member.head, plan.ballot, (chunk,), ())
     assert asked == [[(owner.peer, fetch)], [(member.coordinator.peer, fetch)]]
+    slot.plan = dataclasses.replace(plan, owners=(member.me,) * len(plan.owners))
+    assert not member.sent(slot._ask_for, [chunk], 0), "I know that I lack it"
 
 
 def test_fixed_chunks_are_asked_of_those_holders_that_live(monkeypatch: pytest.MonkeyPatch) -> None:

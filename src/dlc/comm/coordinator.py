@@ -228,10 +228,9 @@ class Coordinator:
         silent_s = ctx.running_s - slot.coordinator_heard
         absent = not ctx.members.awake(current)
         if not absent and silent_s < t_coord:
-            return
+            return  # as mostly: no place is looked for
         place = self._place_after(current)
-        wait = place * t_coord if absent else (place + 1) * t_coord
-        if silent_s >= min(wait, (place + 1) * t_coord):
+        if silent_s >= (place if absent else place + 1) * t_coord:
             self._next_ballot()
 
     def _place_after(self, coordinator: Voter) -> int:
@@ -293,7 +292,6 @@ class Coordinator:
             self._propose_config(self.deciders)
         else:
             self.phase = WAIT
-            self._phase_since = self.ctx.now
             self._consider()
 
     def _propose_resumed(self, choice: Resume) -> None:
