@@ -146,7 +146,7 @@ def test_only_voters_are_ready_and_for_so_many_channels(desk: Desk) -> None:
 
 def test_a_wait_counts_from_the_first_of_the_offers_repeats(desk: Desk) -> None:
     began, offer = desk.ctx.now, desk.offer(desk.me, offered_s=3.0)
-    for at_s, offered_s in ((0.0, 3.0), (2.0, 4.0), (4.0, 7.5)):
+    for at_s, offered_s in ((0.0, 3.0), (2.0, 5.5), (4.0, 7.0)):
         desk.ctx.now = began + at_s
         desk.hears((desk.me, dataclasses.replace(offer, offered_s=offered_s)))
     assert desk.agenda._ready[TRAIN][desk.me][1] == pytest.approx(began - 3.5)
@@ -487,6 +487,27 @@ def test_where_states_differ_all_are_heard_for_T_dead_and_a_minute(desk: Desk, r
     assert reports.says(B, {me: B}) is None, "it may be mine that is wrong"
     listen(3 * t_dead_s + 0.1)
     assert reports.says(B, {me: B}) == B
+
+
+def test_a_minute_of_dissent_counts_from_the_first_offer(desk: Desk, reports: Reports) -> None:
+    me, one, now = desk.me, desk.others[0], desk.ctx.now
+    offers = {me: (desk.offer(me, digest=B), now - DISSENT_PATIENCE_S - 1.0), one: (desk.offer(one, digest=A), now)}
+    assert desk.agenda._digest(TRAIN, B, offers) is None
+    desk.ctx.running_s += desk.ctx.members.t_dead_s + 0.1
+    assert desk.agenda._digest(TRAIN, B, offers) == A
+
+
+def test_an_observers_state_is_dissent_and_no_vote(desk: Desk, reports: Reports) -> None:
+    me, observer = desk.me, desk.others[0]
+    reports.told, reports.can_vote = {observer: A}, set(desk.voters) - {observer}
+    desk.state(electorate=tuple(v for v in desk.voters if v != observer))
+    assert reports.says(B, {me: B}) is None
+    desk.ctx.running_s += 10 * desk.ctx.members.t_dead_s
+    assert reports.says(B, {me: B}) is None, "others may show that mine is the wrong one"
+    assert reports.says(B, {me: B}, DISSENT_PATIENCE_S + 1.0) == B
+    desk.state(electorate=(me,), trainers=(me,))
+    desk.gone |= set(desk.others) - {observer}
+    assert reports.says(B, {me: B}) == B, "nobody else could speak"
 
 
 def test_a_coordinator_has_not_listened_before_its_slot(desk: Desk) -> None:
