@@ -489,6 +489,19 @@ def test_where_states_differ_all_are_heard_for_T_dead_and_a_minute(desk: Desk, r
     assert reports.says(B, {me: B}) == B
 
 
+def test_trainers_and_whoever_holds_a_state_are_heard_first(desk: Desk, reports: Reports) -> None:
+    me = desk.me
+    states = (msg.StateDigest(TRAIN, B),)
+    for voter in desk.others:
+        desk.says(voter, states=())
+    assert reports.says(B, {me: B}) is None, "what a trainer has just attached may not be in its record"
+    desk.state(trainers=(me,))
+    assert reports.says(B, {me: B}) == B
+    for voter in desk.others:
+        desk.says(voter, states=states)
+    assert reports.says(B, {me: B}) is None
+
+
 def test_a_minute_of_dissent_counts_from_the_first_offer(desk: Desk, reports: Reports) -> None:
     me, one, now = desk.me, desk.others[0], desk.ctx.now
     offers = {me: (desk.offer(me, digest=B), now - DISSENT_PATIENCE_S - 1.0), one: (desk.offer(one, digest=A), now)}
@@ -505,7 +518,6 @@ def test_an_observers_state_is_dissent_and_no_vote(desk: Desk, reports: Reports)
     desk.ctx.running_s += 10 * desk.ctx.members.t_dead_s
     assert reports.says(B, {me: B}) is None, "others may show that mine is the wrong one"
     assert reports.says(B, {me: B}, DISSENT_PATIENCE_S + 1.0) == B
-    desk.state(electorate=(me,), trainers=(me,))
     desk.gone |= set(desk.others) - {observer}
     assert reports.says(B, {me: B}) == B, "nobody else could speak"
 

@@ -1,15 +1,19 @@
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from dlc.errors import CheckpointError, UsageError
-from dlc.train import shelf
-from dlc.train.checkpoint import left_over, load_checkpoint, save_checkpoint
+from dlc.errors import CheckpointError, NoRoom, UsageError
+from dlc.train import checkpoint, shelf
+from dlc.train.checkpoint import DamagedError, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import list_checkpoints
 
 
@@ -157,6 +161,111 @@ def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: p
         save_checkpoint(path, {"a": torch.ones(10)}, {"round": 2})
     assert load_checkpoint(path)[1] == {"round": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_save_is_over_when_its_name_is_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        sync(fd)
+
+    def replaced(old: Path, new: Path) -> None:
+        done.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    save_checkpoint(path, {"a": torch.zeros(10)}, {})
+    assert done == (["file", "rename"] if os.name == "nt" else ["file", "rename", "folder"])
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, NoRoom), (errno.EDQUOT, NoRoom), (errno.EIO, CheckpointError)]
+)
+@pytest.mark.parametrize(
+    "error", [lambda number: OSError(number, "it failed"), lambda number: SafetensorError(f"(os error {number})")]
+)
+def test_a_disk_that_fills_up_in_the_middle_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type, error: Callable[[int], Exception]
+) -> None:
+    """Older checkpoints are then deleted to make room."""
+
+    def fail(*_: object) -> None:
+        raise error(number)
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(CheckpointError) as raised:
+        save_checkpoint(tmp_path / "a.safetensors", {"a": torch.zeros(10)}, {})
+    assert type(raised.value) is kind
+
+
+def test_what_a_tensor_is_called_and_how_it_is_shaped_is_in_the_hash(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_checkpoint(path, {"one": torch.zeros(2, 3), "two": torch.ones(2, 3)}, {})
+    raw = path.read_bytes()
+    swapped = raw.replace(b'"one"', b'"tmp"').replace(b'"two"', b'"one"').replace(b'"tmp"', b'"two"')
+    for changed in (swapped, raw.replace(b"[2,3]", b"[3,2]"), raw.replace(b'"F32"', b'"I32"')):
+        assert changed != raw
+        other.write_bytes(changed)
+        with pytest.raises(DamagedError):
+            load_checkpoint(other)
+
+
+class Kept(torch.nn.Module):
+    """As a transformers model is saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "more").mkdir(parents=True)
+        (folder / "more" / "weights").write_bytes(b"of the new one")
+
+
+def test_a_model_folder_takes_the_place_of_the_old_one_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    sync, exchange = os.fsync, checkpoint._exchange
+
+    def noted(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        sync(fd)
+
+    def exchanged(new: Path, target: Path, old: Path) -> None:
+        assert {path.stat().st_ino for path in (new, *new.rglob("*"))} <= synced
+        exchange(new, target, old)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(checkpoint, "_exchange", exchanged)
+    (tmp_path / "m").mkdir()
+    checkpoint.save_model_folder(Kept(), tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"] and (tmp_path / "m" / "more" / "weights").is_file()
+    monkeypatch.setattr(checkpoint, "_exchange", lambda new, target, old: exchange(new / "missing", target, old))
+    with pytest.raises(CheckpointError):
+        checkpoint.save_model_folder(Kept(), tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"] and (tmp_path / "m" / "more" / "weights").is_file()
+
+
+def test_what_a_killed_process_left_beside_a_model_is_swept_only_where_the_model_is(tmp_path: Path) -> None:
+    """Between the two renames the old folder is the only one."""
+    for kind in ("old", "tmp"):
+        (tmp_path / f".m.{kind}-7").mkdir()
+    checkpoint.sweep_model_folder(tmp_path / "m")
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "m").mkdir()
+    checkpoint.sweep_model_folder(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_bytes_become_a_tensor_of_just_these() -> None:
+    whole = bytearray(b"abcd")
+    tensor = checkpoint.bytes_tensor(memoryview(whole))
+    whole[0] = ord("x")
+    assert bytes(tensor.tolist()) == b"xbcd", "no copy was made"
+    for given in (b"bc", memoryview(whole)[1:3], memoryview(b"bc")):
+        assert bytes(checkpoint.bytes_tensor(given).tolist()) == b"bc"
+    assert checkpoint.bytes_tensor(b"").shape == (0,)
 
 
 def test_checkpoints_are_listed_by_name_and_what_a_killed_process_left_is_told_apart(tmp_path: Path) -> None:

@@ -159,6 +159,21 @@ def test_fingerprint_tells_data_apart_and_not_seeds(tmp_path: Path) -> None:
     assert a == b != BlockSource(file, 16, seed=1).fingerprint()
 
 
+def test_which_documents_are_held_out_is_fixed_for_ever() -> None:
+    """Else who joins a run with another version would train on what the others measure."""
+    assert [i for i in range(100) if is_validation(f"part{i // 10}/f{i}.txt")] == [83, 99]
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_fingerprint_is_of_what_is_trained_on_and_of_what_is_held_out(tmp_path: Path, side: bool) -> None:
+    names = [f"f{i}.txt" for i in range(100)]
+    for name in names:
+        (tmp_path / name).write_text(words(10))
+    before = BlockSource(tmp_path, 16).fingerprint()
+    (tmp_path / next(name for name in names if is_validation(name) == side)).write_text(words(10, "v"))
+    assert BlockSource(tmp_path, 16).fingerprint() != before
+
+
 def test_validation_batches_are_evenly_spaced_and_bounded(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text(words(3000))
