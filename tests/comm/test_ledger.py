@@ -79,6 +79,11 @@ def test_take_crosses_ranges_and_upto_advances_over_both() -> None:
     assert lease.take(99) == ([0, 1, 2, 6, 7, 8], 9)
 
 
+def test_nothing_taken_is_nothing_to_commit() -> None:
+    lease = Ledger(length=3).seated(VOTERS[:1]).lease(VOTERS[0])
+    assert lease is not None and lease.take(0) == ([], -1)
+
+
 def test_positions_outside_the_lease_are_not_valid() -> None:
     a, b = VOTERS[0], VOTERS[2]
     ledger = Ledger(length=3).seated([a])

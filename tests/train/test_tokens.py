@@ -134,8 +134,9 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
 
     want = opened().batch(range(9))
     (kept,) = cache.iterdir()
-    (kept / "train.bin").write_bytes((kept / "train.bin").read_bytes()[:-2])
-    assert torch.equal(opened().batch(range(9)), want)
+    whole = (kept / "train.bin").read_bytes()
+    (kept / "train.bin").write_bytes(whole[:-2])
+    assert torch.equal(opened().batch(range(9)), want) and (kept / "train.bin").read_bytes() == whole
     (kept / "streams.json").write_text(json.dumps({"train": {}}))
     assert torch.equal(opened().batch(range(9)), want)
     (kept / "streams.json").unlink()
@@ -226,3 +227,35 @@ def test_too_much_for_the_memory_says_so(corpus: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(packing, "MEMORY_BYTES_MAX", 1000)
     with pytest.raises(DataError, match="streaming"):
         BlockSource(corpus, 8)
+
+
+def test_both_sides_together_are_too_much_for_the_memory(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = BlockSource(corpus, 8)
+    train, held = (meta.tokens for meta in source._metas)  # of one byte each
+    assert train and held
+    monkeypatch.setattr(packing, "MEMORY_BYTES_MAX", train + held)
+    assert BlockSource(corpus, 8).fingerprint() == source.fingerprint()
+    monkeypatch.setattr(packing, "MEMORY_BYTES_MAX", train + held - 1)
+    with pytest.raises(DataError, match="streaming"):
+        BlockSource(corpus, 8)
+
+
+def test_kept_tokens_are_on_the_disk_before_they_have_their_name(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host that loses its power might keep files of the right length with other content."""
+    synced: set[int] = set()
+    sync, rename = os.fsync, Path.rename
+
+    def noted(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        sync(fd)
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert {file.stat().st_ino for file in path.iterdir()} == synced and len(synced) == 3
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+    BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
+    assert len(synced) == 3
