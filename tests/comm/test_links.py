@@ -1,0 +1,173 @@
+"""One connection's own rules: what waits for it, when it is tried again and where, in which words it fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from dlc.comm import links
+from dlc.comm.addresses import Resolver
+from dlc.comm.lanes import CONNECT_TIMEOUT_S, LinkEvent
+from dlc.comm.links import CONTROL_PENDING_BYTES_MAX, CONTROL_PENDING_MAX, RETRY_MAX_S, RETRY_MIN_S, Link
+
+
+class Asked:
+    """A resolver that answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+
+    def ask(self, host: str) -> None:
+        self.hosts.append(host)
+
+
+class Tried(Link):
+    """Its attempts are noted, and nothing is connected; `room`: for how many messages."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self.asked, self.tries, self.room, self.went = Asked(), list[str](), 0, list[list[bytes]]()
+        resolver = cast(Resolver, self.asked)
+        super().__init__(context, address, "control", routing_id=b"me", security=None, resolver=resolver)
+
+    def _open(self, now: float) -> list[LinkEvent]:
+        self._opened_at = now
+        self.tries.append(self._candidates[self._candidate])
+        return []
+
+    def send(self, frames: Any) -> bool:
+        if self.room:
+            self.room -= 1
+            self.went.append([bytes(frame) for frame in frames])
+            return True
+        return False
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.term()
+
+
+@pytest.fixture
+def link(context: zmq.Context[Any]) -> Tried:
+    return Tried(context, "10.0.0.1:7")
+
+
+def fails(link: Tried, now: float) -> list[str]:
+    """The attempt of which libzmq says that nobody listens there."""
+    return [event.kind for event in link._on_event(zmq.EVENT_CLOSED, 0, now)]
+
+
+def test_messages_wait_their_turn_and_so_many_of_them(link: Tried) -> None:
+    assert link.send_or_keep([b"1"])
+    link.room = 1
+    assert link.send_or_keep([b"2"]), "not before the first"
+    assert not link.went
+    link.flush()
+    assert link.went == [[b"1"]]
+    link.room = 1
+    link.flush()
+    assert link.went == [[b"1"], [b"2"]] and not link.pending
+    assert all(link.send_or_keep([b""]) for _ in range(CONTROL_PENDING_MAX))
+    assert not link.send_or_keep([b""])
+
+
+def test_no_more_bytes_wait_than_are_allowed(link: Tried) -> None:
+    half = bytes(CONTROL_PENDING_BYTES_MAX // 2)
+    assert link.send_or_keep([half]) and link.send_or_keep([half[1:], b"x"])
+    assert not link.send_or_keep([b"x"])
+    link.room = 1
+    link.flush()
+    assert link.send_or_keep([half]) and not link.send_or_keep([b"x"])
+
+
+def test_each_failure_in_a_row_doubles_the_wait_up_to_a_limit(link: Tried) -> None:
+    now, waits_s = 0.0, []
+    for _ in range(8):
+        assert link.advance(now) == [] and link.deadline() is not None
+        assert fails(link, now) == ["refused"] and link.tried
+        at = link.deadline()
+        assert at is not None
+        waits_s.append(at - now)
+        tries = len(link.tries)
+        link.advance(at - 0.001)
+        assert len(link.tries) == tries, "not yet"
+        now = at
+    usual = [min(RETRY_MIN_S * 2**i, RETRY_MAX_S) for i in range(8)]
+    assert all(0.75 * s <= waited <= s for waited, s in zip(waits_s, usual, strict=True))
+    link.advance(now)
+    assert [event.kind for event in link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, now)] == ["connected"]
+    assert link.up and not link.tried and link.deadline() is None
+    assert [event.kind for event in link._on_event(zmq.EVENT_DISCONNECTED, 0, now)] == ["disconnected"]
+    at = link.deadline()
+    assert at is not None and at - now <= RETRY_MIN_S and not link.tried and not link.up
+
+
+def test_who_asks_once_more_need_not_wait(link: Tried) -> None:
+    link.advance(0.0)
+    link.once_more()
+    assert len(link.tries) == 1, "it is being tried"
+    fails(link, 0.0)
+    link.once_more()
+    assert not link.tried
+    link.advance(0.0)
+    assert len(link.tries) == 2
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_given_up(link: Tried) -> None:
+    link.advance(5.0)
+    overdue = link.deadline()
+    assert overdue is not None and overdue > 5.0 + CONNECT_TIMEOUT_S
+    assert link.advance(overdue - 0.1) == []
+    assert [event.kind for event in link.advance(overdue)] == ["refused"]
+
+
+def test_all_addresses_of_a_name_are_tried_before_it_fails_and_is_looked_up_again(context: zmq.Context[Any]) -> None:
+    link = Tried(context, "somewhere:7")
+    link.advance(0.0)
+    assert link.asked.hosts == ["somewhere"] and not link.tries and link.deadline() is None
+    link.resolved(["10.0.0.1", "10.0.0.2"], "", 1.0)
+    assert link.resolved(["10.0.0.9"], "", 1.0) == [], "that was answered"
+    assert fails(link, 1.0) == [] and not link.tried
+    link.advance(1.0)
+    assert link.tries == ["10.0.0.1", "10.0.0.2"]
+    assert fails(link, 1.0) == ["refused"] and link.tried
+    link.advance(9.0)
+    assert link.asked.hosts == ["somewhere"] * 2
+    (event,) = link.resolved([], "no such name", 9.0)
+    assert (event.kind, event.detail) == ("refused", "no such name")
+
+
+@pytest.mark.parametrize(
+    ("event", "value", "kind"),
+    [
+        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400, "auth_failed"),
+        (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, links._MECHANISM_MISMATCH, "auth_failed"),
+        (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 0x10000001, "handshake_failed"),
+        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE, "auth_failed"),
+        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.ECONNRESET, "auth_failed"),
+        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.EAGAIN, "handshake_failed"),
+        (zmq.EVENT_DISCONNECTED, 0, "auth_failed"),
+        (zmq.EVENT_CLOSED, 0, "refused"),
+        (zmq.EVENT_CONNECTED, 3, None),
+    ],
+)
+def test_what_libzmq_reports_in_our_words(link: Tried, event: int, value: int, kind: str | None) -> None:
+    link.advance(0.0)
+    assert [found.kind for found in link._on_event(event, value, 0.0)] == ([kind] if kind else [])
+
+
+def test_whose_address_gives_no_answer_is_told_from_where_nobody_listens(link: Tried) -> None:
+    link.advance(0.0)
+    (event,) = link._on_event(zmq.EVENT_CLOSED, 0, CONNECT_TIMEOUT_S - 0.1)
+    assert "nobody listens" in event.detail
+    link.advance(10.0)
+    (event,) = link._on_event(zmq.EVENT_CLOSED, 0, 10.0 + CONNECT_TIMEOUT_S)
+    assert event.detail == "no answer"
+    link.up = True
+    assert link._on_event(zmq.EVENT_CLOSED, 0, 20.0) == [], "an earlier attempt's socket"
