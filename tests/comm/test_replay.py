@@ -1,0 +1,179 @@
+"""Catching up, message by message: which answers are taken, what of them is applied, and what is told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm import messages as msg
+from dlc.comm.effects import Send
+from dlc.comm.entries import Entry, LogState, manifest_hash
+from dlc.comm.events import HistoryLost
+from dlc.comm.exchange import result_hash
+from dlc.comm.ids import Voter
+from dlc.comm.log import Past
+from dlc.comm.sync import STEPS_IN_FLIGHT, Sync
+from dlc.sim.schedule import TRAIN
+from tests.comm.stage import Stage, past_round
+
+torch.set_num_threads(1)
+
+X = b"x" * 32
+
+
+class Behind:
+    """One of two that lacks the last round, and has asked the other what follows its head."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stage = Stage(2, inner_s=3.0)
+        process, other = stage.peers()
+        self.sync: Sync = process.node.sync
+        self.log, self.ctx, self.donor = process.node.log, process.node.ctx, other.voter
+        before, t = self.log.state, self.log.state.round_of(TRAIN) + 1
+        stage.until(lambda: self.log.state.round_of(TRAIN) == t)
+        self.past: Past = past_round(process.node, t)
+        assert self.past.entry.parent == before.head and self.past.hashes
+        self.log.state = before
+        self.applied: list[Entry] = []
+        monkeypatch.setattr(self.sync, "apply", self._apply)
+        monkeypatch.setattr(self.sync, "start", lambda hint=None: None)
+        self.sync._abandon()
+        self.sync._asked = {self.donor: self.ctx.now}
+        self.log.learned_run = -1.0
+
+    def _apply(self, entry: Entry, hashes: tuple[bytes, ...], results: tuple[msg.Result, ...]) -> None:
+        assert tuple(map(result_hash, results)) == hashes
+        self.applied.append(entry)
+        self.log.state = dataclasses.replace(self.log.state, head=entry.hash, depth=entry.depth)
+
+    def steps(self, *steps: tuple[Entry, tuple[bytes, ...]], after: bytes = b"", sender: Voter | None = None) -> Any:
+        """What it is asked for then."""
+        self.ctx.out.clear()
+        answer = msg.Steps(after or self.log.head, tuple(msg.Step(*step) for step in steps))
+        self.sync.receive_steps(sender or self.donor, answer)
+        return [e.message.hashes for e in self.ctx.out if isinstance(e, Send) and isinstance(e.message, msg.Fetch)]
+
+    @property
+    def step(self) -> tuple[Entry, tuple[bytes, ...]]:
+        return self.past.entry, self.past.hashes
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> Behind:
+    return Behind(monkeypatch)
+
+
+def test_steps_are_applied_once_all_their_results_are_here(behind: Behind) -> None:
+    assert behind.steps(behind.step) == [behind.past.hashes] and behind.sync.busy
+    *others, last = behind.past.results
+    assert all(behind.sync.receive_result(result) for result in others) and not behind.applied
+    stranger = dataclasses.replace(last, header=dataclasses.replace(last.header, base=X))
+    assert not behind.sync.receive_result(stranger), "nobody waits for that"
+    assert behind.sync.receive_result(last)
+    assert behind.applied == [behind.past.entry] and not behind.sync.busy and behind.sync.donor is None
+    assert behind.log.learned_run == behind.ctx.running_s, "others live, or did so just now"
+    assert not behind.sync.receive_result(last)
+
+
+def test_results_that_are_held_here_are_not_asked_for(behind: Behind) -> None:
+    exchange = behind.sync.exchange
+    first, *rest = behind.past.hashes
+    exchange.held, exchange.hashes = {0: behind.past.results[0]}, {0: first}
+    assert behind.steps(behind.step) == [tuple(rest)]
+    for result in behind.past.results[1:]:
+        behind.sync.receive_result(result)
+    assert behind.applied == [behind.past.entry]
+
+
+def test_only_answers_to_my_question_are_taken(behind: Behind) -> None:
+    assert behind.steps(behind.step, sender=Voter("stranger", 1)) == []
+    assert behind.steps(behind.step, after=X) == []
+    assert behind.steps() == [] and not behind.sync.busy
+    assert behind.steps(behind.step)
+    given = list(behind.sync._steps)
+    assert behind.steps((behind.past.entry, ())) == [] and behind.sync._steps == given, "one answer at a time"
+
+
+def test_a_few_steps_are_fetched_at_a_time(behind: Behind) -> None:
+    """Two, the next when the first is applied; what belongs to later ones is not kept."""
+    following = [(behind.past.entry, (bytes([i]) * 32,)) for i in range(1, 4)]
+    asked = behind.steps(behind.step, *following)
+    assert asked == [behind.past.hashes, *(hashes for _, hashes in following[: STEPS_IN_FLIGHT - 1])]
+    result = behind.past.results[0]
+    behind.sync._steps = [msg.Step(behind.past.entry, (X,))] * STEPS_IN_FLIGHT + [msg.Step(*behind.step)]
+    assert not behind.sync.receive_result(result)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parent": X}, {"electorate": ()}, {"manifest": X}, {"t": 0}, {"kind": "config", "roster": (), "t": 0}],
+    ids=str,
+)
+def test_a_step_that_cannot_follow_is_not_applied(behind: Behind, changes: dict[str, Any]) -> None:
+    behind.steps((dataclasses.replace(behind.past.entry, **changes), behind.past.hashes))
+    for result in behind.past.results:
+        behind.sync.receive_result(result)
+    assert not behind.applied and not behind.sync.busy and behind.sync.donor is None
+
+
+def test_results_that_cannot_be_of_their_entry_are_not_applied(behind: Behind) -> None:
+    """Its donor named them, and they have these hashes: it is wrong, or was made by another version."""
+    first, *rest = behind.past.results
+    short = dataclasses.replace(first, payload=bytes(first.payload)[:-4])
+    hashes = (result_hash(short), *behind.past.hashes[1:])
+    behind.steps((dataclasses.replace(behind.past.entry, manifest=manifest_hash(hashes)), hashes))
+    for result in (short, *rest):
+        behind.sync.receive_result(result)
+    assert not behind.applied and not behind.sync.busy
+
+
+def test_only_who_was_asked_last_has_nothing_to_offer(behind: Behind) -> None:
+    sync = behind.sync
+    sync.donor = behind.donor
+    sync.receive_no_offer(Voter("stranger", 1), msg.NoOffer(X))
+    assert sync.donor == behind.donor
+    behind.steps(behind.step)
+    sync.receive_no_offer(behind.donor, msg.NoOffer(X))
+    assert sync.donor == behind.donor, "it gives what it gave already"
+    sync._abandon()
+    sync.donor = behind.donor
+    sync.receive_no_offer(behind.donor, msg.NoOffer(X))
+    assert sync.donor is None
+
+
+def test_a_donor_is_left_when_it_dies_or_falls_silent(behind: Behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, dead = behind.sync, set[Voter]()
+    monkeypatch.setattr(behind.ctx.members, "alive", lambda voter: voter not in dead)
+    for end in ("silent", "dead"):
+        behind.steps(behind.step)
+        behind.ctx.now += sync._patience_s - 0.1
+        sync.tick()
+        assert sync.donor == behind.donor and sync.busy
+        if end == "dead":
+            dead.add(behind.donor)
+        else:
+            behind.ctx.now += 0.2
+        sync.tick()
+        assert sync.donor is None and not sync.busy, end
+
+
+def test_a_history_that_is_left_is_told_where_it_is_one(behind: Behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, told = behind.log, list[Any]()
+    monkeypatch.setattr(behind.ctx, "notify", told.append)
+    log.install(LogState(head=b"b" * 32, depth=2, tokens=9.0), (b"a" * 32, b"b" * 32), (4.0, 9.0))
+
+    def offers(chain: tuple[bytes, ...], depth: int) -> list[Any]:
+        told.clear()
+        state = LogState(head=chain[-1], depth=depth, tokens=20.0)
+        behind.sync._report_loss(msg.Offer(state, chain, (0.0,) * len(chain), ()))
+        return list(told)
+
+    log.active = True
+    assert offers((b"a" * 32, X), 3) == [HistoryLost(1, 5.0)]
+    assert offers((b"a" * 32, b"b" * 32, X), 3) == [], "mine goes on there"
+    assert offers((X,), 9) == [], "its chain does not reach back to where I stand"
+    log.active = False
+    assert offers((b"a" * 32, X), 3) == [], "what I had was nobody's history yet"
