@@ -61,6 +61,8 @@ def test_our_part_comes_at_once_and_the_others_with_the_mean(
     assert local() == 2.0
     peer.slices = [1]
     assert loop.offer(1.0, Work((0,), 1)) and local() == 1.625, "a quarter of the mean is ours"
+    here = loop.local()
+    assert here is not None and value(here) == 2.0, "what is saved is what the steps made"
     step()
     assert not loop.wait(0.0) and loop.wait(0.0)
     settled = loop.settle(Work((0, 1), 2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dlc.train.outer_loop
 from dlc.comm.encoded import Encoded
-from dlc.errors import UsageError
+from dlc.errors import CheckpointError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
 from dlc.train.offers import NotFinite, Work
@@ -34,14 +34,21 @@ def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """One block a step; theta after all is the start plus STEP for each step that a round counted."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, codec: str = "fp32", hook: Hook | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        codec: str = "fp32",
+        hook: Hook | None = None,
+        overlap: str = "none",
+    ) -> None:
         self.peer = FakePeer()
         self.model = nn.Linear(3, 2).to(dtype)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(1.0)
         mean = OuterSpec(lr=1.0, momentum=0.0)
-        self.loop = OuterLoop(self.peer, FlatView.of(self.model), channel="train", outer=mean, hook=hook)
+        view = FlatView.of(self.model)
+        self.loop = OuterLoop(self.peer, view, channel="train", outer=mean, hook=hook, overlap=overlap)
         self.loop.open(codec=codec, chunk_elems=4, lease_len=LEASE)
         self.blocks: list[int] = []
         self.moved_by_others = 0.0
@@ -281,10 +288,11 @@ def test_an_offer_is_taken_back_only_when_the_next_is_ready(monkeypatch: pytest.
 
 
 def test_work_of_a_lost_lease_is_dropped_wherever_that_is_noticed() -> None:
-    before, waiting, growing = Model(), Model(), Model()
-    before.step(2)
-    before.peer.lose_lease()
-    assert not before.offer() and torch.equal(before.local(), torch.ones(8))
+    waiting, growing = Model(), Model()
+    for before in (Model(), Model(overlap="delayed")):
+        before.step(2)
+        before.peer.lose_lease()
+        assert not before.offer() and torch.equal(before.local(), torch.ones(8)) and not before.peer.vectors
 
     waiting.step(2)
     waiting.peer.misses = ["dropped"]
@@ -298,6 +306,34 @@ def test_work_of_a_lost_lease_is_dropped_wherever_that_is_noticed() -> None:
     growing.step()
     growing.peer.lose_lease()
     assert not growing.loop.grow(3.0, growing.work) and torch.equal(growing.local(), torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(7), torch.ones(8, 1), torch.ones(8).double(), torch.full((8,), torch.nan)]
+)
+def test_saved_parameters_of_another_model_are_not_taken_up(wrong: Tensor) -> None:
+    m = Model()
+    m.step()
+    m.loop.check_local(torch.zeros(8))
+    with pytest.raises(CheckpointError):
+        m.loop.take_up(wrong)
+    assert torch.equal(m.local(), torch.full((8,), 1 + STEP)), "nothing has changed"
+
+
+@pytest.mark.parametrize("overlap", ["none", "delayed"])
+def test_an_offer_that_its_peer_refuses_is_none(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is at theta then, and what was to be sent is kept for nobody."""
+    m, over = Model(overlap=overlap), list[object]()
+    m.step(2)
+    monkeypatch.setattr(m.loop.outgoing, "over", lambda sent, *more: over.append(sent))
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise UsageError("no")
+
+    monkeypatch.setattr(m.peer, "contribute", refuses)
+    with pytest.raises(UsageError, match="no"):
+        m.offer()
+    assert not m.loop.waiting and torch.equal(m.local(), torch.ones(8)) and len(over) == 1
 
 
 def test_a_round_that_was_not_seen_before_the_offer_overtakes_it() -> None:
