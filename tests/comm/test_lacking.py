@@ -9,6 +9,7 @@ import pytest
 from blake3 import blake3
 
 from dlc.comm import messages as msg
+from dlc.comm import sync as sync_module
 from dlc.comm.effects import Send
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, ChannelState, Entry, LogState
 from dlc.comm.grid import Grid
@@ -326,3 +327,78 @@ def test_an_offer_without_a_state_that_is_held_here_is_taken_where_that_state_st
         fed.give()
         assert fed.log.head == ahead.head and fed.train.digest == newer.digest()
     assert fed.log.holds("second") and fed.log.digest("second") == his.digest()
+
+
+def ahead_of(fed: Fed) -> tuple[LogState, ToyState]:
+    """A greater history, and its state of the training."""
+    newer = fed.train.state.copy()  # type: ignore[attr-defined]
+    newer.theta += 1
+    state = fed.log.state
+    return dataclasses.replace(state, head=b"\1" * 32, depth=state.depth + 9, tokens=state.tokens + 5), newer
+
+
+def test_a_state_that_most_who_stand_there_deny_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its donor does not know yet that it is wrong."""
+    fed = Fed(monkeypatch)
+    state, newer = ahead_of(fed)
+    members = fed.process.node.members
+    (record,) = (r for r in members.records() if r.voter == fed.other.voter)
+    told: list[bytes] = []
+
+    def records() -> list[msg.Record]:
+        return [dataclasses.replace(record, voter=Voter(f"q{i}", 1)) for i in range(len(told))]
+
+    monkeypatch.setattr(members, "records", records)
+    monkeypatch.setattr(sync_module, "told_digest", lambda r, head, channel: told[int(r.voter.peer[1:])])
+    for told[:], taken in (([bytes(32)], False), ([bytes(32), newer.digest()], True), ([b""], True)):
+        assert fed.offer(state, (TRAIN, newer)) == taken, told
+
+
+def test_at_an_equal_head_only_what_is_lacking_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state that both hold one is wrong: a round will show which."""
+    fed = Fed(monkeypatch)
+    state, _ = second(fed)
+    lacked, mine = fed.log.attached["second"], fed.train.digest
+    lacked.synced = False
+    wrong = fed.train.state.copy()  # type: ignore[attr-defined]
+    wrong.flip()
+    assert fed.offer(state, (TRAIN, wrong), ("second", his := ToyState(fed.numel, 9)))
+    fed.give()
+    assert fed.train.synced and fed.train.digest == fed.train.state.digest() == mine
+    assert lacked.synced and lacked.digest == lacked.state.digest() == his.digest()
+
+
+def test_a_state_from_which_no_entries_lead_here_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log went on for longer than its history is kept, while the image was on its way."""
+    fed = Fed(monkeypatch)
+    right = fed.train.state.copy()  # type: ignore[attr-defined]
+    fed.train.state.flip()  # type: ignore[attr-defined]
+    fed.train.digest, fed.train.synced = fed.train.state.digest(), False
+    assert fed.offer(fed.log.state, (TRAIN, right))
+    fed.log.state, _ = ahead_of(fed)
+    fed.log.past.clear()
+    fed.give()
+    assert not fed.train.synced and fed.train.state.digest() != right.digest() and not fed.sync.busy
+
+
+def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fed = Fed(monkeypatch)
+    state, newer = ahead_of(fed)
+    sync, voter = fed.sync, fed.other.voter
+    assert fed.offer(state, (TRAIN, newer))
+    assert sync._download is not None
+    offer, short = sync._download.offer, dataclasses.replace(sync._download.offer, totals=(0.0,))
+    bad = dataclasses.replace(offer, images=tuple(dataclasses.replace(i, piece_hashes=()) for i in offer.images))
+    for asked, given in (({}, offer), ({voter: 0.0}, short), ({voter: 0.0}, bad)):
+        sync._abandon()
+        sync._asked, sync.donor = dict(asked), voter
+        sync.receive_offer(voter, given)
+        assert sync._download is None and (sync.donor is None) == bool(asked)
+    sync._bad(voter, offer.images[0])
+    sync.receive_offer(voter, offer)
+    assert sync._download is None, "that digest was found to be wrong"
+    sync._bad_images.clear()
+    sync.receive_offer(voter, offer)
+    assert sync._download is not None

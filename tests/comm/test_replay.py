@@ -105,6 +105,13 @@ def test_a_few_steps_are_fetched_at_a_time(behind: Behind) -> None:
     result = behind.past.results[0]
     behind.sync._steps = [msg.Step(behind.past.entry, (X,))] * STEPS_IN_FLIGHT + [msg.Step(*behind.step)]
     assert not behind.sync.receive_result(result)
+    behind.sync._steps = [msg.Step(*step) for step in (behind.step, *following)]
+    behind.ctx.out.clear()
+    for result in behind.past.results:
+        behind.sync.receive_result(result)
+    assert behind.applied
+    fetches = [e.message for e in behind.ctx.out if isinstance(e, Send) and isinstance(e.message, msg.Fetch)]
+    assert [fetch.hashes for fetch in fetches] == [following[1][1]]
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,25 @@ def test_saved_parameters_of_another_model_are_not_taken_up(wrong: Tensor) -> No
     assert torch.equal(m.local(), torch.full((8,), 1 + STEP)), "nothing has changed"
 
 
+def test_of_work_that_was_not_counted_nothing_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its chunks may be in the mean all the same; all of it is offered again."""
+    m, settled = Model(codec="int8"), list[tuple[bool, ...]]()
+    monkeypatch.setattr(m.loop.outgoing, "over", lambda sent, included, fragment: settled.append(included))
+    m.peer.misses = ["late"]
+    m.step(2)
+    assert m.offer() and not m.settle() and m.blocks
+    assert m.offer() and m.settle()
+    assert settled == [(), (True, True)]
+
+
+def test_what_the_owners_refuse_is_offered_no_more() -> None:
+    m = Model()
+    m.peer.misses = ["refused: not finite"]
+    m.step(2)
+    assert m.offer() and not m.settle()
+    assert not m.blocks and torch.equal(m.local(), m.peer.theta())
+
+
 @pytest.mark.parametrize("overlap", ["none", "delayed"])
 def test_an_offer_that_its_peer_refuses_is_none(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is at theta then, and what was to be sent is kept for nobody."""
