@@ -402,3 +402,48 @@ def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
     sync._bad_images.clear()
     sync.receive_offer(voter, offer)
     assert sync._download is not None
+
+
+def test_what_the_donor_does_not_hold_is_not_called_in_step_after_a_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came to be in step here while the other image was on its way."""
+    fed = Fed(monkeypatch)
+    state, _ = second(fed)
+    mine = fed.log.attached["second"]
+    mine.synced = False
+    moved = tuple(dataclasses.replace(c, base=b"t" * 32) if c.name == "second" else c for c in state.channels)
+    ahead, newer = ahead_of(fed)
+    ahead = dataclasses.replace(ahead, channels=moved)
+    assert fed.offer(ahead, (TRAIN, newer))
+    mine.synced = True
+    fed.give()
+    assert fed.log.head == ahead.head and fed.train.synced and not mine.synced
+
+
+def test_a_state_that_is_replaced_is_told_of_and_set_aside_where_it_was_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fed = Fed(monkeypatch)
+    sync, train, done = fed.sync, fed.train, list[str]()
+    monkeypatch.setattr(fed.log, "before_change", lambda channel: done.append("told"))
+    monkeypatch.setattr(sync.donations, "keep", lambda channel: done.append("kept"))
+    for accepted, expected in ((bytes(32), ["told"]), (train.digest, ["kept", "told"])):
+        done.clear()
+        train.passed.append((bytes(32), train.digest))
+        monkeypatch.setattr(sync, "accepted_first", lambda accepted=accepted: accepted)
+        assert sync._replace(train, TRAIN, memoryview(bytearray(train.state.export())), train.digest)
+        assert done == expected and not train.passed
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    fed = Fed(monkeypatch)
+    (record,) = (r for r in fed.process.node.members.records() if r.voter == fed.other.voter)
+    more = [dataclasses.replace(record, voter=Voter(f"q{i}", 1)) for i in range(others)]
+    monkeypatch.setattr(sync_module, "alive_records", lambda ctx: [record, *more])
+    monkeypatch.setattr(sync_module, "told_digest", lambda record, head, channel: bytes(32))
+    image = msg.ImageOffer(TRAIN, b"i" * 32, 7, PIECE, (b"p" * 32,))
+    fed.sync._another_size(fed.other.voter, image, fed.log.head)
+    assert bool(fed.train.misfit) == (not others)
+    assert fed.sync._bad_images == ({(fed.other.voter, image.digest)} if others else set())
+    fed.sync._another_size(Voter("q0", 1), image, fed.log.head)
+    assert fed.train.misfit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from typing import Any
@@ -329,6 +330,57 @@ def test_of_work_that_was_not_counted_nothing_is_settled(monkeypatch: pytest.Mon
     assert m.offer() and not m.settle() and m.blocks
     assert m.offer() and m.settle()
     assert settled == [(), (True, True)]
+
+
+def test_work_of_a_lost_lease_is_not_gone_on_from() -> None:
+    m = Model()
+    m.step(2)
+    m.others_round()
+    assert m.loop.moved() and m.loop.rebase(m.work) and torch.equal(m.local(), torch.full((8,), 1.25 + 2 * STEP))
+    m.peer.lose_lease()
+    m.others_round()
+    assert not m.loop.rebase(m.work) and torch.equal(m.local(), m.peer.theta())
+
+
+def test_without_leases_what_a_new_state_dropped_is_gone() -> None:
+    """It may have been counted by the history that this state is from: no lease tells."""
+    m = Model()
+    m.loop._leased = False
+    m.peer.misses = ["dropped"]
+    m.step(2)
+    assert m.offer() and not m.settle()
+    assert not m.blocks and torch.equal(m.local(), m.peer.theta())
+
+
+def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Model()
+    rounds = [m.others_round, lambda: None]
+    origin = m.loop._origin
+    read = origin.renew
+
+    def renewed() -> None:
+        read()
+        rounds.pop(0)()
+
+    monkeypatch.setattr(origin, "renew", renewed)
+    position = m.loop.adopt()
+    assert position.t == m.peer.state.t == 1 and not rounds
+    assert torch.equal(m.local(), m.peer.theta())
+
+
+def test_a_state_that_is_being_fetched_again_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Model()
+    m.others_round()
+    assert m.loop.moved()
+    position, now = m.peer.position, m.peer.position("train")
+    monkeypatch.setattr(m.peer, "position", lambda channel: dataclasses.replace(now, digest=b""))
+    assert not m.loop.moved()
+    monkeypatch.setattr(m.peer, "position", position)
+    m.loop.adopt()
+    assert not m.loop.moved()
+    same_t = dataclasses.replace(position("train"), digest=b"x" * 32)
+    monkeypatch.setattr(m.peer, "position", lambda channel: same_t)
+    assert m.loop.moved(), "another history's"
 
 
 def test_what_the_owners_refuse_is_offered_no_more() -> None:
