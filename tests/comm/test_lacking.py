@@ -390,7 +390,8 @@ def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
     assert fed.offer(state, (TRAIN, newer))
     assert sync._download is not None
     offer, short = sync._download.offer, dataclasses.replace(sync._download.offer, totals=(0.0,))
-    bad = dataclasses.replace(offer, images=tuple(dataclasses.replace(i, piece_hashes=()) for i in offer.images))
+    small = (dataclasses.replace(image, piece_bytes=1) for image in offer.images)  # it would be asked for byte by byte
+    bad = dataclasses.replace(offer, images=tuple(small))
     for asked, given in (({}, offer), ({voter: 0.0}, short), ({voter: 0.0}, bad)):
         sync._abandon()
         sync._asked, sync.donor = dict(asked), voter

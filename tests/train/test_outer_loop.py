@@ -383,6 +383,18 @@ def test_a_state_that_is_being_fetched_again_has_not_moved(monkeypatch: pytest.M
     assert m.loop.moved(), "another history's"
 
 
+def test_what_was_to_be_sent_of_an_offer_that_is_taken_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, over = Model(), list[object]()
+    m.peer.planned, m.peer.slices = False, [9, 9]
+    m.step(2)
+    assert m.offer() and m.loop._offer is not None
+    before = m.loop._offer.sent
+    m.step()
+    monkeypatch.setattr(m.loop.outgoing, "over", lambda sent, *more: over.append(sent))
+    assert m.loop.grow(3.0, m.work)
+    assert len(over) == 1 and over[0] is before
+
+
 def test_what_the_owners_refuse_is_offered_no_more() -> None:
     m = Model()
     m.peer.misses = ["refused: not finite"]
