@@ -447,4 +447,4 @@ def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: py
     assert bool(fed.train.misfit) == (not others)
     assert fed.sync._bad_images == ({(fed.other.voter, image.digest)} if others else set())
     fed.sync._another_size(Voter("q0", 1), image, fed.log.head)
-    assert fed.train.misfit
+    assert fed.train.misfit and not fed.train.synced and not fed.sync._unsynced(), "no other could help"

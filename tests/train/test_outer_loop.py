@@ -240,8 +240,9 @@ def test_steps_that_nobody_was_asked_about_are_refused_and_not_guessed() -> None
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_model_that_is_not_finite_offers_nothing_and_keeps_nothing(codec: str) -> None:
-    m = Model(codec=codec)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_that_is_not_finite_offers_nothing_and_keeps_nothing(codec: str, hooked: bool) -> None:
+    m = Model(codec=codec, hook=(lambda d: d.nan_to_num()) if hooked else None)
     m.step()
     with torch.no_grad():
         list(m.model.parameters())[-1].view(-1)[-1] = float("inf")
