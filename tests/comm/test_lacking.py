@@ -397,7 +397,7 @@ def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
         sync._asked, sync.donor = dict(asked), voter
         sync.receive_offer(voter, given)
         assert sync._download is None and (sync.donor is None) == bool(asked)
-    sync._bad(voter, offer.images[0])
+    sync._bad_images.add((voter, offer.images[0].digest))
     sync.receive_offer(voter, offer)
     assert sync._download is None, "that digest was found to be wrong"
     sync._bad_images.clear()
@@ -435,16 +435,19 @@ def test_a_state_that_is_replaced_is_told_of_and_set_aside_where_it_was_accepted
         assert done == expected and not train.passed
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+@pytest.mark.parametrize("gone", [False, True], ids=["two say so", "the others are gone"])
+def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
     fed = Fed(monkeypatch)
-    (record,) = (r for r in fed.process.node.members.records() if r.voter == fed.other.voter)
-    more = [dataclasses.replace(record, voter=Voter(f"q{i}", 1)) for i in range(others)]
-    monkeypatch.setattr(sync_module, "alive_records", lambda ctx: [record, *more])
+    donor = fed.other.voter
+    (record,) = (r for r in fed.process.node.members.records() if r.voter == donor)
+    here = [record, dataclasses.replace(record, voter=Voter("q0", 1))]
+    monkeypatch.setattr(sync_module, "alive_records", lambda ctx: here)
     monkeypatch.setattr(sync_module, "told_digest", lambda record, head, channel: bytes(32))
     image = msg.ImageOffer(TRAIN, b"i" * 32, 7, PIECE, (b"p" * 32,))
-    fed.sync._another_size(fed.other.voter, image, fed.log.head)
-    assert bool(fed.train.misfit) == (not others)
-    assert fed.sync._bad_images == ({(fed.other.voter, image.digest)} if others else set())
-    fed.sync._another_size(Voter("q0", 1), image, fed.log.head)
+    fed.sync._another_size(donor, image, fed.log.head)
+    fed.sync._another_size(donor, image, fed.log.head)
+    assert not fed.train.misfit and not fed.sync._bad_images, "of that size, too, a state may be brought here yet"
+    if gone:
+        here.pop()
+    fed.sync._another_size(donor if gone else Voter("q0", 1), image, fed.log.head)
     assert fed.train.misfit and not fed.train.synced and not fed.sync._unsynced(), "no other could help"

@@ -325,8 +325,8 @@ def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -
 @pytest.mark.parametrize(
     "seed",
     [
-        # who held the second state stood on a fork that had lost; those who had won lacked it, and were not followed, as
-        # they had not what it would have lost
+        # who held the second state stood on a fork that had lost; those who had won lacked it, and were not followed,
+        # as they had not what it would have lost
         40046,
         # the same, by one that came back from its checkpoint
         40094,
