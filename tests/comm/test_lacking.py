@@ -327,6 +327,11 @@ def test_an_offer_without_a_state_that_is_held_here_is_taken_where_that_state_st
         fed.give()
         assert fed.log.head == ahead.head and fed.train.digest == newer.digest()
     assert fed.log.holds("second") and fed.log.digest("second") == his.digest()
+    if rounds:  # nobody has shown it those rounds for as long as the silent may stand in the way
+        fed.process.node.ctx.running_s += fed.process.node.members.t_evict_s
+        assert fed.offer(ahead, (TRAIN, newer))
+        fed.give()
+        assert fed.log.head == ahead.head and not fed.log.holds("second")
 
 
 def ahead_of(fed: Fed) -> tuple[LogState, ToyState]:
