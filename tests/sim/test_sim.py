@@ -302,6 +302,12 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
     good(dataclasses.replace(scenario(seed, 2, 4, LATER), patient=True))
 
 
+def with_second(plan: Scenario) -> Scenario:
+    """The same with second states of several kinds."""
+    channels = tuple(dict.fromkeys((*plan.channels, SECOND)))
+    return dataclasses.replace(plan, channels=channels, misfits=True)
+
+
 @pytest.mark.parametrize(
     "seed",
     [
@@ -317,9 +323,7 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
     ],
 )
 def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -> None:
-    plan = scenario(seed, 1, 6, FAULTS)
-    channels = tuple(dict.fromkeys((*plan.channels, SECOND)))
-    good(dataclasses.replace(plan, channels=channels, misfits=True, turns=False, orphans=False))
+    good(dataclasses.replace(with_second(scenario(seed, 1, 6, FAULTS)), turns=False, orphans=False))
 
 
 @pytest.mark.parametrize(
@@ -336,9 +340,7 @@ def test_seeds_that_failed_where_second_states_are_of_several_kinds(seed: int) -
     ],
 )
 def test_seeds_that_failed_where_the_last_who_hold_a_second_state_may_go(seed: int) -> None:
-    plan = scenario(seed, 1, 5, FAULTS)
-    channels = tuple(dict.fromkeys((*plan.channels, SECOND)))
-    good(dataclasses.replace(plan, channels=channels, misfits=True, orphans=True))
+    good(dataclasses.replace(with_second(scenario(seed, 1, 5, FAULTS)), orphans=True))
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["no plan", "the plan of the dead one"])

@@ -79,8 +79,9 @@ class Checker:
         """Contributions whose end their trainer was not told yet: (process, channel), since when, which."""
         self._events = 0
         self._round_by = float("inf")
-        self._misses = False
         """When the first round after the last fault must have been, at the latest."""
+        self._misses = False
+        """A state was found to be lost since the last fault."""
         self._moved: Process | None = None
         """Whose head the last event moved."""
         self._truth = Truth(self._first_state)
@@ -398,8 +399,8 @@ class Checker:
         alive = [p for p in alive if not self._astray(p, alive)]
         if not alive:
             return ""
-        lost = self._lost(alive)
-        if lost:
+        scenario = self.world.scenario
+        if (scenario.misfits or scenario.orphans) and self._lost(alive):
             self.world.faults.struck["state lost"] += 1
             self._missed(alive)
         rounds = sum(at >= since for at in self.round_times[-50:])
@@ -415,7 +416,7 @@ class Checker:
                 return f"L1: {p.voter} stands at {p.node.log.head[:3].hex()}, the greatest head is {top.head[:3].hex()}"
             if p.host.role != "observer" and p.voter not in top.electorate:
                 return f"L2: {p.voter} is no voter"
-            if p in self.corrupt and not lost:
+            if p in self.corrupt:
                 return f"S1: the wrong state of {p.voter} is not repaired"
         if trains and rounds < ROUNDS_AFTER:
             return f"L3: less than {ROUNDS_AFTER} rounds since {since:.0f} s"
@@ -435,7 +436,8 @@ class Checker:
         return any(d.entry.kind == OPEN and not self._kept(alive, d.entry) for d in decrees)
 
     def _missed(self, alive: Sequence[Process]) -> None:
-        """An opening whose state nobody can give is waited for as long as the silent may stand in the way."""
+        """A state that nobody can give, to open its channel or to those who stand on another history, is waited for as
+        long as the silent may stand in the way."""
         if not self._misses:
             self._misses = True
             patience_s = 1.5 * max(p.node.members.t_evict_s for p in alive)
