@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import dlc
+from dlc.comm.calls import Call
 from dlc.comm.cells import grid_of
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
 from dlc.comm.grid import Grid
-from dlc.comm.meetings import Call
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Place
 from dlc.comm.moshpit import Leg

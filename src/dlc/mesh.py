@@ -21,13 +21,14 @@ from torch import Tensor
 from dlc.arguments import above_zero_s, instance, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
+from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
-from dlc.comm.groups import GroupDone, GroupFailed, Outcome
-from dlc.comm.meetings import GATHER_BYTES_MAX, GROUP_MAX, Call, GroupFormed, MeetingFailed
+from dlc.comm.meetings import GATHER_BYTES_MAX
 from dlc.comm.mesh import Mesh
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.seating import GROUP_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors

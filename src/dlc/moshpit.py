@@ -20,15 +20,17 @@ from dlc.arguments import above_zero_s, number, seconds, whole
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
+from dlc.comm.calls import Call, GoneOn
 from dlc.comm.cells import Cells, grid_of, lines_of
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import BOARD_PREFIX, GROUP_MAX, Call, GoneOn
+from dlc.comm.meetings import BOARD_PREFIX
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.rotation import Turn, next_turn
+from dlc.comm.seating import GROUP_MAX
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall, check_gather

@@ -9,10 +9,9 @@ from typing import Protocol, cast
 
 import torch
 
+from dlc.comm.calls import Call, GoneOn, GroupDone, GroupFailed, GroupFormed, MeetingFailed
 from dlc.comm.grid import Grid
-from dlc.comm.groups import GroupDone, GroupFailed
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import Call, GoneOn, GroupFormed, MeetingFailed
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Turn
 from dlc.moshpit import Moshpit

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from dlc.comm.calls import Call, GoneOn, GroupDone, GroupFailed, MeetingFailed
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.grid import Grid
-from dlc.comm.groups import GroupDone, GroupFailed
-from dlc.comm.meetings import Call, GoneOn, MeetingFailed
 from dlc.comm.moshpit import Course
 from dlc.errors import UsageError
 from dlc.sim.meshnet import Host, MeshNet

@@ -12,17 +12,21 @@ import pytest
 import torch
 
 from dlc.comm import groups
+from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
+from dlc.comm.crowd import ANSWER_S, GATHER_SHOWN_MAX
 from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
-from dlc.comm.groups import CONTRIBUTION, DONE_AGAIN_S, LATE, NOBODY, RESULT, GroupDone, GroupFailed, Outcome
-from dlc.comm.meetings import ANSWER_S, GROUP_MAX, Call, GroupFormed, MeetingFailed
+from dlc.comm.groups import CONTRIBUTION, DONE_AGAIN_S, NOBODY, RESULT
 from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
-from dlc.comm.parcels import WHY_CHARS_MAX
+from dlc.comm.parcels import LATE, WHY_CHARS_MAX
 from dlc.comm.reducer import NOT_FINITE
+from dlc.comm.seating import GROUP_MAX
 from dlc.sim.meshnet import Host, MeshNet
 
 NUMEL, CHUNK = 1000, 32
+INVITED: dict[str, Any] = {"gather": bytes(GATHER_SHOWN_MAX + 1)}
+"""Of callers whose group forms by invitations: so much is not shown with a wish."""
 
 
 def vector(i: int, numel: int = NUMEL) -> torch.Tensor:
@@ -79,10 +83,12 @@ def check_means(callers: list[Caller], tolerance: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("loss", [0.0, 0.1])
-def test_all_who_show_up_get_the_weighted_mean(n: int, loss: float) -> None:
-    net = MeshNet(n, loss=loss, duplicates=loss)
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["crowd", "invited"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_all_who_show_up_get_the_weighted_mean(n: int, loss: float, how: dict[str, Any], ordered: bool) -> None:
+    net = MeshNet(n, loss=loss, duplicates=loss, ordered=ordered)
     hosts = net.add(n)
-    callers = [Caller(net, host, i, weight=i + 1.0) for i, host in enumerate(hosts)]
+    callers = [Caller(net, host, i, weight=i + 1.0, **how) for i, host in enumerate(hosts)]
     net.until(lambda: ended(callers))
     assert all(not c.outcome.missing and len(c.outcome.included) == n for c in callers)
     check_means(callers)
@@ -177,7 +183,7 @@ def test_who_is_left_alone_by_those_that_it_invited_forms_one_group() -> None:
         return m
 
     net.tamper = tamper
-    callers = calls(net, hosts)
+    callers = calls(net, hosts, **INVITED)
     net.until(lambda: ended(callers))
     (left,) = (c for c in callers if not c.host.dead)
     assert [type(event) for event in left.host.told] == [GroupFormed, GroupDone]
@@ -203,10 +209,10 @@ def test_a_group_that_is_begun_with_too_few_is_refused() -> None:
             return m
         out = next(seat for seat in m.seats if seat.voter.peer not in (source, target))
         first, second = (seat for seat in m.seats if seat is not out)
-        return Begin(m.key, m.nonce, m.grid, (replace(first, chunks=first.chunks + out.chunks), second))
+        return replace(m, seats=(replace(first, chunks=first.chunks + out.chunks), second))
 
     net.tamper = tamper
-    callers = calls(net, hosts, least=3, patience_s=4.0)
+    callers = calls(net, hosts, least=3, patience_s=4.0, **INVITED)
     net.until(lambda: sum("begins a group of 2, and I want at least 3" in bad for h in hosts for bad in h.bad) >= 2)
     assert not any(isinstance(c.end, GroupDone) for c in callers)
 
@@ -253,29 +259,31 @@ def test_a_helper_is_waited_for_only_where_it_is_named() -> None:
 @pytest.mark.parametrize("latency_s", [0.1, 0.3, 0.45])
 @pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.2, 0.3, 0.6])
 @pytest.mark.parametrize("key", "abcdef")
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["crowd", "invited"])
 def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_first_one(
-    key: str, gap_s: float, latency_s: float
+    key: str, gap_s: float, latency_s: float, how: dict[str, Any]
 ) -> None:
-    """It is invited by its first wish, and declines, before its second one is known to those who invite it."""
+    """It is named or invited by its first wish, and declines, before its second one is known to those others."""
     net = MeshNet(15, latency_s=(latency_s, latency_s + 0.0001))
     hosts = net.add(3)
-    first = Caller(net, hosts[0], 0, key=key, least=2)
+    first = Caller(net, hosts[0], 0, key=key, least=2, **how)
     net.run(1.0)
-    others = [Caller(net, host, i, key=key, least=2) for i, host in enumerate(hosts[1:], 1)]
+    others = [Caller(net, host, i, key=key, least=2, **how) for i, host in enumerate(hosts[1:], 1)]
     net.run(0.05)
     net.act(hosts[0], lambda mesh, now: mesh.give_up(key, now))
     net.run(gap_s)
-    again = Caller(net, hosts[0], 0, key=key, least=2)
+    again = Caller(net, hosts[0], 0, key=key, least=2, **how)
     net.until(lambda: ended([again, *others]))
     assert first.out.isnan().all() and all(len(c.outcome.included) == 3 for c in (again, *others))
 
 
-def test_who_gives_up_for_good_is_not_waited_for_as_long_as_patience_lasts() -> None:
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["crowd", "invited"])
+def test_who_gives_up_for_good_is_not_waited_for_as_long_as_patience_lasts(how: dict[str, Any]) -> None:
     net = MeshNet(15, latency_s=(0.1, 0.1001))
     hosts = net.add(4)
-    Caller(net, hosts[0], 0)
+    Caller(net, hosts[0], 0, **how)
     net.run(1.0)
-    others = [Caller(net, host, i, patience_s=60.0) for i, host in enumerate(hosts[1:], 1)]
+    others = [Caller(net, host, i, patience_s=60.0, **how) for i, host in enumerate(hosts[1:], 1)]
     net.run(0.05)
     net.act(hosts[0], lambda mesh, now: mesh.give_up("k", now))
     assert net.until(lambda: ended(others)) < 8.0
@@ -315,12 +323,16 @@ def test_who_comes_late_is_waited_for_but_not_beyond_the_patience_of_the_first()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whoever_dies_or_freezes_those_left_have_the_mean_of_whom_they_name(seed: int) -> None:
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["crowd", "invited"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_whoever_dies_or_freezes_those_left_have_the_mean_of_whom_they_name(
+    seed: int, how: dict[str, Any], ordered: bool
+) -> None:
     rng = random.Random(seed)
-    net = MeshNet(seed, loss=rng.choice([0.0, 0.05]), detect_s=rng.uniform(0.3, 4.0))
+    net = MeshNet(seed, loss=rng.choice([0.0, 0.05]), detect_s=rng.uniform(0.3, 4.0), ordered=ordered)
     n = rng.randint(2, 7)
     hosts = net.add(n, up_Bps=rng.choice([3e3, 2e4]))
-    callers = [Caller(net, host, i, weight=rng.uniform(0.5, 3.0)) for i, host in enumerate(hosts)]
+    callers = [Caller(net, host, i, weight=rng.uniform(0.5, 3.0), **how) for i, host in enumerate(hosts)]
     victims = rng.sample(hosts, rng.randint(1, n - 1))
     for victim in victims:
         fault = rng.choice([net.kill, net.freeze, net.leave])
@@ -481,12 +493,12 @@ def test_who_is_not_in_its_group_when_it_begins_is_not_waited_for_by_who_receive
         if out.mesh._meetings and not anew:
             net.act(out, lambda mesh, now: mesh.give_up("k", now))
             if how == "gave up and waits anew":
-                anew.append(Caller(net, out, 3, patience_s=90.0))
+                anew.append(Caller(net, out, 3, patience_s=90.0, **INVITED))
         return m
 
     net.tamper = tamper
     anew: list[Caller] = []
-    callers = [Caller(net, host, i, receives=i != 2, patience_s=90.0) for i, host in enumerate(hosts)]
+    callers = [Caller(net, host, i, receives=i != 2, patience_s=90.0, **INVITED) for i, host in enumerate(hosts)]
     net.until(lambda: ended(callers[:3]), 20.0)
     assert callers[3].end is None and ("k" in out.mesh._meetings) == (how != "gave up")
     for caller in callers[:3]:
@@ -510,7 +522,7 @@ def test_one_s_done_may_overtake_the_leader_s_begin() -> None:
         return m
 
     net.tamper = tamper
-    callers = [Caller(net, host, i, receives=i != 2) for i, host in enumerate(hosts)]
+    callers = [Caller(net, host, i, receives=i != 2, **INVITED) for i, host in enumerate(hosts)]
     net.until(lambda: ended(callers[:3]), 20.0)
     assert held and callers[3].end is None
     assert all(set(c.outcome.included) == {h.name for h in hosts[:3]} for c in callers[:3])
@@ -520,13 +532,13 @@ def test_a_begin_is_answered_once_to_each_of_those_it_names_and_only_by_one_of_t
     net = MeshNet(21)
     hosts = net.add(3)
     spec = GridSpec(NUMEL, CHUNK, "fp32")
-    first, me, third = (Seat(host.voter, 1.0, True, True, 1, 0.0, 0.0, b"") for host in hosts)
+    first, me, third = (Seat(host.voter, 1, 1.0, True, True, 1, 0.0, 0.0, b"") for host in hosts)
     for seats, told in (
         ((first,) * GROUP_MAX, []),
         ((first,) * (GROUP_MAX - 1) + (me,), [hosts[0]]),
         ((third, me, first, third), [hosts[0], hosts[2]]),
     ):
-        effects = hosts[1].mesh.receive(hosts[0].voter, Begin("k", 7, spec, seats), net.now)
+        effects = hosts[1].mesh.receive(hosts[0].voter, Begin("k", 7, spec, seats, False), net.now)
         assert effects == [Send(host.name, Done("k", 7)) for host in told]
 
 
@@ -546,7 +558,7 @@ def test_nobody_but_the_one_who_invited_says_who_is_in_its_group() -> None:
         return m
 
     net.tamper = tamper
-    callers = calls(net, hosts)
+    callers = calls(net, hosts, **INVITED)
     net.until(lambda: ended(callers))
     assert forged and all(not c.outcome.missing for c in callers)
     check_means(callers)
@@ -628,10 +640,10 @@ def test_a_begin_that_cannot_be_starts_nothing() -> None:
     hosts = net.add(3)
 
     def tamper(source: str, target: str, m: Any) -> Any:
-        return Begin(m.key, m.nonce, m.grid, m.seats[:1]) if isinstance(m, Begin) else m
+        return replace(m, seats=m.seats[:1]) if isinstance(m, Begin) else m
 
     net.tamper = tamper
-    callers = calls(net, hosts, patience_s=4.0, least=2, budget_s=10.0)
+    callers = calls(net, hosts, patience_s=4.0, least=2, budget_s=10.0, **INVITED)
     net.until(lambda: ended(callers), 200.0)
     assert any("cannot be" in bad for h in hosts for bad in h.bad)
     assert not any(isinstance(c.end, GroupDone) and len(c.outcome.included) > 1 for c in callers)

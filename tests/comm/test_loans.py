@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
+from dlc.comm.calls import Call, GroupDone
 from dlc.comm.grid import Grid
-from dlc.comm.groups import GroupDone
 from dlc.comm.loans import borrow, lend
-from dlc.comm.meetings import Call
 from dlc.sim.meshnet import Host, MeshNet
 
 

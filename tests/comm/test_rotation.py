@@ -7,7 +7,8 @@ import random
 import pytest
 
 from dlc.comm.board import TTL_S_MAX
-from dlc.comm.meetings import LINGER_S, GoneOn
+from dlc.comm.calls import GoneOn
+from dlc.comm.meetings import LINGER_S
 from dlc.comm.rotation import (
     AWAY_S_MAX,
     EXCHANGE_S_MAX,

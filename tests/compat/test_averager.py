@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlc.comm.meetings import GROUP_MAX
+from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression, peer_swarm
 from dlc.compat.hivemind.averaging import sharing
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode

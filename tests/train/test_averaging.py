@@ -21,8 +21,8 @@ from torch import Tensor
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm import meshmessages
+from dlc.comm.calls import GoneOn
 from dlc.comm.graphs import pairs
-from dlc.comm.meetings import GoneOn
 from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen

@@ -18,6 +18,8 @@ What fails, and what is done:
 - *An owner*: whoever lacks its chunks asks the next owner among those that it does not hold for lost; that one reduces
   them anew from the contributors. The last one to ask is oneself.
 - *Everybody else*: what is left is the own vector, and the report says so.
+- *One that was never heard of* in a group that formed by itself (crowd.py) has not come: with fewer than this peer's
+  `least` left, `GroupFailed`.
 - *The time of the group is over*: `GroupFailed`, no mean; the caller's own tensors are untouched.
 
 Two members that lost an owner at different moments may hold means of different contributors in its chunks: each knows
@@ -28,23 +30,24 @@ from __future__ import annotations
 
 import collections
 import math
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from dlc.comm.calls import GroupDone, GroupFailed, Outcome
+from dlc.comm.crowd import RollCall
 from dlc.comm.effects import Pace
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.holdings import Holding
-from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meshmessages import Begin, Done, Key, LeftOut, Parcel, Seat
+from dlc.comm.ids import Voter
+from dlc.comm.meshmessages import Begin, Decline, Done, Key, LeftOut, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
-from dlc.comm.parcels import DEAD, LATE, LEFT, WHY_CHARS_MAX, WRONG_SIZE, Intake, Parcels
+from dlc.comm.parcels import LATE, LEFT, Intake, Parcels
 from dlc.comm.partition import Member
-from dlc.comm.reducer import NOT_FINITE, ChunkReducer, Workspace
-from dlc.comm.service import ServiceNews
+from dlc.comm.reducer import ChunkReducer, Workspace
+from dlc.comm.seating import sound_result
 
 CONTRIBUTION, RESULT = 0, 1
 NOBODY = "no contribution to the mean could be had"
@@ -55,45 +58,6 @@ OPEN_BYTES, OPEN_CHUNKS_MIN = 16 << 20, 4
 """Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 DONE_AGAIN_S = 1.0
 """Running time after which Done is said again."""
-WEIGHT_SLACK = 1e-6
-"""Relative: a result's weight is the sum of those it names but for rounding."""
-
-
-@dataclass
-class Outcome:
-    """What a group's all-reduce gave its caller here."""
-
-    key: str
-    nonce: int
-    leader: PeerId
-    seats: tuple[Seat, ...]
-    known: int = 0
-    """Elements of the result that are known here: all, or what I reduced where I receive none."""
-    included: dict[PeerId, int] = field(default_factory=dict)
-    """How many of them include each contributor."""
-    without_mine: list[int] = field(default_factory=list)
-    """Chunks of it that do not include what I contributed."""
-    missing: dict[PeerId, str] = field(default_factory=dict)
-    """Why elements lack a contributor, as far as it was seen here."""
-    lost: dict[PeerId, str] = field(default_factory=dict)
-    """Owners whose chunks others reduced, and why."""
-    reduced: int = 0
-    """Chunks that I reduced."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds: float = 0.0
-    """From Begin to the last chunk."""
-
-
-@dataclass(frozen=True)
-class GroupDone(ServiceNews):
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class GroupFailed(ServiceNews):
-    key: str
-    why: str
 
 
 class Reduction:
@@ -109,8 +73,10 @@ class Reduction:
         vector: Tensor | None,
         out: Tensor | None,
         budget_s: float,
+        least: int = 1,
     ) -> None:
-        """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere."""
+        """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere.
+        least: with fewer who have come at all there is no mean."""
         self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, grid
         self.vector, self.out = vector, out
         self.seats = begin.seats
@@ -146,8 +112,23 @@ class Reduction:
         self._contributions: dict[int, Intake] = {}
         self._results: dict[int, Intake] = {}
         self._workspace = Workspace(grid)
+        self._least = least
+        self._roll = RollCall(ground, begin, self._partners()) if begin.crowd else None
         crowd = len(self._contributors)
         self._open_max = max(OPEN_CHUNKS_MIN, OPEN_BYTES // (grid.wire_bytes(0) * max(1, crowd)))
+
+    def _partners(self) -> list[Seat]:
+        """Who will ask me for something, or send me something."""
+        mine = self.seats[self.me]
+        return [
+            seat
+            for i, seat in enumerate(self.seats)
+            if i != self.me
+            and (
+                (mine.chunks and (i in self._contributors or seat.receives))
+                or (seat.chunks and (self.me in self._contributors or mine.receives))
+            )
+        ]
 
     # ---------------------------------------------------------------- beginning
 
@@ -162,6 +143,7 @@ class Reduction:
             if self.ground.members.gone(seat.voter):
                 self._lost[i] = self._absent[i] = LEFT
                 self._finished.add(i)
+                self._never_comes(i)
         self._pace(begin=True)
         holdings.hold(self._key(RESULT), Holding(self.grid, self._until_run, wanted=self._wanted))
         self._reduce([c for c, owner in enumerate(self._owner_of) if owner == self.me])
@@ -170,7 +152,7 @@ class Reduction:
         self._look()
 
     def _key(self, part: int) -> Key:
-        return Key(self.begin.key, self.begin.nonce, part)
+        return _key_of(self.begin, part)
 
     # ---------------------------------------------------------------- as an owner
 
@@ -258,6 +240,7 @@ class Reduction:
 
     def _no_contribution(self, i: int, why: str) -> None:
         """What of it is here counts, the rest of its chunks are closed without it."""
+        self._never_comes(i)
         self._absent.setdefault(i, why)
         self._close_without()
         self._open()
@@ -356,15 +339,7 @@ class Reduction:
 
     def _sound(self, parcel: Parcel, giver: int | None) -> bool:
         """Whether this result can be one of this group."""
-        included = parcel.included
-        sound = bool(included) and all(a < b for a, b in zip(included, included[1:], strict=False))
-        others = [i for i in self._contributors if i not in included]
-        sound = sound and all(i in self._contributors for i in included)
-        sound = sound and [i for i, _ in parcel.left_out] == others
-        sound = sound and all(0 < len(why) <= WHY_CHARS_MAX for _, why in parcel.left_out)
-        if sound:
-            weight = math.fsum(self.seats[i].weight for i in included)
-            sound = abs(weight - parcel.weight) <= WEIGHT_SLACK * weight
+        sound = sound_result(parcel, self.seats, self._contributors)
         sound = sound and self.grid.coder.finite_result(parcel.payload, self.grid.elems(parcel.chunk))
         if sound:
             return True
@@ -383,6 +358,7 @@ class Reduction:
         if why == LATE and self.ground.running_s >= self._until_run:
             self._fail("the time for the exchange is over")
             return
+        self._never_comes(giver)
         self._lost.setdefault(giver, why)
         self.outcome.lost.setdefault(self.seats[giver].voter.peer, why)
         self._results.pop(giver, None)
@@ -396,7 +372,12 @@ class Reduction:
 
     def _look(self) -> None:
         """Is it all here?"""
-        if self.done or self.failed or self._results_left:
+        if self.done or self.failed:
+            return
+        if self._came < self._least:
+            self._fail(f"{self._came} of at least {self._least} came")
+            return
+        if self._results_left:
             return
         if self.out is None and not self._served:
             return
@@ -459,7 +440,41 @@ class Reduction:
 
     # ---------------------------------------------------------------- messages, members, time
 
+    @property
+    def _came(self) -> int:
+        """Members, without those of whom nothing was ever heard."""
+        return len(self.seats) - (len(self._roll.never) if self._roll is not None else 0)
+
+    def heard(self, sender: Voter) -> None:
+        """A message of this group has come from there."""
+        if self._roll is not None:
+            self._roll.heard(sender)
+
+    def lacks(self, voter: Voter) -> bool:
+        """It is a member that may not know it."""
+        return self._roll is not None and self._roll.lacks(voter)
+
+    def _never_comes(self, i: int) -> None:
+        """Nothing more is expected of it: if nothing was heard, it has not come."""
+        if self._roll is not None:
+            self._roll.lost(self.seats[i].voter)
+
+    def receive_decline(self, sender: Voter, m: Decline) -> None:
+        if self._roll is not None and self._roll.declined(sender, m):
+            self._without(sender)
+
+    def _without(self, voter: Voter) -> None:
+        """It has given up, and is not in the group."""
+        i = next(i for i, seat in enumerate(self.seats) if seat.voter == voter)
+        for intakes in (self._contributions, self._results):
+            if i in intakes:
+                self.parcels.stop(intakes[i])
+        if self.seats[i].chunks:
+            self._no_results(i, LATE)
+        self.member_gone(voter, LATE)
+
     def receive_done(self, sender: Voter) -> None:
+        self.heard(sender)
         for i, seat in enumerate(self.seats):
             if seat.voter == sender:
                 self._finished.add(i)
@@ -476,6 +491,8 @@ class Reduction:
         self._look()
 
     def tick(self) -> None:
+        for voter in self._roll.tick() if self._roll is not None else ():
+            self._without(voter)
         if self.ground.running_s >= self._until_run:
             self._finished.update(range(len(self.seats)))
             self._look()
@@ -487,7 +504,9 @@ class Reduction:
     def next_deadline(self) -> float:
         if self._may_open:
             return self.ground.now
-        return self.ground.at(min(self._until_run, self._done_again_run) if self.done else self._until_run)
+        due = self.ground.at(min(self._until_run, self._done_again_run) if self.done else self._until_run)
+        called = self._roll.next_deadline() if self._roll is not None else None
+        return due if called is None else min(due, called)
 
     # ---------------------------------------------------------------- how fast
 
@@ -516,4 +535,10 @@ class Reduction:
         return Shape(tuple(s.voter for s in self.seats), members, tuple(size / total for size in sizes), total)
 
 
-__all__ = ["DEAD", "LATE", "LEFT", "NOT_FINITE", "WRONG_SIZE", "GroupDone", "GroupFailed", "Outcome", "Reduction"]
+def _key_of(begin: Begin, part: int) -> Key:
+    return Key(begin.key, begin.nonce, part)
+
+
+def result_key(begin: Begin) -> Key:
+    """What the results of a group are held under, from its beginning to its end."""
+    return _key_of(begin, RESULT)

@@ -121,6 +121,10 @@ class Holdings:
     def held(self, key: Key) -> Holding | None:
         return self._held.get(key)
 
+    def was_held(self, key: Key) -> bool:
+        """It is released."""
+        return key in self._released
+
     # ---------------------------------------------------------------- requests
 
     def asked(self, sender: Voter, pull: Pull) -> None:

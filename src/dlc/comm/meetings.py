@@ -1,10 +1,12 @@
 """How a group comes to be, without a master: those who wait with one key find each other on the board.
 
-    Wish on the board ──> the first in rank of those who wait: Invite ──> Accept ──> Begin ──> groups.py
-                                                               └──> Decline: it is in another group already
+    Wish on the board ──> all wait for the same peers, and all are there ──────────────────────> groups.py
+                     └──> the first in rank of those who wait: Invite ──> Accept ──> Begin ──> groups.py
+                                                                    └──> Decline: it is in another group already
 
-Everyone who waits shows a `Wish` under the group's key. The rank is a hash of key and peer, so all agree who is first
-as far as they see the same wishes; it invites, once
+Everyone who waits shows a `Wish` under the group's key. Where all whom I wait for wait for just these, too, their
+wishes are the group (crowd.py). Otherwise it takes one that gathers them: the rank is a hash of key and peer, so all
+agree who is first as far as they see the same wishes; it invites, once
 
 - as many wait as the group is to have (`target`), or
 - everybody whom it expects is there: those whom the caller named and who are up, or else all trainers who are up, or
@@ -24,26 +26,20 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from blake3 import blake3
-from torch import Tensor
 
 from dlc.comm.board import REPEAT_FIRST_S, Board
-from dlc.comm.grid import Grid
+from dlc.comm.calls import Call, GoneOn, GroupFormed, MeetingFailed
+from dlc.comm.crowd import AGAIN_S, ANSWER_S, GATHER_SHOWN_MAX, Crowd, crowd_digest, crowd_nonce
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Done, Invite, Seat, Wish
+from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Done, Invite, Wish
 from dlc.comm.messages import GridSpec
-from dlc.comm.partition import Member, counts
-from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import OBSERVER, TRAINER
-from dlc.comm.service import ServiceNews
-from dlc.comm.wire import pack, unpack
+from dlc.comm.seating import GROUP_MAX, seats_of, sound, wish_of
+from dlc.comm.wire import pack
 from dlc.errors import ProtocolError
 
 BOARD_PREFIX = "meet/"
-ANSWER_S = 2.0
-"""For an answer to an invitation, and four round trips."""
-AGAIN_S = 0.4
-"""Unanswered messages of the formation are repeated so often."""
 RANK_GRACE_S = 1.5
 RANKS_MAX = 4
 """As many steps in, the rank adds no more."""
@@ -51,59 +47,10 @@ LINGER_S = 15.0
 """A wish stays on the board for so long after its end, unless it is withdrawn: its owner may be invited still."""
 HASTE_S = 1.0
 """The group is formed so long before the first of those who wait would give up."""
-GROUP_MAX = 64
-"""Members of one group: each pulls from each, so larger swarms divide (dlc.Moshpit)."""
+NONCES_MAX = 16
+"""Groups that are not begun here of which it is kept who needs nothing any more."""
 GATHER_BYTES_MAX = 32 << 10
 """What one member gives all others with Begin, which is one message."""
-
-
-@dataclass
-class Call:
-    """What a caller wants of a group."""
-
-    key: str
-    grid: Grid
-    vector: Tensor | None
-    """fp32, CPU, frozen until the group is over; None: it contributes nothing."""
-    out: Tensor | None
-    """Where the means go; None: it wants none."""
-    weight: float = 1.0
-    owns: bool = True
-    label: str = ""
-    target: int = 0
-    """A group that I form has so many at most, and begins as soon as it has them; 0: no number."""
-    least: int = 1
-    """Fewer are no group for me, whoever forms it."""
-    expected: tuple[PeerId, ...] | Callable[[], Collection[PeerId]] | None = None
-    """Whom it waits for as long as they are up; None: all trainers, or only for the target where there is one. A
-    function is asked again whenever something has changed, and must be quick; where it raises, the meeting fails."""
-    show_to: tuple[PeerId, ...] | None = None
-    """Who is told that it waits; None: those named in `expected`, if it waits for them alone, or else everybody."""
-    patience_s: float = 5.0
-    """How long it waits for others."""
-    budget_s: float = 60.0
-    """How long the exchange may take, from Begin on."""
-    gather: bytes = b""
-
-
-class GoneOn(Exception):
-    """For `Call.expected` to raise: those whom it waits for are in a later group, and will not come."""
-
-
-@dataclass(frozen=True)
-class MeetingFailed(ServiceNews):
-    """No group came to be."""
-
-    key: str
-    why: str
-    cause: BaseException | None = None
-    """What `Call.expected` raised."""
-
-
-@dataclass(frozen=True)
-class GroupFormed(ServiceNews):
-    key: str
-    peers: tuple[PeerId, ...]
 
 
 @dataclass
@@ -126,8 +73,6 @@ class Accepted:
     nonce: int
     until: float
     again: float
-    finished: set[Voter] = field(default_factory=set)
-    """Whose Done has overtaken Begin."""
 
 
 class Meeting:
@@ -139,13 +84,17 @@ class Meeting:
         board: Board,
         call: Call,
         begun: Callable[[Meeting, Voter, Begin, Collection[Voter]], None],
+        given_up: int = 0,
     ) -> None:
-        """begun: told of the leader, its Begin, and who has said already that it needs nothing of the group."""
+        """begun: told of the leader, its Begin, and who has said already that it needs nothing of the group.
+        given_up: nonce of the wish of this key that I gave up last; 0: of none."""
         self.ground, self.board, self.call, self._begun = ground, board, call, begun
         self.over = False
-        grid = call.grid
+        self._given_up = given_up
+        grid, own = call.grid, ground.members.record(ground.me.peer)
+        peers = self._may_crowd()
         self.wish = Wish(
-            ground.rng.getrandbits(48),
+            ground.rng.getrandbits(48) or 1,
             GridSpec(grid.numel, grid.chunk_elems, grid.codec),
             call.weight if call.vector is not None else 0.0,
             call.label,
@@ -154,10 +103,17 @@ class Meeting:
             call.out is not None,
             call.target,
             call.least,
+            own.up_Bps if own else 0.0,
+            own.down_Bps if own else 0.0,
+            crowd_digest(peers) if peers else b"",
+            call.gather if peers else b"",
         )
+        self._crowd = Crowd(ground.me, self.wish, peers) if peers else None
         self._until_run = ground.running_s + call.patience_s
         self._here_since: float | None = None
         """Running time since which all that I wait for have been here."""
+        self._gone_run: float | None = None
+        """Running time at which some that I waited for had gone on."""
         self._ends: dict[Voter, float] = {}
         """When (running time) each of the others gives up waiting."""
         self._state: Forming | Accepted | None = None
@@ -165,9 +121,21 @@ class Meeting:
         """Who did not answer my invitation, until when it gets no other."""
         self._misfits: set[PeerId] = set()
         self._read: dict[Voter, tuple[bytes, Wish | None]] = {}
+        self._finished: dict[int, set[Voter]] = {}
+        """By group: whose Done has overtaken its beginning."""
         named = call.expected if isinstance(call.expected, tuple) and not call.target else None
         to = named if call.show_to is None else call.show_to
         board.post(BOARD_PREFIX + call.key, pack(self.wish), call.patience_s + LINGER_S, to)
+
+    def _may_crowd(self) -> frozenset[PeerId]:
+        """Those whom I wait for, and I, where they may be a group by themselves; empty: I am to be invited."""
+        if self._given_up or len(self.call.gather) > GATHER_SHOWN_MAX:
+            return frozenset()
+        try:
+            peers = (self._expected() or set()) | {self.ground.me.peer}
+        except _ExpectedRaised:  # and again when I look
+            return frozenset()
+        return frozenset(peers) if max(self.call.least, 2) <= len(peers) <= self._size_max else frozenset()
 
     # ---------------------------------------------------------------- who waits
 
@@ -184,13 +152,15 @@ class Meeting:
                 continue
             self._ends[voter] = self.ground.running_s + posted.until - LINGER_S - self.ground.now
             found[voter] = wish
+            if self._crowd is not None:
+                self._crowd.see(voter, wish)
         return found
 
     def _wish_of(self, voter: Voter, value: bytes) -> Wish | None:
         """Read once: everybody's is looked at whenever anything happens."""
         known = self._read.get(voter)
         if known is None or known[0] is not value:
-            known = self._read[voter] = value, _wish_of(value)
+            known = self._read[voter] = value, wish_of(value)
         return known[1]
 
     def likely(self) -> list[Voter]:
@@ -229,8 +199,13 @@ class Meeting:
         try:
             expected = self._expected()
         except _ExpectedRaised as raised:
+            told_s = ANSWER_S + 4 * self._rtt_s(self.ground.up())
+            if isinstance(raised.error, GoneOn) and self._crowd is not None and self._since_gone_s < told_s:
+                return  # perhaps to a group of my wish: I am told of it then
             self.close()
             self.ground.notify(MeetingFailed(self.call.key, f"expected() raised {raised.error!r}", raised.error))
+            return
+        if self._form_crowd() or self._about_to_be(others, expected):
             return
         everybody = len(free) == len(others) and expected is not None and expected <= {v.peer for v in wishes}
         due = self._due(wishes, everybody)
@@ -253,6 +228,10 @@ class Meeting:
     def _lonely_end(self) -> float:
         """The same where too few wait: a wish that was shown in time may still be on its way to me."""
         return self._until_run + REPEAT_FIRST_S + self._rtt_s(self.ground.up())
+
+    @property
+    def _n_chunks(self) -> int:
+        return self.call.grid.n_chunks
 
     @property
     def _size_max(self) -> int:
@@ -314,6 +293,11 @@ class Meeting:
     def close(self) -> None:
         """Wait no longer: whoever invited me, or whom I invited, is told."""
         state, self._state, self.over = self._state, None, True
+        if self._crowd is not None:
+            decline = Decline(self.call.key, 0, self.wish.nonce)
+            for voter in self.ground.up():
+                if voter.peer in self._crowd.peers:
+                    self.ground.send(voter, decline)
         self.board.withdraw(BOARD_PREFIX + self.call.key)
         if isinstance(state, Forming):
             self._cancel(state, state.wishes)
@@ -328,6 +312,69 @@ class Meeting:
             return now + AGAIN_S / 2
         end = self.ground.at(self._lonely_end)
         return min(end, now + AGAIN_S) if end > now else now + AGAIN_S
+
+    # ---------------------------------------------------------------- all at once
+
+    def _form_crowd(self) -> bool:
+        """All whom I wait for are there, and wait for just the same ones: we are the group."""
+        wishes = self._crowd.whole() if self._crowd is not None else None
+        if wishes is None:
+            return False
+        members = self.ground.members
+        others = [v for v in wishes if v != self.ground.me]
+        n, most = len(wishes), min(w.target or GROUP_MAX for w in wishes.values())
+        if (
+            not all(w.least <= n <= most and w.grid == self.wish.grid for w in wishes.values())
+            or not any(w.contributes and w.weight > 0 for w in wishes.values())
+            or not all(members.up(v) and not members.gone(v) for v in others)
+        ):
+            return False
+        nonce = crowd_nonce(self.call.key, [(v, w.nonce) for v, w in wishes.items()])
+        seats = seats_of(wishes, {v: w.gather for v, w in wishes.items()}, self.call.grid)
+        self._start_crowd(Begin(self.call.key, nonce, self.wish.grid, seats, crowd=True))
+        return True
+
+    def _about_to_be(self, waiting: Collection[Voter], expected: Collection[PeerId] | None) -> bool:
+        """A group of my wish may have formed, that I shall see, or be told of: somebody of my crowd who is up shows its
+        wish no longer, and has not given it up; or I wait for one no longer of whom I have seen none (it was lost),
+        which those who have seen it are about to show."""
+        if self._crowd is None:
+            return False
+        rtt_s = self._rtt_s(self.ground.up())
+        up = {voter.peer for voter in self.ground.up()}
+        if any(voter.peer in up and voter not in waiting for voter in self._crowd.seen):
+            return self._since_gone_s < ANSWER_S + 4 * rtt_s
+        unseen = (self._crowd.peers & up) - {voter.peer for voter in self._crowd.seen}
+        return expected is not None and not unseen <= set(expected) and self._since_gone_s < 2 * rtt_s
+
+    @property
+    def _since_gone_s(self) -> float:
+        """Running time since the first sign that some of my crowd have gone on."""
+        if self._gone_run is None:
+            self._gone_run = self.ground.running_s
+        return self.ground.running_s - self._gone_run
+
+    def _receive_crowd(self, sender: Voter, m: Begin) -> bool:
+        """It has formed, of a wish of mine, and I had not seen it; or of the one before, and I offer the same."""
+        seats = {seat.voter: seat for seat in m.seats}
+        seat = seats.get(self.ground.me)
+        nonce = crowd_nonce(m.key, [(s.voter, s.wish) for s in m.seats])
+        if seat is None or sender not in seats or nonce != m.nonce or not sound(m, self.wish.grid, self._n_chunks):
+            raise ProtocolError(f"{sender} tells of a group that cannot be")
+        same = (seat.contributes, seat.receives) == (self.wish.contributes, self.wish.receives)
+        if not same or seat.weight > self.wish.weight or len(seats) < self.call.least:
+            return False
+        if seat.wish not in (self.wish.nonce, self._given_up):
+            return False
+        if isinstance(self._state, Accepted):
+            return True  # that other group may have begun by now; if not, I am told of this one again
+        if isinstance(self._state, Forming):
+            self._cancel(self._state, self._state.wishes)
+        self._start_crowd(m)
+        return True
+
+    def _start_crowd(self, begin: Begin) -> None:
+        self._start(min((seat.voter for seat in begin.seats), key=self._rank), begin)
 
     # ---------------------------------------------------------------- the one who invites
 
@@ -364,38 +411,13 @@ class Meeting:
                 self.ground.send(voter, Cancel(self.call.key, state.nonce))
 
     def _begin(self, state: Forming, wishes: dict[Voter, Wish]) -> None:
-        begin = Begin(self.call.key, state.nonce, self.wish.grid, self._seats(state, wishes))
+        seats = seats_of(wishes, state.accepted, self.call.grid)
+        begin = Begin(self.call.key, state.nonce, self.wish.grid, seats, crowd=False)
         self._cancel(state, [v for v in state.wishes if v not in wishes])
         for voter in wishes:
             if voter != self.ground.me:
                 self.ground.send(voter, begin)
-        self._start(self.ground.me, begin, ())
-
-    def _seats(self, state: Forming, wishes: dict[Voter, Wish]) -> tuple[Seat, ...]:
-        voters = sorted(wishes)
-        labels = [wishes[v].label if wishes[v].contributes else "" for v in voters]
-        rates = [self.ground.members.record(v.peer) for v in voters]
-        anyone = any(w.owns for w in wishes.values())
-        links = [
-            Member(
-                r.up_Bps if r else 0.0,
-                r.down_Bps if r else 0.0,
-                wishes[v].contributes,
-                wishes[v].owns or not anyone,
-                wishes[v].receives,
-            )
-            for v, r in zip(voters, rates, strict=True)
-        ]
-        chunks = counts(self.call.grid.n_chunks, links)
-        seats = []
-        for voter, label, link, n_chunks in zip(voters, labels, links, chunks, strict=True):
-            wish = wishes[voter]
-            weight = wish.weight / labels.count(label) if label else wish.weight
-            gather = state.accepted[voter]
-            seats.append(
-                Seat(voter, weight, wish.contributes, wish.receives, n_chunks, link.up_Bps, link.down_Bps, gather)
-            )
-        return tuple(seats)
+        self._start(self.ground.me, begin)
 
     # ---------------------------------------------------------------- messages
 
@@ -429,6 +451,8 @@ class Meeting:
 
     def receive_decline(self, sender: Voter, m: Decline) -> None:
         state = self._state
+        if m.given_up and self._crowd is not None:
+            self._crowd.give_up(sender, m.given_up)
         if not isinstance(state, Forming) or state.nonce != m.nonce or sender not in state.wishes:
             return
         invited, wish = state.wishes[sender].nonce, self._others().get(sender)
@@ -452,13 +476,15 @@ class Meeting:
 
     def receive_begin(self, sender: Voter, m: Begin) -> bool:
         """False: it is too late, I am not in this group. ProtocolError: nor in this one, which cannot be."""
+        if m.crowd:
+            return self._receive_crowd(sender, m)
         state = self._state
         if not isinstance(state, Accepted) or state.nonce != m.nonce:
             return False
         if state.leader != sender:
             return True  # it is not for this one to say
         seat = next((seat for seat in m.seats if seat.voter == self.ground.me), None)
-        if seat is None or not _sound(m, self.wish.grid, self.call.grid.n_chunks):
+        if seat is None or not sound(m, self.wish.grid, self._n_chunks):
             self._state = None
             raise ProtocolError(f"{sender} begins a group that cannot be")
         if len(m.seats) < self.call.least:
@@ -467,19 +493,19 @@ class Meeting:
         if seat.contributes != self.wish.contributes or seat.weight > self.wish.weight:
             self._state = None
             raise ProtocolError(f"{sender} begins a group with another contribution of mine than I offered")
-        self._start(sender, m, state.finished)
+        self._start(sender, m)
         return True
 
     def receive_done(self, sender: Voter, m: Done) -> None:
-        state = self._state
-        if isinstance(state, Accepted) and state.nonce == m.nonce:
-            state.finished.add(sender)
+        self._finished.setdefault(m.nonce, set()).add(sender)
+        if len(self._finished) > NONCES_MAX:
+            del self._finished[next(iter(self._finished))]
 
-    def _start(self, leader: Voter, begin: Begin, finished: Collection[Voter]) -> None:
+    def _start(self, leader: Voter, begin: Begin) -> None:
         self.over, self._state = True, None
         self.board.withdraw(BOARD_PREFIX + self.call.key)
         self.ground.notify(GroupFormed(begin.key, tuple(seat.voter.peer for seat in begin.seats)))
-        self._begun(self, leader, begin, finished)
+        self._begun(self, leader, begin, self._finished.get(begin.nonce, ()))
 
 
 class _ExpectedRaised(Exception):
@@ -487,24 +513,3 @@ class _ExpectedRaised(Exception):
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-
-def _sound(m: Begin, grid: GridSpec, n_chunks: int) -> bool:
-    voters = [seat.voter for seat in m.seats]
-    return (
-        m.grid == grid
-        and len(voters) <= GROUP_MAX
-        and len({v.peer for v in voters}) == len(voters)
-        and sum(seat.chunks for seat in m.seats) == n_chunks
-        and all(seat.chunks >= 0 and 0 <= seat.weight <= WEIGHT_MAX for seat in m.seats)
-        and all(seat.up_Bps >= 0 and seat.down_Bps >= 0 for seat in m.seats)
-        and any(seat.contributes and seat.weight > 0 for seat in m.seats)
-    )
-
-
-def _wish_of(value: bytes) -> Wish | None:
-    try:
-        wish = unpack(value, Wish)
-    except ProtocolError:
-        return None
-    return wish if 0 <= wish.weight <= WEIGHT_MAX else None

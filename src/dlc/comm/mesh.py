@@ -15,16 +15,18 @@ from collections.abc import Callable, Collection, Iterable
 
 from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
+from dlc.comm.calls import Call
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
 from dlc.comm.gossip import Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.groups import DEAD, LEFT, Reduction
+from dlc.comm.groups import Reduction, result_key
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.meetings import GROUP_MAX, Call, Meeting
+from dlc.comm.meetings import Meeting
 from dlc.comm.messages import Bulk, Message
-from dlc.comm.parcels import Parcels
+from dlc.comm.parcels import DEAD, LEFT, Parcels
+from dlc.comm.seating import GROUP_MAX
 from dlc.comm.service import MemberEvent
 from dlc.comm.wire import size_of
 from dlc.errors import ProtocolError, UsageError
@@ -64,7 +66,8 @@ class Mesh:
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
 
         def act() -> None:
-            self._meetings[call.key] = Meeting(self.ground, self.board, call, self._begun)
+            given_up = self._given_up.get(call.key, 0)
+            self._meetings[call.key] = Meeting(self.ground, self.board, call, self._begun, given_up)
 
         return self._event(now, act)
 
@@ -119,7 +122,18 @@ class Mesh:
     def _begun(self, meeting: Meeting, leader: Voter, begin: mm.Begin, finished: Collection[Voter]) -> None:
         call = meeting.call
         self._meetings.pop(call.key, None)
-        group = Reduction(self.ground, self.parcels, leader, begin, call.grid, call.vector, call.out, call.budget_s)
+        self._given_up.pop(call.key, None)
+        group = Reduction(
+            self.ground,
+            self.parcels,
+            leader,
+            begin,
+            call.grid,
+            call.vector,
+            call.out,
+            call.budget_s,
+            call.least,
+        )
         old = [key for key, known in self._groups.items() if known.done]
         for key in old[: max(0, len(old) - OLD_GROUPS_MAX + 1)]:
             self._groups.pop(key).release()
@@ -141,6 +155,10 @@ class Mesh:
 
     def _invite(self, sender: Voter, m: mm.Invite) -> None:
         meeting = self._meetings.get(m.key)
+        for (key, _), group in self._groups.items():
+            if key == m.key and group.lacks(sender):
+                self.ground.send(sender, group.begin)
+                return
         if meeting is not None and meeting.wish.nonce == m.wish:
             meeting.receive_invite(sender, m)
         else:
@@ -155,23 +173,45 @@ class Mesh:
             del self._given_up[next(iter(self._given_up))]
 
     def _begin(self, sender: Voter, m: mm.Begin) -> None:
-        if (m.key, m.nonce) in self._groups:
+        if (group := self._groups.get((m.key, m.nonce))) is not None:
+            group.heard(sender)
+            return
+        if self.parcels.holdings.was_held(result_key(m)):
+            self.ground.send(sender, mm.Done(m.key, m.nonce))
             return
         meeting = self._meetings.get(m.key)
         try:
             if meeting is None or not meeting.receive_begin(sender, m):
-                self._begun_without_me(m)
+                self._begun_without_me(sender, m)
         except ProtocolError:
-            self._begun_without_me(m)
+            self._begun_without_me(sender, m)
             raise
 
-    def _begun_without_me(self, m: mm.Begin) -> None:
-        """I have given up what I had accepted, or refuse it, or the group is over here: nobody waits for me to need
-        nothing of it."""
-        voters = {seat.voter for seat in m.seats[:GROUP_MAX]}
-        if self.ground.me in voters:
-            for voter in sorted(voters - {self.ground.me}):
-                self.ground.send(voter, mm.Done(m.key, m.nonce))
+    def _begun_without_me(self, sender: Voter, m: mm.Begin) -> None:
+        """I have given up what I had accepted or shown, or refuse it: nobody waits for me to need nothing of it, nor
+        for what I would have given. In a crowd each tells me of it itself."""
+        seats = {seat.voter: seat for seat in m.seats[:GROUP_MAX]}
+        mine = seats.pop(self.ground.me, None)
+        if mine is None:
+            return
+        if m.crowd:
+            given_up = mine.wish if self._given_up.get(m.key) == mine.wish else 0
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+            return
+        for voter in sorted(seats):
+            self.ground.send(voter, mm.Done(m.key, m.nonce))
+
+    def _decline(self, sender: Voter, m: mm.Decline) -> None:
+        for (key, _), group in self._groups.items():
+            if key == m.key:
+                group.receive_decline(sender, m)
+        if (meeting := self._meetings.get(m.key)) is not None:
+            meeting.receive_decline(sender, m)
+
+    def _heard(self, sender: Voter, key: mm.Key) -> None:
+        """It takes part in the group of this key, if it is that of one."""
+        if (group := self._groups.get((key.channel, key.step))) is not None:
+            group.heard(sender)
 
     def _done(self, sender: Voter, m: mm.Done) -> None:
         group = self._groups.get((m.key, m.nonce))
@@ -258,10 +298,13 @@ class Mesh:
     def _handle(self, sender: Voter, m: Message) -> None:
         match m:
             case mm.Parcel():
+                self._heard(sender, m.key)
                 self.parcels.receive_parcel(sender, m)
             case mm.Pull():
+                self._heard(sender, m.key)
                 self.parcels.receive_pull(sender, m)
             case mm.Coming():
+                self._heard(sender, m.key)
                 self.parcels.receive_coming(sender, m)
             case mm.NoParcel():
                 self.parcels.receive_no_parcel(sender, m)
@@ -281,8 +324,7 @@ class Mesh:
                 if (meeting := self._meetings.get(m.key)) is not None:
                     meeting.receive_cancel(sender, m)
             case mm.Decline():
-                if (meeting := self._meetings.get(m.key)) is not None:
-                    meeting.receive_decline(sender, m)
+                self._decline(sender, m)
 
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)

@@ -114,6 +114,13 @@ class Wish:
     """A group that it forms begins as soon as it has so many; 0: no number."""
     least: int
     """Fewer are no group for it, whoever forms it."""
+    up_Bps: float
+    """What its link carries towards the others; 0: unknown."""
+    down_Bps: float
+    crowd: bytes
+    """Digest of those whom it waits for (crowd.py), itself among them; empty: it waits to be invited."""
+    gather: bytes
+    """What all members are to get, where it is shown with a crowd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +145,13 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
+    """I am not in this group. Without a nonce, to my crowd: nor in one of the wish that I have given up."""
+
     key: str
     nonce: int
     given_up: int
-    """The invited wish, where its owner has given it up and may wait anew, with another one; else 0."""
+    """The wish that was invited, or that the group is of, where its owner has given it up and may wait anew, with
+    another one; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,8 @@ class Seat:
     """One member of a group that begins."""
 
     voter: Voter
+    wish: int
+    """Nonce of the wish that it showed."""
     weight: float
     contributes: bool
     receives: bool
@@ -175,6 +187,8 @@ class Begin:
     nonce: int
     grid: GridSpec
     seats: tuple[Seat, ...]
+    crowd: bool
+    """It has formed by itself (crowd.py); otherwise it comes from the one who invited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from dlc.comm.calls import GoneOn
 from dlc.comm.cells import Cells, grid_of
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import GoneOn
 from dlc.comm.rotation import FOLLOWED_MAX
 
 

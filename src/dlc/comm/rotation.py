@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from dlc.comm.calls import GoneOn
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import GoneOn
 
 PATIENT, OF_CYCLES = (1, 2), 16
 """Which of so many cycles are patient: two in a row, as who passes over rounds may pass over one."""

@@ -122,12 +122,16 @@ class MeshNet:
         duplicates: float = 0.0,
         latency_s: tuple[float, float] = (0.005, 0.05),
         detect_s: float = DETECT_S,
+        ordered: bool = True,
     ) -> None:
+        """ordered: of what one host sends another nothing overtakes, as on the connection between them."""
         self.seed, self.detect_s = seed, detect_s
         self.rtt_s = 2 * latency_s[1]
         self.clock = Clock()
         self.clock.now = 1000.0
-        weather = Weather(latency_min_s=latency_s[0], latency_max_s=latency_s[1], loss=loss, duplicates=duplicates)
+        weather = Weather(
+            latency_min_s=latency_s[0], latency_max_s=latency_s[1], loss=loss, duplicates=duplicates, ordered=ordered
+        )
         self.network = Network(self.clock, random.Random(seed), weather)
         self.hosts: dict[PeerId, Host] = {}
         self.voters: set[Voter] = set()

@@ -75,6 +75,8 @@ class Weather:
     spike: float = 0.002
     """Share of messages that are held up for up to `spike_max_s`."""
     spike_max_s: float = 0.8
+    ordered: bool = False
+    """On each link no message overtakes another of its lane, as on one connection; but duplicates do."""
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Network:
     delivered: int = 0
     lost: int = 0
     _latency: dict[tuple[str, str], float] = field(default_factory=dict)
+    _last: dict[tuple[str, str, bool], float] = field(default_factory=dict)
+    """When the last message of each link's lane arrives."""
 
     def carry(self, source: str, target: str, deliver: Callable[..., None], *args: Any, bulk: bool = False) -> None:
         """Call `deliver(*args)` after this message's delay; perhaps twice, perhaps never."""
@@ -101,7 +105,10 @@ class Network:
             return
         self.delivered += 1
         clock = self.clock
-        clock.at(clock.now + self._delay(link), deliver, *args)
+        at = clock.now + self._delay(link)
+        if weather.ordered:
+            at = self._last[(*link, bulk)] = max(at, self._last.get((*link, bulk), 0.0))
+        clock.at(at, deliver, *args)
         if weather.duplicates and rng.random() < weather.duplicates:
             clock.at(clock.now + 3 * self._delay(link), deliver, *args)
 

@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlc.comm.calls import Call, GroupDone, GroupFailed, MeetingFailed
 from dlc.comm.cells import grid_of
 from dlc.comm.gossip import Gossip, absorb, give_away
 from dlc.comm.graphs import contraction, hops, neighbours
 from dlc.comm.grid import Grid
-from dlc.comm.groups import GroupDone, GroupFailed
 from dlc.comm.ids import Voter
-from dlc.comm.meetings import Call, MeetingFailed
 from dlc.comm.moshpit import Course
 from dlc.sim.meshnet import Host, MeshNet
 from dlc.sim.swim import Watch, membership

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.comm.calls import GoneOn
 from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import GoneOn
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Turn, next_turn
 from dlc.errors import CheckpointError, RoundTimeout

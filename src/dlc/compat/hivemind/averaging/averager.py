@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dlc.comm import vectors
-from dlc.comm.meetings import GROUP_MAX
+from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.announced import Announced, check_bits, infos_of
 from dlc.compat.hivemind.averaging.carry import carry, same_bits

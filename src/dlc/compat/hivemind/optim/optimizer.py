@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlc.comm.meetings import GROUP_MAX
+from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionBase, NoCompression

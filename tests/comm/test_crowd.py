@@ -1,0 +1,272 @@
+"""Groups that form by themselves: as soon as all wait for the same peers, and whole, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed
+from dlc.comm.crowd import ANSWER_S, Crowd, crowd_digest, crowd_nonce
+from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
+from dlc.comm.meetings import BOARD_PREFIX
+from dlc.comm.meshmessages import Begin, Decline, Invite, Notices, Wish
+from dlc.comm.messages import GridSpec
+from dlc.comm.seating import seats_of, wish_of
+from dlc.comm.wire import pack
+from dlc.sim.meshnet import Host, MeshNet
+
+NUMEL, CHUNK = 96, 16
+KEY = "k"
+
+
+class Caller:
+    """One peer's call: its vector is `i` everywhere."""
+
+    def __init__(self, net: MeshNet, host: Host, i: int, **options: Any) -> None:
+        self.host, self.first = host, len(host.told)
+        self.out = torch.full((NUMEL,), float("nan"))
+        contributes = options.pop("contributes", True)
+        receives = options.pop("receives", True)
+        given = torch.full((NUMEL,), float(i)) if contributes else None
+        call = Call(KEY, Grid(NUMEL, CHUNK, "fp32"), given, self.out if receives else None, **options)
+        net.act(host, lambda mesh, now: mesh.meet(call, now))
+
+    def told(self, *kinds: type) -> list[Any]:
+        return [event for event in self.host.told[self.first :] if isinstance(event, kinds)]
+
+    @property
+    def end(self) -> Any:
+        return next(iter(self.told(GroupDone, GroupFailed, MeetingFailed)), None)
+
+    def has_mean_of(self, *vectors: int) -> bool:
+        assert isinstance(self.end, GroupDone), self.end
+        return bool(torch.allclose(self.out, torch.full((NUMEL,), sum(vectors) / len(vectors))))
+
+
+def calls(net: MeshNet, hosts: list[Host], **options: Any) -> list[Caller]:
+    return [Caller(net, host, i, **options) for i, host in enumerate(hosts, 1)]
+
+
+def ended(callers: list[Caller]) -> bool:
+    return all(c.end is not None for c in callers)
+
+
+def steady(latency_s: float) -> tuple[float, float]:
+    return latency_s, 1.0001 * latency_s
+
+
+def shows(m: Any) -> bool:
+    """Whether it brings a wish."""
+    return isinstance(m, Notices) and any(item.key == BOARD_PREFIX + KEY and not item.gone for item in m.items)
+
+
+def test_a_group_is_formed_half_a_round_trip_after_the_last_has_come() -> None:
+    net = MeshNet(1, latency_s=steady(0.2))
+    net.network.weather = replace(net.network.weather, jitter=0.0, spike=0.0)  # which is added to the latency
+    hosts = net.add(5)
+    callers = calls(net, hosts[:4])
+    net.run(1.0)
+    assert not any(c.told(GroupFormed) for c in callers), "they wait for the fifth"
+    callers.append(Caller(net, hosts[4], 5))
+    assert net.until(lambda: all(c.told(GroupFormed) for c in callers)) < 0.21
+    assert net.until(lambda: ended(callers)) < 0.21 + 4 * 0.2  # contributions asked for and sent, results sent
+    assert all(c.has_mean_of(1, 2, 3, 4, 5) for c in callers)
+    assert net.sent["Invite"] == net.sent["Accept"] == net.sent["Begin"] == 0
+
+
+@pytest.mark.parametrize(("unseen", "blind"), list(itertools.permutations(range(4), 2)))
+def test_who_has_not_seen_a_wish_of_somebody_is_told_of_the_group(unseen: int, blind: int) -> None:
+    """Whatever each of them does there; its author shows the wish no longer when it is in."""
+    net = MeshNet(2, latency_s=steady(0.02))
+    hosts = net.add(4)
+    lost = (hosts[unseen].name, hosts[blind].name)
+    net.tamper = lambda source, target, m: None if (source, target) == lost and shows(m) else m
+    callers = [
+        Caller(net, hosts[0], 1),
+        Caller(net, hosts[1], 2, owns=False),
+        Caller(net, hosts[2], 3, receives=False),
+        Caller(net, hosts[3], 4, contributes=False, receives=False),
+    ]
+    took_s = net.until(lambda: ended(callers), 20.0)
+    assert took_s < 2.0
+    nonces = {c.end.outcome.nonce for c in callers}
+    assert len(nonces) == 1 and all(not c.end.outcome.missing for c in callers)
+    assert all(c.has_mean_of(1, 2, 3) for c in callers[:2])
+
+
+def test_nobody_sees_anything_of_one_and_all_are_in_one_group() -> None:
+    net = MeshNet(3, latency_s=steady(0.02))
+    hosts = net.add(4)
+    mute = hosts[1].name
+    net.tamper = lambda source, target, m: None if source == mute and shows(m) else m
+    callers = calls(net, hosts)
+    assert net.until(lambda: ended(callers), 20.0) < 2.0
+    assert all(c.has_mean_of(1, 2, 3, 4) for c in callers)
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_who_gives_up_after_it_was_seen_is_left_out_and_counts_for_nobody_s_least(least: int) -> None:
+    net = MeshNet(4, latency_s=steady(0.3))
+    hosts = net.add(3)
+    out = Caller(net, hosts[2], 3)
+    net.run(1.0)
+    callers = calls(net, hosts[:2], least=least)
+    net.run(0.1)
+    net.act(hosts[2], lambda mesh, now: mesh.give_up(KEY, now))
+    assert net.until(lambda: ended(callers)) < 0.3 + ANSWER_S + 12 * 0.3 + 2.0
+    assert out.end is None and out.out.isnan().all()
+    for caller in callers:
+        if least < 3:
+            assert caller.has_mean_of(1, 2) and set(caller.end.outcome.missing) == {hosts[2].name}
+        else:
+            assert isinstance(caller.end, GroupFailed) and caller.end.why == "2 of at least 3 came"
+    net.run(2.0)
+    assert all(not host.mesh._groups and not host.mesh.parcels.holdings._held for host in hosts[:2])
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "leaves"])
+def test_one_that_shows_a_wish_and_is_never_heard_of_makes_no_group_of_two(how: str) -> None:
+    net = MeshNet(5, latency_s=steady(0.1), detect_s=1.0)
+    hosts = net.add(2)
+    fault = {"dies": net.kill, "hangs": net.freeze, "leaves": net.leave}[how]
+    left = Caller(net, hosts[0], 1, least=2)
+    Caller(net, hosts[1], 2, least=2)
+    net.clock.at(net.now + 0.05, fault, hosts[1])
+    net.until(lambda: left.end is not None)
+    assert isinstance(left.end, GroupFailed | MeetingFailed) and "1 of at least 2 came" in left.end.why
+
+
+def test_where_the_crowds_differ_somebody_invites() -> None:
+    net = MeshNet(6)
+    hosts = net.add(3)
+    names = [host.name for host in hosts]
+    callers = [
+        Caller(net, host, i, expected=tuple(crowd), least=3, show_to=tuple(names), patience_s=4.0)
+        for i, (host, crowd) in enumerate(zip(hosts, (names, names, names[1:]), strict=True), 1)
+    ]
+    net.until(lambda: ended(callers))
+    assert all(c.has_mean_of(1, 2, 3) for c in callers) and net.sent["Begin"] >= 2
+
+
+@pytest.mark.parametrize("how", ["nonce", "seats", "sender", "wish", "weight", "roles", "few"])
+def test_a_group_that_is_not_of_my_wish_does_not_begin_here(how: str) -> None:
+    net = MeshNet(7)
+    hosts = net.add(4)
+    me = Caller(net, hosts[0], 1, least=3)
+    mine = wish_of(hosts[0].mesh.board.get(BOARD_PREFIX + KEY)[hosts[0].name].value)
+    assert mine is not None
+    wishes = {host.voter: replace(mine, nonce=7 + i) for i, host in enumerate(hosts[:3])} | {hosts[0].voter: mine}
+    if how == "wish":
+        wishes[hosts[0].voter] = replace(mine, nonce=mine.nonce ^ 1)
+    if how == "weight":
+        wishes[hosts[0].voter] = replace(mine, weight=2.0)
+    if how == "roles":
+        wishes[hosts[0].voter] = replace(mine, receives=False)
+    if how == "few":
+        del wishes[hosts[2].voter]
+    seats = seats_of(wishes, dict.fromkeys(wishes, b""), Grid(NUMEL, CHUNK, "fp32"))
+    nonce = crowd_nonce(KEY, [(voter, wish.nonce) for voter, wish in wishes.items()])
+    begin = Begin(KEY, nonce ^ (how == "nonce"), GridSpec(NUMEL, CHUNK, "fp32"), seats, crowd=True)
+    if how == "seats":
+        begin = replace(begin, seats=tuple(replace(seat, chunks=seat.chunks + 1) for seat in seats))
+    net._deliver(hosts[0], hosts[3 if how == "sender" else 1].voter, begin)
+    assert not me.told(GroupFormed) and len(hosts[0].bad) == (how in ("nonce", "seats", "sender"))
+    assert net.sent["Decline"] == 1, "who told of it is told"
+    good = {host.voter: replace(mine, nonce=7 + i) for i, host in enumerate(hosts[:3])} | {hosts[0].voter: mine}
+    seats = seats_of(good, dict.fromkeys(good, b""), Grid(NUMEL, CHUNK, "fp32"))
+    nonce = crowd_nonce(KEY, [(voter, wish.nonce) for voter, wish in good.items()])
+    net._deliver(hosts[0], hosts[1].voter, Begin(KEY, nonce, begin.grid, seats, crowd=True))
+    assert me.told(GroupFormed)
+
+
+def test_a_late_begin_of_a_group_that_is_over_begins_nothing() -> None:
+    """The second call waits under the same key."""
+    net = MeshNet(8)
+    hosts = net.add(2)
+    first = calls(net, hosts)
+    groups: list[Begin] = []
+    net.until(lambda: bool(hosts[0].mesh._groups))
+    groups += [group.begin for group in hosts[0].mesh._groups.values()]
+    net.until(lambda: ended(first) and not hosts[0].mesh._groups and not hosts[1].mesh._groups)
+    again = Caller(net, hosts[1], 7)
+    net._deliver(hosts[1], hosts[0].voter, groups[0])
+    net.run(0.5)
+    assert not again.told(GroupFormed) and not hosts[1].mesh._groups
+
+
+def test_one_who_invites_is_told_of_the_group_that_it_is_in() -> None:
+    """It has not seen a wish for so long that it would begin another group."""
+    net = MeshNet(9, latency_s=steady(0.02))
+    hosts = net.add(3)
+    lost = (hosts[1].name, hosts[0].name)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        return None if (source, target) == lost and isinstance(m, Notices | Begin) else m
+
+    net.tamper = tamper
+    callers = calls(net, hosts)
+    net.until(lambda: bool(hosts[2].mesh._groups))
+    meeting = hosts[0].mesh._meetings[KEY]
+    (begin,) = [group.begin for group in hosts[2].mesh._groups.values()]
+    invited = next(seat.wish for seat in begin.seats if seat.voter == hosts[2].voter)
+    net._deliver(hosts[2], hosts[0].voter, Invite(KEY, 99, invited))
+    net.until(lambda: meeting.over, 0.1)
+    net.until(lambda: ended(callers), 10.0)
+    assert all(c.has_mean_of(1, 2, 3) for c in callers)
+
+
+def test_what_a_crowd_has_seen_counts_until_it_is_given_up() -> None:
+    me, other = Voter("a", 1), Voter("b", 1)
+    wish = Wish(1, GridSpec(1, 1, "fp32"), 1.0, "", True, True, True, 0, 1, 0.0, 0.0, crowd_digest("ab"), b"")
+    crowd = Crowd(me, wish, "ab")
+    assert crowd.whole() is None
+    crowd.see(Voter("c", 1), wish)
+    crowd.see(other, replace(wish, nonce=2, crowd=crowd_digest("abc")))
+    assert crowd.whole() is None
+    crowd.see(other, replace(wish, nonce=3))
+    assert crowd.whole() == {me: wish, other: replace(wish, nonce=3)}
+    crowd.give_up(other, 2)
+    crowd.give_up(Voter("b", 2), 3)
+    assert crowd.whole() is not None
+    crowd.give_up(other, 3)
+    assert crowd.whole() is None
+    crowd.see(other, replace(wish, nonce=4))
+    crowd.see(Voter("b", 2), replace(wish, nonce=5))
+    assert crowd.whole() == {me: wish, Voter("b", 2): replace(wish, nonce=5)}, "a new process in its place"
+    crowd.see(Voter("b", 2), replace(wish, nonce=6, crowd=b""))
+    assert crowd.whole() is None
+
+
+def test_the_nonce_names_the_wishes_whatever_their_order() -> None:
+    wishes = [(Voter("a", 1), 7), (Voter("b", 2), 8), (Voter("c", 1), 9)]
+    nonces = {crowd_nonce(KEY, order) for order in itertools.permutations(wishes)}
+    others = {
+        crowd_nonce("other", wishes),
+        crowd_nonce(KEY, wishes[:2]),
+        crowd_nonce(KEY, [*wishes[:2], (Voter("c", 1), 10)]),
+        crowd_nonce(KEY, [*wishes[:2], (Voter("c", 2), 9)]),
+    }
+    assert len(nonces) == 1 and len(others) == 4 and not nonces & others
+
+
+@pytest.mark.parametrize(("field", "value"), [("up_Bps", -1.0), ("down_Bps", float("nan")), ("weight", -1.0)])
+def test_a_wish_that_no_correct_peer_shows_is_none(field: str, value: float) -> None:
+    wish = Wish(1, GridSpec(1, 1, "fp32"), 1.0, "", True, True, True, 0, 1, 0.0, 0.0, b"", b"")
+    assert wish_of(pack(wish)) == wish
+    assert wish_of(pack(replace(wish, **{field: value}))) is None
+
+
+def test_a_decline_of_another_group_or_wish_changes_nothing() -> None:
+    net = MeshNet(10, latency_s=steady(0.2))
+    hosts = net.add(2)
+    callers = calls(net, hosts, least=2)
+    net.until(lambda: bool(hosts[0].mesh._groups))
+    net._deliver(hosts[0], hosts[1].voter, Decline(KEY, 5, 0))
+    net._deliver(hosts[0], hosts[1].voter, Decline(KEY, 0, 12345))
+    net.until(lambda: ended(callers))
+    assert all(c.has_mean_of(1, 2) for c in callers)
