@@ -338,6 +338,7 @@ class Transport:
             self._zap.serve()
         if any(monitor in ready for monitor in self._door.monitors):
             self._look_at_door()
+        self._door.inspect(now)
         for host, hosts, problem in self._resolver.answers():
             for link in self._links.values():
                 if link.host == host:
