@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dlc.comm import agenda as agenda_module
+from dlc.comm import entries
 from dlc.comm import messages as msg
 from dlc.comm.agenda import (
     DISSENT_PATIENCE_S,
@@ -45,6 +46,7 @@ class Desk:
         process = Stage(n, inner_s=3.0).peers()[0]
         node = process.node
         self.agenda: Agenda = node.coordinator.agenda
+        self.exchange = node.exchange
         self.ctx, self.log, self.me = node.ctx, node.log, process.voter
         self.voters = self.log.state.electorate
         self.others = [voter for voter in self.voters if voter != self.me]
@@ -210,6 +212,22 @@ def test_an_openings_patience_ends_with_it(desk: Desk) -> None:
     desk.agenda._wished_at = {TRAIN: 0.0, "new": 0.0}
     desk.agenda.enter()
     assert list(desk.agenda._wished_at) == ["new"]
+
+
+def test_names_of_which_nothing_comes_are_forgotten(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody wished for another one in each slot, and what a coordinator kept of each grew without end."""
+    monkeypatch.setattr(entries, "CHANNELS_MAX", 10)
+    exchange = desk.exchange
+    for i in range(50):
+        name = f"name{i}"
+        base = desk.log.state.base(name)
+        desk.hears((desk.others[0], desk.wish(channel=name, base=base)))
+        assert desk.agenda._opening(name) is None
+        desk.agenda._listened_s(name)
+        exchange._count_sent(name, 1)
+        desk.agenda.enter()
+    for kept in (desk.agenda._wished_at, desk.agenda._unheard, exchange.traffic):
+        assert list(kept)[-1] == "name49" and len(kept) <= 10
 
 
 # ------------------------------------------------------------------ rounds

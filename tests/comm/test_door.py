@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not tcp.AVAILABLE, reason="this system does not 
 WAIT_S = 120.0
 KEYED = LinkSecurity.derive(bytes(32), "run")
 LIMIT = 8
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
 
 
 @pytest.fixture
@@ -143,6 +144,26 @@ def test_a_host_that_sends_many_strangers_does_not_keep_others_out(
         stranger(a)
     pump(lambda: guests(a) + a._door.shut == 3 * LIMIT + 2, a)
     assert a._door.shut > LIMIT and all(map(is_open, slow))
+
+
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_a_stranger_that_sends_more_than_a_hello_is_shut(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket], lane: str
+) -> None:
+    """libzmq keeps what comes of a frame of up to 8 MiB: hundreds of strangers filled gigabytes of memory."""
+    a, b = transport("a"), transport("b")
+    came = stranger(a, lane=lane)
+    came.sendall(ZMTP_GREETING + b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(64 << 10))
+    b.send_control(f"127.0.0.1:{a.control_port}", [b"x"])
+    found: list[object] = []
+
+    def arrived() -> bool:
+        found.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
+        b.poll(0.0)
+        return bool(found) and a._door.shut == 1 and guests(a) == 0
+
+    pump(arrived)
+    pump(lambda: not is_open(came), a)
 
 
 @pytest.mark.usefixtures("limit")

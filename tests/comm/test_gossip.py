@@ -18,11 +18,11 @@ from dlc.comm.gossip import VECTORS_MAX, Gossip, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Parcel, Pull, Taken, Withdraw
+from dlc.comm.meshmessages import Gift, Parcel, Pull, Taken, Withdraw
 from dlc.comm.pacing import PLAN_SHARE, UNPACED_BPS
 from dlc.comm.partition import Load
 from dlc.comm.sketch import SKETCH_ELEMS, SLICE_ELEMS, TRAIL_STEPS, Trail, distance, from_bytes, sketch, to_bytes
-from dlc.errors import UsageError
+from dlc.errors import ProtocolError, UsageError
 from dlc.sim.meshnet import Host, MeshNet
 
 NUMEL, CHUNK = 100, 16
@@ -478,3 +478,15 @@ def test_what_a_gossip_that_is_closed_has_taken_is_not_told_as_refused(again: bo
     net.until(lambda: not one.machine.unsettled, 10.0)
     one.take()
     assert (one.weight, two.weight) == (0.5, 1.5) and not two.machine.arrivals().taken
+
+
+@pytest.mark.parametrize("kind", [Gift, Withdraw])
+@pytest.mark.parametrize("serial", [-1, -2])
+def test_a_number_that_no_gift_has_is_refused(kind: type, serial: int) -> None:
+    """Its taker looked for what it had answered to the gift before the first, and ended."""
+    net = MeshNet(1)
+    giver, taker = walkers(net, 2)
+    gift = Gift("g", serial, taker.host.voter, 1, 1.0, taker.machine.spec, 1)
+    message = gift if kind is Gift else Withdraw("g", serial, taker.host.voter)
+    with pytest.raises(ProtocolError, match="number"):
+        taker.host.mesh.receive(giver.host.voter, message, net.now)

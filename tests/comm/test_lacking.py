@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ from blake3 import blake3
 
 from dlc.comm import messages as msg
 from dlc.comm import sync as sync_module
-from dlc.comm.effects import Send
+from dlc.comm.effects import Effect, Send
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, ChannelState, Entry, LogState
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.images import PieceLimits
+from dlc.comm.ledger import Ledger
 from dlc.comm.log import HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, Attached, Log, Past
 from dlc.comm.records import STATES_MAX
-from dlc.errors import CheckpointError
+from dlc.errors import CheckpointError, ProtocolError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import ToyState
 from dlc.sim.world import Process, World
@@ -92,10 +94,11 @@ def opening(world: World, process: Process) -> Past:
 def offered(process: Process, past: Past, digest: bytes) -> msg.Offer:
     """By somebody who stands before the opening."""
     log = process.node.log
-    state = dataclasses.replace(log.state, head=past.entry.parent, depth=past.entry.depth - 1, tokens=0.0, channels=())
+    before, depth = past.entry.parent, past.entry.depth - 1
+    state = dataclasses.replace(log.state, head=before, depth=depth, tokens=0.0, channels=(), ledger=Ledger())
     n_bytes = log.attached[TRAIN].state.image_bytes()
     pieces = tuple(bytes(32) for _ in range(-(-n_bytes // PIECE)))
-    return msg.Offer(state, (EMPTY,), (0.0,), (msg.ImageOffer(TRAIN, digest, n_bytes, PIECE, pieces),))
+    return msg.Offer(state, (before,), (0.0,), (msg.ImageOffer(TRAIN, digest, n_bytes, PIECE, pieces),))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -320,7 +323,7 @@ def test_an_offer_without_a_state_that_is_held_here_is_taken_where_that_state_st
     moved = dataclasses.replace(known, base=b"t" * 32, t=known.t + 1) if rounds else known
     channels = (moved, *(c for c in state.channels if c.name != "second"))
     ahead = dataclasses.replace(
-        state, head=b"\1" * 32, depth=state.depth + 9, tokens=state.tokens + 5, channels=channels
+        state, head=b"\1" * 32, depth=state.depth + 1, tokens=state.tokens + 5, channels=channels
     )
     assert fed.offer(ahead, (TRAIN, newer)) == (not rounds)
     if not rounds:
@@ -339,7 +342,7 @@ def ahead_of(fed: Fed) -> tuple[LogState, ToyState]:
     newer = fed.train.state.copy()  # type: ignore[attr-defined]
     newer.theta += 1
     state = fed.log.state
-    return dataclasses.replace(state, head=b"\1" * 32, depth=state.depth + 9, tokens=state.tokens + 5), newer
+    return dataclasses.replace(state, head=b"\1" * 32, depth=state.depth + 1, tokens=state.tokens + 5), newer
 
 
 def test_a_state_that_most_who_stand_there_deny_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,3 +459,87 @@ def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: py
         here.pop()
     fed.sync._another_size(donor if gone else Voter("q0", 1), image, fed.log.head)
     assert fed.train.misfit and not fed.train.synced and not fed.sync._unsynced(), "no other could help"
+
+
+FALSE_STATES: dict[str, Callable[[LogState], dict[str, Any]]] = {
+    "another depth": lambda s: {"depth": s.depth - 1},
+    "other tokens": lambda s: {"tokens": s.tokens + 1.0},
+    "another head": lambda s: {"head": bytes(32)},
+    "nobody votes": lambda s: {"electorate": (), "trainers": ()},
+    "trainers without a vote": lambda s: {"trainers": (*s.trainers, Voter("stranger", 1))},
+    "a vector of no elements": lambda s: {"channels": (dataclasses.replace(s.channels[0], numel=0),)},
+    "a codec that there is not": lambda s: {"channels": (dataclasses.replace(s.channels[0], codec="none such"),)},
+    "a channel twice": lambda s: {"channels": (*s.channels, *s.channels)},
+    "leases of no channel": lambda s: {"channels": (dataclasses.replace(s.channels[0], leased=False),)},
+    "a block leased twice": lambda s: {"ledger": dataclasses.replace(s.ledger, pool=s.ledger.leases[0].ranges)},
+    "blocks that were never given out": lambda s: {"ledger": dataclasses.replace(s.ledger, next=0)},
+}
+
+
+@pytest.mark.parametrize("how", FALSE_STATES)
+def test_an_offered_log_that_no_entries_can_have_made_is_not_taken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whoever took it understood no entry that follows, and the run waited for it without end."""
+    fed = Fed(monkeypatch)
+    state, newer = ahead_of(fed)
+    assert fed.offer(state, (TRAIN, newer))
+    sync, voter, offer = fed.sync, fed.other.voter, fed.sync._download.offer  # type: ignore[union-attr]
+    sync._abandon()
+    sync._asked, sync.donor = {voter: fed.world.now}, voter
+    sync.receive_offer(voter, dataclasses.replace(offer, state=dataclasses.replace(state, **FALSE_STATES[how](state))))
+    assert sync._download is None and sync.donor is None
+
+
+def test_an_offered_log_is_not_taken_of_whose_record_says_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long log the chain tells only the newest entries: any depth might be."""
+    fed = Fed(monkeypatch)
+    state, newer = ahead_of(fed)
+    members = fed.process.node.members
+    record = members.record(fed.other.voter.peer)
+    assert record is not None
+    for depth, taken in ((state.depth, True), (state.depth + 1, False)):
+        told = dataclasses.replace(record, head=state.head, depth=depth, tokens=state.tokens, states=())
+        monkeypatch.setattr(members, "record", lambda peer, told=told: told)
+        assert fed.offer(state, (TRAIN, newer)) == taken
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_whose_own_log_is_wrong_takes_another_and_trains_on(needed: bool) -> None:
+    """It refused what follows its head, of everybody, for ever; and those who needed its vote decided nothing more."""
+    world = swarm(4 if needed else 3)
+    world.checker = Silent()  # type: ignore[assignment]
+    for peer in world.running():
+        peer.node.receive = driven(peer)  # type: ignore[method-assign]
+    one = world.running()[0]
+    until(world, lambda: len({p.node.log.head for p in world.running()}) == 1)
+    if needed:  # none of the two halves that do not understand each other has a quorum
+        world.crash(next(p for p in world.running() if p.voter == one.node.log.state.rank0))
+    one, *wrong = world.running()[1 - needed :]
+    for process in wrong:
+        log = process.node.log
+        log.state = dataclasses.replace(log.state, depth=log.state.depth - 2)
+        process.node.ctx.record_due = True
+    t = one.node.log.state.round_of(TRAIN)
+    until(world, lambda: all(p.node.log.state.round_of(TRAIN) > t + 3 for p in world.running()), 60.0)
+    assert all(map(synced, world.running()))
+
+
+def driven(process: Process) -> Callable[[Voter, msg.Message, float], list[Effect]]:
+    """What it does with a message in its driver, which drops what no correct peer sends."""
+    receive = process.node.receive
+
+    def received(sender: Voter, message: msg.Message, now: float) -> list[Effect]:
+        try:
+            return receive(sender, message, now)
+        except ProtocolError:
+            return []
+
+    return received
+
+
+class Silent:
+    """A checker that has no say: what a peer holds was spoilt by hand."""
+
+    corrupt = frozenset[Process]()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **more: None

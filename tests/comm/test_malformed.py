@@ -161,6 +161,20 @@ def test_what_is_no_digest_convicts_nobody(digest: bytes) -> None:
     assert not any(isinstance(event, DigestMismatch) for _, event in stage.told)
 
 
+def test_a_plan_of_a_state_that_nobody_holds_makes_nobody_give_up_its_own() -> None:
+    """All took their own for the wrong one at once, and then none was left anywhere."""
+    stage = Stage(3)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Plan)
+    coordinator, plan = stage.planned()
+    for peer in stage.peers(coordinator):
+        taken(peer, coordinator.voter, dataclasses.replace(plan, digest=b"x" * 32))
+    stage.world.crash(coordinator)
+    stage.hold = lambda source, target, message: False
+    stage.committed(plan.entry.t, stage.peers())
+    stage.all_in()
+    assert not any(isinstance(event, DigestMismatch) for _, event in stage.told)
+
+
 def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:
     stage = Stage(1)
     own = stage.peers()[0].node.members.own

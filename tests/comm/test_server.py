@@ -20,6 +20,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
+from dlc.comm.serverpeer import TERMS_AHEAD_MAX
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
@@ -1157,3 +1158,22 @@ def test_a_helper_half_way_through_an_outdated_stake_goes_on_with_the_new_one() 
     net.exchange({"t0": ones()})
     net.until(lambda: ends, 10.0, "word that it is not to be had")
     assert ends == [None] and stake.key not in client.shelf and asked().key in client.shelf
+
+
+def test_nobody_believes_in_an_owner_that_is_no_helper_nor_in_a_last_term() -> None:
+    """A trainer that heard that it owned a span sent its push to itself, and ended; a span of the last term had no
+    other owner any more."""
+    net = Net()
+    for name in ("h0", "h1", "t0", "t1"):
+        net.start(name)
+    net.until(net.served)
+    view, trainer = net.owner().service.seats[0].owner.view, net.processes["t0"].voter
+    for false in (
+        dataclasses.replace(view, term=view.term + 1, owner=trainer),
+        dataclasses.replace(view, term=view.term + 1 + TERMS_AHEAD_MAX),
+    ):
+        for process in net.processes.values():
+            for message in (sm.Established(false), sm.Claim(false), sm.Refused(false, True)):
+                with pytest.raises(ProtocolError, match="a view "):
+                    process.node.receive(net.processes["t1"].voter._replace(inc=2), message, net.now)
+    net.exchange({"t0": torch.ones(net.spans.grid.numel), "t1": torch.ones(net.spans.grid.numel)})

@@ -280,11 +280,31 @@ def test_what_was_accepted_is_voted_for_again_though_another_plan_came_between()
     assert slot.accepted == (plan.ballot, first[1])
 
 
+def tells(member: Member, voter: Voter, digest: bytes) -> None:
+    """That voter's record, here: it stands where the member does, with such a state of the training."""
+    of = member.node.members._table.members[voter.peer]
+    states = (msg.StateDigest(TRAIN, digest),)
+    of.record = dataclasses.replace(of.record, head=member.head, states=states, seq=of.record.seq + 1)
+    member.node.members._table._listed = None
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_plan_of_a_state_that_nobody_says_to_hold_is_not_taken(told: bool) -> None:
+    member = voted()
+    slot, before = member.slot, member.slot.plan
+    plan = dataclasses.replace(again(member, 3), digest=WRONG)
+    if told:
+        tells(member, member.others[1], WRONG)
+    slot.receive_plan(member.others[0], plan)
+    assert slot.plan == (plan if told else before) and slot.blocked_on_digest == told
+
+
 def test_who_was_found_to_hold_another_state_does_not_vote_before_it_is_repaired() -> None:
     """Not in a later ballot either; while its state is on its way it has none to compare."""
     member = voted()
     slot, log = member.slot, member.log
     right = log.digest(TRAIN)
+    tells(member, member.others[0], WRONG)
     for counter, digest in ((3, WRONG), (4, right)):
         slot.receive_plan(member.others[0], dataclasses.replace(again(member, counter), digest=digest))
         assert slot.blocked_on_digest and slot.accepted is not None and slot.accepted[0].counter < 3

@@ -576,6 +576,27 @@ def test_a_link_for_which_there_are_not_enough_sockets_fails_and_is_tried_again(
         link.close()
 
 
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_a_process_that_may_open_no_more_files_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lane: str
+) -> None:
+    """Its bulk did not pass, and all that it and the others said was to look whether its second port is open."""
+    monkeypatch.setattr(transport_module, "SOCKETS_MAX", 8)  # two listen, each with both ends of a monitor
+    a = Transport(security=None, ident=b"a")
+    try:
+        for _ in range(3):
+            address = f"127.0.0.1:{free_port()}"
+            if lane == "control":
+                a.send_control(address, [b"x"])
+            else:
+                a.open_bulk(address)
+            a.poll(0.0)
+    finally:
+        a.close(0.0)
+    (told,) = (r.getMessage() for r in caplog.records)
+    assert "may open no more files" in told and "ulimit -n" in told
+
+
 def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node: Callable[..., Node]) -> None:
     b = node("b", security=None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as before, context.socket(zmq.DEALER) as after:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dlc.comm.context import Context
-from dlc.comm.entries import CHANNEL_BYTES_MAX, CHANNELS_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part
+from dlc.comm.entries import CHANNEL_BYTES_MAX, CHANNELS_MAX, CONFIG, EMPTY, OPEN, ROUND, Entry, Part, forget_oldest
 from dlc.comm.events import BulkLost
 from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
@@ -170,6 +170,7 @@ class Agenda:
         if not wishes or self.log.is_open(channel):
             return None
         first = self._wished_at.setdefault(channel, min(at for _, at in wishes.values()))
+        forget_oldest(self._wished_at)
         everyone = all(v in wishes for v in self._alive())
         if not everyone and self.ctx.now - first < OPEN_PATIENCE_S:
             return None
@@ -278,6 +279,7 @@ class Agenda:
         before_s, looked = self._unheard.get(channel, (0.0, began))
         listened_s = before_s + now - max(looked, began)
         self._unheard[channel] = listened_s, now
+        forget_oldest(self._unheard)
         return listened_s
 
     def _time_to_start(self, channel: str, offers: dict[Voter, tuple[Ready, float]]) -> bool:

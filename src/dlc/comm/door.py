@@ -8,6 +8,9 @@ A stranger is known by what our side has sent it: libzmq's greeting (64 bytes) g
 to those whose first one was made with the server's key. So members are none after one round trip, whatever this thread
 is busy with. Of strangers those go first whose host has most of them: one host's do not keep others out.
 
+Nor may they fill the memory: libzmq reads a first message of any length that a link may have, megabytes of each, before
+it asks for the key. Whoever has sent more than a member's hello and is a stranger still is shut at once.
+
 Where the system does not show what a connection has sent (not Linux), none is shut.
 """
 
@@ -31,6 +34,10 @@ log = logging.getLogger(__name__)
 
 GREETING_BYTES = 64
 """What libzmq sends before it knows anything of the other side (ZMTP 3.1)."""
+HELLO_BYTES_MAX = 4096
+"""What a member may have sent while it is a stranger; it sends some 300 bytes."""
+INSPECT_S = 0.1
+"""How often those who are strangers are looked at."""
 STRANGERS_SHARE = 1 / 8
 """Of the open files that this process may have."""
 STRANGERS_MIN, STRANGERS_MAX = 32, 512
@@ -51,6 +58,7 @@ class Door:
         self.strangers_max = strangers_max if tcp.AVAILABLE else None
         self.shut = 0
         """Connections that were shut here."""
+        self._inspect_at = 0.0
         self._listening = listening
         self._spare = tcp.Spare()
         self._guests: dict[tuple[int, int], tuple[str, int]] = {}
@@ -81,6 +89,20 @@ class Door:
                 else:
                     self._came(index, event["value"])
         return reached
+
+    def inspect(self, now: float) -> None:
+        """Shut who floods. Called often; `now` is anybody's clock, in seconds."""
+        if not self._guests or now < self._inspect_at:
+            return
+        self._inspect_at = now + INSPECT_S
+        for key, peer in list(self._guests.items()):
+            with self._same(key[1], peer) as sock:
+                told = tcp.sample(sock) if sock is not None else None
+                if sock is None or told is None or told.bytes_acked > GREETING_BYTES:
+                    del self._guests[key]
+                elif told.bytes_received > HELLO_BYTES_MAX:
+                    del self._guests[key]
+                    self._shut(sock)
 
     def close(self) -> None:
         """Before the sockets that it watches."""
@@ -125,10 +147,14 @@ class Door:
                 self._guests[order[0]][0],
             )
         for key in order[: len(order) - strangers_max // 2]:
-            with self._same(key[1], self._guests.pop(key)) as sock, contextlib.suppress(OSError):
+            with self._same(key[1], self._guests.pop(key)) as sock:
                 if sock is not None:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    self.shut += 1
+                    self._shut(sock)
+
+    def _shut(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+            self.shut += 1
 
     @contextlib.contextmanager
     def _same(self, fd: int, peer: tuple[str, int]) -> Iterator[socket.socket | None]:

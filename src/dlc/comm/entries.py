@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from blake3 import blake3
 
@@ -94,6 +95,12 @@ def check_channel(name: str, state: LogState) -> None:
             f"the run has had {len(state.channels)} names, and {name!r} would be a new one: use one name for all calls "
             "of one kind, without a step number; the rounds of a name are numbered anyway"
         )
+
+
+def forget_oldest(by_channel: dict[str, Any]) -> None:
+    """Names of which nothing ever comes do not fill the memory: called after one was added."""
+    if len(by_channel) > CHANNELS_MAX:
+        del by_channel[next(iter(by_channel))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from dlc.comm.context import Context
 from dlc.comm.encoded import payload_of
-from dlc.comm.entries import Part
+from dlc.comm.entries import Part, forget_oldest
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, grid_of
@@ -495,7 +495,9 @@ class Exchange:
         self._traffic(channel).bytes_received += size
 
     def _traffic(self, channel: str) -> Traffic:
-        return self.traffic.setdefault(channel, Traffic())
+        traffic = self.traffic.setdefault(channel, Traffic())
+        forget_oldest(self.traffic)
+        return traffic
 
     # ---------------------------------------------------------------- views
 

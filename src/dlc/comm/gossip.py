@@ -54,7 +54,7 @@ from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import Intake, Parcels
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.service import ServiceNews
-from dlc.errors import UsageError
+from dlc.errors import ProtocolError, UsageError
 
 AGAIN_S = 1.0
 """Unanswered gifts and withdrawals are repeated so often."""
@@ -299,6 +299,7 @@ class Gossip:
     # ---------------------------------------------------------------- taking
 
     def receive_gift(self, sender: Voter, m: Gift) -> None:
+        _check_serial(m.serial)
         why = self._reason_against(sender, m)
         serial = self._settled.get(sender, NONE_YET).serial
         coming = self._coming.get(sender)
@@ -375,6 +376,7 @@ class Gossip:
         self._settle(sender, coming.gift.serial, why)
 
     def receive_withdraw(self, sender: Voter, m: Withdraw) -> None:
+        _check_serial(m.serial)
         if m.to != self.ground.me:
             self.ground.send(sender, Refused(m.name, m.serial, "it was meant for another process"))
             return
@@ -446,6 +448,12 @@ class Gossip:
 
 
 # ------------------------------------------------------------------ the arithmetic of mass
+
+
+def _check_serial(serial: int) -> None:
+    """ProtocolError for a gift that nobody can have numbered so."""
+    if serial <= NONE_YET.serial:
+        raise ProtocolError(f"a gift of number {serial}")
 
 
 def give_away(grid: Grid, z: Tensor, weight: float, given: float) -> tuple[list[memoryview], float]:

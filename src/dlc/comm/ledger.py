@@ -90,6 +90,21 @@ class Ledger:
         lease = self.lease(voter)
         return lease is not None and (upto < 0 or lease.holds(upto))
 
+    @property
+    def sound(self) -> bool:
+        """Entries can have made it: pool and leases are disjoint parts of [0, next), with one lease for each voter."""
+        if self.length == 0:
+            return not (self.leases or self.pool or self.next)
+        voters = [lease.voter for lease in self.leases]
+        ranges = sorted([*self.pool, *(r for lease in self.leases for r in lease.ranges)], key=lambda r: r.lo)
+        ends = [0, *(r.hi for r in ranges)]
+        return (
+            voters == sorted(set(voters))
+            and all(0 <= lease.away <= AWAY_ENTRIES and len(lease.ranges) <= RANGES_PER_VOTER for lease in self.leases)
+            and all(end <= r.lo < r.hi for end, r in zip(ends, ranges, strict=False))
+            and ends[-1] <= self.next
+        )
+
     def committed(self, counted: Sequence[tuple[Voter, int]]) -> Ledger:
         """The table after the contributions (voter, upto) were counted."""
         if self.length == 0:

@@ -128,6 +128,8 @@ class Link:
         self.up = False
         self.tried = False
         """Whether some attempt has failed since the link was last up (or made)."""
+        self.starved = False
+        """The last attempt failed because this process may open no more files."""
         self._rate_Bps: float | None = None
         self._tcp: socket.socket | None = None
         """Duplicate of the connection's descriptor: closed before libzmq closes its own, or it would stay open."""
@@ -261,7 +263,7 @@ class Link:
 
     def _open(self, now: float) -> list[LinkEvent]:
         host = self._candidates[self._candidate]
-        self._opened_at = now
+        self._opened_at, self.starved = now, False
         try:
             self.socket = self._context.socket(zmq.DEALER)
             set_lane_options(self.socket, self.lane)
@@ -275,6 +277,7 @@ class Link:
             self._watch()
             self.socket.connect(f"tcp://{join_address(host, self._port)}")
         except zmq.ZMQError as error:  # too many open files, an address that libzmq does not take
+            self.starved = error.errno in (errno.EMFILE, errno.ENFILE)
             return self._fail("refused", f"no attempt could be made: {error.strerror}", now)
         return []
 

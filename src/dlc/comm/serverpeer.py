@@ -36,6 +36,11 @@ START_S = 15.0
 have not said yet what they hold; from the first trainer on."""
 
 
+TERMS_AHEAD_MAX = 1 << 32
+"""How far the term of a view may be above the last that was heard of: far above what a run can use up, and no message
+takes a span's last term."""
+
+
 class ServerMembers(Members, Protocol):
     """What they ask about the others beyond that."""
 
@@ -160,6 +165,11 @@ class ServerPeer:
     def check_view(self, view: SpanView) -> None:
         self.check_span(view.span)
         check_numbers(view.term, view.seed_term, view.seed_version)
+        if view.term >= self.witness.term_after(view.span) + TERMS_AHEAD_MAX:
+            raise ProtocolError(f"a view of term {view.term}: nobody could claim that span any more")
+        record = self.members.record(view.owner.peer)
+        if record is not None and record.role != HELPER:
+            raise ProtocolError(f"a view in which {view.owner} owns a span, a {record.role[:40]}")
 
     def check_span(self, span: int) -> None:
         n = SPANS_MAX if self.spans is None else self.spans.n

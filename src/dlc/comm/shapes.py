@@ -6,11 +6,23 @@ covers its grid, that numbers are in range. A message that breaks one is dropped
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 
 from dlc.comm import messages as msg
-from dlc.comm.entries import CHANNEL_BYTES_MAX, CONFIG, OPEN, ROUND, Entry, LogState, Part
+from dlc.comm.entries import (
+    CHANNEL_BYTES_MAX,
+    CHANNELS_MAX,
+    CONFIG,
+    EMPTY,
+    OPEN,
+    ROUND,
+    ChannelState,
+    Entry,
+    LogState,
+    Part,
+)
 from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot
@@ -100,10 +112,40 @@ def plausible_entry(entry: Entry, state: LogState) -> bool:
     )
 
 
-def _plausible_voters(entry: Entry) -> bool:
+def _plausible_voters(entry: Entry | LogState) -> bool:
     """Somebody votes next, one process of each peer, and the trainers are among them."""
     peers, voters = {v.peer for v in entry.electorate}, set(entry.electorate)
     return 0 < len(peers) == len(entry.electorate) and voters.issuperset(entry.trainers)
+
+
+def plausible_state(m: msg.Offer) -> bool:
+    """An offered state of the log is one that entries can have made, as many as its chain tells: whoever took another
+    would understand no entry that follows."""
+    state, chain, totals = m.state, m.chain, m.totals
+    if not chain or len(totals) != len(chain) or (chain[-1], totals[-1]) != (state.head, state.tokens):
+        return False
+    whole = chain[0] == EMPTY
+    if state.depth != len(chain) - 1 if whole else state.depth < len(chain):
+        return False
+    names = [channel.name for channel in state.channels]
+    return (
+        all(before <= after for before, after in itertools.pairwise((0.0, *totals)))
+        and _plausible_voters(state)
+        and len(names) <= CHANNELS_MAX
+        and names == sorted(set(names))
+        and all(_plausible_channel(channel) for channel in state.channels)
+        and any(channel.leased for channel in state.channels) == (state.ledger.length > 0)
+        and state.ledger.length < LEASE_LEN_MAX
+        and state.ledger.sound
+    )
+
+
+def _plausible_channel(channel: ChannelState) -> bool:
+    try:
+        Grid(channel.numel, channel.chunk_elems, channel.codec)
+    except ConfigError:
+        return False
+    return 1 <= size_of(channel.name) <= CHANNEL_BYTES_MAX and channel.t >= 0
 
 
 def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:

@@ -39,6 +39,7 @@ from dlc.comm.messages import (
 from dlc.comm.owners import shape_of
 from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
+from dlc.comm.records import STATES_MAX, told_digest
 from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
 
@@ -208,7 +209,7 @@ class Slot:
         if self.plan is not None and self.plan.ballot == m.ballot:
             self._answer_progress(sender)
             return
-        if m.deciders and not self.may_decide(m.deciders):
+        if (m.deciders and not self.may_decide(m.deciders)) or self._unheard_of(m):
             return
         self.promised = m.ballot
         self.seen = max(self.seen, m.ballot)
@@ -223,6 +224,15 @@ class Slot:
         self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else self.blocked_on_digest)
         self.ctx.send(sender, self._progress(m))
         self.advance()
+
+    def _unheard_of(self, plan: Plan) -> bool:
+        """It is a round of another state than mine, and nobody says to hold that one: its coordinator is wrong, or its
+        record is still on its way, and the plan comes again. Nobody's state is given up for it."""
+        channel, mine = plan.entry.channel, self.log.digest(plan.entry.channel)
+        if plan.entry.kind != ROUND or not (mine and plan.digest) or mine == plan.digest:
+            return False
+        others = (r for r in self.ctx.members.records() if r.voter != self.ctx.me and r.head == plan.head)
+        return not any(told_digest(r, plan.head, channel) == plan.digest or len(r.states) == STATES_MAX for r in others)
 
     def _kept(self, plan: Plan) -> dict[int, Result]:
         """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""

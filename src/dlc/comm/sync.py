@@ -15,12 +15,12 @@ conversation is `donations.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dlc.comm.context import Context
 from dlc.comm.donations import Donations
 from dlc.comm.download import Download, Staged
-from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, manifest_hash
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, manifest_hash
 from dlc.comm.events import BadImage, ChannelSynced, HistoryLost, StateMisfit
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
@@ -40,11 +40,13 @@ from dlc.comm.messages import (
 )
 from dlc.comm.permit import alive_records, greater_alive
 from dlc.comm.records import STATES_MAX, key_of, told_digest
-from dlc.comm.shapes import plausible_entry, plausible_results
+from dlc.comm.shapes import plausible_entry, plausible_results, plausible_state
 from dlc.errors import CheckpointError
 
 STEPS_IN_FLIGHT = 2
 """Entries whose results are asked for at once: hides the round trips, bounds the memory."""
+BEST = 3
+"""Who is asked, turn by turn, of those with the greatest histories."""
 ASK_AGAIN_S = 1.0
 OFFER_S = 60.0
 """An offer that comes later than this after the question is not waited for: a donor hashes 1 GB in about 2 s."""
@@ -89,6 +91,8 @@ class Sync:
         """By channel: who offered an image of another size than mine, and the size."""
         self._kept_back: tuple[bytes, float] = (b"", 0.0)
         """A head of mine at which I was offered less than I hold, and the running time at which I was first."""
+        self._contradicted: tuple[bytes, frozenset[Voter]] = (b"", frozenset())
+        """A head of mine, and who says of it, or of what follows it, what cannot be if my log is right."""
         self._asked_at = -1e9
         self._heard_at = 0.0
 
@@ -176,7 +180,7 @@ class Sync:
         if not ahead:
             return
         # Turn by turn among the best few, so that one silent donor is not asked for ever.
-        best = ahead if self.first_states else ahead[:3]
+        best = ahead if self.first_states else ahead[:BEST]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         if image and self.log.after(self.log.pinned.get(TAKEN, b"")) is None:
             self.log.pin(TAKEN, self.log.head)
@@ -186,7 +190,13 @@ class Sync:
         }
         state = self.log.state
         wanted = tuple(self.first_states.values())
-        self.ctx.send(self.donor, SyncReq(state.head, state.depth, image or state.head == EMPTY, wanted))
+        snapshot = image or state.head == EMPTY or self._misled(r.voter for r in greater[:BEST])
+        self.ctx.send(self.donor, SyncReq(state.head, state.depth, snapshot, wanted))
+
+    def _misled(self, ahead: Iterable[Voter]) -> bool:
+        """All of them contradict my log: it is mine that is wrong."""
+        head, donors = self._contradicted
+        return head == self.log.head and donors.issuperset(ahead)
 
     def _holders(self, lacking: list[str]) -> list[Voter]:
         """Who may hold a state that I lack, at my head or at one that the entries kept here follow: those first who say
@@ -246,14 +256,14 @@ class Sync:
         while self._steps:
             step = self._steps[0]
             if step.entry.parent != self.log.head or not _consistent(step):
-                self._abandon()
+                self._refuse()
                 return
             in_hand = {self.exchange.hashes[c]: r for c, r in self.exchange.held.items()} | self._results
             if any(h not in in_hand for h in step.hashes):
                 return
             results = tuple(in_hand[h] for h in step.hashes)
             if not plausible_entry(step.entry, self.log.state) or not plausible_results(step.entry, results):
-                self._abandon()
+                self._refuse()
                 return
             rest = self._steps[1:]
             self._results = {h: r for h, r in self._results.items() if h not in step.hashes}
@@ -265,16 +275,23 @@ class Sync:
         self._asked_at = -1e9
         self.start()
 
+    def _refuse(self) -> None:
+        head, donors = self._contradicted
+        assert self.donor is not None
+        self._contradicted = self.log.head, frozenset({self.donor, *(donors if head == self.log.head else ())})
+        self._abandon()
+
     # ---------------------------------------------------------------- images
 
     def receive_offer(self, sender: Voter, m: Offer) -> None:
         if sender not in self._asked or self.busy:
             return
         wanted = [i for i in m.images if self._needs(m, i)]
-        plausible = all(_plausible(i, self.limits) for i in wanted)
+        plausible = plausible_state(m) and self._as_told(sender, m.state)
+        plausible = plausible and all(_plausible(i, self.limits) for i in wanted)
         plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
         plausible = plausible and not any((sender, i.digest) in self._bad_images for i in wanted)
-        if not plausible or len(m.totals) != len(m.chain) or not self._of_use(m, wanted):
+        if not plausible or not self._of_use(m, wanted):
             if sender == self.donor:
                 self.donor = None
             return
@@ -319,6 +336,11 @@ class Sync:
             self._kept_back = self.log.head, self.ctx.running_s
             return True
         return self.ctx.running_s - since < self.ctx.members.t_evict_s
+
+    def _as_told(self, donor: Voter, state: LogState) -> bool:
+        """The donor's record, if it stands at the head of this state, says the same of it."""
+        record = self.ctx.members.record(donor.peer)
+        return record is None or record.head != state.head or key_of(record) == state.key
 
     def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
         """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
@@ -397,7 +419,7 @@ class Sync:
         later = self.log.after(offer.state.head) if ahead else []
         if later is None:
             return
-        jump = not ahead and offer.state.head != self.log.head
+        jump = offer.state.key > self.log.state.key  # at an equal head: what I hold of the log itself is wrong
         was = {channel: self.log.state.base(channel) for channel in self.log.attached}
         touched: list[Attached] = []
         for image in offer.images:
@@ -490,8 +512,12 @@ class Sync:
             self.ctx.notify(HistoryLost(*self.log.beyond(offer.chain)))
 
     def receive_no_offer(self, sender: Voter, m: NoOffer) -> None:
-        if sender == self.donor and not self.busy:
+        if sender != self.donor or self.busy:
+            return
+        if self._as_told(sender, self.log.state):
             self.donor = None
+        else:
+            self._refuse()
 
 
 def _consistent(step: Step) -> bool:

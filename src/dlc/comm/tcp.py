@@ -25,11 +25,11 @@ RATE_BPS_MAX = 2.0**32 - 2
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
 _UNLIMITED = 2**32 - 1
-_INFO = struct.Struct("=7xB8xI8xI36xI28xI16xQ20xI8xQQ")
+_INFO = struct.Struct("=7xB8xI8xI36xI28xI16xQQ12xI8xQQ")
 """struct tcp_info up to tcpi_busy_time, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
 Those that are read: byte 7 (one of whose bits says application-limited), tcpi_snd_mss (byte 16), tcpi_sacked (28),
-tcpi_rtt (68), tcpi_total_retrans (100), tcpi_bytes_acked (120), tcpi_min_rtt (148), tcpi_delivery_rate (160),
-tcpi_busy_time (168)."""
+tcpi_rtt (68), tcpi_total_retrans (100), tcpi_bytes_acked (120), tcpi_bytes_received (128), tcpi_min_rtt (148),
+tcpi_delivery_rate (160), tcpi_busy_time (168)."""
 _APP_LIMITED = 0x01 if sys.byteorder == "little" else 0x80
 _INFO_BYTES = 256
 """More than any kernel's struct has so far; what comes after tcpi_busy_time is not looked at."""
@@ -38,7 +38,7 @@ _NO_RTT_US = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class TcpSample:
-    """What the kernel says of our sending direction of one connection."""
+    """What the kernel says of one connection: of our sending direction, where nothing else is said."""
 
     bytes_acked: int
     """Since the connection was made, encryption and framing included. What came behind a lost segment counts as soon as
@@ -55,6 +55,8 @@ class TcpSample:
     """Time in which something was sent and not acknowledged yet, or waited in the kernel to be sent."""
     retransmits: int
     """Segments sent once more."""
+    bytes_received: int = 0
+    """From the other side, since the connection was made."""
 
 
 def duplicate(fd: int, host: str, port: int) -> socket.socket | None:
@@ -136,7 +138,9 @@ def sample(sock: socket.socket) -> TcpSample | None:
         return None
     if len(info) < _INFO.size:
         return None
-    flags, mss, sacked, rtt_us, retransmits, acked, min_rtt_us, delivery_Bps, busy_us = _INFO.unpack_from(info)
+    flags, mss, sacked, rtt_us, retransmits, acked, received, min_rtt_us, delivery_Bps, busy_us = _INFO.unpack_from(
+        info
+    )
     return TcpSample(
         bytes_acked=acked + sacked * mss,
         rtt_s=rtt_us / 1e6,
@@ -145,6 +149,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         app_limited=bool(flags & _APP_LIMITED),
         busy_s=busy_us / 1e6,
         retransmits=retransmits,
+        bytes_received=received,
     )
 
 

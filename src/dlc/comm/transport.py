@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import itertools
+import logging
 import math
 import socket
 import time
@@ -49,6 +50,8 @@ from dlc.comm.links import Link, set_lane_options
 from dlc.comm.security import LinkSecurity, ZapHandler
 from dlc.comm.tcp import TcpSample
 from dlc.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 CONTROL_MESSAGES_MAX = 256
 """Control messages returned by one `poll`: a burst of everybody's heartbeats; more wait for the next call."""
@@ -105,7 +108,7 @@ class Transport:
         self._serial = itertools.count()
         self._links: dict[tuple[Lane, str], Link] = {}
         self._events: list[LinkEvent | Reached] = []
-        self._closed = False
+        self._closed = self._starved = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -302,6 +305,13 @@ class Transport:
         return link
 
     def _note(self, link: Link, events: list[LinkEvent]) -> None:
+        if link.starved and not self._starved:
+            self._starved = True
+            log.warning(
+                "no link to %s can be made: this process may open no more files (told once). Rounds go on without what "
+                "such links would carry; stop it, and start it with a higher limit (`ulimit -n`)",
+                link.address,
+            )
         if link.lane == "control":
             self._events += events
 
@@ -338,6 +348,7 @@ class Transport:
             self._zap.serve()
         if any(monitor in ready for monitor in self._door.monitors):
             self._look_at_door()
+        self._door.inspect(now)
         for host, hosts, problem in self._resolver.answers():
             for link in self._links.values():
                 if link.host == host:
