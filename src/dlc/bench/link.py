@@ -342,7 +342,7 @@ def too_short(budget: Budget, rtt_s: float) -> str:
 def unsettled(bytes_needed: int) -> str:
     """Why a transfer has no rate. bytes_needed: of all transfers, where its bytes ended it and not its time."""
     if not bytes_needed:
-        return "too little came through, or it still grew when the time was over: give more --seconds"
+        return "too little came through, or too unevenly, or it still grew when the time was over: give more --seconds"
     if bytes_needed > BYTES_MAX:
         return "its bytes were through before the rate had settled: give fewer --streams, and more --max-mb"
     return (
