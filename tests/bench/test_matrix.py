@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -216,6 +217,13 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
         heatmap.check(tmp_path / "folder.png")
     monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"dlc\[plots\]"):
+        heatmap.check(tmp_path / "m.png")
+
+
+def test_a_matplotlib_that_cannot_be_loaded_is_told_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(UsageError, match=r"matplotlib cannot be loaded here .*install it anew"):
         heatmap.check(tmp_path / "m.png")
 
 
