@@ -20,8 +20,9 @@ PACE_S_MIN = 0.01
 GROWTH, GROWTH_RTTS = 1.25, 3
 """A rate still grows if it is more than so many times the one before, each over so many round trips, as in BBR. Later
 the halves of what is counted are compared so."""
-KEPT_SHARE = 0.5
-"""Of what is left after the settling, at least, a rate is made: of less it would be that of a burst behind a loss."""
+KEPT_SHARE, KEPT_RTTS = 2 / 3, 20
+"""Of what is left after the settling a rate is made, of this share or so many round trips at least, whichever is less:
+else it would be that of a burst behind a loss."""
 HOLE_RTTS, HOLE_STEPS = 3, 4
 """What follows a lost segment is handed over when that has come again, within so many round trips as a rule. Where the
 counting may begin is looked at so many times in each of them."""
@@ -95,7 +96,8 @@ def rate_mbps(meters: Sequence[Meter], rtt_s: float) -> float | None:
     if grown is None:
         return None
     begin = max(grown, begin + SETTLE_RTTS * pace_s, begin + SKIP_SHARE * (end - begin))
-    last = min(end - COUNTED_RTTS * pace_s, begin + (1 - KEPT_SHARE) * (end - begin))
+    kept_s = max(COUNTED_RTTS * pace_s, min(KEPT_SHARE * (end - begin), KEPT_RTTS * pace_s))
+    last = end - kept_s
     while begin <= last:
         middle = (begin + end) / 2
         if _moved(meters, middle, end) <= GROWTH * _moved(meters, begin, middle):

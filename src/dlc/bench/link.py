@@ -176,10 +176,12 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
     session: bytes | None = None,
+    busy_s: float | None = None,
 ) -> LinkReport:
     """Measure the link to a site that runs `dlc bench serve`.
 
     say: told what is going on. stop: ends it early, with `Stopped`. session: its name; a random one, unless given.
+    busy_s: how long a site that measures with others is waited for; BUSY_S, unless given.
     Raises UnreachableError, WrongKeyError (the site cannot be used), MeasureFailed (it broke in the middle). Whatever
     happens, no thread and no socket is left.
     """
@@ -188,7 +190,7 @@ def measure(
     either, block = _Either(mine, stop), new_block()
     name = session or secrets.token_bytes(16)
     with ThreadPoolExecutor(max(budget.streams), "dlc-stream") as pool:
-        work = _Work(lambda: Stream(address, security, name, block, either), budget, pool, say)
+        work = _Work(lambda: Stream(address, security, name, block, either, busy_s), budget, pool, say)
         try:
             return work.run(address, security is not None)
         finally:
