@@ -86,6 +86,46 @@ def test_losses_that_hold_back_what_came_later_are_no_growth() -> None:
     assert rate_mbps([meter], rtt_s) == pytest.approx(counted, rel=0.05)
 
 
+def in_order(rate_mbit: float, rtt_s: float, seconds: float, rng: random.Random) -> Meter:
+    """A full link that loses segments: what follows one is handed over when that has come again."""
+    meter, total, at, lost, back = Meter(), 0, 0.0, rng.uniform(2, 8) * rtt_s, 0.0
+    while at <= seconds:
+        if at >= max(lost, back):
+            lost, back = (at, at + rng.uniform(1, 3) * rtt_s) if back < lost else (at + rng.uniform(2, 8) * rtt_s, 0.0)
+        total = total if lost <= at < back else int(at * rate_mbit * 125_000)
+        meter.add(at, total)
+        at += rtt_s / 10
+    return meter
+
+
+def test_what_was_held_back_behind_a_loss_makes_no_rate_above_the_link_s() -> None:
+    found = []
+    for seed in range(400):
+        rng, n = random.Random(seed), 1 + seed % 3
+        seconds = rng.uniform(16, 30) * 0.1
+        found.append(rate_mbps([in_order(50 / n, 0.1, seconds, rng) for _ in range(n)], 0.1))
+    rates = [rate for rate in found if rate is not None]
+    assert len(rates) > 350 and max(rates) < 1.15 * 50
+    assert sum(rate > 1.05 * 50 for rate in rates) < 0.05 * len(rates)
+    assert sum(rates) / len(rates) == pytest.approx(50, rel=0.06)
+
+
+def test_a_burst_at_the_end_is_no_rate() -> None:
+    """As seen at 80 ms on a link of 48 Mbit/s: two connections, in each of which a loss held back all for long."""
+    first = [10.8, 11.0, 43.0, 37.8, 38.2, 6.5, 5.2, 49.9, 72.3, 16.7, 11.6, 11.6, 79.0]
+    first += [5.8, 6.2, 7.0, 7.0, 7.0, 44.1, 21.5, 21.5, 47.9, 121.0, 51.0, 13.3, 32.3]
+    second = [2.0, 4.6, 5.0, 10.2, 9.9, 1.5, 4.7, 20.6, 32.1, 4.4, 1.6, 33.7, 19.6]
+    second += [4.6, 4.7, 5.1, 5.1, 5.1, 17.1, 19.5, 12.8, 11.2, 71.9, 6.3, 4.5, 18.2]
+    meters = [Meter(), Meter()]
+    for meter, rates in zip(meters, (first, second), strict=True):
+        total = 0.0
+        for i, rate in enumerate([*rates, 0.0]):
+            meter.add(i * 0.08, int(total))
+            total += rate * 125_000 * 0.08
+    found = rate_mbps(meters, 0.08)
+    assert found is None or found <= 1.05 * 48.3
+
+
 def test_streams_are_added_up_over_the_time_in_which_all_of_them_run() -> None:
     assert rate_mbps([steady(30, 0.0, 4.0), steady(20, 1.0, 4.0), steady(10, 0.5, 2.5)], RTT_S) == pytest.approx(
         60, rel=3e-3

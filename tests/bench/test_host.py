@@ -14,6 +14,7 @@ from dlc.bench.limits import (
     SECONDS_MAX,
     SLACK_S,
     STREAMS_MAX,
+    YIELD_S,
 )
 from dlc.comm.measures import (
     MeasureAnswer,
@@ -182,3 +183,39 @@ def test_an_order_waits_while_a_session_is_open(host: Host) -> None:
     opened(host)
     outcome = answer(host.receive("c", MeasureOrder(TWO, "far:4700", 5.0, 10**6), 1.0))
     assert isinstance(outcome, MeasureOutcome) and outcome.wait_s > 0 and not outcome.running and not outcome.error
+
+
+def test_an_order_that_waits_for_a_busy_site_lets_others_measure_now_and_then(host: Host) -> None:
+    """That site may be waiting for us: two of them would wait for each other until both give up."""
+    order = MeasureOrder(TWO, "h:1", 10.0, 10**6)
+    assert Begin(order) in host.receive("c", order, 0.0)
+    told = opened(host, now=1.0)
+    assert isinstance(told, MeasureAnswer) and told.wait_s > 0
+    host.give_way(4.0)
+    other = answer(host.receive("d", MeasureOrder(b"3" * 16, "i:1", 10.0, 10**6), 4.0))
+    assert isinstance(other, MeasureOutcome) and other.wait_s > 0, "another order is none of those"
+    assert host.next_deadline() == 4.0 + YIELD_S and opened(host, now=4.1) == MeasureAnswer(ONE, "", 0.0, 4701)
+    assert host.receive("c", order, 4.0 + 2 * YIELD_S)[-1] == Reply(MeasureOutcome(TWO, True, "", 0.0, None, None))
+    assert host.receive("c", MeasureClose(ONE), 9.0) == [] and host.tick(9.0) == [Begin(order)]
+    told = opened(host, now=9.0 + YIELD_S)
+    assert isinstance(told, MeasureAnswer) and told.wait_s > 0
+    for at in range(10, int(BUSY_S) + 1, 10):
+        host.receive("c", order, float(at))
+    host.give_way(BUSY_S)
+    outcome = answer(host.receive("c", order, BUSY_S))
+    assert isinstance(outcome, MeasureOutcome) and outcome.error.startswith(
+        "h:1 was busy with other measurements for 60 s"
+    )
+    assert not host.busy
+
+
+def test_an_order_that_gives_way_ends_where_nobody_asks_for_it(host: Host) -> None:
+    order = MeasureOrder(TWO, "h:1", 10.0, 10**6)
+    host.receive("c", order, 0.0)
+    host.give_way(4.0)
+    opened(host, now=4.1, seconds=100.0)
+    for at in range(5, 12):
+        host.receive("c", MeasurePing(ONE, at), float(at))
+    assert host.tick(IDLE_S) == []
+    outcome = answer(host.receive("c", order, IDLE_S))
+    assert isinstance(outcome, MeasureOutcome) and not outcome.running and "nobody asked for it" in outcome.error

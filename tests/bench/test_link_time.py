@@ -144,6 +144,25 @@ def test_reasons_that_differ_by_how_much_more_they_ask_for_are_told_once_with_th
     assert report.remarks() == [f"6 of 6 rates could not be told: {other}; {many}"]
 
 
+@pytest.mark.parametrize(
+    ("rtt_s", "n", "buffer_bytes", "told"),
+    [
+        (0.25, 1, 4_000_000, True),
+        (0.25, 1, 64_000_000, False),
+        (0.05, 1, 4_000_000, False),
+        (0.25, 2, 4_000_000, True),
+        (0.25, 1, None, False),
+    ],
+)
+def test_a_send_buffer_that_holds_little_more_than_the_path_is_told(
+    monkeypatch: pytest.MonkeyPatch, rtt_s: float, n: int, buffer_bytes: int | None, told: bool
+) -> None:
+    monkeypatch.setattr(link_module, "send_buffer_bytes", lambda: buffer_bytes)
+    report = measured(monkeypatch, World(rtt_s), Budget(30.0, 10**10, (n,)))
+    assert report.send_buffer_mb == (None if buffer_bytes is None else buffer_bytes / 1e6)
+    assert any("send buffers of 4.0 MB" in remark and "tcp_wmem" in remark for remark in report.remarks()) == told
+
+
 def test_no_time_at_all_is_told_with_how_much_there_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(3.0, 10**9, (1, 2))
     report = measured(monkeypatch, World(0.3), budget)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import dlc.bench.heatmap as heatmap
+import dlc.bench.host as host_module
 import dlc.bench.matrix as matrix_module
-import dlc.bench.stream as stream_module
+import dlc.bench.serve as serve_module
 from dlc.bench import show
 from dlc.bench.link import Budget
 from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
@@ -95,12 +98,22 @@ def test_a_host_under_two_names_is_told_so(soon: None) -> None:
 
 
 def test_a_receiver_that_is_busy_is_named(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (stream_module, matrix_module):
+    for module in (host_module, matrix_module):
         monkeypatch.setattr(module, "BUSY_S", OPEN_S)
     with serving() as a, serving() as b:
         b._host.receive("somebody", MeasureOpen(b"s" * 16, 600.0, 10**9), clock())
         report = measure_matrix((a.address, b.address), KEYED, SMALL, reach={})
     assert f"{b.address} was busy with other measurements" in report.pairs[0].error
+
+
+def test_two_matrices_at_once_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One asks a to measure the way to b, and the other one b the way to a."""
+    patient(monkeypatch)
+    monkeypatch.setattr(serve_module, "GIVE_WAY_S", 0.3)
+    with serving() as a, serving() as b, ThreadPoolExecutor(2) as pool:
+        both = [(a.address, b.address), (b.address, a.address)]
+        found = [pool.submit(measure_matrix, sites, KEYED, SMALL, reach={}) for sites in both]
+        assert [pair.error for report in found for pair in report.result(WAIT_S).pairs] == [""] * 4
 
 
 def test_too_few_bytes_are_the_reason_of_a_pair_without_a_rate(soon: None) -> None:
@@ -216,6 +229,13 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
         heatmap.check(tmp_path / "folder.png")
     monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"dlc\[plots\]"):
+        heatmap.check(tmp_path / "m.png")
+
+
+def test_a_matplotlib_that_cannot_be_loaded_is_told_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(UsageError, match=r"matplotlib cannot be loaded here .*install it anew"):
         heatmap.check(tmp_path / "m.png")
 
 

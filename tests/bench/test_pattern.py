@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,3 +68,10 @@ def test_any_other_vector_is(codec: str) -> None:
         }.items():
             assert pattern.wrong(mean, peers), what
         assert pattern.wrong(right, peers) == ""
+
+
+def test_what_is_told_of_a_wrong_mean_is_the_bound_that_it_broke() -> None:
+    pattern = Pattern(LARGE, "fp32")
+    mean = mean_of(filled(pattern, LARGE, ["a", "b"]), "fp32") * 1.001
+    told = re.fullmatch(r".* (\S+) where the codec may lose (\S+)", pattern.wrong(mean, ["a", "b"]))
+    assert told is not None and 0 < float(told[2]) < float(told[1])

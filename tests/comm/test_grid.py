@@ -76,7 +76,8 @@ def test_there_is_no_such_chunk(chunk: int) -> None:
         (4, -4, "fp32", "chunk_elems"),
         (4, CHUNK_ELEMS_MAX + 1, "fp32", "chunk_elems"),
         (N_CHUNKS_MAX * 4 + 1, 4, "fp32", "raise chunk_elems to 5"),
-        (4, 4, "fp7", "unknown codec"),
+        (4, 4, "fp61", "unknown codec .fp61.; .*did you mean .fp16.?"),
+        (4, 4, "zz", "unknown codec .zz.; known: [a-z0-9, ]*topk$"),
         (1 << 21, 1 << 21, "topk", "where 256 contribute"),
     ],
 )

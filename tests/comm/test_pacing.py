@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -441,3 +442,12 @@ def test_who_is_on_this_host(address: str, here: bool) -> None:
 def test_pacing_a_peer_that_nobody_knows_is_nothing() -> None:
     with swarm(1) as (peer,):
         peer._ask(lambda node, now: peer._driver.perform([Pace("nobody", 1e6)]))
+
+
+def test_the_largest_send_buffer_is_what_the_system_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "tcp_wmem"
+    monkeypatch.setattr(tcp, "SEND_BUFFERS", told)
+    assert tcp.send_buffer_bytes() is None
+    for text, n_bytes in (("4096\t16384\t4194304\n", 4 << 20), ("4096", None), ("a b c", None)):
+        told.write_text(text)
+        assert tcp.send_buffer_bytes() == n_bytes

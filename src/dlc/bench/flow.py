@@ -20,6 +20,12 @@ PACE_S_MIN = 0.01
 GROWTH, GROWTH_RTTS = 1.25, 3
 """A rate still grows if it is more than so many times the one before, each over so many round trips, as in BBR. Later
 the halves of what is counted are compared so."""
+KEPT_SHARE, KEPT_RTTS = 2 / 3, 20
+"""Of what is left after the settling a rate is made, of this share or so many round trips at least, whichever is less:
+else it would be that of a burst behind a loss."""
+HOLE_RTTS, HOLE_STEPS = 3, 4
+"""What follows a lost segment is handed over when that has come again, within so many round trips as a rule. Where the
+counting may begin is looked at so many times in each of them."""
 
 
 class Meter:
@@ -90,12 +96,31 @@ def rate_mbps(meters: Sequence[Meter], rtt_s: float) -> float | None:
     if grown is None:
         return None
     begin = max(grown, begin + SETTLE_RTTS * pace_s, begin + SKIP_SHARE * (end - begin))
-    while end - begin >= COUNTED_RTTS * pace_s:
+    kept_s = max(COUNTED_RTTS * pace_s, min(KEPT_SHARE * (end - begin), KEPT_RTTS * pace_s))
+    last = end - kept_s
+    while begin <= last:
         middle = (begin + end) / 2
         if _moved(meters, middle, end) <= GROWTH * _moved(meters, begin, middle):
+            begin = _whole(meters, begin, end, pace_s)
             return _moved(meters, begin, end) * 8e-6 / (end - begin)
         begin += pace_s  # the losses at the end of slow start can hold everything back for some round trips
     return None
+
+
+def _whole(meters: Sequence[Meter], begin: float, end: float, pace_s: float) -> float:
+    """The time to count from, at `begin` or soon after it, where that lies in a hole, or in the burst behind it: what
+    came behind a lost segment before is handed over later, and would be counted too. So it is where most had come,
+    compared with the mean; but where nothing is held back, it is `begin`, however fast that part of it was."""
+    bytes_per_s = _moved(meters, begin, end) / (end - begin)
+    step_s = pace_s / HOLE_STEPS
+    after = int(min(HOLE_RTTS * pace_s, end - COUNTED_RTTS * pace_s - begin) / step_s)
+    ahead = {
+        step: _moved(meters, begin, begin + step * step_s) - bytes_per_s * step * step_s
+        for step in range(-HOLE_STEPS, after + 1)
+    }
+    if all(ahead[step] <= ahead[step + 1] for step in range(-HOLE_STEPS, after)):
+        return begin
+    return begin + step_s * max(range(after + 1), key=lambda step: ahead[step])
 
 
 def _grown(meters: Sequence[Meter], begin: float, end: float, pace_s: float) -> float | None:

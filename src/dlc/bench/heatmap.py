@@ -25,6 +25,14 @@ def check(path: Path) -> None:
         raise UsageError(f"--png wants the name of a file, and {path} is a folder")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"--png: {path} cannot be written by this user; name another file")
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:  # it is there, but does not fit numpy, say
+        raise UsageError(
+            f"--png: matplotlib cannot be loaded here ({error}); install it anew, with a numpy that fits, or leave "
+            "out --png"
+        ) from None
 
 
 def draw(report: MatrixReport, path: Path) -> None:

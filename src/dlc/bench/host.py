@@ -5,8 +5,10 @@ or an *order* (we measure somebody for a client). Whoever comes meanwhile is tol
 
     FREE --MeasureOpen--> SESSION --MeasureClose, time over, too many bytes, silence for IDLE_S--> FREE
     FREE --MeasureOrder--> ORDER --finished, time over, not asked for during IDLE_S--> FREE (the outcome stays)
+                           ORDER --the site is busy--> as FREE for YIELD_S, or for a SESSION --> ORDER
 
-An order's time holds the wait for a site that is busy. The session that it opens over there has the order's id: a site
+An order's time holds the wait for a site that is busy. That may be so because it waits for us, hence the way that an
+order gives to sessions of others now and then. The session that it opens over there has the order's id: a site
 that is asked for the session of its own order is to measure the way to itself, and refuses.
 
 What a client can make a site hold is a few numbers per connection: at most STREAMS_MAX connections, each with PULLS_MAX
@@ -16,6 +18,7 @@ chunks that wait to be sent, all of them views of one block of random bytes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ from dlc.bench.limits import (
     SECONDS_MAX,
     SLACK_S,
     STREAMS_MAX,
+    YIELD_S,
 )
 from dlc.comm.measures import (
     MeasureAnswer,
@@ -57,7 +61,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Measure the way to `order.address`, and call `finished`."""
+    """Measure the way to `order.address`, and call `finished`, or `give_way` where it was busy for GIVE_WAY_S."""
 
     order: MeasureOrder
 
@@ -98,6 +102,10 @@ class Order:
     outcome: MeasureOutcome
     abandoned: str = ""
     """Why; empty while it is not."""
+    busy_until: float = math.inf
+    """A site that is busy is waited for until then."""
+    again_at: float | None = None
+    """It gives way: nothing is done for it until then. None: it does not."""
 
 
 class Host:
@@ -136,7 +144,12 @@ class Host:
         elif not order.abandoned and now >= min(order.ends_at, order.heard_at + IDLE_S):
             late = now >= order.ends_at
             order.abandoned = f"it took over {_order_s(order.asked.seconds):g} s" if late else "nobody asked for it"
-            return [Abandon()]
+            if order.again_at is None:
+                return [Abandon()]
+            self.finished("", None, None, now)
+        elif order.again_at is not None and self._session is None and now >= order.again_at:
+            order.again_at = None
+            return [Begin(order.asked)]
         return []
 
     def next_deadline(self) -> float | None:
@@ -145,7 +158,18 @@ class Host:
             deadlines.append(min(self._session.ends_at, self._session.heard_at + IDLE_S))
         if self._order is not None and self._order.outcome.running and not self._order.abandoned:
             deadlines.append(min(self._order.ends_at, self._order.heard_at + IDLE_S))
+            if self._order.again_at is not None and self._session is None:
+                deadlines.append(self._order.again_at)
         return min(deadlines, default=None)
+
+    def give_way(self, now: float) -> None:
+        """The site that the order leads to is busy: others may measure to us, before it is asked again."""
+        assert self._order is not None
+        if now < self._order.busy_until and not self._order.abandoned:
+            self._order.again_at = now + YIELD_S
+            return
+        address = self._order.asked.address
+        self.finished(f"{address} was busy with other measurements for {BUSY_S:g} s; try again later", None, None, now)
 
     def finished(self, error: str, up_mbps: float | None, rtt_ms: float | None, now: float) -> None:
         """What came of the order that was begun."""
@@ -198,17 +222,19 @@ class Host:
         self._session.heard_at = now
         return True
 
-    def _free_in_s(self, now: float) -> float:
-        """0, or seconds after which nothing goes on here any more; above 0 while something does."""
+    def _free_in_s(self, now: float, for_session: bool = False) -> float:
+        """0, or seconds after which nothing goes on here any more; above 0 while something does. An order that gives
+        way gives it to a session."""
         ends = [self._session.ends_at] if self._session is not None else []
-        if self._order is not None and self._order.outcome.running:
+        gives_way = for_session and self._order is not None and self._order.again_at is not None
+        if self._order is not None and self._order.outcome.running and not gives_way:
             ends.append(self._order.ends_at)
         return max(max(ends) - now, 0.1) if ends else 0.0
 
     def _open(self, asked: MeasureOpen, now: float) -> MeasureAnswer:
         if self._is_open(asked.session, now):
             return MeasureAnswer(asked.session, "", 0.0, self._bulk_port)
-        refusal, wait_s = _refusal(asked.seconds, asked.bytes_max), self._free_in_s(now)
+        refusal, wait_s = _refusal(asked.seconds, asked.bytes_max), self._free_in_s(now, for_session=True)
         if self._order is not None and self._order.outcome.running and self._order.asked.order == asked.session:
             refusal = "it is the host that is to measure the way there; list it under one address"
         if not refusal and not wait_s:
@@ -223,7 +249,7 @@ class Host:
         if refusal or wait_s:
             return [Reply(MeasureOutcome(asked.order, False, refusal, wait_s, None, None))]
         outcome = MeasureOutcome(asked.order, True, "", 0.0, None, None)
-        self._order = Order(asked, now + _order_s(asked.seconds), now, outcome)
+        self._order = Order(asked, now + _order_s(asked.seconds), now, outcome, busy_until=now + BUSY_S)
         return [Begin(asked), Reply(outcome)]
 
     def _bulk(self, route: Hashable, message: MeasurePush | MeasurePull, now: float) -> None:

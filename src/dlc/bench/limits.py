@@ -16,6 +16,9 @@ SLACK_S = 30.0
 """Beyond the seconds that were asked for: connecting, and what is still on the way."""
 BUSY_S = 60.0
 """How long a client waits for a site that measures with somebody else; an order may take so much longer."""
+GIVE_WAY_S, YIELD_S = 3.0, 1.5
+"""An order waits for a busy site for once to twice the first, by lot, then lets others measure to its own host for the
+second, and waits on: that site may wait for this one. Clients ask twice in a second."""
 IDLE_S = 15.0
 """A session that is silent for this long is over: its client died. Clients say something every second."""
 STREAMS_MAX = 16

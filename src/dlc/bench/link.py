@@ -29,6 +29,7 @@ from dlc.bench.transfer import DRAIN_S, Transfer, median, percentile
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
 from dlc.comm.security import LinkSecurity
+from dlc.comm.tcp import send_buffer_bytes
 from dlc.comm.window import WINDOW_BYTES_MIN, WINDOW_EXTRA_S
 from dlc.errors import UsageError
 
@@ -40,6 +41,9 @@ PHASE_RTTS = 26
 """Planned for a transfer, until nothing is on the way any more. More than it needs at least: segments that wait for a
 lost one count when that has come, so a few round trips can carry more than the link."""
 TOO_SLOW = "the link is too slow for more connections: they would only keep it full for long"
+BUFFER_SHARE = 0.25
+"""Of the send buffer, on the way: above it BBR, which asks for 2.9 times what the path holds until it knows the rate,
+finds the buffer empty, does not learn that the path is full, and goes on overfilling it."""
 HELPS = 1.2
 """So many times the rate of one stream is worth several connections; less is noise."""
 ENOUGH = 1.5
@@ -111,6 +115,8 @@ class LinkReport:
     """Payload that came through, both directions."""
     asked_mb: float
     """Payload that was sent, or asked for: also what had not come through when a transfer was broken off."""
+    send_buffer_mb: float | None = None
+    """How large the send buffer of a connection of this host may become; None where the system does not tell."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, rounded to what was measured."""
@@ -124,7 +130,8 @@ class LinkReport:
         return sum(rate is None for rates in planned for rate in (rates.up_mbps, rates.down_mbps))
 
     def remarks(self) -> list[str]:
-        """What limits these numbers, a sentence each: rates that are missing, transfers that ended with their bytes."""
+        """What limits these numbers, a sentence each: rates that are missing, transfers that ended with their bytes,
+        and this host's send buffers."""
         found: list[str] = []
         if self.missing:
             tried = [rates for rates in self.streams if rates.planned]
@@ -136,6 +143,12 @@ class LinkReport:
             found.append(f"not measured with --streams {numbers}: {left[0].up_missing}")
         if ended := [str(rates.n) for rates in self.streams if rates.bytes_ended]:
             found.append(f"--max-mb ended transfers before their time, with --streams {','.join(ended)}")
+        on_the_way_mb = max((r.up_mbps / r.n for r in self.streams if r.up_mbps), default=0.0) * self.rtt_min_ms / 8e3
+        if self.send_buffer_mb is not None and on_the_way_mb > BUFFER_SHARE * self.send_buffer_mb:
+            found.append(
+                f"this host's TCP send buffers of {self.send_buffer_mb:.1f} MB may be what limits single connections "
+                f"with round trips of {self.rtt_min_ms:.0f} ms: raise the last number of the sysctl net.ipv4.tcp_wmem"
+            )
         return found
 
     def advice(self) -> str:
@@ -163,10 +176,12 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
     session: bytes | None = None,
+    busy_s: float | None = None,
 ) -> LinkReport:
     """Measure the link to a site that runs `dlc bench serve`.
 
     say: told what is going on. stop: ends it early, with `Stopped`. session: its name; a random one, unless given.
+    busy_s: how long a site that measures with others is waited for; BUSY_S, unless given.
     Raises UnreachableError, WrongKeyError (the site cannot be used), MeasureFailed (it broke in the middle). Whatever
     happens, no thread and no socket is left.
     """
@@ -175,7 +190,7 @@ def measure(
     either, block = _Either(mine, stop), new_block()
     name = session or secrets.token_bytes(16)
     with ThreadPoolExecutor(max(budget.streams), "dlc-stream") as pool:
-        work = _Work(lambda: Stream(address, security, name, block, either), budget, pool, say)
+        work = _Work(lambda: Stream(address, security, name, block, either, busy_s), budget, pool, say)
         try:
             return work.run(address, security is not None)
         finally:
@@ -246,6 +261,7 @@ class _Work:
             seconds=clock() - begin,
             moved_mb=self._moved / MB,
             asked_mb=self._asked / MB,
+            send_buffer_mb=None if (buffer_bytes := send_buffer_bytes()) is None else buffer_bytes / MB,
         )
 
     def _rates(self, n: int, later: int) -> StreamRates:
@@ -342,7 +358,7 @@ def too_short(budget: Budget, rtt_s: float) -> str:
 def unsettled(bytes_needed: int) -> str:
     """Why a transfer has no rate. bytes_needed: of all transfers, where its bytes ended it and not its time."""
     if not bytes_needed:
-        return "too little came through, or it still grew when the time was over: give more --seconds"
+        return "too little came through, or too unevenly, or it still grew when the time was over: give more --seconds"
     if bytes_needed > BYTES_MAX:
         return "its bytes were through before the rate had settled: give fewer --streams, and more --max-mb"
     return (

@@ -71,7 +71,8 @@ class Pattern:
                 ("mean square difference", _rms(e), rms * (1 + CERTAIN / math.sqrt(n))),
                 ("greatest difference", e.abs_().max().item(), largest),
             ):
-                if not found <= most + least * max(1.0, p.abs().max().item()):
+                most += least * max(1.0, p.abs().max().item())
+                if not found <= most:
                     return f"{what} {found:.3g} where the codec may lose {most:.3g}"
         return ""
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import secrets
 import threading
 
 from dlc.bench.host import Abandon, Begin, Host, HostEffect, Reply
-from dlc.bench.limits import TAG
+from dlc.bench.limits import GIVE_WAY_S, TAG
 from dlc.bench.link import Budget, measure
-from dlc.bench.stream import new_block
+from dlc.bench.stream import SiteBusy, new_block
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
@@ -53,7 +54,7 @@ class Site:
         self._host = Host(self.bulk_port, new_block())
         self._work: threading.Thread | None = None
         self._abandon = threading.Event()
-        self._results: queue.SimpleQueue[tuple[str, float | None, float | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[str, float | None, float | None] | None] = queue.SimpleQueue()
 
     @property
     def address(self) -> str:
@@ -71,7 +72,11 @@ class Site:
                 if isinstance(event, Incoming) and event.route is not None:
                     self._receive(event, event.route)
             while not self._results.empty():
-                self._host.finished(*self._results.get(), clock())
+                result = self._results.get()
+                if result is None:
+                    self._host.give_way(clock())
+                else:
+                    self._host.finished(*result, clock())
             for effect in self._host.tick(clock()):
                 self._perform(effect, None)
             for route in self._host.waiting():
@@ -124,8 +129,11 @@ class Site:
         log.info("asked to measure the way to %.80r", order.address)
         try:
             budget = Budget(order.seconds, order.bytes_max, (1,), down=False)
-            report = measure(order.address, self._security, budget, stop=abandon, session=order.order)
+            busy_s = GIVE_WAY_S * random.uniform(1.0, 2.0)
+            report = measure(order.address, self._security, budget, stop=abandon, session=order.order, busy_s=busy_s)
             self._results.put((report.streams[0].up_missing, report.up_mbps, report.rtt_ms))
+        except SiteBusy:
+            self._results.put(None)
         except DlcError as error:
             self._results.put((str(error), None, None))
         except Exception as error:

@@ -48,14 +48,25 @@ class MeasureFailed(DlcError):
     """The site was reached, but the measurement did not come to an end."""
 
 
+class SiteBusy(UnreachableError):
+    """The site was reached, but measured with others all the time."""
+
+
 class Stream:
     """See the module. Belongs to one thread at a time; close it in the end."""
 
     def __init__(
-        self, address: str, security: LinkSecurity | None, session: bytes, block: memoryview, stop: threading.Event
+        self,
+        address: str,
+        security: LinkSecurity | None,
+        session: bytes,
+        block: memoryview,
+        stop: threading.Event,
+        busy_s: float | None = None,
     ) -> None:
+        """busy_s: how long `open` waits for a site that measures with others; BUSY_S, unless given."""
         self._address, self._has_key = address, security is not None
-        self._session, self._block, self._stop = session, block, stop
+        self._session, self._block, self._stop, self._busy_s = session, block, stop, busy_s
         self._transport = Transport("127.0.0.1:0", security=security, ident=b"bench" + secrets.token_bytes(8))
         self._me = Voter("", secrets.randbits(32))
         self._asked = False
@@ -72,12 +83,14 @@ class Stream:
         self._transport.close(CLOSE_S if self._asked else 0.0)
 
     def open(self, seconds: float, bytes_max: int, say: Callable[[str], None]) -> int:
-        """Ask for a measurement; the site's bulk port. Raises UnreachableError, WrongKeyError, MeasureFailed."""
+        """Ask for a measurement; the site's bulk port. Raises UnreachableError (SiteBusy), WrongKeyError,
+        MeasureFailed."""
+        busy_s = BUSY_S if self._busy_s is None else self._busy_s
         begin = clock()
         asked_at, failures, last, busy = -1e9, 0, "", False
         while True:
             now = clock()
-            limit_s = BUSY_S if busy else OPEN_S
+            limit_s = busy_s if busy else OPEN_S
             if now >= begin + limit_s:
                 raise _no_answer(self._address, limit_s, busy, self._connected, last)
             if now >= asked_at + ASK_AGAIN_S and (self._connected or asked_at < 0):
@@ -220,7 +233,7 @@ def wrong_key(address: str, has_key: bool) -> str:
 
 def _no_answer(address: str, limit_s: float, busy: bool, connected: bool, detail: str) -> JoinError:
     if busy:
-        return UnreachableError(f"{address} was busy with other measurements for {limit_s:g} s; try again later")
+        return SiteBusy(f"{address} was busy with other measurements for {limit_s:g} s; try again later")
     if connected:
         return UnreachableError(
             f"{address} was reached, but does not answer measurements: run `dlc bench serve` there, on a port of its "

@@ -17,6 +17,7 @@ what they have in common in `codecbase.py`.
 
 from __future__ import annotations
 
+import difflib
 import sys
 
 import torch
@@ -44,10 +45,12 @@ CODECS: dict[str, Codec] = {
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of that name; ConfigError with the known names where there is none."""
+    """The codec of that name; ConfigError with the known names, and the nearest, where there is none."""
     if sys.byteorder != "little":
         raise ConfigError("payloads are little-endian and this host is not: dlc cannot run here")
     codec = CODECS.get(name) if isinstance(name, str) else None
     if codec is None:
-        raise ConfigError(f"unknown codec {name!r:.60}; known: {', '.join(CODECS)}")
+        near = difflib.get_close_matches(str(name)[:60], CODECS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown codec {name!r:.60}; known: {', '.join(CODECS)}{hint}")
     return codec

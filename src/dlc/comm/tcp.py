@@ -17,10 +17,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 
 AVAILABLE = sys.platform.startswith("linux")
 RATE_BPS_MAX = 2.0**32 - 2
 """The kernel takes 32 bits; all ones means unlimited, and so does a rate above this (4.3 GB/s)."""
+
+SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
+"""Of this network namespace: least, usual and greatest size, in bytes."""
 
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
@@ -151,6 +155,17 @@ def sample(sock: socket.socket) -> TcpSample | None:
         retransmits=retransmits,
         bytes_received=received,
     )
+
+
+def send_buffer_bytes() -> int | None:
+    """How large the kernel lets the send buffer of a connection of this host become; None where it does not tell.
+
+    What is on the way stays in it, with what the kernel needs beside, and libzmq fills it up once a third is free: so
+    up to two thirds of it are on the way.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(SEND_BUFFERS.read_text(encoding="ascii").split()[2])
+    return None
 
 
 def pace(sock: socket.socket, rate_Bps: float | None) -> bool:
