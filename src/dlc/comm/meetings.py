@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.comm.board import REPEAT_FIRST_S, Board
+from dlc.comm.board import REPEAT_FIRST_S, TTL_S_MAX, Board
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
@@ -49,6 +49,8 @@ RANKS_MAX = 4
 """As many steps in, the rank adds no more."""
 LINGER_S = 15.0
 """A wish stays on the board for so long after its end, unless it is withdrawn: its owner may be invited still."""
+PATIENCE_S_MAX = TTL_S_MAX - LINGER_S
+"""Of one call: no wish stays on the board for longer."""
 HASTE_S = 1.0
 """The group is formed so long before the first of those who wait would give up."""
 GROUP_MAX = 64
