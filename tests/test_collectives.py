@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -287,6 +288,11 @@ def test_a_name_is_of_use_again_once_the_round_of_a_call_that_was_given_up_is_ov
     assert all(bool((x == 0.5).all()) for x in again)
 
 
+def _diloco(peer: Peer, timeout_s: Any) -> object:
+    model = torch.nn.Linear(2, 2)
+    return dlc.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), peer, timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -304,6 +310,11 @@ def test_a_name_is_of_use_again_once_the_round_of_a_call_that_was_given_up_is_ov
         (lambda p: Moshpit(p, dims=0.5), "dims is 0.5: it must be at least 1, and a whole number"),
         (lambda p: Moshpit(p, matchmaking_s=None), "matchmaking_s is None"),
         (lambda p: Group(p, "g", matchmaking_s="5"), "matchmaking_s is '5'"),
+        (lambda p: Group(p, "g", matchmaking_s=math.inf), "matchmaking_s is inf: .* above 0, and at most 604785"),
+        (lambda p: Moshpit(p, matchmaking_s=1e9), r"matchmaking_s is 1e\+09: it must be above 0, and at most 604785"),
+        (lambda p: Group(p, "").all_reduce(torch.ones(2)), "a name is a string of at least one character, .* not ''$"),
+        (lambda p: _diloco(p, timeout_s="x"), "timeout_s is 'x': it must be a number of seconds"),
+        (lambda p: _diloco(p, timeout_s=math.nan), "timeout_s is nan: it must be a number of seconds"),
         (lambda p: Group(p, 3), "name is int: give the string"),
         (lambda p: Group(p, "g").all_reduce(torch.ones(2), weight="2"), r"weight is '2': .* 0 to 2\^53"),
         (lambda p: Group(p, "g").all_reduce(torch.ones(2), timeout_s=None), "timeout_s is None"),
@@ -325,6 +336,8 @@ def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str)
         ({"listen": 7700}, "listen is int: give HOST:PORT"),
         ({"advertise": 7700}, "advertise is int"),
         ({"key": 5}, "key is int: give the run key"),
+        ({"key": ""}, "the given run key is empty: give the text that `dlc key` printed"),
+        ({"key": "\n"}, "the given run key is empty"),
         ({"spec": "RUN.toml"}, r"spec is str: give .*RunSpec.from_toml"),
         ({"resume": {"outer": {}}}, r"resume is dict: give dlc.Resume.of"),
         ({"resume": dlc.Resume(b"x")}, "what is given as resume holds no log of a run"),

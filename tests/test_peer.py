@@ -580,7 +580,7 @@ MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
     ("must be a number of seconds", lambda p: p.barrier(timeout_s=float("nan"))),
     ("torch tensors, not ndarray", lambda p: p.all_reduce([torch.ones(4).numpy()])),  # type: ignore[call-overload]
     ("must be dense", lambda p: p.all_reduce(torch.ones(4).to_sparse())),
-    ("must be dense", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
+    ("on meta has no values", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
     (r"clone\(\) it", lambda p: p.all_reduce(torch.ones(1).expand(4))),
     (r"unknown codec \['fp16'\]", lambda p: p.all_reduce(torch.ones(4), codec=["fp16"])),  # type: ignore[call-overload]
     ("channel is NoneType: give its name", lambda p: p.position(None)),  # type: ignore[arg-type]

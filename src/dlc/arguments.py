@@ -26,10 +26,10 @@ def seconds(name: str, value: object) -> float:
     return value_s
 
 
-def above_zero_s(name: str, value: object) -> float:
-    """UsageError: it is no time, or none at all."""
-    if not (value_s := seconds(name, value)) > 0:
-        raise UsageError(f"{name} is {value_s:g}: it must be above 0")
+def above_zero_s(name: str, value: object, most_s: float) -> float:
+    """UsageError: it is no time, none at all, or longer than `most_s`."""
+    if not 0 < (value_s := seconds(name, value)) <= most_s:
+        raise UsageError(f"{name} is {value_s:g}: it must be above 0, and at most {most_s:g} (seconds)")
     return value_s
 
 

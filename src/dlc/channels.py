@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dlc.arguments import instance
+from dlc.arguments import instance, seconds
 from dlc.comm.effects import Effect
 from dlc.comm.encoded import Encoded
 from dlc.comm.entries import LogState, Part
@@ -99,6 +99,8 @@ class Channels(ABC):
         kind (tells what differs). After an error, and after `abandon`, one may try again, with another state.
         """
         grid = Grid(state.numel, chunk_elems, codec)
+        if timeout_s is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
         if not 0 <= lease_len < LEASE_LEN_MAX:
             raise UsageError(
                 f"lease_len is {lease_len}: give the blocks of one lease (data.lease_blocks, or a few rounds), "

@@ -76,8 +76,10 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def check_writable(t: Tensor) -> None:
     """UsageError unless its values can be read, and all of them written."""
-    if t.device.type == "meta" or t.layout != torch.strided:
-        raise UsageError(f"a tensor on {t.device}, {t.layout}, cannot be averaged: it must be dense")
+    if t.device.type == "meta":
+        raise UsageError("a tensor on meta has no values to average: bring the model to its device first (to_empty)")
+    if t.layout != torch.strided:
+        raise UsageError(f"a tensor of {t.layout} cannot be averaged: it must be dense")
     if _is_sharded(t):
         raise UsageError("a DTensor holds a part of a tensor only: average its full_tensor(), or its to_local()")
     if t.is_inference() and not torch.is_inference_mode_enabled():

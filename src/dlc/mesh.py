@@ -25,7 +25,7 @@ from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFai
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
-from dlc.comm.meetings import GATHER_BYTES_MAX
+from dlc.comm.meetings import GATHER_BYTES_MAX, PATIENCE_S_MAX
 from dlc.comm.mesh import Mesh
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.seating import GROUP_MAX
@@ -214,7 +214,7 @@ class Group:
                    live are there: a helper is waited for where it is named. Where peers of one name give several, that
                    of the one that forms the group counts.
     min_size:      fewer are no group for this peer, whatever the others say: RoundTimeout.
-    matchmaking_s: who has not come by then is not waited for.
+    matchmaking_s: who has not come by then is not waited for; a week at most.
     codec:         "fp32", "fp16", "bf16", "int8", "int4", as in `Peer.all_reduce`; equal on all peers. What it rounds
                    off is lost: of parameters that are averaged again and again, changes below its step never add up.
     expected:      called now and then, on the peer's thread: ids of those to wait for, with or without a target_size.
@@ -257,7 +257,7 @@ class Group:
             raise UsageError(f"target_size is {target_size}: it must be {max(1, min_size)} (min_size) to {GROUP_MAX}")
         if not 1 <= min_size <= GROUP_MAX:
             raise UsageError(f"min_size is {min_size}: it must be 1 to {GROUP_MAX}")
-        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s)
+        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s, PATIENCE_S_MAX)
         instance("name", name, str, "give the string under which the peers meet")
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.owns = peer, name, codec, owns

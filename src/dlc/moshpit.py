@@ -25,7 +25,7 @@ from dlc.comm.cells import Cells, grid_of, lines_of
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import PeerId
-from dlc.comm.meetings import BOARD_PREFIX
+from dlc.comm.meetings import BOARD_PREFIX, PATIENCE_S_MAX
 from dlc.comm.mesh import Mesh
 from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
@@ -70,7 +70,7 @@ class Moshpit:
             raise UsageError("give group_size or dims, not both: one follows from the other and the number of peers")
         group_size = None if group_size is None else whole("group_size", group_size, 2, GROUP_MAX)
         dims = None if dims is None else whole("dims", dims, 1)
-        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s)
+        matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s, PATIENCE_S_MAX)
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)

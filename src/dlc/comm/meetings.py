@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from dlc.comm.board import REPEAT_FIRST_S, Board
+from dlc.comm.board import REPEAT_FIRST_S, TTL_S_MAX, Board
 from dlc.comm.calls import Call, GoneOn, GroupFormed, MeetingFailed
 from dlc.comm.crowd import AGAIN_S, ANSWER_S, GATHER_SHOWN_MAX, Crowd, crowd_digest, crowd_nonce
 from dlc.comm.ground import Ground
@@ -45,6 +45,8 @@ RANKS_MAX = 4
 """As many steps in, the rank adds no more."""
 LINGER_S = 15.0
 """A wish stays on the board for so long after its end, unless it is withdrawn: its owner may be invited still."""
+PATIENCE_S_MAX = TTL_S_MAX - LINGER_S
+"""Of one call: no wish stays on the board for longer."""
 HASTE_S = 1.0
 """The group is formed so long before the first of those who wait would give up."""
 NONCES_MAX = 16

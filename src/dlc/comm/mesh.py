@@ -61,7 +61,8 @@ class Mesh:
         Ends in MeetingFailed; or in GroupFormed, then GroupDone or GroupFailed.
         """
         if not (size_of(call.key) and (call.label == "" or size_of(call.label))):
-            raise UsageError(f"a name is a string that has a form in UTF-8, not {call.key!r:.60} or {call.label!r:.60}")
+            wrong = call.label if size_of(call.key) else call.key
+            raise UsageError(f"a name is a string of at least one character, with a form in UTF-8, not {wrong!r:.60}")
         if call.key in self._meetings or any(key == call.key and not g.done for (key, _), g in self._groups.items()):
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
 

@@ -59,6 +59,11 @@ def load_run_key(source: str | bytes | Path) -> bytes:
         return source if len(source) == KEY_BYTES else _parse(source.decode("latin-1"), "the given run key")
     if isinstance(source, str) and source.strip().startswith(KEY_PREFIX):
         return _parse(source, "the given run key")
+    if isinstance(source, str) and not source.strip():
+        raise KeyFileError(
+            "the given run key is empty: give the text that `dlc key` printed, or the path of its file; key=None is "
+            "for a run without one"
+        )
     path = Path(source)
     try:
         with path.open("rb") as file:

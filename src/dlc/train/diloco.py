@@ -332,7 +332,8 @@ class DiLoCo:
 
     def finish(self) -> RoundReport | None:
         """End the training: offer the steps that are in no round yet, wait for it, and leave the model at the swarm's
-        newest parameters. Undoes `follow`. Returns and raises as `step` does; None also if there was nothing to offer.
+        newest parameters. Undoes `follow`. Raises as `step` does, and returns the report of the last round that counted
+        this peer meanwhile; None also if there was nothing to offer.
 
         The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
         to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
