@@ -318,6 +318,39 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
     assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
 
 
+def test_a_history_that_was_given_up_stays_so_where_a_kill_left_its_checkpoints_in_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    longer = dataclasses.replace(spec, rounds=ROUNDS + 100)
+    for t in (4, 8):
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(9), saver.Local({}))
+    with monkeypatch.context() as patch:
+
+        class Killed(BaseException):
+            pass
+
+        def killed(*_: Any) -> None:
+            raise Killed
+
+        patch.setattr(saver, "_move_later", killed)
+        with pytest.raises(Killed):
+            saver.Saver(tmp_path, spec, {}, kept=2).save(Frozen(6), saver.Local({}))
+    assert named(tmp_path, spec, 8).exists() and named(tmp_path, longer, 9).exists()
+    found = saver.newest(tmp_path, longer)
+    assert found is not None and found.path == named(tmp_path, spec, 6)
+    assert saver.chosen(tmp_path, None).path == found.path, "what is exported is the same"
+
+    saver.Saver(tmp_path, spec, {}, kept=2, resumed=found).save(Frozen(7), saver.Local({}))
+    left = sorted(path.name for path in tmp_path.glob("checkpoints/*/*.safetensors"))
+    assert left == [saver.name_of(6), saver.name_of(7)]
+    for t in (8, 9):  # which the history that won comes to as well
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
+        found = saver.newest(tmp_path, longer)
+        assert found is not None and found.path == named(tmp_path, spec, t)
+
+
 def test_where_one_goes_on_from_another_peers_one_of_ones_own_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

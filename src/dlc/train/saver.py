@@ -18,7 +18,8 @@ after them does not take the place of a checkpoint of that same round that was s
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
 have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its
 length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the round counts, whenever it was written;
-so what is of a later round than the one that is saved, hence of a history that was given up, is moved away.
+so what is of a later round than the one that is saved, hence of a history that was given up, is moved away. Until then
+it counts for less than all others: the one that is saved names it.
 
 A file that is damaged is renamed, so that it takes no place of those that are kept.
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
@@ -44,7 +46,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, NAMES, file_of, files_in, meta_of, newest_first, spec_of
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, file_of, files_in, meta_of, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -237,9 +239,13 @@ def set_later_aside(state_dir: Path, saved: Saved, spec: RunSpec) -> Path | None
     return _move_later(state_dir, saved.t, lambda path: path.parent in folders or _same_but_length(path, spec))
 
 
+def _later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> list[Path]:
+    return [path for path in files_in(state_dir) if path.name > name_of(t) and concerned(path)]
+
+
 def _move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> Path | None:
     """Move those of these checkpoints away that are of rounds after t. Returns where to, if any."""
-    later = [path for path in files_in(state_dir) if path.name > name_of(t) and concerned(path)]
+    later = _later(state_dir, t, concerned)
     if not later:
         return None
     aside = _aside(state_dir)
@@ -370,11 +376,12 @@ class Saver:
             "data": self._data,
             "ahead": local.ahead,
             "peer": self._peer,
+            ID: secrets.token_hex(8),
+            GIVEN_UP: self._given_up(frozen.t),
         }
         try:
             self._write(path, tensors, meta)
             self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
-            # Those of later rounds are of a history that was given up: nobody must prefer them.
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
             for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
@@ -387,6 +394,14 @@ class Saver:
     def _is_here(self, path: Path | None) -> bool:
         """Whether it is there, and in the state directory: one may go on from another peer's."""
         return path is not None and path.exists() and path.resolve().is_relative_to(self._state_dir.resolve())
+
+    def _given_up(self, t: int) -> list[str]:
+        """Those of later rounds are of a history that was given up: nobody must prefer them, after a kill either."""
+        try:
+            later = _later(self._state_dir, t, self._of_this_run)
+        except CheckpointError:  # which is told once this one is written
+            return []
+        return [told for path in later if (told := meta_of(path).get(ID))]
 
     def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         while True:

@@ -24,6 +24,9 @@ RUN_FOLDER = re.compile(r"[0-9a-f]{12}")
 """Name of the folder of one run."""
 META = "dlc_meta"
 """The caller's meta data, as JSON, in the header of a file."""
+ID, GIVEN_UP = "id", "given_up"
+"""In the meta data of a trainer's checkpoint: what names it and no other, and the names of those whose history was
+given up when it was written."""
 HEADER_BYTES_MAX = 100 << 20
 """As the format has it."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -114,7 +117,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     """The run that was written to last comes first. Within one run, of whatever length it was from time to time, the
-    round in the name counts, not the clock, which may jump; and a copy may have been written in any order."""
+    round in the name counts, not the clock, which may jump; and a copy may have been written in any order. What another
+    one names as given up comes after all the others: whoever wrote that was killed before it could move it away."""
     folders: dict[Path, list[Path]] = {}
     for path in paths:
         folders.setdefault(path.parent, []).append(path)
@@ -128,9 +132,14 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
             runs.append((spec, files))
     times = {path: _written_ns(path) for _, files in runs for path in files}
     by_time = sorted((files for _, files in runs), key=lambda files: max(times[file] for file in files), reverse=True)
-    return [
-        path for files in by_time for path in sorted(files, key=lambda file: (file.name, times[file]), reverse=True)
-    ]
+    return [path for files in by_time for path in _latest_first(files, times)]
+
+
+def _latest_first(files: list[Path], times: dict[Path, int]) -> list[Path]:
+    """Those of one run."""
+    metas = {file: meta_of(file) for file in files}
+    given_up = {name for meta in metas.values() for name in meta.get(GIVEN_UP, ())}
+    return sorted(files, key=lambda file: (metas[file].get(ID) not in given_up, file.name, times[file]), reverse=True)
 
 
 def _written_ns(path: Path) -> int:
