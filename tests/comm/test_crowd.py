@@ -66,7 +66,7 @@ def shows(m: Any) -> bool:
 
 
 def test_a_group_is_formed_half_a_round_trip_after_the_last_has_come() -> None:
-    net = MeshNet(1, latency_s=steady(0.2))
+    net = MeshNet(1, latency_s=steady(0.2), ordered=True)
     net.network.weather = replace(net.network.weather, jitter=0.0, spike=0.0)  # which is added to the latency
     hosts = net.add(5)
     callers = calls(net, hosts[:4])

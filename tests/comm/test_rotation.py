@@ -114,7 +114,7 @@ def test_nobody_is_waited_for_longer_than_a_wish_to_meet_can_be_shown() -> None:
 
 
 def test_who_trains_for_longer_than_others_believe_shows_as_much_as_they_do() -> None:
-    net = MeshNet(1)
+    net = MeshNet(1, ordered=True)
     (host,) = net.add(1)
     places = Places(NetPeer(net, host), "m")  # type: ignore[arg-type]
     places._left_at -= 3 * AWAY_S_MAX
@@ -142,7 +142,7 @@ def test_rounds_that_all_have_passed_are_not_counted_through_one_by_one() -> Non
 @pytest.mark.parametrize("waits_there", [True, False])
 def test_nobody_follows_one_to_the_last_round_that_there_is(waits_there: bool) -> None:
     """All went there, and from then on nobody could see where another was."""
-    net = MeshNet(1)
+    net = MeshNet(1, ordered=True)
     hosts = net.add(2)
     pits = [Moshpit(NetPeer(net, host), "m", group_size=2) for host in hosts]  # type: ignore[arg-type]
     mates = frozenset(host.name for host in hosts)
@@ -154,7 +154,7 @@ def test_nobody_follows_one_to_the_last_round_that_there_is(waits_there: bool) -
 
 
 def test_the_rounds_of_moshpit_go_along_one_axis_after_the_other_of_the_grid_of_those_who_are_up() -> None:
-    net = MeshNet(1)
+    net = MeshNet(1, ordered=True)
     hosts = net.add(4)
     pits = [Moshpit(NetPeer(net, host), "m", group_size=2) for host in hosts]  # type: ignore[arg-type]
     net.run(1.0)
@@ -196,7 +196,7 @@ PAIRS = [(2, 0), (4, 0), (7, 0)]
 )
 def test_peers_of_equal_speed_come_to_meet_whenever_each_began(n: int, dims: int, patience_s: float) -> None:
     """Two whose waits do not overlap met at no exchange, for ever; so did the four of two lines each way."""
-    net, rng = MeshNet(n + dims), random.Random(n + dims)
+    net, rng = MeshNet(n + dims, ordered=True), random.Random(n + dims)
     many = swarm(net, n, patience_s, dims)
     begin_some_time(net, many, rng)
     net.run(60 * PHASE_S)
@@ -209,7 +209,7 @@ def test_peers_of_equal_speed_come_to_meet_whenever_each_began(n: int, dims: int
 @pytest.mark.parametrize("dims", [1, 2])
 def test_some_that_are_a_round_behind_the_others_come_to_meet_them(behind: tuple[int, ...], dims: int) -> None:
     """On two axes those of a diagonal met nobody, for ever, and those of a line each other only."""
-    net = MeshNet(1)
+    net = MeshNet(1, ordered=True)
     many = swarm(net, 4, 4.0, dims)
     for i, stepper in enumerate(many):
         assert isinstance(stepper.way, OnGrid)
@@ -221,7 +221,7 @@ def test_some_that_are_a_round_behind_the_others_come_to_meet_them(behind: tuple
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_that_is_three_times_slower_costs_the_others_no_more_than_their_usual_wait(seed: int) -> None:
-    net, rng = MeshNet(seed), random.Random(seed)
+    net, rng = MeshNet(seed, ordered=True), random.Random(seed)
     many = swarm(net, 4, 4.0, 1, slower=3.0)
     begin_some_time(net, many, rng)
     net.run(60 * PHASE_S)
@@ -233,7 +233,7 @@ def test_one_that_is_three_times_slower_costs_the_others_no_more_than_their_usua
 
 
 def test_one_that_stays_away_though_it_is_up_is_soon_waited_for_as_usual_only() -> None:
-    net = MeshNet(6)
+    net = MeshNet(6, ordered=True)
     many = swarm(net, 3, 2.0, 1)
     for stepper in many:
         net.clock.at(net.now + 0.1, stepper.begin)
@@ -250,7 +250,7 @@ def test_one_that_stays_away_though_it_is_up_is_soon_waited_for_as_usual_only() 
 @pytest.mark.parametrize("apart_s", [4.0, 13.0, 17.0])
 def test_halves_of_a_swarm_meet_where_averaging_takes_longer_than_training(apart_s: float) -> None:
     """Who averaged passed for late, and was not waited for: 400 kB at 20 kB/s take 20 s, and it trains for 10."""
-    net, many = MeshNet(1), []
+    net, many = MeshNet(1, ordered=True), []
     for i, host in enumerate(net.add(4, up_Bps=2e4)):
         many.append(stepper_of(net, host, 5.0, 2, PHASE_S, 100_000))
         net.clock.at(net.now + 1.0 + (apart_s if i > 1 else 0.0), many[-1].begin)
@@ -262,7 +262,7 @@ def test_halves_of_a_swarm_meet_where_averaging_takes_longer_than_training(apart
 @pytest.mark.parametrize(("dims", "slow_s"), [(0, 21.25), (1, 21.24)])
 def test_one_whose_phase_is_twice_the_other_s_meets_it_now_and_then(dims: int, slow_s: float, seed: int) -> None:
     """It came always when the other one had just gone, for ever."""
-    net, many = MeshNet(seed), []
+    net, many = MeshNet(seed, ordered=True), []
     for host, phase_s, at in zip(net.add(2), (PHASE_S, slow_s), (0.5, 6.5), strict=True):
         many.append(stepper_of(net, host, 2.0, dims, phase_s))
         net.clock.at(net.now + at, many[-1].begin)
@@ -274,7 +274,7 @@ def test_one_whose_phase_is_twice_the_other_s_meets_it_now_and_then(dims: int, s
 
 @pytest.mark.parametrize("seed", range(6))
 def test_after_losses_deaths_and_returns_all_who_live_come_to_meet(seed: int) -> None:
-    rng, net = random.Random(seed), MeshNet(seed, loss=0.03)
+    rng, net = random.Random(seed), MeshNet(seed, loss=0.03, ordered=True)
     dims, phases = rng.choice([1, 2]), [PHASE_S] * 6
     many = [stepper_of(net, host, 4.0, dims, s) for host, s in zip(net.add(6), phases, strict=True)]
     begin_some_time(net, many, rng)

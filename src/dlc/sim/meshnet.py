@@ -122,7 +122,7 @@ class MeshNet:
         duplicates: float = 0.0,
         latency_s: tuple[float, float] = (0.005, 0.05),
         detect_s: float = DETECT_S,
-        ordered: bool = True,
+        ordered: bool = False,
     ) -> None:
         """ordered: of what one host sends another nothing overtakes, as on the connection between them."""
         self.seed, self.detect_s = seed, detect_s
