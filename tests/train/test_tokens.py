@@ -54,6 +54,15 @@ def test_documents_become_ids_that_end_with_eos(folder: Path, corpus: Path) -> N
     assert source.bytes_per_token == stream.held_meta.text_bytes / len(stream.held) > 1.5
 
 
+def test_a_special_token_that_a_text_holds_is_that_token(folder: Path) -> None:
+    """As from the tokenizer itself: docs/data.md says so."""
+    tokenizer = load_tokenizer(str(folder))
+    assert isinstance(tokenizer, HubTokenizer)
+    (ids,) = tokenizer.encode([Piece("a", b"the cat<eos>sat", True)])
+    assert ids.tolist() == [*tokenizer._inner("the cat<eos>sat", add_special_tokens=False)["input_ids"], tokenizer.end]
+    assert ids.tolist().count(tokenizer.end) == 2
+
+
 def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
