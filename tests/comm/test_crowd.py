@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from dlc.comm import meetings
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed
 from dlc.comm.crowd import ANSWER_S, Crowd, crowd_digest, crowd_nonce
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meetings import BOARD_PREFIX
-from dlc.comm.meshmessages import Begin, Decline, Invite, Notices, Wish
+from dlc.comm.meshmessages import Begin, Decline, Invite, Notices, Seat, Wish
 from dlc.comm.messages import GridSpec
 from dlc.comm.seating import seats_of, wish_of
 from dlc.comm.wire import pack
@@ -107,6 +108,25 @@ def test_nobody_sees_anything_of_one_and_all_are_in_one_group() -> None:
     callers = calls(net, hosts)
     assert net.until(lambda: ended(callers), 20.0) < 2.0
     assert all(c.has_mean_of(1, 2, 3, 4) for c in callers)
+
+
+def test_members_that_disagree_on_who_owns_a_chunk_have_the_mean_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are made of floating point: hosts may round them differently."""
+    net = MeshNet(11, latency_s=steady(0.02))
+    hosts, formed = net.add(3), list[tuple[Seat, ...]]()
+
+    def rounded(*args: Any) -> tuple[Seat, ...]:
+        first, second, third = seats_of(*args)
+        if not formed:
+            first, second = replace(first, chunks=first.chunks - 1), replace(second, chunks=second.chunks + 1)
+        formed.append((first, second, third))
+        return formed[-1]
+
+    monkeypatch.setattr(meetings, "seats_of", rounded)
+    callers = calls(net, hosts)
+    assert net.until(lambda: ended(callers), 20.0) < 1.0
+    assert len(formed) == 3 and formed[0] != formed[1] == formed[2]
+    assert all(c.has_mean_of(1, 2, 3) and not c.end.outcome.missing for c in callers)
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])

@@ -1,5 +1,6 @@
 """Who sits in a group, and who reduces what: follows from the wishes of its members alone, so that each of them finds
-the same seats as all others do."""
+the same seats as all others do. Should two hosts round a share differently, they ask different owners for a chunk, and
+each of these reduces it: weights and members, which make the mean, take no such arithmetic."""
 
 from __future__ import annotations
 
