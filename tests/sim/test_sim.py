@@ -302,6 +302,11 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
     good(dataclasses.replace(scenario(seed, 2, 4, LATER), patient=True))
 
 
+def test_who_goes_on_with_rounds_on_a_lost_fork_with_a_second_state_of_its_own_follows_in_time() -> None:
+    """The state of the other side's was lost: what they had instead was waited for anew after each of these rounds."""
+    good(scenario(810623, 2, 7, FAULTS))
+
+
 def with_second(plan: Scenario) -> Scenario:
     """The same with second states of several kinds."""
     channels = tuple(dict.fromkeys((*plan.channels, SECOND)))

@@ -212,6 +212,12 @@ class Log:
                 break
         return rounds, self.state.tokens - newer
 
+    def parted_at(self, chain: Collection[bytes]) -> bytes:
+        """The newest entry of my history that is in `chain` too: my head, where mine goes on in it. EMPTY where none of
+        those that are kept is."""
+        others = set(chain)
+        return next((entry for entry in reversed(self.chain) if entry in others), EMPTY)
+
     def after(self, head: bytes) -> list[Past] | None:
         """The kept entries that follow `head`, or None where the history does not reach back to it."""
         if head == self.head:

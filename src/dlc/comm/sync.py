@@ -89,8 +89,9 @@ class Sync:
         """(donor, digest that it named): what came was another state."""
         self._told_size: dict[str, tuple[Voter, int]] = {}
         """By channel: who offered an image of another size than mine, and the size."""
-        self._kept_back: tuple[bytes, float] = (b"", 0.0)
-        """A head of mine at which I was offered less than I hold, and the running time at which I was first."""
+        self._kept_back: tuple[bytes | None, float] = (None, 0.0)
+        """Where my history parts from one of which I was offered less than I hold, and the running time at which I was
+        first. That is my head where I may follow; on a fork it stays, though I go on with rounds of my own."""
         self._contradicted: tuple[bytes, frozenset[Voter]] = (b"", frozenset())
         """A head of mine, and who says of it, or of what follows it, what cannot be if my log is right."""
         self._asked_at = -1e9
@@ -331,9 +332,9 @@ class Sync:
         held = (c for c in self.log.attached if c not in given and self.log.holds(c))
         if all(m.state.base(c) == self.log.state.base(c) for c in held):
             return False
-        head, since = self._kept_back
-        if head != self.log.head:
-            self._kept_back = self.log.head, self.ctx.running_s
+        parted, since = self._kept_back
+        if parted != (now := self.log.parted_at(m.chain)):
+            self._kept_back = now, self.ctx.running_s
             return True
         return self.ctx.running_s - since < self.ctx.members.t_evict_s
 
