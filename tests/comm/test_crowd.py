@@ -11,7 +11,7 @@ import torch
 
 from dlc.comm import meetings
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed
-from dlc.comm.crowd import ANSWER_S, Crowd, crowd_digest, crowd_nonce
+from dlc.comm.crowd import ANSWER_S, NOT_COME, Crowd, crowd_digest, crowd_nonce
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meetings import BOARD_PREFIX
@@ -142,11 +142,24 @@ def test_who_gives_up_after_it_was_seen_is_left_out_and_counts_for_nobody_s_leas
     assert out.end is None and out.out.isnan().all()
     for caller in callers:
         if least < 3:
-            assert caller.has_mean_of(1, 2) and set(caller.end.outcome.missing) == {hosts[2].name}
+            assert caller.has_mean_of(1, 2) and caller.end.outcome.missing == {hosts[2].name: NOT_COME}
         else:
             assert isinstance(caller.end, GroupFailed) and caller.end.why == "2 of at least 3 came"
     net.run(2.0)
     assert all(not host.mesh._groups and not host.mesh.parcels.holdings._held for host in hosts[:2])
+
+
+def test_who_has_given_up_before_the_others_form_a_group_is_in_none_and_not_waited_for() -> None:
+    net = MeshNet(12, latency_s=steady(0.1), ordered=True)
+    hosts = net.add(3)
+    Caller(net, hosts[2], 3)
+    net.run(1.0)
+    first = Caller(net, hosts[0], 1, patience_s=3.0)
+    net.act(hosts[2], lambda mesh, now: mesh.give_up(KEY, now))
+    net.run(1.0)
+    callers = [first, Caller(net, hosts[1], 2, patience_s=3.0)]
+    net.until(lambda: ended(callers))
+    assert all(c.has_mean_of(1, 2) and len(c.end.outcome.seats) == 2 for c in callers)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "leaves"])
@@ -255,6 +268,8 @@ def test_what_a_crowd_has_seen_counts_until_it_is_given_up() -> None:
     assert crowd.whole() is not None
     crowd.give_up(other, 3)
     assert crowd.whole() is None
+    crowd.see(other, replace(wish, nonce=3))
+    assert crowd.whole() is None, "the board shows it until its withdrawal has come"
     crowd.see(other, replace(wish, nonce=4))
     crowd.see(Voter("b", 2), replace(wish, nonce=5))
     assert crowd.whole() == {me: wish, Voter("b", 2): replace(wish, nonce=5)}, "a new process in its place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -286,7 +287,8 @@ def test_after_losses_deaths_and_returns_all_who_live_come_to_meet(seed: int) ->
     many[0] = stepper_of(net, net.start(many[0].host.name, inc=2), 4.0, dims, PHASE_S)
     many.append(stepper_of(net, net.start("p9999"), 4.0, dims, PHASE_S))
     begin_some_time(net, [many[0], many[-1]], rng)
-    net.run(60 * PHASE_S)
-    late = [r for stepper in many for r in stepper.rounds[-6:]]
-    assert sum(r.met == r.others for r in late) >= 0.9 * len(late), late
+    net.run(40 * PHASE_S)
+    net.network.weather = replace(net.network.weather, loss=0.0)  # each lost message may part them again for a while
+    net.run(40 * PHASE_S)
+    assert all(r.met == r.others for stepper in many for r in stepper.rounds[-6:]), [s.rounds for s in many]
     assert all(r.waited_s <= 2 * 4.0 + PHASE_S + 1.0 for stepper in many[2:] for r in stepper.rounds)

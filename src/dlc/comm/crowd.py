@@ -32,8 +32,15 @@ ANSWER_S = 2.0
 """For an answer to an invitation, and four round trips."""
 AGAIN_S = 0.4
 """Unanswered messages of the formation are repeated so often."""
+NOT_COME = "did not come"
+"""Why a member contributed nothing, in reports: it had given up when the group formed."""
 GATHER_SHOWN_MAX = 1 << 10
 """Bytes to be gathered that are shown with a wish; with more of them a group is formed by invitations."""
+
+
+def answer_s(rtt_s: float) -> float:
+    """How long an answer from so far is waited for."""
+    return ANSWER_S + 4 * rtt_s
 
 
 def crowd_digest(peers: Collection[PeerId]) -> bytes:
@@ -53,9 +60,11 @@ class Crowd:
         """peers: with me."""
         self.peers, self.digest = frozenset(peers), wish.crowd
         self._me, self._seen = me, {me.peer: (me, wish)}
+        self._given_up: dict[PeerId, tuple[Voter, int]] = {}
+        """The last wish of each that it gave up; the board may show it a little longer."""
 
     def see(self, voter: Voter, wish: Wish) -> None:
-        if voter.peer not in self.peers:
+        if voter.peer not in self.peers or self._given_up.get(voter.peer) == (voter, wish.nonce):
             return
         if wish.crowd == self.digest:
             self._seen[voter.peer] = voter, wish
@@ -64,6 +73,8 @@ class Crowd:
 
     def give_up(self, voter: Voter, nonce: int) -> None:
         """It waits no longer with this wish."""
+        if voter.peer in self.peers:
+            self._given_up[voter.peer] = voter, nonce
         seen = self._seen.get(voter.peer)
         if seen is not None and (seen[0], seen[1].nonce) == (voter, nonce):
             del self._seen[voter.peer]
@@ -110,7 +121,7 @@ class RollCall:
         if seat is None or not self.lacks(voter) or m.given_up not in (0, seat.wish):
             return False
         if m.given_up:
-            patience_s = ANSWER_S + 4 * self._ground.members.rtt_s(voter.peer)
+            patience_s = answer_s(self._ground.members.rtt_s(voter.peer))
             self._until.setdefault(voter, self._ground.running_s + patience_s)
             return False
         return m.nonce == self._begin.nonce

@@ -34,7 +34,7 @@ import math
 from torch import Tensor
 
 from dlc.comm.calls import GroupDone, GroupFailed, Outcome
-from dlc.comm.crowd import RollCall
+from dlc.comm.crowd import NOT_COME, RollCall
 from dlc.comm.effects import Pace
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
@@ -73,7 +73,7 @@ class Reduction:
         vector: Tensor | None,
         out: Tensor | None,
         budget_s: float,
-        least: int = 1,
+        least: int,
     ) -> None:
         """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere.
         least: with fewer who have come at all there is no mean."""
@@ -470,8 +470,8 @@ class Reduction:
             if i in intakes:
                 self.parcels.stop(intakes[i])
         if self.seats[i].chunks:
-            self._no_results(i, LATE)
-        self.member_gone(voter, LATE)
+            self._no_results(i, NOT_COME)
+        self.member_gone(voter, NOT_COME)
 
     def receive_done(self, sender: Voter) -> None:
         self.heard(sender)

@@ -29,7 +29,7 @@ from blake3 import blake3
 
 from dlc.comm.board import REPEAT_FIRST_S, TTL_S_MAX, Board
 from dlc.comm.calls import Call, GoneOn, GroupFormed, MeetingFailed
-from dlc.comm.crowd import AGAIN_S, ANSWER_S, GATHER_SHOWN_MAX, Crowd, crowd_digest, crowd_nonce
+from dlc.comm.crowd import AGAIN_S, ANSWER_S, GATHER_SHOWN_MAX, Crowd, answer_s, crowd_digest, crowd_nonce
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Accept, Begin, Cancel, Decline, Done, Invite, Wish
@@ -201,8 +201,7 @@ class Meeting:
         try:
             expected = self._expected()
         except _ExpectedRaised as raised:
-            told_s = ANSWER_S + 4 * self._rtt_s(self.ground.up())
-            if isinstance(raised.error, GoneOn) and self._crowd is not None and self._since_gone_s < told_s:
+            if isinstance(raised.error, GoneOn) and self._crowd is not None and self._gone_for() < self._answer_s:
                 return  # perhaps to a group of my wish: I am told of it then
             self.close()
             self.ground.notify(MeetingFailed(self.call.key, f"expected() raised {raised.error!r}", raised.error))
@@ -230,6 +229,11 @@ class Meeting:
     def _lonely_end(self) -> float:
         """The same where too few wait: a wish that was shown in time may still be on its way to me."""
         return self._until_run + REPEAT_FIRST_S + self._rtt_s(self.ground.up())
+
+    @property
+    def _answer_s(self) -> float:
+        """Within it I am told of a group of my wish."""
+        return answer_s(self._rtt_s(self.ground.up()))
 
     @property
     def _n_chunks(self) -> int:
@@ -342,16 +346,14 @@ class Meeting:
         which those who have seen it are about to show."""
         if self._crowd is None:
             return False
-        rtt_s = self._rtt_s(self.ground.up())
-        up = {voter.peer for voter in self.ground.up()}
-        if any(voter.peer in up and voter not in waiting for voter in self._crowd.seen):
-            return self._since_gone_s < ANSWER_S + 4 * rtt_s
-        unseen = (self._crowd.peers & up) - {voter.peer for voter in self._crowd.seen}
-        return expected is not None and not unseen <= set(expected) and self._since_gone_s < 2 * rtt_s
+        up, seen = self.ground.up(), self._crowd.seen
+        if any(voter in seen and voter not in waiting for voter in up):
+            return self._gone_for() < self._answer_s
+        unseen = self._crowd.peers & {voter.peer for voter in up} - {voter.peer for voter in seen}
+        return expected is not None and not unseen <= set(expected) and self._gone_for() < 2 * self._rtt_s(up)
 
-    @property
-    def _since_gone_s(self) -> float:
-        """Running time since the first sign that some of my crowd have gone on."""
+    def _gone_for(self) -> float:
+        """Running time, in seconds, since the first sign that some of my crowd have gone on, which may be this one."""
         if self._gone_run is None:
             self._gone_run = self.ground.running_s
         return self.ground.running_s - self._gone_run
@@ -382,7 +384,7 @@ class Meeting:
 
     def _invite(self, wishes: dict[Voter, Wish]) -> None:
         now, me = self.ground.now, self.ground.me
-        until = now + ANSWER_S + 4 * self._rtt_s(v for v in wishes if v != me)
+        until = now + answer_s(self._rtt_s(v for v in wishes if v != me))
         state = Forming(self.ground.rng.getrandbits(48), wishes, until, now)
         state.accepted[me] = self.call.gather
         self._state = state
@@ -436,7 +438,7 @@ class Meeting:
             if isinstance(state, Forming):
                 self._cancel(state, state.wishes)
             now = self.ground.now
-            until = now + 2 * ANSWER_S + 8 * self.ground.members.rtt_s(sender.peer)
+            until = now + 2 * answer_s(self.ground.members.rtt_s(sender.peer))
             self._state = Accepted(sender, m.nonce, until, now + AGAIN_S)
             self.ground.send(sender, Accept(m.key, m.nonce, self.call.gather))
 
