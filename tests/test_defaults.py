@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 import dlc
+from dlc.comm.castcodecs import write_rows
 from dlc.comm.codecs import get_codec
 from dlc.comm.sketch import sketch
 from dlc.errors import UsageError
@@ -72,6 +73,16 @@ def test_codecs_work_in_fp32_whatever_the_default_is(codec: str, default_dtype: 
     assert bytes(again) == bytes(payload)
     decoded = coder.decode(again, x.numel())
     assert decoded.dtype == torch.float32 and torch.equal(decoded, plain)
+
+
+def test_a_device_writes_fp16_whatever_the_default_is(default_dtype: Callable[[], None]) -> None:
+    """Where the limit of the greatest numbers was one of bf16, others refused the chunk as not finite."""
+    x = torch.tensor([[3.4028234e38, 1.0], [-3.4028234e38, 3.3e38], [70000.0, -65504.0]], dtype=torch.float32)
+    payloads = [bytes(get_codec("fp16").encode(row)) for row in x]
+    default_dtype()
+    out = torch.empty((3, 6), dtype=torch.uint8)
+    write_rows(x, out)
+    assert [bytes(row.tolist()) for row in out] == payloads
 
 
 def test_a_default_device_of_the_caller_is_of_no_account() -> None:

@@ -154,7 +154,8 @@ class GroupReport:
     weight: float
     """Sum of the contributors' weights."""
     bytes_sent: int
-    """Bulk bytes that this peer sent until its own mean was there."""
+    """Bulk bytes that this peer has sent in groups, of any name, since the report before this one: when its own mean is
+    there, others may still fetch theirs."""
     bytes_received: int
     seconds: float
     """From the call to the mean."""

@@ -109,6 +109,23 @@ def test_bytes_are_those_of_a_butterfly_and_the_time_is_that_of_the_links() -> N
     assert seconds < 2.0 * (2 * 3 / 4 * vector_bytes * headers / 1e4)
 
 
+def test_what_is_sent_after_the_own_mean_is_in_the_next_report() -> None:
+    """The first who has its mean still gives the others theirs; that was in no report."""
+    net = MeshNet(9, latency_s=(0.001, 0.05))
+    hosts = net.add(4, up_Bps=1e4)
+
+    def outcomes(callers: list[Caller]) -> list[Outcome]:
+        net.until(lambda: ended(callers))
+        return [c.outcome for c in callers]
+
+    told = [*outcomes(calls(net, hosts, codec="fp16")), *outcomes(calls(net, hosts, codec="fp16"))]
+    net.until(lambda: not any(h.mesh._groups for h in hosts))
+    alone = outcomes([Caller(net, host, i, key=f"alone {i}", expected=(host.name,)) for i, host in enumerate(hosts)])
+    assert any(outcome.bytes_sent for outcome in alone)
+    told += alone
+    assert sum(o.bytes_sent for o in told) == sum(o.bytes_received for o in told) > 0
+
+
 def test_sixteen_peers_make_four_groups_of_four() -> None:
     net = MeshNet(3)
     callers = calls(net, net.add(16), target=4, least=4, patience_s=30.0)

@@ -84,6 +84,8 @@ class Outcome:
     reduced: int = 0
     """Chunks that I reduced."""
     bytes_sent: int = 0
+    """Payloads, of all groups of this peer, since the outcome before this one was told: others ask for what they lack
+    of a group when its outcome is here already."""
     bytes_received: int = 0
     seconds: float = 0.0
     """From Begin to the last chunk."""

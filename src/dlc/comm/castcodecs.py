@@ -220,6 +220,6 @@ def write_rows(x: Tensor, out: Tensor) -> None:
     halves, exponents = _parts(out)
     exponents.copy_(s)
     factors = (127 - s << 23).view(torch.float32)  # 2^-s by its bits: a library's powers need not be exact
-    limits = torch.where(s == EXPONENT_MAX, _FULL_MAX, _HALF_MAX)[:, None]
+    limits = (_HALF_MAX - (_HALF_MAX - _FULL_MAX) * (s == EXPONENT_MAX).float())[:, None]  # fp32, whatever the default
     scaled = x * factors[:, None]
     halves.copy_(torch.where(torch.isfinite(x), scaled.clamp(-limits, limits), scaled))

@@ -39,7 +39,7 @@ from dlc.comm.effects import Pace
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.holdings import Holding
+from dlc.comm.holdings import Holding, Tally
 from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Begin, Decline, Done, Key, LeftOut, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
@@ -74,9 +74,10 @@ class Reduction:
         out: Tensor | None,
         budget_s: float,
         least: int,
+        tally: Tally,
     ) -> None:
         """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere.
-        least: with fewer who have come at all there is no mean."""
+        least: with fewer who have come at all there is no mean. tally: of what this peer has sent in all its groups."""
         self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, grid
         self.vector, self.out = vector, out
         self.seats = begin.seats
@@ -112,7 +113,7 @@ class Reduction:
         self._contributions: dict[int, Intake] = {}
         self._results: dict[int, Intake] = {}
         self._workspace = Workspace(grid)
-        self._least = least
+        self._least, self._tally = least, tally
         self._roll = RollCall(ground, begin, self._partners()) if begin.crowd else None
         crowd = len(self._contributors)
         self._open_max = max(OPEN_CHUNKS_MIN, OPEN_BYTES // (grid.wire_bytes(0) * max(1, crowd)))
@@ -136,16 +137,16 @@ class Reduction:
         holdings = self.parcels.holdings
         if self.vector is not None:
             weight = self.seats[self.me].weight
-            holdings.hold(
-                self._key(CONTRIBUTION), Holding(self.grid, self._until_run, vector=self.vector, weight=weight)
-            )
+            contribution = Holding(self.grid, self._until_run, vector=self.vector, weight=weight, tally=self._tally)
+            holdings.hold(self._key(CONTRIBUTION), contribution)
         for i, seat in enumerate(self.seats):
             if self.ground.members.gone(seat.voter):
                 self._lost[i] = self._absent[i] = LEFT
                 self._finished.add(i)
                 self._never_comes(i)
         self._pace(begin=True)
-        holdings.hold(self._key(RESULT), Holding(self.grid, self._until_run, wanted=self._wanted))
+        results = Holding(self.grid, self._until_run, wanted=self._wanted, tally=self._tally)
+        holdings.hold(self._key(RESULT), results)
         self._reduce([c for c, owner in enumerate(self._owner_of) if owner == self.me])
         for owner in sorted(set(self._owner_of) - {self.me}):
             self._fetch(owner, [c for c in sorted(self._results_left) if self._owner_of[c] == owner])
@@ -384,7 +385,7 @@ class Reduction:
         self.done = True
         outcome = self.outcome
         outcome.seconds = self.ground.now - self._since
-        outcome.bytes_sent = self._sent_bytes()
+        outcome.bytes_sent = self._tally.tell()
         for i in self._contributors:
             peer = self.seats[i].voter.peer
             if outcome.included.get(peer, 0) < outcome.known:
@@ -428,15 +429,10 @@ class Reduction:
         """Give everything back."""
         for intake in [*self._contributions.values(), *self._results.values()]:
             self.parcels.stop(intake)
-        self.outcome.bytes_sent = self._sent_bytes()
         for part in (CONTRIBUTION, RESULT):
             self.parcels.holdings.release(self._key(part), "the group is over")
         self._reducers.clear()
         self.vector = self.out = None
-
-    def _sent_bytes(self) -> int:
-        held = (self.parcels.holdings.held(self._key(part)) for part in (CONTRIBUTION, RESULT))
-        return sum(holding.sent_bytes for holding in held if holding is not None) or self.outcome.bytes_sent
 
     # ---------------------------------------------------------------- messages, members, time
 

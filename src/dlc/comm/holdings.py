@@ -28,6 +28,21 @@ ASKED_MAX = 1024
 """Chunks that one peer may have asked for and not got: four windows."""
 
 
+class Tally:
+    """Payload bytes that have been sent of some holdings, until they are told."""
+
+    def __init__(self) -> None:
+        self._untold = 0
+
+    def add(self, n_bytes: int) -> None:
+        self._untold += n_bytes
+
+    def tell(self) -> int:
+        """Those that have been sent since this was called last."""
+        told, self._untold = self._untold, 0
+        return told
+
+
 class Holding:
     """One vector under one key."""
 
@@ -41,12 +56,15 @@ class Holding:
         keep: bool = False,
         wanted: Callable[[int], None] | None = None,
         sent: Callable[[PeerId, int], None] | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """vector: fp32, CPU, frozen; None: parcels are put here. keep: what was encoded is kept for others.
-        wanted: called with a chunk that is asked for and not there. sent: with whom a chunk goes to, as it goes."""
+        wanted: called with a chunk that is asked for and not there. sent: with whom a chunk goes to, as it goes.
+        tally: what is sent counts there."""
         self.grid, self.until_run = grid, until_run
         self.spec = GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         self.wanted, self.sent = wanted, sent
+        self.tally = Tally() if tally is None else tally
         self.sent_bytes = 0
         self._vector, self._weight, self._keep = vector, weight, keep
         self._parcels: dict[int, Parcel] = {}
@@ -171,6 +189,7 @@ class Holdings:
         holding = self._held[key]
         parcel = holding.parcel(key, chunk)
         holding.sent_bytes += len(parcel.payload)
+        holding.tally.add(len(parcel.payload))
         if holding.sent is not None:
             holding.sent(peer, chunk)
         self.ground.rates.sent(self.ground.now, len(parcel.payload), more=bool(self._ready))

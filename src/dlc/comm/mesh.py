@@ -22,6 +22,7 @@ from dlc.comm.gossip import Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groups import Reduction, result_key
+from dlc.comm.holdings import Tally
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meetings import Meeting
 from dlc.comm.messages import Bulk, Message
@@ -48,6 +49,8 @@ class Mesh:
         self._given_up: dict[str, int] = {}
         """By key: the nonce of the last wish that ended without a group; its owner may wait anew."""
         self._groups: dict[tuple[str, int], Reduction] = {}
+        self._tally = Tally()
+        """Of all groups, those that are over and those that failed, too."""
         self._gossips: dict[str, Gossip] = {}
         self._will_gossip: set[str] = set()
         self._settled: dict[str, dict[Voter, Settled]] = {}
@@ -134,6 +137,7 @@ class Mesh:
             call.out,
             call.budget_s,
             call.least,
+            self._tally,
         )
         old = [key for key, known in self._groups.items() if known.done]
         for key in old[: max(0, len(old) - OLD_GROUPS_MAX + 1)]:
