@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.comm import groups
+from dlc.comm import groupowner
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
 from dlc.comm.crowd import ANSWER_S, GATHER_SHOWN_MAX
 from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
-from dlc.comm.groups import CONTRIBUTION, DONE_AGAIN_S, NOBODY, RESULT
+from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT
+from dlc.comm.groups import DONE_AGAIN_S
 from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import LATE, WHY_CHARS_MAX
@@ -396,7 +397,7 @@ def is_mean(caller: Caller, by_name: Any, seats: Any, names: list[str], start: i
 def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left alone in the middle: each chunk closes as soon as it is opened, and a few are open at a time. No
     event does more than those: a peer that is busy with all of them for long would be taken for dead."""
-    monkeypatch.setattr(groups, "OPEN_BYTES", 0)
+    monkeypatch.setattr(groupowner, "OPEN_BYTES", 0)
     n_chunks = 2 * sys.getrecursionlimit()
     net = MeshNet(12)
     hosts = net.add(n)
@@ -415,7 +416,7 @@ def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.Mo
         return any(isinstance(e, GroupDone) for e in hosts[0].told)
 
     net.until(done)
-    assert max(b - a for a, b in itertools.pairwise(reduced)) <= 2 * groups.OPEN_CHUNKS_MIN
+    assert max(b - a for a, b in itertools.pairwise(reduced)) <= 2 * groupowner.OPEN_CHUNKS_MIN
     assert reduced[-1] > n_chunks - 200
     (outcome,) = (e.outcome for e in hosts[0].told if isinstance(e, GroupDone))
     assert outcome.included[hosts[0].name] == 2 * n_chunks and outcome.reduced > n_chunks - 100

@@ -28,34 +28,22 @@ whose (`Outcome`), and each is a true weighted mean. A result is taken only wher
 
 from __future__ import annotations
 
-import collections
 import math
 
-from torch import Tensor
-
-from dlc.comm.calls import GroupDone, GroupFailed, Outcome
+from dlc.comm.calls import Call, GroupDone, GroupFailed, Outcome
 from dlc.comm.crowd import NOT_COME, RollCall
 from dlc.comm.effects import Pace
-from dlc.comm.entries import Part
-from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
+from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT, GroupOwner, contributors_of, key_of, owners_of
 from dlc.comm.holdings import Holding, Tally
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Begin, Decline, Done, Key, LeftOut, Parcel, Seat
+from dlc.comm.meshmessages import Begin, Decline, Done, Key, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
 from dlc.comm.parcels import LATE, LEFT, Intake, Parcels
 from dlc.comm.partition import Member
-from dlc.comm.reducer import ChunkReducer, Workspace
 from dlc.comm.seating import sound_result
 
-CONTRIBUTION, RESULT = 0, 1
-NOBODY = "no contribution to the mean could be had"
-CONTRIBUTION_SHARE = 0.5
-"""Of the group's time, or of what is left of it where an owner is lost, that contributors have; the rest is for the
-results."""
-OPEN_BYTES, OPEN_CHUNKS_MIN = 16 << 20, 4
-"""Of the chunks that an owner collects at the same time, times the contributors: what fast ones may be ahead."""
 DONE_AGAIN_S = 1.0
 """Running time after which Done is said again."""
 
@@ -63,60 +51,41 @@ DONE_AGAIN_S = 1.0
 class Reduction:
     """One group from Begin until nobody needs anything of it."""
 
-    def __init__(
-        self,
-        ground: Ground,
-        parcels: Parcels,
-        leader: Voter,
-        begin: Begin,
-        grid: Grid,
-        vector: Tensor | None,
-        out: Tensor | None,
-        budget_s: float,
-        least: int,
-        tally: Tally,
-    ) -> None:
-        """vector: fp32, CPU, frozen until `over`; None: no contribution. out: where the means go; None: nowhere.
-        least: with fewer who have come at all there is no mean. tally: of what this peer has sent in all its groups."""
-        self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, grid
-        self.vector, self.out = vector, out
+    def __init__(self, ground: Ground, parcels: Parcels, leader: Voter, begin: Begin, call: Call, tally: Tally) -> None:
+        """call: what I want of it; with fewer than its `least` who have come at all there is no mean. tally: of what
+        this peer has sent in all its groups."""
+        self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, call.grid
+        self.vector, self.out = call.vector, call.out
         self.seats = begin.seats
         self.me = next(i for i, seat in enumerate(self.seats) if seat.voter == ground.me)
         self.outcome = Outcome(begin.key, begin.nonce, leader.peer, begin.seats)
         self.done = self.failed = False
         """Mine: the outcome is told, or the failure."""
         self._since = ground.now
-        self._until_run = ground.running_s + budget_s
-        self._roster = tuple(Part(seat.voter, seat.weight, 0) for seat in self.seats)
-        self._contributors = [i for i, seat in enumerate(self.seats) if seat.contributes and seat.weight > 0]
-        self._owner_of = [i for i, seat in enumerate(self.seats) for _ in range(seat.chunks)]
+        self._until_run = ground.running_s + call.budget_s
+        self._contributors, self._owner_of = contributors_of(begin), owners_of(begin)
         self._lost: dict[int, str] = {}
         """Seats that are dead, gone, or gave no results."""
-        self._absent: dict[int, str] = {}
-        """Contributors that give nothing more, as an owner sees it, and why."""
         self._left_out: dict[int, str] = {}
         """Contributors that a result is without, and why, as its owner told it."""
         self._finished: set[int] = {self.me}
         """Seats that need nothing more."""
-        self._results_left = set(range(grid.n_chunks)) if out is not None else set()
-        self._to_reduce: collections.deque[int] = collections.deque()
-        self._opened_at = -math.inf
-        """The moment at which chunks were begun with last."""
-        self._reducers: dict[int, ChunkReducer] = {}
-        self._ever: set[int] = set()
-        """Chunks that I have begun to reduce."""
-        self._empty: set[int] = set()
-        """Those of them to which nobody could contribute any more."""
-        self._reduces_for: set[int] = set()
-        """Owners whose chunks I have begun to reduce: I, and those that I stand in for."""
-        self._contribute_until_run = self._done_again_run = -math.inf
-        self._contributions: dict[int, Intake] = {}
+        self._results_left = set(range(self.grid.n_chunks)) if self.out is not None else set()
+        self._done_again_run = -math.inf
         self._results: dict[int, Intake] = {}
-        self._workspace = Workspace(grid)
-        self._least, self._tally = least, tally
+        self._least, self._tally = call.least, tally
         self._roll = RollCall(ground, begin, self._partners()) if begin.crowd else None
-        crowd = len(self._contributors)
-        self._open_max = max(OPEN_CHUNKS_MIN, OPEN_BYTES // (grid.wire_bytes(0) * max(1, crowd)))
+        self._owner = GroupOwner(
+            ground,
+            parcels,
+            begin,
+            self.grid,
+            self.vector,
+            self._until_run,
+            self.outcome,
+            self._never_comes,
+            self._closed,
+        )
 
     def _partners(self) -> list[Seat]:
         """Who will ask me for something, or send me something."""
@@ -141,140 +110,26 @@ class Reduction:
             holdings.hold(self._key(CONTRIBUTION), contribution)
         for i, seat in enumerate(self.seats):
             if self.ground.members.gone(seat.voter):
-                self._lost[i] = self._absent[i] = LEFT
+                self._lost[i] = self._owner.absent[i] = LEFT
                 self._finished.add(i)
                 self._never_comes(i)
         self._pace(begin=True)
-        results = Holding(self.grid, self._until_run, wanted=self._wanted, tally=self._tally)
+        results = Holding(self.grid, self._until_run, wanted=self._owner.wanted, tally=self._tally)
         holdings.hold(self._key(RESULT), results)
-        self._reduce([c for c, owner in enumerate(self._owner_of) if owner == self.me])
+        self._owner.reduce([c for c, owner in enumerate(self._owner_of) if owner == self.me])
         for owner in sorted(set(self._owner_of) - {self.me}):
             self._fetch(owner, [c for c in sorted(self._results_left) if self._owner_of[c] == owner])
         self._look()
 
     def _key(self, part: int) -> Key:
-        return _key_of(self.begin, part)
+        return key_of(self.begin, part)
 
-    # ---------------------------------------------------------------- as an owner
-
-    def _wanted(self, chunk: int) -> None:
-        """Somebody asks me for a result that is not here: mine on its way, or that of an owner it has lost."""
-        if chunk in self._empty:
-            self.parcels.holdings.refuse(self._key(RESULT), chunk, NOBODY)
-        elif chunk not in self._ever:
-            self._reduce([chunk])
-
-    def _reduce(self, chunks: list[int]) -> None:
-        new = [c for c in chunks if c not in self._ever]
-        if new:
-            self._give_time({self._owner_of[c] for c in new})
-        self._ever.update(new)
-        self._to_reduce.extend(new)
-        self._open()
-
-    def _give_time(self, owners: set[int]) -> None:
-        """Contributors have time for the chunks of these owners: once for each, and again only when it is over, so
-        that one that trickles does not get more with each chunk that I am asked for."""
-        now = self.ground.running_s
-        if owners <= self._reduces_for and now < self._contribute_until_run:
-            return
-        self._reduces_for |= owners
-        self._contribute_until_run = max(self._contribute_until_run, now + CONTRIBUTION_SHARE * (self._until_run - now))
-        for intake in self._contributions.values():
-            intake.until_run = self._contribute_until_run
-
-    def _open(self) -> None:
-        """Begin with further chunks, as far as memory is meant for it. Those that wait for nobody close at once and
-        make room for more: one batch per event, for all of thousands may be such, and this peer must be heard of."""
-        if not self._may_open or self.ground.now <= self._opened_at:
-            return
-        self._opened_at = self.ground.now
-        opened = self._opened()
-        for i in self._contributors:
-            if i != self.me and i not in self._absent:
-                self.parcels.want(self._contribution(i), opened)
-        for chunk in opened:
-            self._close_if_complete(chunk)
-
-    @property
-    def _may_open(self) -> bool:
-        return bool(self._to_reduce) and len(self._reducers) < self._open_max and not self.failed
-
-    def _opened(self) -> list[int]:
-        """Chunks that are begun with now."""
-        opened = []
-        while self._may_open:
-            chunk = self._to_reduce.popleft()
-            opened.append(chunk)
-            reducer = self._reducers[chunk] = ChunkReducer(self.grid, chunk, self._roster)
-            if self.me in self._contributors and self.vector is not None:
-                start, stop = self.grid.span(chunk)
-                if reason := reducer.offer(self.me, self.grid.coder.encode(self.vector[start:stop])):
-                    self._absent[self.me] = reason
-        return opened
-
-    def _contribution(self, i: int) -> Intake:
-        intake = self._contributions.get(i)
-        if intake is None:
-            intake = self._contributions[i] = Intake(
-                self._key(CONTRIBUTION),
-                self.seats[i].voter,
-                self.grid,
-                self._contribute_until_run,
-                len(self.seats),
-                lambda parcel: self._take_contribution(i, parcel),
-                lambda why: self._no_contribution(i, why),
-            )
-        return intake
-
-    def _take_contribution(self, i: int, parcel: Parcel) -> None:
-        self.outcome.bytes_received += len(parcel.payload)
-        reducer = self._reducers.get(parcel.chunk)
-        if reducer is None:
-            return
-        if reason := reducer.offer(i, parcel.payload):
-            self.parcels.stop(self._contributions[i])
-            self._no_contribution(i, reason)
-            return
-        self._close_if_complete(parcel.chunk)
-        self._open()
-
-    def _no_contribution(self, i: int, why: str) -> None:
-        """What of it is here counts, the rest of its chunks are closed without it."""
-        self._never_comes(i)
-        self._absent.setdefault(i, why)
-        self._close_without()
-        self._open()
-
-    def _close_without(self) -> None:
-        """Who may have been waited for is absent now."""
-        for chunk in sorted(self._reducers):
-            self._close_if_complete(chunk)
-
-    def _close_if_complete(self, chunk: int) -> None:
-        """The caller opens others then."""
-        reducer = self._reducers.get(chunk)
-        if reducer is None or any(i in self._contributors and i not in self._absent for i in reducer.missing()):
-            return
-        del self._reducers[chunk]
-        payload, included = reducer.close(self._workspace)
-        refused = {i: why for i, why in reducer.refused.items() if i not in self._absent}
-        self._absent |= refused
-        if not included:
-            self._empty.add(chunk)
-            self.parcels.holdings.refuse(self._key(RESULT), chunk, NOBODY)
+    def _closed(self, parcel: Parcel | None) -> None:
+        """A result that I reduced; None: nobody gives anything of that chunk."""
+        if parcel is None:
             self._fail(NOBODY)
-            return
-        weight = math.fsum(self.seats[i].weight for i in included)
-        left_out = tuple(LeftOut(i, self._absent.get(i, LATE)) for i in self._contributors if i not in included)
-        parcel = Parcel(self._key(RESULT), chunk, weight, included, left_out, payload)
-        self.outcome.reduced += 1
-        self.parcels.holdings.put(parcel.key, parcel)
-        self._take_result(parcel)
-        for i in refused.keys() & self._contributions.keys():
-            self.parcels.stop(self._contributions[i])
-        if refused:
-            self._close_without()
+        else:
+            self._take_result(parcel)
 
     # ---------------------------------------------------------------- as a receiver
 
@@ -284,7 +139,7 @@ class Reduction:
             return
         giver = self._stand_in(owner)
         if giver == self.me:
-            self._reduce(chunks)
+            self._owner.reduce(chunks)
             return
         intake = self._results.get(giver)
         if intake is None:
@@ -364,7 +219,7 @@ class Reduction:
         self.outcome.lost.setdefault(self.seats[giver].voter.peer, why)
         self._results.pop(giver, None)
         for owner in sorted({self._owner_of[c] for c in self._results_left}):
-            lacking = [c for c in sorted(self._results_left) if self._owner_of[c] == owner and c not in self._ever]
+            lacking = [c for c in sorted(self._results_left) if self._owner_of[c] == owner and not self._owner.has(c)]
             asked = self._results.get(self._stand_in(owner))
             known = {*asked.todo, *asked.in_flight} if asked is not None else set()
             self._fetch(owner, [c for c in lacking if c not in known])
@@ -389,7 +244,7 @@ class Reduction:
         for i in self._contributors:
             peer = self.seats[i].voter.peer
             if outcome.included.get(peer, 0) < outcome.known:
-                outcome.missing[peer] = self._absent.get(i) or self._left_out.get(i) or self._lost.get(i) or LATE
+                outcome.missing[peer] = self._owner.absent.get(i) or self._left_out.get(i) or self._lost.get(i) or LATE
         self.ground.notify(GroupDone(outcome))
         self._tell_done()
 
@@ -427,11 +282,11 @@ class Reduction:
 
     def release(self) -> None:
         """Give everything back."""
-        for intake in [*self._contributions.values(), *self._results.values()]:
+        self._owner.stop()
+        for intake in self._results.values():
             self.parcels.stop(intake)
         for part in (CONTRIBUTION, RESULT):
             self.parcels.holdings.release(self._key(part), "the group is over")
-        self._reducers.clear()
         self.vector = self.out = None
 
     # ---------------------------------------------------------------- messages, members, time
@@ -462,9 +317,9 @@ class Reduction:
     def _without(self, voter: Voter) -> None:
         """It has given up, and is not in the group."""
         i = next(i for i, seat in enumerate(self.seats) if seat.voter == voter)
-        for intakes in (self._contributions, self._results):
-            if i in intakes:
-                self.parcels.stop(intakes[i])
+        self._owner.ask_no_more(i)
+        if i in self._results:
+            self.parcels.stop(self._results[i])
         if self.seats[i].chunks:
             self._no_results(i, NOT_COME)
         self.member_gone(voter, NOT_COME)
@@ -481,7 +336,7 @@ class Reduction:
         for i, seat in enumerate(self.seats):
             if seat.voter == voter:
                 self._finished.add(i)
-                self._no_contribution(i, why)
+                self._owner.without(i, why)
                 if i not in self._lost:
                     self._lost[i] = why
         self._look()
@@ -495,10 +350,10 @@ class Reduction:
             self._fail("the time for the exchange is over")
         elif self.done and self.ground.running_s >= self._done_again_run:
             self._say_done(set(range(len(self.seats))) - self._finished)
-        self._open()
+        self._owner.open()
 
     def next_deadline(self) -> float:
-        if self._may_open:
+        if self._owner.may_open:
             return self.ground.now
         due = self.ground.at(min(self._until_run, self._done_again_run) if self.done else self._until_run)
         called = self._roll.next_deadline() if self._roll is not None else None
@@ -529,12 +384,3 @@ class Reduction:
             sizes[owner] += self.grid.wire_bytes(chunk)
         total = sum(sizes)
         return Shape(tuple(s.voter for s in self.seats), members, tuple(size / total for size in sizes), total)
-
-
-def _key_of(begin: Begin, part: int) -> Key:
-    return Key(begin.key, begin.nonce, part)
-
-
-def result_key(begin: Begin) -> Key:
-    """What the results of a group are held under, from its beginning to its end."""
-    return _key_of(begin, RESULT)

@@ -21,7 +21,8 @@ from dlc.comm.events import MemberUp
 from dlc.comm.gossip import Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.groups import Reduction, result_key
+from dlc.comm.groupowner import RESULT, key_of
+from dlc.comm.groups import Reduction
 from dlc.comm.holdings import Tally
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meetings import Meeting
@@ -127,18 +128,7 @@ class Mesh:
         call = meeting.call
         self._meetings.pop(call.key, None)
         self._given_up.pop(call.key, None)
-        group = Reduction(
-            self.ground,
-            self.parcels,
-            leader,
-            begin,
-            call.grid,
-            call.vector,
-            call.out,
-            call.budget_s,
-            call.least,
-            self._tally,
-        )
+        group = Reduction(self.ground, self.parcels, leader, begin, call, self._tally)
         old = [key for key, known in self._groups.items() if known.done]
         for key in old[: max(0, len(old) - OLD_GROUPS_MAX + 1)]:
             self._groups.pop(key).release()
@@ -181,7 +171,7 @@ class Mesh:
         if (group := self._groups.get((m.key, m.nonce))) is not None:
             group.heard(sender)
             return
-        if self.parcels.holdings.was_held(result_key(m)):
+        if self.parcels.holdings.was_held(key_of(m, RESULT)):
             self.ground.send(sender, mm.Done(m.key, m.nonce))
             return
         meeting = self._meetings.get(m.key)
