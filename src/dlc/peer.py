@@ -152,9 +152,9 @@ class Peer(Unpicklable, Collectives):
         timeouts: None takes those of the RunSpec; others must be the same on every peer.
         log: False takes part without the replicated log, for what needs no rounds of all (`dlc.Group`, `dlc.Gossip`,
         `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the same on all peers of a run;
-        implied by strategies that need none. probe_links: before the first round send some junk to others, 64 MiB at a
-        time at most, to see what the link carries, and receive theirs; False (for links that are paid by the byte):
-        what it carries is learned in rounds, the first of which knows nothing.
+        implied by strategies that need none. probe_links: before the first round, or group, send some junk to others,
+        64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links that are paid by
+        the byte): what it carries is learned in rounds, the first of which knows nothing.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """

@@ -11,7 +11,8 @@ import torch
 
 from dlc.comm import meetings
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed
-from dlc.comm.crowd import ANSWER_S, NOT_COME, Crowd, crowd_digest, crowd_nonce
+from dlc.comm.crowd import ANSWER_S, NOT_COME, Crowd, RollCall, crowd_digest, crowd_nonce
+from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meetings import BOARD_PREFIX
@@ -305,3 +306,74 @@ def test_a_decline_of_another_group_or_wish_changes_nothing() -> None:
     net._deliver(hosts[0], hosts[1].voter, Decline(KEY, 0, 12345))
     net.until(lambda: ended(callers))
     assert all(c.has_mean_of(1, 2) for c in callers)
+
+
+class Rolls:
+    """The roll of three others in a group, kept by the first of four."""
+
+    def __init__(self) -> None:
+        self.net = MeshNet(11, latency_s=steady(0.05))
+        hosts = self.net.add(4)
+        self.ground = hosts[0].mesh.ground
+        self.others = [host.voter for host in hosts[1:]]
+        seats = tuple(Seat(h.voter, i, 1.0, True, True, 1, 0.0, 0.0, b"") for i, h in enumerate(hosts, 1))
+        self.begin = Begin(KEY, 77, GridSpec(NUMEL, CHUNK, "fp32"), seats, crowd=True)
+        self.ground.drain()
+        self.roll = RollCall(self.ground, self.begin, seats[1:])
+
+    def told_after(self, seconds: float) -> list[str]:
+        """Who is sent Begin within that time."""
+        told = []
+        for _ in range(round(seconds / 0.1)):
+            self.ground.wake(self.ground.now + 0.1)
+            self.roll.tick()
+            told += [effect.to for effect in self.ground.drain() if isinstance(effect, Send)]
+        return told
+
+
+def test_who_was_heard_of_is_not_told_again_and_has_come() -> None:
+    rolls = Rolls()
+    first, *others = rolls.others
+    rolls.roll.heard(first)
+    assert rolls.told_after(3.0) == [v.peer for v in others] * 3, "after 0.4, 1.2 and 2.8 s"
+    assert not rolls.roll.lacks(first) and all(rolls.roll.lacks(v) for v in others)
+    rolls.roll.lost(first)
+    assert rolls.roll.never == set(), "it had come, whatever became of it"
+    assert not rolls.roll.declined(first, Decline(KEY, 77, 0)) and rolls.roll.tick() == []
+    for voter in others:
+        rolls.roll.lost(voter)
+    assert rolls.roll.never == set(others) and not any(map(rolls.roll.lacks, others))
+    assert rolls.roll.next_deadline() is None and rolls.told_after(10.0) == []
+    rolls.roll.heard(others[0])
+    assert rolls.roll.never == set(others), "others may have counted it out"
+
+
+def test_a_decline_counts_at_once_or_when_its_author_has_had_the_time_to_wait_anew() -> None:
+    rolls = Rolls()
+    first, second, third = rolls.others
+    stranger = Voter("stranger", 1)
+    assert not rolls.roll.declined(stranger, Decline(KEY, 77, 0))
+    assert not rolls.roll.declined(first, Decline(KEY, 76, 0)), "it is of another group"
+    assert rolls.roll.declined(first, Decline(KEY, 77, 0)), "it never had that wish"
+    assert not rolls.roll.declined(second, Decline(KEY, 77, 9)), "it gave up a wish that is not in this group"
+    assert not rolls.roll.declined(second, Decline(KEY, 77, 3)) and not rolls.roll.declined(third, Decline(KEY, 77, 4))
+    rolls.roll.heard(third)
+    began = rolls.ground.running_s
+    while rolls.roll.tick() == []:
+        assert rolls.ground.running_s - began < 2 * ANSWER_S
+        rolls.ground.wake(rolls.ground.now + 0.05)
+        rolls.ground.drain()
+    assert rolls.ground.running_s - began >= ANSWER_S and rolls.roll.tick() == [second], "the third waited anew"
+
+
+def test_a_wish_that_was_given_up_before_it_was_seen_is_not_taken_up() -> None:
+    one, two, stranger = (Voter(peer, 1) for peer in ("a", "b", "z"))
+    wish = Wish(1, GridSpec(1, 1, "fp32"), 1.0, "", True, True, True, 0, 1, 0.0, 0.0, crowd_digest("ab"), b"")
+    crowd = Crowd(one, wish, "ab")
+    for voter in (two, stranger):
+        crowd.give_up(voter, 5)
+        crowd.see(voter, replace(wish, nonce=5))
+    assert crowd.whole() is None and crowd.seen == set()
+    crowd.see(two, replace(wish, nonce=6))
+    crowd.see(stranger, replace(wish, nonce=6))
+    assert crowd.seen == {two} and set(crowd.whole() or ()) == {one, two}

@@ -6,12 +6,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import dlc
 import dlc.comm.linkprobe as linkprobe
 from dlc.comm.burst import BURST_BYTES_MAX, BURST_S
 from dlc.comm.effects import Send
@@ -525,6 +527,28 @@ def test_peers_on_real_sockets_know_their_links_before_any_round(monkeypatch: py
         vectors = [torch.full((100_000,), float(i)) for i in range(3)]
         together(peers, lambda peer, i: peer.all_reduce(vectors[i], codec="fp32", timeout_s=240))
         assert all((vector == 1.0).all() for vector in vectors) and asked
+
+
+def test_peers_without_a_log_know_their_links_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups were cut into equal parts, and paced by what those had shown: fast links never came to be known."""
+    monkeypatch.setattr(linkprobe, "on_this_host", lambda address: False)
+    roles = ("trainer", "trainer", "observer", "helper")
+    with ExitStack() as stack:
+        peers = [stack.enter_context(Peer.join(log=False, role=roles[0]))]
+        for role in roles[1:]:
+            peers.append(stack.enter_context(Peer.join([peers[0].address], log=False, role=role)))
+
+        def told(peer: Peer) -> float:
+            return peer._ask(lambda node, now: node.exchange.rates.told_up_Bps)
+
+        able = [peer for peer, role in zip(peers, roles, strict=True) if role != "observer"]
+        wait_until(lambda: all(told(peer) > 0 for peer in able), 120, "every peer but the observer to know its link")
+        asked = [peer._ask(lambda node, now: node.probes._met | node.probes._grants.keys()) for peer in peers]
+        assert not asked[2] and peers[2].voter not in set().union(*asked) and told(peers[2]) == 0
+        vectors = [torch.full((100_000,), float(i)) for i in range(2)]
+        groups = [dlc.Group(peer, "pair", codec="fp32", target_size=2) for peer in peers[:2]]
+        together(peers[:2], lambda peer, i: groups[i].all_reduce(vectors[i], timeout_s=240))
+        assert all((vector == 0.5).all() for vector in vectors)
 
 
 def test_who_was_told_not_to_sends_no_junk_and_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:

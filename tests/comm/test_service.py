@@ -55,6 +55,10 @@ class Echo:
     def bulk_peers(self) -> list[PeerId]:
         return ["b"]
 
+    @property
+    def resting(self) -> bool:
+        return False
+
 
 def node(name: str, log: bool) -> Node:
     return Node(

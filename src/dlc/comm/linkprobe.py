@@ -6,12 +6,13 @@ The first plan would otherwise be cut into equal spans, and the slowest link wou
       ^                                          | busy                       | a round, here or there
       +------------------ later -----------------+----------------------------+
 
-- **Who.** A voter of whose way up no round has told anything yet, as long as others are there that it has not measured
-  with: who comes first meets few, and measures again when more have come, until ENOUGH did. Peers on my own host do not
-  count: there is no link.
+- **Who.** A voter (without a log: whoever is no observer) of whose way up no round has told anything yet, as long as
+  others are there that it has not measured with: who comes first meets few, and measures again when more have come,
+  until ENOUGH did. Peers on my own host do not count: there is no link.
 - **Rounds go first.** No probe begins where bulk of a round, a group or a state moves, at either end, and none goes on:
-  no junk leaves from the moment a plan is known. What is on its way then is a window's worth (window.py): at most what
-  the link carries in 0.2 s and two round trips. Nobody waits for a probe, and nothing but a rate follows from it.
+  no junk leaves from the moment a plan is known, or a group. What is on its way then is a window's worth (window.py):
+  at most what the link carries in 0.2 s and two round trips. Nobody waits for a probe, and nothing but a rate follows
+  from it.
 - **One at a time.** Who receives has no time for others, nor has who sends, so no two probes share a link. Peers begin
   in the order of those who do not know their rate, a SLOT_S apart, and who is refused asks again when told to.
 - **Bounded.** A burst by BURST_S and BURST_BYTES_MAX, which a link of a data centre carries in a moment. A receiver
@@ -28,6 +29,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from blake3 import blake3
 
 from dlc.comm.addresses import on_this_host
 from dlc.comm.burst import BURST_BYTES_MAX, BURST_S, Burst
@@ -92,8 +95,8 @@ class LinkProbes:
     takes: tuple[type, ...] = PROBE_MESSAGES
 
     def __init__(self, ground: Ground, seats: Callable[[], tuple[Voter, ...]], resting: Callable[[], bool]) -> None:
-        """seats: voters other than me, none while I have no seat myself. resting: no bulk of a round and no state is
-        on its way here, and none is about to."""
+        """seats: those other than me who may take part in rounds, or groups; none while I may not myself. resting: no
+        bulk of a round and no state is on its way here, and none is about to."""
         self.ground, self._seats, self._resting = ground, seats, resting
         self._burst: Burst | None = None
         self._guest: Guest | None = None
@@ -148,14 +151,19 @@ class LinkProbes:
         return self._resting() and not self.ground.rates.measuring
 
     def _ask(self, others: list[Voter]) -> None:
-        ground = self.ground
-        chosen = sorted(ground.rng.sample(others, RECEIVERS_MAX)) if len(others) > RECEIVERS_MAX else others
+        ground, chosen = self.ground, self._chosen(others)
         receivers = [(voter, ground.members.rtt_s(voter.peer)) for voter in chosen]
         until = ground.now + ANSWER_S + 2 * max(rtt_s for _, rtt_s in receivers)
         self._asks += 1
         self._burst = Burst(ground.rng.getrandbits(62), receivers, until)
         for voter in chosen:
             ground.send(voter, ProbeOpen(self._burst.session))
+
+    def _chosen(self, others: list[Voter]) -> list[Voter]:
+        """Those of the others that receive my next probe, sorted: by a lot that more who come leave as it is."""
+        lot = f"{self.ground.me} {self._asks}"
+        drawn = sorted(others, key=lambda voter: blake3(f"{lot} {voter}".encode()).digest(8))
+        return sorted(drawn[:RECEIVERS_MAX])
 
     def _decide(self, burst: Burst) -> None:
         """All have answered, or had the time to."""
@@ -336,6 +344,13 @@ class LinkProbes:
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         return self._burst.next_bulk(peer) if self._burst is not None and self._quiet() else None
 
-    def bulk_peers(self) -> tuple[PeerId, ...]:
-        """Nobody: links between voters are opened anyway."""
-        return ()
+    def bulk_peers(self) -> list[PeerId]:
+        """From the moment a probe is wanted: a burst is too short for the handshakes of far links."""
+        if self._burst is not None:
+            return list(self._burst.receivers)
+        return [voter.peer for voter in self._chosen(self._others())] if self._due is not None else []
+
+    @property
+    def resting(self) -> bool:
+        """Where I am busy with a probe is told with my answers."""
+        return True

@@ -274,6 +274,10 @@ class Mesh:
         given = {peer for gossip in self._gossips.values() for peer in gossip.next_to}
         return given | {voter.peer for voter in (*seats, *waiting) if voter != self.ground.me}
 
+    @property
+    def resting(self) -> bool:
+        return self.parcels.resting
+
     # ---------------------------------------------------------------- one event
 
     def _event(self, now: float, act: Callable[[], None]) -> list[Effect]:

@@ -45,6 +45,7 @@ from dlc.comm.permit import can_vote, greater_alive
 from dlc.comm.reach import in_step
 from dlc.comm.records import key_of, told_states
 from dlc.comm.reducer import WEIGHT_MAX
+from dlc.comm.roles import OBSERVER
 from dlc.comm.service import Services
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
@@ -87,7 +88,7 @@ class NodeConfig:
     """Without it the node seeks no seat, founds nothing and votes for nothing: membership and services only. The same
     on all peers of a run."""
     probe_links: bool = True
-    """Measure my link before the first round, and let others measure theirs with me; only with a log."""
+    """Measure my link before the first round, and let others measure theirs with me."""
 
 
 class Node:
@@ -127,7 +128,7 @@ class Node:
         self.observing = Observing(self.ctx, self.log, self.applier.diverged)
         self.services = Services()
         self.probes: LinkProbes | None = None
-        if config.log and config.probe_links:
+        if config.probe_links:
             beside = random.Random(f"probes of {self.me}")  # drawn from rng, probes would change what others draw
             ground = Ground(self.me, self.members, self.exchange.rates, beside, self.rates_changed)
             self.probes = LinkProbes(ground, self._seats, self._resting)
@@ -222,7 +223,10 @@ class Node:
             self.probes.sampled(now)
 
     def _seats(self) -> tuple[Voter, ...]:
-        """The other voters; nobody while I have no seat, or am not in step."""
+        """The other voters; nobody while I have no seat, or am not in step. Without a log: all that may take part."""
+        if not self.config.log:
+            voters = [record.voter for record in self.members.records() if record.role != OBSERVER]
+            return tuple(voter for voter in voters if voter != self.me) if self.me in voters else ()
         electorate = self.log.state.electorate
         if self.me not in electorate or self.ctx.stale or not in_step(self.ctx, self.log):
             return ()
@@ -232,7 +236,7 @@ class Node:
         """No plan with bulk is at work here and no state on its way, in either direction: the link is free."""
         plan = self.slot.plan
         reducing = plan is not None and bool(plan.assignment)
-        return not (reducing or self.sync.busy or self.exchange.pending() or self.ctx.leaving)
+        return self.services.resting and not (reducing or self.sync.busy or self.exchange.pending() or self.ctx.leaving)
 
     # ---------------------------------------------------------------- commands of the application
 

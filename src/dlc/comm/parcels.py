@@ -239,5 +239,10 @@ class Parcels:
     def pending(self) -> list[PeerId]:
         return self.holdings.pending()
 
+    @property
+    def resting(self) -> bool:
+        """Nothing waits to be sent, and nothing is waited for."""
+        return not self.pending() and not any(i.in_flight or i.todo for i in self._intakes.values())
+
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         return self.holdings.next_bulk(peer)

@@ -117,6 +117,10 @@ class ServerPeer:
     def bulk_peers(self) -> list[PeerId]:
         return [v.peer for v in self.living(HELPER) if v != self.me]
 
+    @property
+    def resting(self) -> bool:
+        return self.fetches.resting and not self.shelf.pending()
+
     # ---------------------------------------------------------------- what the two sides do
 
     def look(self) -> None:

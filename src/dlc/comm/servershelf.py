@@ -148,6 +148,11 @@ class Fetches:
             if not self._from[holder]:
                 del self._from[holder]
 
+    @property
+    def resting(self) -> bool:
+        """Nothing is asked for."""
+        return not self._all
+
     def busy(self, holder: Voter, key: str) -> bool:
         return (holder, key) in self._all
 

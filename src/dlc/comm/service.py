@@ -91,6 +91,11 @@ class Service(Protocol):
         """Peers to which bulk will go soon: their links are opened beforehand."""
         ...
 
+    @property
+    def resting(self) -> bool:
+        """Nothing is on its way to or from this machine that a probe of the link might disturb."""
+        ...
+
 
 class Services:
     """The services of one node, by the kinds of messages that they take."""
@@ -139,3 +144,7 @@ class Services:
 
     def bulk_peers(self) -> set[PeerId]:
         return {peer for service in self._all for peer in service.bulk_peers()}
+
+    @property
+    def resting(self) -> bool:
+        return all(service.resting for service in self._all)
