@@ -67,7 +67,7 @@ from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
 from dlc.served import Served, Stopped
 from dlc.statedir import Ephemeral, PeerState, StateDir
-from dlc.strategyspec import WITHOUT_LOG
+from dlc.strategyspec import WITHOUT_LOG, WITHOUT_RATES
 from dlc.survey import Member, member_of, status
 from dlc.watching import Callback, MemberChange, MemberWatch
 
@@ -241,8 +241,9 @@ class Peer(Unpicklable, Collectives):
         except ProtocolError as error:
             raise CheckpointError(f"what is given as resume holds no log of a run: {error}") from None
         floors = timeouts or spec.timeouts.floors()
+        probes = probe_links and spec.strategy not in WITHOUT_RATES
         config = NodeConfig(
-            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probe_links
+            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probes
         )
 
         def start(now: float) -> None:

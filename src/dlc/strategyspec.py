@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 STRATEGIES = ("diloco", "data-parallel", "gossip", "moshpit", "parameter-server")
 WITHOUT_LOG = ("gossip", "moshpit", "parameter-server")
 """Strategies whose peers take part without the replicated log."""
+WITHOUT_RATES = ("parameter-server",)
+"""Strategies that have no use for what links carry: it is not measured before they begin."""
 GRAPHS = ("ring", "exponential", "random-pairs")
 GOSSIP_UPDATES = ("average", "noloco")
 SERVER_SPANS_MAX = 4096

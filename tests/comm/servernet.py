@@ -70,7 +70,9 @@ class Process:
             voter=self.voter, public_key=b"", control=(name,), bulk=(name,), role=role, head=bytes(32), tokens=0.0,
             depth=0, active=False, synced=False, speed=0.0, eta_s=-1.0, seq=0, left=False,
         )  # fmt: skip
-        config = NodeConfig("net", b"spec", b"spec", net.bootstrap(name), False, net.timeouts, log=False)
+        config = NodeConfig(
+            "net", b"spec", b"spec", net.bootstrap(name), False, net.timeouts, log=False, probe_links=False
+        )
         rng = random.Random(f"{net.seed} {name} {inc}")
         self.node = Node(record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=net.now)
         self.service: Any

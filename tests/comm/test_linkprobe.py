@@ -27,6 +27,7 @@ from dlc.comm.probemessages import PROBE_MESSAGES, ProbeAnswer, ProbeClose, Prob
 from dlc.comm.rates import Rates
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
+from dlc.runspec import RunSpec
 from dlc.sim.meshnet import HEADER_BYTES, Host, MeshNet
 from dlc.sim.network import Weather
 from dlc.sim.schedule import Scenario, Start
@@ -555,3 +556,9 @@ def test_who_was_told_not_to_sends_no_junk_and_takes_none(monkeypatch: pytest.Mo
     monkeypatch.setattr(linkprobe, "on_this_host", lambda address: False)
     with swarm(2, probe_links=False) as peers:
         assert all(peer._ask(lambda node, now: node.probes) is None for peer in peers)
+
+
+def test_a_parameter_server_has_no_use_for_rates_and_sends_no_junk() -> None:
+    with Peer.join(spec=RunSpec(strategy="parameter-server")) as server, Peer.join(log=False) as group:
+        assert server._ask(lambda node, now: node.probes) is None
+        assert group._ask(lambda node, now: node.probes) is not None
