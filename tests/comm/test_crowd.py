@@ -366,6 +366,21 @@ def test_a_decline_counts_at_once_or_when_its_author_has_had_the_time_to_wait_an
     assert rolls.ground.running_s - began >= ANSWER_S and rolls.roll.tick() == [second], "the third waited anew"
 
 
+def test_of_a_decline_of_another_wish_and_of_one_who_is_lost_nothing_is_waited_for() -> None:
+    rolls = Rolls()
+    first, second, third = rolls.others
+    rolls.roll.declined(first, Decline(KEY, 77, 9))
+    rolls.roll.declined(second, Decline(KEY, 77, 3))
+    rolls.roll.lost(second)
+    rolls.ground.wake(rolls.ground.now + 1.0)
+    rolls.roll.declined(third, Decline(KEY, 77, 4))
+    for _ in range(round(ANSWER_S)):
+        rolls.ground.wake(rolls.ground.now + 1.0)
+    assert rolls.roll.tick() == [] and rolls.roll.never == {second}
+    rolls.ground.wake(rolls.ground.now + 1.0)
+    assert rolls.roll.tick() == [third]
+
+
 def test_a_wish_that_was_given_up_before_it_was_seen_is_not_taken_up() -> None:
     one, two, stranger = (Voter(peer, 1) for peer in ("a", "b", "z"))
     wish = Wish(1, GridSpec(1, 1, "fp32"), 1.0, "", True, True, True, 0, 1, 0.0, 0.0, crowd_digest("ab"), b"")

@@ -110,10 +110,9 @@ class RollCall:
         return voter in self._seats and voter not in self._heard and voter not in self.never
 
     def heard(self, voter: Voter) -> None:
-        if voter not in self.never:
-            self._heard.add(voter)
-            self._awaited.discard(voter)
-            self._until.pop(voter, None)
+        self._heard.add(voter)
+        self._awaited.discard(voter)
+        self._until.pop(voter, None)
 
     def declined(self, voter: Voter, m: Decline) -> bool:
         """It is not in the group. True: nor will it be; otherwise it has a while to wait anew."""
