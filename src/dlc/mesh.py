@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.arguments import above_zero_s, instance, number, seconds
+from dlc.arguments import above_zero_s, instance, joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
@@ -240,6 +240,7 @@ class Group:
         expected: Callable[[], Collection[str]] | None = None,
         formed: Formed | None = None,
     ) -> None:
+        joined(peer)
         if peers is not None:
             peers = _ids(peers)
             if peer.id not in peers:
