@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,6 +147,13 @@ def test_a_call_that_ends_twice_at_once_ends_once(monkeypatch: pytest.MonkeyPatc
         call.cancel()
         with pytest.raises(RoundTimeout, match="cancelled"):
             call.wait()
+
+
+def test_what_is_no_peer_is_refused_by_that_name() -> None:
+    made: list[Callable[[Any], object]] = [partial(dlc.Group, name="x"), dlc.Gossip, dlc.Moshpit, dlc.ParameterServer]
+    for make in (*made, partial(dlc.ServerClient, theta=torch.zeros(8))):
+        with pytest.raises(UsageError, match=r"peer is str: give what dlc\.Peer\.join\(...\) returned"):
+            make("host:1")
 
 
 def test_a_lonely_call_ends_a_call_given_up_frees_the_name_and_a_peer_that_leaves_says_so() -> None:

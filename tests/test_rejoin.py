@@ -28,7 +28,7 @@ from dlc.comm.log import HISTORY_ROUNDS_MAX
 from dlc.comm.security import generate_run_key
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import unpack
-from dlc.errors import StateDirBusy, SwarmClosed
+from dlc.errors import JoinError, StateDirBusy, SwarmClosed
 from dlc.peer import Peer, Resume
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
@@ -596,3 +596,16 @@ def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_pat
     assert min(training.trained_from for training in again.values()) >= max(saved)
     same = {end.t: end.image.tobytes() for end in ends}
     assert all(end.image.tobytes() == same[end.t] for end in ends)
+
+
+def test_who_comes_as_a_run_ends_and_finds_nobody_with_its_state_is_told() -> None:
+    spec, options = RunSpec(rounds=1), {"codec": "fp32", "chunk_elems": 8}
+    with Peer.join(spec=spec, timeouts=SHORT) as first:
+        first.open("train", ToyState(8, 0), timeout_s=ROUND_S, **options)  # type: ignore[arg-type]
+        with Peer.join([first.address], timeouts=SHORT, join_timeout_s=JOIN_S) as late:
+            round_ = first.contribute("train", torch.ones(8), weight=1.0)
+            assert round_.wait(ROUND_S) is not None and spec.over(first.position("train").t, 0.0)
+            wait_until(lambda: late.position("train").t == 1)
+            first.leave()
+            with pytest.raises(JoinError, match="the run has ended, and everybody who has its model has left"):
+                late.open("train", ToyState(8, 0), timeout_s=SHORT_S, **options)  # type: ignore[arg-type]

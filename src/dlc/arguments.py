@@ -55,6 +55,12 @@ def function(name: str, value: object) -> None:
         raise UsageError(f"{name} is {type(value).__name__}: it must be a function")
 
 
+def joined(peer: object) -> None:
+    """UsageError: it is no `dlc.Peer`, nor anything like one."""
+    if not callable(getattr(peer, "describe", None)):
+        raise UsageError(f"peer is {type(peer).__name__}: give what dlc.Peer.join(...) returned")
+
+
 def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:
     """UsageError: it is of another type; `advice` says what to give."""
     if not isinstance(value, kind):

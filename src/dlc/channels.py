@@ -8,6 +8,7 @@ one after the other, however many offers are on their way.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,16 +26,22 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.log import Attached, Sink, counted_of
 from dlc.comm.node import Node
+from dlc.comm.reach import out_of_reach
 from dlc.comm.roles import OBSERVER
 from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.comm.state import State
 from dlc.comm.wire import pack
-from dlc.errors import CheckpointError, DlcError, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, DlcError, JoinError, SwarmClosed, UsageError
 from dlc.handles import Checkpoint, Pending, Position
 from dlc.report import waiting_text
 from dlc.runspec import RunSpec
 
 T = TypeVar("T")
+
+_MISSED = (
+    "the run has ended, and everybody who has its model has left: it is in the state directories of those who were in "
+    "it, as their newest checkpoint; with more rounds, one of them and this peer go on from there"
+)
 
 
 def has_seat(node: Node) -> bool:
@@ -96,7 +103,9 @@ class Channels(ABC):
 
         Returns when the state is in step and this peer, unless it is an observer, is a voter. Raises RoundTimeout after
         `timeout_s`, UsageError if a state is attached and in step already, CheckpointError if the swarm's is of another
-        kind (tells what differs). After an error, and after `abandon`, one may try again, with another state.
+        kind (tells what differs), JoinError if the run has ended (`RunSpec.over`) and nobody has been in reach for
+        `timeouts.evict_s` who holds its state. After an error, and after `abandon`, one may try again, with another
+        state.
         """
         grid = Grid(state.numel, chunk_elems, codec)
         if timeout_s is not None:
@@ -121,9 +130,16 @@ class Channels(ABC):
                 "give a second training another channel, or a Peer of its own"
             )
 
+        missed_run = math.inf
+
         def ready(node: Node, now: float) -> bool:
+            nonlocal missed_run
             if why := node.log.attached[channel].misfit:
                 raise _of_another_kind(channel, why)
+            running_s = node.ctx.running_s
+            missed_run = min(missed_run, running_s) if _missed(node, channel, self.spec) else math.inf
+            if running_s - missed_run >= node.members.t_evict_s:
+                raise JoinError(_MISSED)
             return has_seat(node) and node.log.holds(channel)
 
         try:
@@ -322,6 +338,13 @@ class Channels(ABC):
         """No round will come any more."""
         while self._pending:
             self._pending.popitem()[1].finish(None, False, error)
+
+
+def _missed(node: Node, channel: str, spec: RunSpec) -> bool:
+    """The run is over, and nobody in reach has its state, which is not in step here."""
+    state = node.log.state
+    over = spec.over(state.round_of(channel), state.tokens)
+    return over is not None and channel in out_of_reach(node.ctx, node.log)
 
 
 def why_of(waiting: Waiting) -> str:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dlc.arguments import number, seconds
+from dlc.arguments import joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm.board import DIRECT_MAX, TTL_S_MAX
 from dlc.comm.clock import clock
@@ -74,6 +74,7 @@ class Gossip:
         weight: float = 1.0,
         seed: int = 0,
     ) -> None:
+        joined(peer)
         if graph not in GRAPHS:
             raise UsageError(f"there is no graph {graph!r}; known: {', '.join(GRAPHS)}")
         limits = "2^-20 to 2^53; only the ratios of the weights matter"

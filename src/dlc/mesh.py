@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.arguments import above_zero_s, instance, number, seconds
+from dlc.arguments import above_zero_s, instance, joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
@@ -209,7 +209,8 @@ class Group:
     """An all-reduce among a named set of peers, or among those who show up under one name.
 
     name:          peers meet under it. Several groups of one name form side by side where `target_size` says so.
-    peers:         ids of the members, this one among them; all of them name the same. None: whoever shows up.
+    peers:         ids of the members, this one among them; all of them name the same. None: whoever shows up. Where
+                   all of them are there and have weight 0, a call ends at once: RoundTimeout.
     target_size:   a group begins as soon as it has so many; None: as soon as all of `peers`, or else all trainers, who
                    live are there: a helper is waited for where it is named. Where peers of one name give several, that
                    of the one that forms the group counts.
@@ -240,6 +241,7 @@ class Group:
         expected: Callable[[], Collection[str]] | None = None,
         formed: Formed | None = None,
     ) -> None:
+        joined(peer)
         if peers is not None:
             peers = _ids(peers)
             if peer.id not in peers:

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
-from dlc.arguments import above_zero_s, number, seconds, whole
+from dlc.arguments import above_zero_s, joined, number, seconds, whole
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
@@ -66,6 +66,7 @@ class Moshpit:
         matchmaking_s: float = 5.0,
         codec: str = "fp16",
     ) -> None:
+        joined(peer)
         if group_size is not None and dims is not None:
             raise UsageError("give group_size or dims, not both: one follows from the other and the number of peers")
         group_size = None if group_size is None else whole("group_size", group_size, 2, GROUP_MAX)

@@ -22,7 +22,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from dlc.arguments import instance, number, seconds, whole
+from dlc.arguments import instance, joined, number, seconds, whole
 from dlc.comm.codecbase import all_finite
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -120,6 +120,7 @@ class ParameterServer:
     """
 
     def __init__(self, peer: Peer, *, outer: OuterSpec | None = None, spec: ServerSpec | None = None) -> None:
+        joined(peer)
         spec = spec or ServerSpec()
         optimizer = optimizer_of(outer or OuterSpec(), spec)
         rules = Rules(spec.async_, spec.max_staleness, spec.patience_s)
@@ -183,6 +184,7 @@ class ServerClient:
         step: int = 0,
         history: bytes = b"",
     ) -> None:
+        joined(peer)
         instance("theta", theta, Tensor, "give the parameters as one flat torch tensor")
         spec, step = spec or ServerSpec(), whole("step", step, 0)
         before = unpack(history, History) if history else None

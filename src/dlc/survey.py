@@ -40,6 +40,8 @@ class Member:
     """tokens/s; 0 = unknown."""
     status: dict[str, Any]
     me: bool
+    channels: tuple[str, ...] = ()
+    """Whose states it holds, as they are at `head`."""
 
 
 def member_of(record: Record, alive: bool, me: bool) -> Member:
@@ -55,6 +57,7 @@ def member_of(record: Record, alive: bool, me: bool) -> Member:
         speed=record.speed,
         status=_status(record.status),
         me=me,
+        channels=tuple(state.channel for state in record.states),
     )
 
 

@@ -256,6 +256,28 @@ def test_who_is_alone_knows_it_when_its_patience_ends() -> None:
     assert isinstance(alone.end, MeetingFailed)
 
 
+@pytest.mark.parametrize("idle", [{"weight": 0.0}, {"contributes": False}], ids=["weight 0", "auxiliary"])
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["crowd", "invited"])
+def test_where_all_who_are_named_are_there_and_bring_nothing_they_end_at_once(
+    idle: dict[str, Any], how: dict[str, Any]
+) -> None:
+    net = MeshNet(14, loss=0.1)
+    hosts = net.add(4)
+    names = tuple(host.name for host in hosts[:3])
+    waiting = calls(net, hosts[:2], expected=names, patience_s=60.0, **idle, **how)
+    net.run(5.0)
+    assert not any(caller.end for caller in waiting), "the third may bring something"
+    waiting.append(Caller(net, hosts[2], 2, expected=names, patience_s=60.0, **idle, **how))
+    assert net.until(lambda: ended(waiting)) < 8.0
+    assert all("weight 0" in c.end.why or "nobody came who contributes" in c.end.why for c in waiting)
+    unnamed = calls(net, hosts[:3], key="unnamed", target=3, patience_s=20.0, **idle, **how)
+    net.run(10.0)
+    brings = Caller(net, hosts[3], 3, key="unnamed", target=3, patience_s=20.0, **how)
+    assert net.until(lambda: brings.end is not None) < 45.0
+    assert isinstance(brings.end, GroupDone), "whoever may come is waited for"
+    net.until(lambda: ended(unnamed))
+
+
 def test_a_helper_is_waited_for_only_where_it_is_named() -> None:
     """It had all wait to the end of their patience; one that comes is in the group."""
     net = MeshNet(14)

@@ -41,6 +41,7 @@ class FakeMember:
     alive: bool = True
     left: bool = False
     depth: int = 0
+    channels: tuple[str, ...] = ()
     me: bool = False
     role: str = TRAINER
     status: dict[str, Any] = field(default_factory=dict)

@@ -90,6 +90,8 @@ def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
     for wrong in ({"mixing": "2"}, {"fragments": "2"}, {"chunk_elems": 0.5}, {"overlap": None}, {"resume": 3}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             DiLoCo(model, sgd(model), peer, sync_every=2, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"peer is NoneType: give what dlc\.Peer\.join\(...\) returned"):
+        DiLoCo(model, sgd(model), None, sync_every=2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model is float: give a torch module"):
         DiLoCo(3.0, sgd(model), peer, sync_every=2)  # type: ignore[arg-type]
     peer.role = "observer"

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 import dlc.train.outer_loop
 import dlc.train.phases
+from dlc.comm.roles import HELPER
 from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
@@ -18,6 +19,7 @@ from dlc.train import checkpoint, saver
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
+from dlc.train.strategy import CHANNEL
 from dlc.train.trainer import Summary, Trainer
 from tests.train.fake_peer import FakeMember, FakePeer
 
@@ -496,7 +498,10 @@ def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_
     assert summary.bytes_sent == 7 * 10 and summary.t == 5
 
 
-def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(spec: RunSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", [{"depth": 1, "channels": (CHANNEL,)}, {"depth": 9}], ids=["a round", "the model"])
+def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
+    spec: RunSpec, tmp_path: Path, lacks: dict[str, Any]
+) -> None:
     run = Run(FakePeer(spec), tmp_path)
     looks: list[int] = []
     members = run.peer.members
@@ -506,8 +511,9 @@ def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(spec: RunSpe
         if run.peer.state.t < spec.rounds:
             return found
         looks.append(len(looks))
-        late = FakeMember(depth=1 if len(looks) < 4 else 9)
-        return [dataclasses.replace(found[0], depth=9), late]
+        whole: dict[str, Any] = {"depth": 9, "channels": (CHANNEL,)}
+        others = [FakeMember(**(lacks if len(looks) < 4 else whole)), FakeMember(depth=9, role=HELPER)]
+        return [dataclasses.replace(found[0], **whole), *others]
 
     run.peer.members = behind  # type: ignore[method-assign]
     run.go()

@@ -215,8 +215,17 @@ class Meeting:
             if self.ground.me in chosen:
                 self._invite({v: wishes[v] for v in chosen})
                 return
-        if running_s >= self._end({**others, self.ground.me: self.wish}, place):
+        if running_s >= self._end({**others, self.ground.me: self.wish}, place) or self._in_vain(wishes):
             self._give_up(wishes)
+
+    def _in_vain(self, wishes: dict[Voter, Wish]) -> bool:
+        """All who were named are here, for long enough that each of them sees it, and none of them brings anything:
+        nobody else will come."""
+        named, since = self.call.expected, self._here_since
+        if not isinstance(named, tuple) or self.call.target or since is None or _contributed(wishes.values()):
+            return False
+        seen_run = since + REPEAT_FIRST_S + self._rtt_s(self.ground.up())
+        return self.ground.running_s >= seen_run and {v.peer for v in wishes}.issuperset(named)
 
     def _end(self, wishes: dict[Voter, Wish], place: int) -> float:
         """Running time at which I give up: no group is to be hoped for among those who wait (`wishes`, of which I am
@@ -251,8 +260,8 @@ class Meeting:
             n = len(fits)
             fits = [v for v in fits if ranked[v].least <= min(n, self._size_max)]
         chosen = fits[: self._size_max]
-        contributes = any(ranked[v].contributes and ranked[v].weight > 0 for v in chosen)
-        return tuple(chosen) if contributes and len(chosen) >= max(self.call.least, 1) else ()
+        contributed = _contributed(ranked[v] for v in chosen)
+        return tuple(chosen) if contributed and len(chosen) >= max(self.call.least, 1) else ()
 
     def _due(self, wishes: dict[Voter, Wish], everybody: bool) -> float:
         """Running time from which the first in rank forms the group. everybody: all whom I expect are here."""
@@ -289,7 +298,7 @@ class Meeting:
             why += "; " + ", ".join(f"{peer} wants at least {least}" for peer, least in sorted(wanting))
         if not any(w.contributes for w in wishes.values()):
             why = "nobody came who contributes"
-        elif not any(w.contributes and w.weight > 0 for w in wishes.values()):
+        elif not _contributed(wishes.values()):
             why = "of those who came, all who contribute give weight 0"
         if self._misfits:
             names = ", ".join(sorted(peer[:8] for peer in self._misfits))
@@ -331,7 +340,7 @@ class Meeting:
         n, most = len(wishes), min(w.target or GROUP_MAX for w in wishes.values())
         if (
             not all(w.least <= n <= most and w.grid == self.wish.grid for w in wishes.values())
-            or not any(w.contributes and w.weight > 0 for w in wishes.values())
+            or not _contributed(wishes.values())
             or not all(members.up(v) and not members.gone(v) for v in others)
         ):
             return False
@@ -510,6 +519,11 @@ class Meeting:
         self.board.withdraw(BOARD_PREFIX + self.call.key)
         self.ground.notify(GroupFormed(begin.key, tuple(seat.voter.peer for seat in begin.seats)))
         self._begun(self, leader, begin, self._finished.get(begin.nonce, ()))
+
+
+def _contributed(wishes: Iterable[Wish]) -> bool:
+    """Whether a group of them has a mean."""
+    return any(wish.contributes and wish.weight > 0 for wish in wishes)
 
 
 class _ExpectedRaised(Exception):

@@ -39,7 +39,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dlc.arguments import instance, number, whole
+from dlc.arguments import instance, joined, number, whole
 from dlc.comm.roles import OBSERVER
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
@@ -124,6 +124,7 @@ class DiLoCo:
         resume: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        joined(peer)
         if not isinstance(sync_every, SupportsIndex) or operator.index(sync_every) < 1:
             raise UsageError(f"sync_every must be a whole number of inner steps, at least 1, not {sync_every!r}")
         sync_every = operator.index(sync_every)

@@ -122,6 +122,10 @@ class MemberView(Protocol):
         """Entries of the log that it has applied."""
 
     @property
+    def channels(self) -> tuple[str, ...]:
+        """Whose states it holds, as they are after these entries."""
+
+    @property
     def me(self) -> bool:
         """Whether it is this peer."""
 

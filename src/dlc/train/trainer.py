@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlc.comm.events import RoundDone
+from dlc.comm.roles import TRAINER
 from dlc.errors import DlcError, UsageError
 from dlc.report import RoundReport
 from dlc.train.checkpoint import sweep_model_folder
@@ -40,7 +41,7 @@ from dlc.train.setup import check_own_tokenizer, check_vocabulary, pick_device
 from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
 from dlc.train.strategy import CHANNEL, Calls, Parts
-from dlc.train.swarm import Frozen, Position, TrainerPeer
+from dlc.train.swarm import Frozen, MemberView, Position, TrainerPeer
 from dlc.train.telling import Event, Setbacks, Teller
 from dlc.train.tokens import load_tokenizer
 
@@ -48,8 +49,8 @@ log = logging.getLogger(__name__)
 
 LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
-LINGER_S = 5.0
-"""How long a peer that has reached the end stays for those that still fetch the last round."""
+LINGER_S = 60.0
+"""How long a peer that has reached the end stays for those that still fetch the last round, or the model."""
 LAST_TRIES = 5
 """To take the model and the checkpoint of one round: few rounds are so short that one passes in between again."""
 HEADS_KEPT = 256
@@ -335,11 +336,20 @@ class Trainer:
         return self._folder / "model"
 
     def _linger(self, stop: threading.Event) -> None:
-        """Stay until everybody alive has applied as many entries as we have."""
+        """Stay until everybody alive has applied as many entries as we have, and every trainer has the model: who has
+        come for the last rounds gets it from nobody else."""
         end = self._clock() + LINGER_S
         while self._clock() < end and not stop.is_set():
             members = self._peer.members()
-            mine = max((m.depth for m in members if m.me), default=0)
-            if all(m.me or m.left or not m.alive or m.depth >= mine for m in members):
+            me = next((m for m in members if m.me), None)
+            if me is None or not any(_lacks(m, me) for m in members):
                 return
             stop.wait(LEASE_LOOK_S)
+
+
+def _lacks(other: MemberView, me: MemberView) -> bool:
+    """Whether it still needs something of the end of the run that I have."""
+    if other.me or other.left or not other.alive:
+        return False
+    lacks_model = other.role == TRAINER and CHANNEL in me.channels and CHANNEL not in other.channels
+    return other.depth < me.depth or lacks_model
