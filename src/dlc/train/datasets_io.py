@@ -17,7 +17,18 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.train.shelf import expanded
-from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, hash_file, list_files, text_of
+from dlc.train.sources import (
+    DATASETS,
+    Piece,
+    Place,
+    as_pattern,
+    check_used,
+    cut,
+    hash_file,
+    list_files,
+    rows_of,
+    text_of,
+)
 
 
 def is_saved(folder: Path) -> bool:
@@ -102,13 +113,20 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
             f"{place.source} holds files of several kinds ({', '.join(sorted(kinds))}): a stream needs one kind; "
             "name a folder with one, or set data.streaming = false"
         )
-    kind = kinds.pop()
-    builder, reading = kind, dict[str, str]()
-    if kind != "parquet":
+    kind, read = kinds.pop(), paths
+    builder, reading = kind, dict[str, Any]()
+    if kind == "parquet":
+        # Looked at now: what is wrong with the last file would end all trainers when they have trained for long.
+        # Of other columns nothing is read, so that they may be of another type in each file.
+        read = [path for path in paths if rows_of(path, place.text_field)]
+        if not read:
+            raise DataError(f"{place.source} holds no row; give a source with text in it")
+        reading["columns"] = [place.text_field]
+    else:
         # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
         builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}
         reading["sample_by"] = "line" if kind == "jsonl" else "document"
-    files = [as_pattern(path) for path in paths]
+    files = [as_pattern(path) for path in read]
     sizes, written = _told(paths)
     load = _datasets(place).load_dataset
     rows = _called(place, load, builder, data_files=files, split="train", streaming=True, **reading)

@@ -365,10 +365,16 @@ class _Held:
 
 def _barren(stream: Stream, shards: list[int]) -> DataError:
     """Of shards without a document to train on."""
-    which = f"shard {shards[0]}" if len(shards) == 1 else f"shards {', '.join(map(str, shards))}"
-    empty = f" (empty files: {', '.join(stream.empty[:3])}): take these away, or" if stream.empty else ":"
+    several = len(shards) > 1
+    which = f"shards {', '.join(map(str, shards))}" if several else f"shard {shards[0]}"
+    advice = [f"set data.shards below {stream.shards}"] if stream.shards > len(shards) else ["give more text"]
+    told = ""
+    if stream.empty:
+        told = f" (empty files: {', '.join(stream.empty[:3])})"
+        advice.insert(0, "take these away")
     return DataError(
-        f"{which} of {stream.place.source} holds no document to train on{empty} set data.shards below {stream.shards}"
+        f"{which} of {stream.place.source} {'hold' if several else 'holds'} no document to train on{told}: "
+        + ", or ".join(advice)
     )
 
 
