@@ -393,6 +393,23 @@ def test_parquet_files_that_are_unlike_each_other_are_one_stream(tmp_path: Path)
         BlockSource(tmp_path, SEQ)
 
 
+@pytest.mark.parametrize("how", ["grows", "shrinks", "stays"])
+def test_files_that_change_while_they_are_read_are_told(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, when a shard has ended: what comes next may stand elsewhere at other peers."""
+    lines = [json.dumps({"text": text(0, i)}) + "\n" for i in range(200)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(lines))
+    source = opened(tmp_path, 2)
+    first = source.batch(range(9))
+    file.write_text("".join(lines * 2 if how == "grows" else lines[:150] if how == "shrinks" else lines))
+    assert "while they were read" not in caplog.text
+    source.batch(range(900))
+    assert caplog.text.count(f"files of {tmp_path} came, went or changed while they were read") == (how != "stays")
+    assert torch.equal(opened(tmp_path, 2).batch(range(9)), first)
+
+
 def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:
     source = opened(corpus)
     want = source.batch(range(3))

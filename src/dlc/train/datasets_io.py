@@ -9,6 +9,7 @@ multiple of S, else one in S of the rows. `datasets` is imported on first use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from dlc.train.sources import (
     rows_of,
     text_of,
 )
+
+log = logging.getLogger(__name__)
 
 
 def is_saved(folder: Path) -> bool:
@@ -86,12 +89,27 @@ class Stream:
         be told without reading it; `empty`: files without a byte."""
         self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
         """Changes with the files or the dataset here, likewise."""
+        self._changed = False
 
     def shard(self, s: int) -> Any:
         """Shard s as an `IterableDataset` of its own: its `state_dict` says where it is read on."""
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(self._whole, rank=s, world_size=self.shards)
+
+    def check_files(self) -> None:
+        """Tell, once, where files came, went, or have another size than when the stream was opened. Of the hub, and of
+        what `save_to_disk` wrote, nothing is known."""
+        if self._changed or is_dataset(self.place):
+            return
+        sizes, _ = _told(path for _, path in list_files(self.place.source))
+        self._changed = self.content.partition(" ")[2] != sizes
+        if self._changed:
+            log.warning(
+                "files of %s came, went or changed while they were read: a position may hold other text here than at "
+                "other peers. Where all are to have the same, stop the peers, and start them again with the same files",
+                self.place.source,
+            )
 
 
 def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:

@@ -241,6 +241,7 @@ class Shard:
                     raise _barren(self._stream, [self._s])
                 self._barren += 1
                 log.info("shard %d of %s has ended, and begins again", self._s, self._stream.place.source)
+                self._stream.check_files()
                 self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
                 continue
             mark, pieces = group
