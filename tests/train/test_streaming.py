@@ -376,16 +376,19 @@ def test_parquet_files_that_are_unlike_each_other_are_one_stream(tmp_path: Path)
     import pyarrow
 
     rows = [text(0, i) for i in range(120)]
-    tables = [{"text": rows[:60], "n": list(range(60))}, {"text": rows[:0]}, {"n": ["a"] * 60, "text": rows[60:]}]
+    tables = [{"text": rows[:40], "n": list(range(40))}, {"text": rows[:0]}, {"n": ["a"] * 20, "text": rows[40:60]}]
     for number, table in enumerate(tables):
         parquet.write_table(pyarrow.table(table), tmp_path / f"{number}.parquet", row_group_size=25)
+    with parquet.ParquetWriter(tmp_path / "3.parquet", pyarrow.schema({"text": pyarrow.string()})) as file:
+        for part in (rows[:0], rows[60:]):  # two groups, the first without a row
+            file.write_table(pyarrow.table({"text": pyarrow.array(part, pyarrow.string())}))
     want = list(expected([rows], 0))
     assert [bytes(row) for row in opened(tmp_path, 1).batch(range(90)).tolist()] == want[:90]
     assert len(BlockSource(tmp_path, SEQ).batch(range(90))) == 90
-    parquet.write_table(pyarrow.table({"body": rows}), tmp_path / "3.parquet")
-    with pytest.raises(DataError, match=r'3.parquet: no column "text" \(found: body\); set data.text_field'):
+    parquet.write_table(pyarrow.table({"body": rows}), tmp_path / "4.parquet")
+    with pytest.raises(DataError, match=r'4.parquet: no column "text" \(found: body\); set data.text_field'):
         opened(tmp_path, 1)
-    for number in (0, 2, 3):
+    for number in (0, 2, 3, 4):
         (tmp_path / f"{number}.parquet").unlink()
     with pytest.raises(DataError, match="holds no row"):
         opened(tmp_path, 1)

@@ -27,6 +27,7 @@ from dlc.train.sources import (
     cut,
     hash_file,
     list_files,
+    parquet_options,
     rows_of,
     text_of,
 )
@@ -135,11 +136,10 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
     builder, reading = kind, dict[str, Any]()
     if kind == "parquet":
         # Looked at now: what is wrong with the last file would end all trainers when they have trained for long.
-        # Of other columns nothing is read, so that they may be of another type in each file.
         read = [path for path in paths if rows_of(path, place.text_field)]
         if not read:
             raise DataError(f"{place.source} holds no row; give a source with text in it")
-        reading["columns"] = [place.text_field]
+        reading = parquet_options(place.text_field)
     else:
         # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
         builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}

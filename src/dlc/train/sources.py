@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
@@ -45,6 +45,8 @@ RECORD_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES_TOLD = 5
 """Of files that are left out, the most frequent ones."""
 DATASETS = "datasets:"
+PARQUET_ROWS = 1024
+"""Read together. `datasets` would take as many as a file's first row group has, which may be none, or millions."""
 TABLE_SUFFIXES = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv")
 """Of files that hold records as a rule, and are taken as text here."""
 PACKED = {
@@ -319,7 +321,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
 
     try:
         rows = datasets.load_dataset(
-            "parquet", data_files=as_pattern(path), split="train", streaming=True, columns=[field]
+            "parquet", data_files=as_pattern(path), split="train", streaming=True, **parquet_options(field)
         )
         for number, row in enumerate(rows, start=1):
             text = text_of(row, field, str(path), f"row {number}")
@@ -329,6 +331,11 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
         raise
     except Exception as e:  # pyarrow and datasets have no common base
         raise DataError(f"{path} cannot be read as parquet: {e}") from e
+
+
+def parquet_options(field: str) -> dict[str, Any]:
+    """Of other columns nothing is read, so that they may be of another type in each file."""
+    return {"columns": [field], "batch_size": PARQUET_ROWS}
 
 
 def rows_of(path: Path, field: str) -> int:
