@@ -292,6 +292,19 @@ def test_who_waits_for_an_answer_says_so_ever_more_seldom(
     assert 1 <= len(said) <= 4, "after 0.05, 0.15, 0.35 and 0.75 s; then after 1.55"
 
 
+def test_who_could_begin_the_run_itself_is_told_how_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others may have come to the end of it. A mere joiner would begin another run than it looks for."""
+    monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
+    own, silent = free_addresses(2)
+    for listed, tells in (([silent], False), ([own, silent], True)):
+        caplog.clear()
+        with pytest.raises(UnreachableError):
+            Peer.join(listed, spec=RunSpec(), listen=own, join_timeout_s=1.5)
+        assert "still trying" in caplog.text and ("--found begins the run" in caplog.text) == tells
+
+
 def test_who_would_take_no_part_in_the_rounds_of_the_others_is_told() -> None:
     with Peer.join() as peer, pytest.raises(SpecMismatch, match="leave log=False away"):
         Peer.join([peer.address], log=False, join_timeout_s=JOIN_S)

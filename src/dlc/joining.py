@@ -214,6 +214,8 @@ def _still(lobby: Lobby, failures: dict[str, LinkEvent], waited_s: float) -> str
     if not (silent := lobby.silent()):
         return f"{_waiting_too(lobby)} (for {waited_s:.0f} s)"
     advice = "if they are gone for good, give the address of another member (--peers)"
+    if lobby.spec and lobby.own():
+        advice += "; where nobody trains any more, --found begins the run, or goes on from a checkpoint, without them"
     return f"no answer for {waited_s:.0f} s: still trying {_tried(silent, failures)}; {advice}"
 
 

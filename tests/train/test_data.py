@@ -387,6 +387,34 @@ def test_compressed_text_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFix
         BlockSource(tmp_path, seq_len=16)
 
 
+@pytest.mark.parametrize(
+    ("name", "begins", "says"),
+    [
+        ("a.txt", "some text".encode("utf-16"), "a.txt is UTF-16: convert it to UTF-8"),
+        ("a.jsonl", '{"text": ""}'.encode("utf-16"), "UTF-16"),
+        ("a.txt", b"PAR1\x15\x04", "suffix .parquet"),
+        ("a.md", b"ARROW1\0\0", "Arrow table: write it as .parquet"),
+    ],
+)
+def test_what_only_looks_like_text_is_refused(tmp_path: Path, name: str, begins: bytes, says: str) -> None:
+    """Alone, and among others."""
+    (tmp_path / name).write_bytes(begins + words(400).encode())
+    (tmp_path / "b.txt").write_text(words(400))
+    for source in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=says):
+            BlockSource(source, seq_len=16)
+
+
+def test_what_may_be_no_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.ndjson", "a.csv", "a.json"):
+        (tmp_path / name).write_text(words(400))
+        BlockSource(tmp_path / name, seq_len=16)
+        assert f"{name} is taken as one text" in caplog.text
+    (tmp_path / "b.txt").write_bytes(b"\x01\x00" + words(400).encode())
+    assert documents(tmp_path / "b.txt")[0][1].startswith(b"\x01\x00w"), "bytes are as good as text for who wants them"
+    assert "b.txt holds zero bytes" in caplog.text and "a.csv holds zero bytes" not in caplog.text
+
+
 def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt"
     file.write_text("x" * 100)

@@ -9,6 +9,7 @@ multiple of S, else one in S of the rows. `datasets` is imported on first use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,21 @@ from blake3 import blake3
 
 from dlc.errors import DataError
 from dlc.train.shelf import expanded
-from dlc.train.sources import DATASETS, Piece, Place, as_pattern, check_used, cut, hash_file, list_files, text_of
+from dlc.train.sources import (
+    DATASETS,
+    Piece,
+    Place,
+    as_pattern,
+    check_used,
+    cut,
+    hash_file,
+    list_files,
+    parquet_options,
+    rows_of,
+    text_of,
+)
+
+log = logging.getLogger(__name__)
 
 
 def is_saved(folder: Path) -> bool:
@@ -75,12 +90,27 @@ class Stream:
         be told without reading it; `empty`: files without a byte."""
         self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
         """Changes with the files or the dataset here, likewise."""
+        self._changed = False
 
     def shard(self, s: int) -> Any:
         """Shard s as an `IterableDataset` of its own: its `state_dict` says where it is read on."""
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(self._whole, rank=s, world_size=self.shards)
+
+    def check_files(self) -> None:
+        """Tell, once, where files came, went, or have another size than when the stream was opened. Of the hub, and of
+        what `save_to_disk` wrote, nothing is known."""
+        if self._changed or is_dataset(self.place):
+            return
+        sizes, _ = _told(path for _, path in list_files(self.place.source))
+        self._changed = self.content.partition(" ")[2] != sizes
+        if self._changed:
+            log.warning(
+                "files of %s came, went or changed while they were read: a position may hold other text here than at "
+                "other peers. Where all are to have the same, stop the peers, and start them again with the same files",
+                self.place.source,
+            )
 
 
 def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
@@ -102,13 +132,19 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
             f"{place.source} holds files of several kinds ({', '.join(sorted(kinds))}): a stream needs one kind; "
             "name a folder with one, or set data.streaming = false"
         )
-    kind = kinds.pop()
-    builder, reading = kind, dict[str, str]()
-    if kind != "parquet":
+    kind, read = kinds.pop(), paths
+    builder, reading = kind, dict[str, Any]()
+    if kind == "parquet":
+        # Looked at now: what is wrong with the last file would end all trainers when they have trained for long.
+        read = [path for path in paths if rows_of(path, place.text_field)]
+        if not read:
+            raise DataError(f"{place.source} holds no row; give a source with text in it")
+        reading = parquet_options(place.text_field)
+    else:
         # Bytes that are no UTF-8 become U+FFFD: an error would come when all have trained for long.
         builder, reading = "text", {"encoding": "utf-8", "encoding_errors": "replace"}
         reading["sample_by"] = "line" if kind == "jsonl" else "document"
-    files = [as_pattern(path) for path in paths]
+    files = [as_pattern(path) for path in read]
     sizes, written = _told(paths)
     load = _datasets(place).load_dataset
     rows = _called(place, load, builder, data_files=files, split="train", streaming=True, **reading)

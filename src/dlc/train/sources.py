@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
@@ -45,8 +45,29 @@ RECORD_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES_TOLD = 5
 """Of files that are left out, the most frequent ones."""
 DATASETS = "datasets:"
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+PARQUET_ROWS = 1024
+"""Read together. `datasets` would take as many as a file's first row group has, which may be none, or millions."""
+TABLE_SUFFIXES = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv")
+"""Of files that hold records as a rule, and are taken as text here."""
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+}
 """First bytes of compressed files: for byte tokens they would be a text as good as any."""
+NO_TEXT = {
+    b"PAR1": "a parquet table: give it the suffix .parquet",
+    b"ARROW1": "an Arrow table: write it as .parquet",
+    b"\xff\xfe": "UTF-16: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16: convert it to UTF-8",
+}
+"""Likewise of others that are no text as it is read here."""
+LOOKED_AT_BYTES = 8192
+"""Of a file's beginning: where these hold a zero byte, it is hardly text."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -201,12 +222,16 @@ def _files(root: Path) -> list[tuple[str, Path]]:
             known = " ".join(TEXT_SUFFIXES + RECORD_SUFFIXES)
             raise DataError(f"the folder {root} holds no file with a known suffix ({known}); unpack compressed ones")
         for _, path in found:
-            _check_unpacked(path)
+            _check_text(path)
         return found
     if root.is_file():
-        _check_unpacked(root)
-        if root.suffix.lower() == ".json":
-            log.warning("%s is taken as one text, with all its brackets: name a file of records .jsonl", root)
+        _check_text(root)
+        if root.suffix.lower() in TABLE_SUFFIXES:
+            log.warning(
+                "%s is taken as one text, with all its brackets or commas: name a file of JSON records, one a line, "
+                ".jsonl, and write another table as such a file or as .parquet",
+                root,
+            )
         return [(root.name, root)]
     raise DataError(
         f"no data source at {root}; give a text file, a folder, a .jsonl or .parquet file, "
@@ -214,13 +239,20 @@ def _files(root: Path) -> list[tuple[str, Path]]:
     )
 
 
-def _check_unpacked(path: Path) -> None:
-    """DataError: it is compressed."""
+def _check_text(path: Path) -> None:
+    """DataError: it is compressed, or another thing than its suffix says."""
     with path.open("rb") as file:
-        begins = file.read(8)
+        begins = file.read(LOOKED_AT_BYTES)
     for mark, kind in PACKED.items():
         if begins.startswith(mark):
             raise DataError(f"the data source {path} is compressed ({kind}): unpack it first")
+    if path.suffix.lower() == ".parquet":
+        return
+    for mark, what in NO_TEXT.items():
+        if begins.startswith(mark):
+            raise DataError(f"the data source {path} is {what}")
+    if b"\0" in begins:
+        _tell_once(f"{path} holds zero bytes, as no text does; it is taken as it is", logging.WARNING)
 
 
 class _LeftOut:
@@ -283,12 +315,14 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
 
 def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     """Numbers of rows, and their texts."""
+    if not rows_of(path, field):
+        return
+    import datasets
+
     try:
-        import datasets
-    except ImportError as e:
-        raise DataError(f"reading {path} needs the package datasets: pip install datasets") from e
-    try:
-        rows = datasets.load_dataset("parquet", data_files=as_pattern(path), split="train", streaming=True)
+        rows = datasets.load_dataset(
+            "parquet", data_files=as_pattern(path), split="train", streaming=True, **parquet_options(field)
+        )
         for number, row in enumerate(rows, start=1):
             text = text_of(row, field, str(path), f"row {number}")
             if text is not None:
@@ -297,6 +331,27 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
         raise
     except Exception as e:  # pyarrow and datasets have no common base
         raise DataError(f"{path} cannot be read as parquet: {e}") from e
+
+
+def parquet_options(field: str) -> dict[str, Any]:
+    """Of other columns nothing is read, so that they may be of another type in each file."""
+    return {"columns": [field], "batch_size": PARQUET_ROWS}
+
+
+def rows_of(path: Path, field: str) -> int:
+    """How many a parquet file has. DataError: it is none, or has rows, but no such column."""
+    try:
+        from pyarrow import parquet
+    except ImportError as e:
+        raise DataError(f"reading {path} needs the package datasets: pip install datasets") from e
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows, columns = int(file.metadata.num_rows), file.schema_arrow.names
+    except Exception as e:  # the errors of pyarrow have no common base
+        raise DataError(f"{path} cannot be read as parquet: {e}") from e
+    if rows and field not in columns:
+        raise DataError(f'{path}: no column "{field}" (found: {", ".join(columns)}); set data.text_field')
+    return rows
 
 
 def as_pattern(path: Path) -> str:
@@ -335,7 +390,7 @@ def _tell_once(what: str, level: int) -> None:
 @functools.cache
 def tell_of_nulls(source: str, field: str) -> None:
     """Once of each source."""
-    log.warning('%s has rows whose "%s" is null; they are passed over', source, field)
+    log.warning('%s has rows whose "%s" is null or missing; they are passed over', source, field)
 
 
 def line_text(line: str, field: str, source: str, at: str, first: bool) -> bytes | None:

@@ -241,6 +241,7 @@ class Shard:
                     raise _barren(self._stream, [self._s])
                 self._barren += 1
                 log.info("shard %d of %s has ended, and begins again", self._s, self._stream.place.source)
+                self._stream.check_files()
                 self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
                 continue
             mark, pieces = group
@@ -365,10 +366,16 @@ class _Held:
 
 def _barren(stream: Stream, shards: list[int]) -> DataError:
     """Of shards without a document to train on."""
-    which = f"shard {shards[0]}" if len(shards) == 1 else f"shards {', '.join(map(str, shards))}"
-    empty = f" (empty files: {', '.join(stream.empty[:3])}): take these away, or" if stream.empty else ":"
+    several = len(shards) > 1
+    which = f"shards {', '.join(map(str, shards))}" if several else f"shard {shards[0]}"
+    advice = [f"set data.shards below {stream.shards}"] if stream.shards > len(shards) else ["give more text"]
+    told = ""
+    if stream.empty:
+        told = f" (empty files: {', '.join(stream.empty[:3])})"
+        advice.insert(0, "take these away")
     return DataError(
-        f"{which} of {stream.place.source} holds no document to train on{empty} set data.shards below {stream.shards}"
+        f"{which} of {stream.place.source} {'hold' if several else 'holds'} no document to train on{told}: "
+        + ", or ".join(advice)
     )
 
 
