@@ -307,6 +307,38 @@ def test_who_goes_on_with_rounds_on_a_lost_fork_with_a_second_state_of_its_own_f
     good(scenario(810623, 2, 7, FAULTS))
 
 
+def test_a_first_state_that_only_its_holder_had_is_not_opened_with_when_that_has_left() -> None:
+    """It had voted for it; two of the four others died, and those who were left voted for it in vain, which made a
+    quorum with its vote. Of a second channel one of them lacked a state that the other had, and could not get it, as
+    the first state was looked for (found as 832390)."""
+    everyone = (0, 1, 2, 3, 4)
+    plan = Scenario(
+        832390,
+        (
+            Start(0.24725022722519507, everyone),
+            Start(0.23781559716851208, everyone),
+            Start(1.2717144693627924, everyone, role="helper"),
+            Start(0.6079250666264895, everyone, role="helper"),
+            Start(1.061453392206719, everyone),
+        ),
+        (
+            Fault(9.23853526574511, "leave", who=61228, other=28825),
+            Fault(10.710945589514562, "crash", who=59562, other=1142),
+            Fault(11.240952939839557, "crash", who=27385, other=54285),
+        ),
+        Weather(latency_max_s=0.02, jitter=0.1, loss=0.0, duplicates=0.0, spike=0.0),
+        n_chunks=5,
+        chunk_elems=4,
+        inner_s=2.958300677620443,
+        uplink_Bps=1e6,
+        equal_states=False,
+        channels=("train", "second", "reduce"),
+        misfits=True,
+        orphans=True,
+    )
+    good(plan)
+
+
 def with_second(plan: Scenario) -> Scenario:
     """The same with second states of several kinds."""
     channels = tuple(dict.fromkeys((*plan.channels, SECOND)))

@@ -317,7 +317,9 @@ class Slot:
         if attached is not None and attached.digest == digest:
             return True
         useless = attached.misfit != "" if attached is not None else self.ctx.members.own.role == HELPER
-        return useless or self._waited_in_vain(digest)
+        in_vain = self._waited_in_vain(digest)
+        # Of a slot's first ballot nobody can have accepted anything before: the next one may propose another opening.
+        return useless or (in_vain and plan.ballot.counter > 0)
 
     def _waited_in_vain(self, digest: bytes) -> bool:
         """Nobody has given me this first state for T_evict: as long as the silent may stand in the way."""

@@ -316,13 +316,11 @@ class Sync:
             return not self._would_lose(m)
         if self.log.after(m.state.head) is None:
             return False
-        lacking = self._unsynced()
+        lacking = set(self._unsynced()) - self.first_states.keys()
         proven = (i for i in m.images if self._opened(m, i.channel) and self._is_mine(i))
-        if not any(image.channel in lacking for image in (*wanted, *proven)):
-            return False
-        # First states of several channels may be with several peers.
-        offered = {i.channel: i.digest for i in m.images}
-        return not self.first_states or any(offered.get(c) == d for c, d in self.first_states.items())
+        # What I lack of several channels may be with several peers.
+        first = any(self.first_states.get(i.channel) == i.digest for i in m.images)
+        return first or any(image.channel in lacking for image in (*wanted, *proven))
 
     def _would_lose(self, m: Offer) -> bool:
         """I hold a state, its channel had rounds since, and the donor does not have what these made of it: entry by
