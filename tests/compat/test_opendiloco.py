@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
 from dlc.errors import ConfigError, RoundTimeout, UsageError
+from dlc.handles import Reduction
 from dlc.peer import Peer
 from dlc.survey import Member
 from tests.swarm import JOIN_S, swarm
@@ -393,6 +395,22 @@ def test_a_step_of_a_gradient_averager_that_ends_without_a_mean_is_given_up() ->
             other.step(control)
         with other.get_tensors() as (grad, _):
             assert torch.equal(grad, torch.full((3,), -0.5)), "nothing is done"
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_step_of_a_gradient_averager_that_is_interrupted_is_given_up(
+    interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any exception of a signal's handler: it wrote its mean into the gradients later, and no step came after it."""
+    main = nn.Parameter(torch.zeros(3))
+    outer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    with swarm(2) as (peer, _):
+        averager = DiLoCoGradAverager([main], outer, dht=peer, prefix="g", min_matchmaking_time=WAIT_S)
+        with monkeypatch.context() as patch, pytest.raises(interrupt):
+            patch.setattr(Reduction, "wait", Mock(side_effect=interrupt))
+            averager.step()
+        with pytest.raises(RoundTimeout, match="was committed within"):
+            averager.step(timeout=0.1)
 
 
 def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:

@@ -31,8 +31,8 @@ from dlc.compat.hivemind import (
 )
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
-from dlc.compat.hivemind.swarm import Outcome, Terms
-from dlc.errors import UsageError
+from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
+from dlc.errors import DlcError, RoundTimeout, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
@@ -546,6 +546,66 @@ def test_a_background_average_that_fails_makes_its_peer_load_the_state() -> None
     assert not torch.equal(weights(nets[0]), weights(nets[1]))
     opts[1].step()
     assert opts[1].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_who_lacks_a_step_that_others_have_made_gives_no_state() -> None:
+    """A newcomer to whom the others did not answer took it for one of their epoch, and trained on with it, unseen."""
+    town, fails = Town(), threading.Event()
+    nets, opts = prepared(town, 2, delay_grad_averaging=True)
+    bad, late, newest = opts[1].dht.peer_id, model(), opts[0].state_averager
+    start, average = weights(late), opts[1].dht.swarm.average
+    town.failing = lambda peer: peer == bad
+
+    def fails_later(*of: Any) -> Any:
+        try:
+            return average(*of)
+        finally:
+            fails.wait(WAIT_S)
+
+    assert opts[1].grad_averager is not None
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(opts[1].grad_averager, "step", partial(opts[1].grad_averager.step, allow_retries=False))
+        patch.setattr(opts[1].dht.swarm, "average", fails_later)
+        patch.setattr(newest, "get_current_state", Mock(side_effect=RoundTimeout("not now")))
+        for opt, net in zip(opts, nets, strict=True):
+            backward(net, 0)
+            opt.step()
+        assert [opt.local_epoch for opt in opts] == [1, 1], "counted already"
+        wait_until(lambda: town.rounds, WAIT_S)
+        newcomer = optimizer(town, late, batch_size_per_step=4)
+        loading = pool.submit(newcomer.load_state_from_peers)
+        asked = f"want/{key_of(newest.prefix)}/{bad}"
+        wait_until(lambda: any(key == asked for _, key in town.posted), WAIT_S)
+        fails.set()
+        loading.result(WAIT_S)
+        assert newcomer.local_epoch == 0 and torch.equal(weights(late), start)
+    for opt in opts:
+        opt.state_averager.step(wait_for_delayed_updates=True)
+    assert not torch.equal(weights(nets[0]), weights(nets[1]))
+    backward(late, 0)
+    newcomer.step()  # the others have made the epoch, and give it now
+    assert newcomer.local_epoch == 1 and torch.equal(weights(late), weights(nets[0]))
+    opts[1].step()
+    assert torch.equal(weights(nets[1]), weights(nets[0]))
+    opts[1].state_averager.get_current_state()
+
+
+def test_of_those_who_all_lack_a_step_the_eldest_gives_its_state() -> None:
+    """Nobody has made it: the state is that of the epoch which is counted."""
+    town, late = Town(), model()
+    _, opts = prepared(town, 2, delay_grad_averaging=True)
+    for opt in opts:
+        opt.state_averager.local_epoch, opt.state_averager.lacks_step = 3, True
+        opt._number_rounds()
+    opts[0].state_averager.get_current_state()
+    with pytest.raises(DlcError, match="lacks a step that others have made"):
+        opts[1].state_averager.get_current_state()
+    newcomer = optimizer(town, late, batch_size_per_step=4)
+    newcomer.load_state_from_peers(timeout=WAIT_S)
+    assert newcomer.local_epoch == 3
+    for opt in opts:
+        opt.load_state_from_peers(timeout=WAIT_S)
+        assert not opt.state_averager.lacks_step and opt.local_epoch == 3
 
 
 def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlc.compat.opendiloco.strategy import codec_of, peer_of
-from dlc.errors import RoundTimeout, UsageError
+from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.handles import Reduction
 from dlc.peer import Peer
 
@@ -173,6 +173,8 @@ def _waited(control: Control, timeout_s: float | None) -> dict[str, None]:
         if control.cancel():
             raise
         return control.result(0)  # it was decided at the last moment, or by too few
-    except KeyboardInterrupt:
+    except DlcError:
+        raise  # it is over
+    except BaseException:  # Ctrl-C, or what else a signal's handler raises
         control.cancel()
         raise

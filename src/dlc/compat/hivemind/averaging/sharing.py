@@ -173,6 +173,8 @@ class Sharing:
                 n_bytes = len(raw)
             except SwarmClosed:
                 raise
+            except DlcError as error:
+                log.warning("this peer's state is not given to %s: %s", loader[:8], error)
             except Exception:
                 log.exception("this peer's state could not be given to %s", loader[:8])
         self._swarm.post(f"have/{self._prefix}/{loader}", MSGPackSerializer.dumps([nonce, n_bytes]), HOLD_S)

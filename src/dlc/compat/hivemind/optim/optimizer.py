@@ -160,8 +160,6 @@ class Optimizer(TorchFace):
                 **{**common, "allow_state_sharing": False},
             )
         self._step_supports_amp_scaling = reuse_grad_buffers
-        self._lost = False
-        """An average in the background has failed: the parameters are not those of the others."""
         self._met: frozenset[str] = frozenset()
         """Peers in the last average of gradients."""
         self._given_up: frozenset[str] = frozenset()
@@ -298,7 +296,7 @@ class Optimizer(TorchFace):
                 names = ", ".join(sorted(peer[:8] for peer in unheard))
                 log.warning("%s did not come to average, nor report samples: no longer waited for", names)
             if not (alone and self.delay_grad_averaging) or self._somebody_trains(epoch):
-                self._lost = self.delay_grad_averaging
+                self.state_averager.lacks_step = self.delay_grad_averaging
                 self._tell_priority()
                 raise
         self._met = frozenset(map(str, group)) - {self.dht.swarm.id}
@@ -381,7 +379,7 @@ class Optimizer(TorchFace):
 
     def _out_of_step(self) -> bool:
         """Whether others have made an epoch without this peer."""
-        if self._lost:
+        if self.state_averager.lacks_step:
             return True
         epoch, newest = self.local_epoch, self.tracker.global_epoch
         if self.grad_averager is None or newest <= epoch:
@@ -405,16 +403,16 @@ class Optimizer(TorchFace):
         self.state_averager.wait_for_delayed_updates()
         self.state_averager.step(apply_delayed_updates=True)
         if self.state_averager.directory.is_reference() and self.local_epoch >= self.tracker.global_epoch:
-            self._lost = False  # so have all others that are as far
+            self.state_averager.lacks_step = False  # so have all others that are as far
             self._number_rounds()
             return
         epoch, samples = self.local_epoch, self.local_progress.samples_accumulated
         with self.tracker.pause_updates():
             loaded = self.state_averager.load_state_from_peers(**{"timeout": self.load_state_timeout, **kwargs})
             alone = not self.state_averager.directory.others()
-            if loaded is not None or alone:
-                self._lost = False
-            else:
+            if alone:
+                self.state_averager.lacks_step = False
+            elif loaded is None:
                 log.warning("no peer has given its state, though there are others; trying again with the next step")
             if loaded is not None and samples:
                 log.warning(
@@ -441,7 +439,7 @@ class Optimizer(TorchFace):
 
     def _tell_priority(self) -> None:
         if self.state_averager.allow_state_sharing:
-            self.state_averager.state_sharing_priority = self.local_epoch - 0.5 * self._lost
+            self.state_averager.state_sharing_priority = self.local_epoch - 0.5 * self.state_averager.lacks_step
 
     def shutdown(self) -> None:
         """Be no peer of this run any more; the DHT goes on. Idempotent."""

@@ -119,6 +119,8 @@ class TrainingStateAverager(DecentralizedAverager):
         self.opt_keys_for_averaging, self.extra_tensors = tuple(average_opt_statistics), tuple(extra_tensors)
         self.status_loglevel = status_loglevel
         self.local_epoch = 0
+        self.lacks_step = False
+        """An epoch is counted whose gradients could not be averaged: the parameters are not those of the others."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         self.lock_optimizer = threading.RLock()
         """Whoever reads or changes parameters and statistics holds it, so that a donor never gives half a step."""
@@ -381,12 +383,19 @@ class TrainingStateAverager(DecentralizedAverager):
     # ---------------------------------------------------------------- state for others
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """Parameters, extra tensors and the optimizer's state, after what is still done in the background."""
-        while True:
+        """Parameters, extra tensors and the optimizer's state, after what is still done in the background.
+
+        DlcError: a step is missing in them that others have made.
+        """
+        owes = True
+        while owes:
             self._wait_for_steps()  # their epochs are counted already
             with self.lock_optimizer:
-                if not any(update.owes for update in list(self._updates)):  # none has begun meanwhile
-                    return self._current_state()
+                lacks_step, owes = self.lacks_step, any(update.owes for update in list(self._updates))
+                state = () if owes else self._current_state()  # or one has begun meanwhile
+        if lacks_step and not self.directory.is_reference():
+            raise DlcError("it lacks a step that others have made")
+        return state
 
     @torch.no_grad()
     def _current_state(self) -> tuple[Any, ...]:
@@ -424,7 +433,7 @@ class TrainingStateAverager(DecentralizedAverager):
             load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
             if self.offload_optimizer:
                 self.parts.apply()
-            self.local_epoch = epoch
+            self.local_epoch, self.lacks_step = epoch, False
             if self.scheduler is not None:
                 self._catch_up(own)
         return loaded
