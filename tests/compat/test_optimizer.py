@@ -32,7 +32,7 @@ from dlc.compat.hivemind import (
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
-from dlc.errors import DlcError, RoundTimeout, UsageError
+from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
@@ -1288,6 +1288,59 @@ def test_a_training_state_steps_in_place_and_averages_in_the_background(offload:
     assert torch.allclose(nets[0](x), nets[1](x))
     assert all(torch.allclose(statistic(state), (before[0] + before[1]) / 2) for state in states)
     assert [state.local_epoch for state in states] == [2, 2 if sync_epoch else 1]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_epoch_of_a_group_comes_with_its_mean(loaded: bool) -> None:
+    """It was counted before: a state given meanwhile had the parameters of before, and who loaded another one meanwhile
+    took the epoch without the mean."""
+    town, nets = Town(), [nn.Linear(2, 3) for _ in range(3)]
+    first, second, donor = (
+        TrainingStateAverager(
+            dht=dht(town),
+            params=net.parameters(),
+            optimizer=SGD,
+            sync_epoch_when_averaging=True,
+            target_group_size=2,
+            prefix="state",
+            min_matchmaking_time=FOREVER_S,
+            start=True,
+        )
+        for net in nets
+    )
+    begin = weights(nets[0])
+    second.local_epoch, donor.local_epoch = 10, 5
+    for state in (first, second):
+        state.step(averaging_round=True, delay_averaging=True)
+    first.wait_for_delayed_updates()
+    second.wait_for_delayed_updates()
+    assert first.get_current_state()[0]["epoch"] == 0 and torch.equal(weights(nets[0]), begin)
+    if loaded:
+        second.allow_state_sharing = False
+        first.load_state_from_peers(timeout=WAIT_S)
+    first.step(apply_delayed_updates=True)
+    mean = weights(nets[2]) if loaded else (begin + weights(nets[1])) / 2
+    assert first.local_epoch == (5 if loaded else 10)
+    torch.testing.assert_close(weights(nets[0]), mean)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SwarmClosed])
+def test_a_step_is_in_the_model_though_the_average_after_it_is_interrupted(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in the copies only: a checkpoint that was saved then had the number of the next epoch, and lacked it."""
+    net = model()
+    state = TrainingStateAverager(
+        dht=dht(Town()), optimizer=SGD, params=net.parameters(), offload_optimizer=True, prefix="state", start=True
+    )
+    begin = weights(net)
+    monkeypatch.setattr(state, "schedule_step", Mock(side_effect=error))
+    backward(net, 0)
+    with pytest.raises(error):
+        state.step(increment_epoch=True, optimizer_step=True, averaging_round=True)
+    assert state.epoch_of_model == 1 and not torch.equal(weights(net), begin)
+    assert all(map(torch.equal, net.parameters(), state.parts.optimized))
+    state.shutdown()
 
 
 def test_a_training_state_is_loaded_with_epoch_and_schedule_and_never_from_behind() -> None:

@@ -168,6 +168,14 @@ def merged(main: Tensor, copy: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, main.to(copy.device, copy.dtype), copy)
 
 
+def steps_of(scheduler: Any) -> int:
+    """How often it was stepped, its making included; `SequentialLR` and `ChainedScheduler` do not count that."""
+    for name, before in (("_step_count", 0), ("last_epoch", 1)):
+        if hasattr(scheduler, name):
+            return int(getattr(scheduler, name)) + before
+    return steps_of(scheduler._schedulers[0])  # all that are chained are stepped together
+
+
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     given = list(params)
     if all(isinstance(param, Tensor) for param in given):
@@ -181,4 +189,4 @@ def _host_copy(param: Tensor) -> Tensor:
     return copy
 
 
-__all__ = ["Components", "build", "differ", "merged", "versions"]
+__all__ = ["Components", "build", "differ", "merged", "steps_of", "versions"]

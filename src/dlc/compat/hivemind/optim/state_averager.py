@@ -27,7 +27,7 @@ from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
-from dlc.compat.hivemind.optim.components import Components, build, differ, merged, versions
+from dlc.compat.hivemind.optim.components import Components, build, differ, merged, steps_of, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
 from dlc.compat.hivemind.optim.optimizer_state import dump, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
@@ -52,6 +52,8 @@ class Update:
         """The optimizer has made its step: an offloaded one has other parameters than the model."""
         self.averaged: list[Tensor] = []
         """Means that the local tensors are to take."""
+        self.epoch = 0
+        """The greatest of the group, if it comes with its means."""
         self.before: list[Tensor] = []
         """What was averaged: with the delta rule, only the change is taken over; without it, of the parameters, where
         the program may change them meanwhile: what it did change is not overwritten."""
@@ -206,9 +208,11 @@ class TrainingStateAverager(DecentralizedAverager):
             with self.lock_optimizer:  # whoever is given the state now has epoch and parameters that belong together
                 self.local_epoch += increment_epoch
                 optimize()
-            if not delay_averaging:
-                self._guard(average)
-            self._apply(update)
+            try:
+                if not delay_averaging:
+                    self._guard(average)
+            finally:  # the step is made, and its epoch counted, though the average be interrupted
+                self._apply(update)
         if delay_optimizer_step or (averaging_round and delay_averaging):
             later = both if delay_optimizer_step else average
             with self.lock_optimizer:
@@ -300,8 +304,7 @@ class TrainingStateAverager(DecentralizedAverager):
             update.averaged = [average.clone() for average in averaged]
         log.log(self.status_loglevel, "%s: averaged the state of %d peers", self.prefix, len(gathered))
         if self.sync_epoch_when_averaging:
-            self.local_epoch = max([self.local_epoch, *(e for e in gathered.values() if isinstance(e, int))])
-            self._update_scheduler()
+            update.epoch = max([0, *(e for e in gathered.values() if isinstance(e, int))])
 
     def _apply_finished(self, changed: bool, whole: bool = False) -> None:
         """changed: the program has changed the model; whole: it has loaded it, so that no mean is of it any more."""
@@ -356,11 +359,14 @@ class TrainingStateAverager(DecentralizedAverager):
             local.copy_(mean if where is None else merged(local, mean, where))
             if where is not None:
                 self._tell_changed()
+        if update.epoch > self.local_epoch:
+            self.local_epoch = update.epoch
+            self._update_scheduler()
 
     def _update_scheduler(self) -> None:
         """Bring the schedule to `local_epoch`."""
         if self.scheduler is not None:
-            while _steps_of(self.scheduler) <= self.local_epoch:
+            while steps_of(self.scheduler) <= self.local_epoch:
                 self.scheduler.step()
 
     # ---------------------------------------------------------------- tensors
@@ -452,10 +458,10 @@ class TrainingStateAverager(DecentralizedAverager):
             own = self._hyperparameters()
             self.optimizer.load_state_dict(state)
             self.local_epoch = epoch
-            if self.scheduler is not None and _steps_of(self.scheduler) > epoch + 1:
+            if self.scheduler is not None and steps_of(self.scheduler) > epoch + 1:
                 own, schedule = copy.deepcopy(self._began)
                 self.scheduler.load_state_dict(schedule)
-            if self.scheduler is not None and _steps_of(self.scheduler) <= epoch:
+            if self.scheduler is not None and steps_of(self.scheduler) <= epoch:
                 self._catch_up(own)
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -477,14 +483,6 @@ class TrainingStateAverager(DecentralizedAverager):
             raise UsageError("after a delayed optimizer step the averaging is delayed, too")
         if not round_ and (opts or control is not None):
             raise UsageError("averaging_opts and averaging_control are for steps with averaging_round=True")
-
-
-def _steps_of(scheduler: Any) -> int:
-    """How often it was stepped, its making included; `SequentialLR` and `ChainedScheduler` do not count that."""
-    for name, before in (("_step_count", 0), ("last_epoch", 1)):
-        if hasattr(scheduler, name):
-            return int(getattr(scheduler, name)) + before
-    return _steps_of(scheduler._schedulers[0])  # all that are chained are stepped together
 
 
 __all__ = [
