@@ -244,8 +244,11 @@ def test_what_was_trained_is_saved_where_the_data_ends_in_rubbish(
     folder = host.folder / "rows"
     folder.mkdir()
     rows = [f"row {n} " * 200 for n in range(40)]
-    datasets.Dataset.from_dict({"text": rows}).to_parquet(str(folder / "0.parquet"))
-    (folder / "1.parquet").write_bytes(b"PAR1 and so on")
+    for name in ("0.parquet", "1.parquet"):
+        datasets.Dataset.from_dict({"text": rows}).to_parquet(str(folder / name))
+    with (folder / "1.parquet").open("r+b") as file:  # its end, which lists what there is, stays as it was
+        file.seek(4)
+        file.write(b"rubbish" * 20)
     config = Path(host.config(rounds=0))
     said = f"source = {json.dumps(folder.as_posix())}\nstreaming = true\nshards = 1\nlease_blocks = 64"
     text = config.read_text().replace("batch_size = 2", "batch_size = 16")
