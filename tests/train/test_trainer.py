@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 import dlc.train.outer_loop
 import dlc.train.phases
+import dlc.train.trainer
 from dlc.comm.roles import HELPER
 from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
@@ -500,8 +501,14 @@ def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_
 
 @pytest.mark.parametrize("lacks", [{"depth": 1, "channels": (CHANNEL,)}, {"depth": 9}], ids=["a round", "the model"])
 def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
-    spec: RunSpec, tmp_path: Path, lacks: dict[str, Any]
+    spec: RunSpec,
+    tmp_path: Path,
+    lacks: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(dlc.train.trainer, "LINGER_TOLD_S", 0.0)
+    caplog.set_level("INFO", logger="dlc")
     run = Run(FakePeer(spec), tmp_path)
     looks: list[int] = []
     members = run.peer.members
@@ -518,6 +525,9 @@ def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
     run.peer.members = behind  # type: ignore[method-assign]
     run.go()
     assert len(looks) >= 4 and run.peer.left
+    assert [r.message for r in caplog.records if "staying for" in r.message] == [
+        "staying for other, for want of the model or the last round there: 60 s at most"
+    ]
 
 
 def test_an_unknown_device_is_refused(spec: RunSpec, tmp_path: Path) -> None:

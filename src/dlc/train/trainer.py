@@ -51,6 +51,8 @@ LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
 LINGER_S = 60.0
 """How long a peer that has reached the end stays for those that still fetch the last round, or the model."""
+LINGER_TOLD_S = 1.0
+"""After which the log says so: records of the last round take a moment."""
 LAST_TRIES = 5
 """To take the model and the checkpoint of one round: few rounds are so short that one passes in between again."""
 HEADS_KEPT = 256
@@ -338,12 +340,17 @@ class Trainer:
     def _linger(self, stop: threading.Event) -> None:
         """Stay until everybody alive has applied as many entries as we have, and every trainer has the model: who has
         come for the last rounds gets it from nobody else."""
-        end = self._clock() + LINGER_S
-        while self._clock() < end and not stop.is_set():
+        since, told = self._clock(), False
+        while (stayed_s := self._clock() - since) < LINGER_S and not stop.is_set():
             members = self._peer.members()
             me = next((m for m in members if m.me), None)
-            if me is None or not any(_lacks(m, me) for m in members):
+            lacking = [m.id[:8] for m in members if _lacks(m, me)] if me is not None else []
+            if not lacking:
                 return
+            if stayed_s >= LINGER_TOLD_S and not told:
+                told = True
+                names = ", ".join(lacking)
+                log.info("staying for %s, for want of the model or the last round there: %g s at most", names, LINGER_S)
             stop.wait(LEASE_LOOK_S)
 
 
