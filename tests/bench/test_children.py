@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
-from pathlib import Path
 
 import pytest
 
 from dlc.bench import children as children_module
 from dlc.bench.allreduce import PeerReport, Work, combine, take_part
-from dlc.bench.children import LOCAL_MAX, Children, check_local
-from dlc.errors import DlcError, UsageError
+from dlc.bench.children import Children
+from dlc.errors import DlcError
 from dlc.peer import Peer
 from tests.helpers import wait_until
 
@@ -75,47 +73,6 @@ def test_very_many_rounds_are_no_reason_to_stand_still(monkeypatch: pytest.Monke
     )
     with processes(monkeypatch, program) as children:
         assert children.reports() == ([long], "")
-
-
-def test_no_more_are_started_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "meminfo"
-    monkeypatch.setattr(children_module, "MEMINFO", told)
-    check_local(LOCAL_MAX, 8000.0)  # where the system does not tell
-    told.write_text("MemTotal:       99999999 kB\nMemAvailable:    8000000 kB\nHugePages_Total:       0\n")
-    check_local(4, 300.0)
-    with pytest.raises(UsageError, match=r"--local 4 with --mb 400 takes about 9.0 GB of memory, and 8.2 GB are free"):
-        check_local(4, 400.0)
-    with pytest.raises(UsageError, match=f"--local is {LOCAL_MAX + 1}; choose up to {LOCAL_MAX}"):
-        check_local(LOCAL_MAX + 1, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("line", "folder", "names"),
-    [
-        ("0::/box/inner\n", "box", children_module.V2),
-        ("0::/\n", "", children_module.V2),
-        ("4:cpu,memory:/box\n0::/\n", "memory/box", children_module.V1),
-    ],
-)
-def test_the_limit_of_a_container_counts(
-    line: str, folder: str, names: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(children_module, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(children_module, "CGROUPS", tmp_path)
-    (tmp_path / "groups").write_text(line)
-    group, (most, used, cached) = tmp_path / folder, names
-    group.mkdir(parents=True, exist_ok=True)
-    (group / most).write_text("max\n")
-    assert children_module._free_of_groups() == math.inf
-    for name, text in (
-        (most, "3000000000\n"),
-        (used, "1500000000\n"),
-        ("memory.stat", f"anon 5\n{cached} 500000000\n"),
-    ):
-        (group / name).write_text(text)
-    assert children_module._free_of_groups() == 2e9
-    with pytest.raises(UsageError, match=r"takes about 4.5 GB of memory, and 2.0 GB are free"):
-        check_local(2, 400.0)
 
 
 def test_who_fails_before_the_first_round_ends_the_waiting() -> None:

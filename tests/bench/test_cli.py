@@ -157,7 +157,7 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(
 def test_processes_are_no_more_than_fit_and_the_help_says_how_many(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dlc.bench.children._free_bytes", lambda: 2e9)
+    monkeypatch.setattr("dlc.bench.memory._free_bytes", lambda: 2e9)
     code, text = fails(capsys, "allreduce", "--local", "4", "--mb", "100")
     assert code == 2 and "takes about 3.0 GB of memory, and 2.0 GB are free" in text
     with pytest.raises(SystemExit):

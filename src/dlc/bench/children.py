@@ -6,19 +6,17 @@ would, and print what was measured until then.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO
 
 from dlc.bench.allreduce import LOOK_EVERY_S, PeerReport
+from dlc.bench.memory import check_memory
 from dlc.comm.clock import clock
 from dlc.errors import DlcError, UsageError
 
@@ -26,10 +24,6 @@ LOCAL_MAX = 64
 """Processes of --local, this one included: each takes a core for seconds to begin with, and a port or two."""
 VECTORS, PROCESS_BYTES = 5, 250e6
 """Memory of a process: so many vectors (seen: 4.7 with fp32, 3.4 with fp16), and what it has without any."""
-MEMINFO, GROUPS, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-V2 = "memory.max", "memory.current", "inactive_file"
-"""Where a control group tells its limit, what is taken, and how much of that is files that can be dropped."""
 LAST_S = 30.0
 """For the others to notice that one has died, and to print what they saw: more than GONE_S."""
 WITH_REPORT = (0, 4)
@@ -40,41 +34,13 @@ def check_local(n: int, mb: float) -> None:
     """UsageError: `n` processes with vectors of `mb` are too many, or take more memory than is free."""
     if n > LOCAL_MAX:
         raise UsageError(f"--local is {n}; choose up to {LOCAL_MAX} processes")
-    needed, free = n * (VECTORS * mb * 1e6 + PROCESS_BYTES), _free_bytes()
-    if needed > free:
-        raise UsageError(
-            f"--local {n} with --mb {mb:g} takes about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are "
-            "free: choose fewer processes, or a smaller vector"
-        )
+    needed = n * (VECTORS * mb * 1e6 + PROCESS_BYTES)
+    check_memory(f"--local {n} with --mb {mb:g}", needed, "choose fewer processes, or a smaller vector")
 
 
-def _free_bytes() -> float:
-    """Memory that can be had without swapping; infinite where the system does not tell."""
-    try:
-        told = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
-        free = int(told["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, ValueError, LookupError):
-        free = math.inf
-    return min(free, _free_of_groups())
-
-
-def _free_of_groups() -> float:
-    """What the limits of a container, or of another control group of this process, leave; infinite: no limit."""
-    free = math.inf
-    with contextlib.suppress(OSError):
-        for line in GROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            base = CGROUPS / "memory" if controllers else CGROUPS
-            most, used, cached = V1 if controllers else V2
-            group = Path(path.lstrip("/"))
-            for folder in (base / group, *(base / above for above in group.parents)):
-                with contextlib.suppress(OSError, ValueError, LookupError):  # there is none, or no limit ("max")
-                    limit, taken = (int((folder / name).read_text()) for name in (most, used))
-                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                    free = min(free, max(limit - taken + int(stat[cached]), 0.0))
-    return free
+def check_vector(mb: float) -> None:
+    """UsageError: this process with a vector of `mb` takes more memory than is free."""
+    check_memory(f"--mb {mb:g}", VECTORS * mb * 1e6, "choose a smaller vector")
 
 
 class Children:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.bench.memory import check_memory
 from dlc.bench.plain import rounded
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
@@ -30,7 +31,9 @@ CHUNK_ELEMS = 1 << 18
 """1 MiB of fp32: what the library's all-reduce uses."""
 REPEATS = 5
 MB_MAX = 4000.0
-"""The vector is held three times: as it is, encoded (in as many bytes, by fp32) and decoded. More only takes longer."""
+"""More only takes longer."""
+VECTORS = 3
+"""The vector is held so many times: as it is, encoded (in as many bytes, by fp32) and decoded."""
 SEED = 0
 SIZE = 1e-3
 """Standard deviation of what is encoded: about that of pseudo-gradients, which fp16 multiplies by a power of two."""
@@ -75,6 +78,7 @@ def measure_codecs(mb: float, on: list[torch.device], say: Callable[[str], None]
     """Every codec on every device, for a vector of `mb` (10^6 bytes of fp32)."""
     if not 0 < mb <= MB_MAX:
         raise UsageError(f"--mb is {mb:g}; choose up to {MB_MAX:g} MB")
+    check_memory(f"--mb {mb:g}", VECTORS * mb * 1e6, "choose a smaller vector")
     keep_freed_chunks()
     torch.set_num_threads(1)
     vector = torch.randn(max(int(mb * 1e6 / 4), 1), generator=torch.Generator().manual_seed(SEED)).mul_(SIZE)

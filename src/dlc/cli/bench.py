@@ -369,7 +369,7 @@ def _allreduce(args: argparse.Namespace) -> int:
     import torch  # takes seconds, so only now that the options are known to be right
 
     from dlc.bench import allreduce, show
-    from dlc.bench.children import Children, check_local
+    from dlc.bench.children import Children, check_local, check_vector
     from dlc.bench.limit import read_links
     from dlc.cli.console import Stdout
     from dlc.peer import Peer
@@ -378,6 +378,8 @@ def _allreduce(args: argparse.Namespace) -> int:
     work = allreduce.Work(n_peers, args.mb, args.codec, args.rounds, args.pause)
     if args.local is not None:
         check_local(n_peers, work.mb)
+    else:
+        check_vector(work.mb)
     links = read_links(args.links, peers) if args.links else None
     args.join_timeout = args.join_timeout or allreduce.join_timeout_s(args.local)
     if args.local is not None and not args.threads:
