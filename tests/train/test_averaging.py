@@ -27,11 +27,11 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
 from dlc.comm.wire import pack
-from dlc.errors import DlcError, RoundTimeout
+from dlc.errors import DlcError, JoinError, RoundTimeout
 from dlc.handover import Handover, Notice, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, noloco, saver
@@ -192,6 +192,87 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert {s.reason for s in school.summaries()} == {"rounds"}
     told = [record.message for record in caplog.records if record.name == averaging.__name__]
     assert told == ["goes on from the model of another peer, of exchange 20; its own was of exchange 0"]
+
+
+def gone(school: School, old: Pupil, new: Pupil, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is ahead leaves, or cannot be reached any more, and the newcomer knows it."""
+    school.acquainted()
+    wait_until(lambda: any(m.status.get("t") for m in new.peer.members() if not m.me), DEADLINE_S, "it tells its step")
+    if how == "left":
+        old.peer.leave()
+        wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+        return
+    members = new.peer.members
+    monkeypatch.setattr(
+        new.peer,
+        "members",
+        lambda **some: [dataclasses.replace(m, alive=m.me) for m in members(**some)],
+    )
+    monkeypatch.setattr(averaging, "LOOK_S", 0.0)
+    monkeypatch.setattr(Handover, "standings", lambda self: [])
+
+
+@pytest.mark.parametrize("options", [PLAIN, MOSHPIT], ids=["gossip", "moshpit"])
+@pytest.mark.parametrize("how", ["left", "silent"])
+def test_a_newcomer_whose_fellows_are_all_gone_before_it_has_their_model_trains_no_other_one(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, how: str, options: dict[str, Any]
+) -> None:
+    """It trained the whole run alone, and ended as if all were well."""
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(probe_s=0.14, evict_s=5.0), **options)
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    gone(school, old, new, how, monkeypatch)
+    gate.set()
+    end = school.start(new)
+    with pytest.raises(JoinError, match=rf"have left, or do not answer.*\({old.peer.id[:8]}\)"):
+        end.result(DEADLINE_S)
+    assert not new.all("step") and saver.newest(tmp_path / "1", spec) is None
+
+
+def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_one_that_comes_back(
+    tmp_path: Path, school: School
+) -> None:
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
+    old = school.add(Pupil(spec, tmp_path / "0"))
+    old.on_event = lambda event: old.stop.set() if event["event"] == "averaging" and event["t"] == 20 else None
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    school.acquainted()
+    school.start(old)
+    assert school.summaries()[0].t == 20
+    wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    school.start(new)
+    saved = saver.newest(tmp_path / "0", spec)
+    back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saved))
+    school.start(back)
+    assert [summary.t for summary in school.summaries()] == [20, 40, 40]
+    assert new.all("synced")[0]["t"] >= 20
+
+
+@pytest.mark.parametrize("who", ["nobody had trained", "it has its own"])
+def test_who_needs_no_model_of_those_who_left_trains_on(
+    tmp_path: Path, school: School, caplog: pytest.LogCaptureFixture, who: str
+) -> None:
+    spec = spec_in(tmp_path, rounds=40)
+    own = who == "it has its own"
+    if own:
+        first = school.add(Pupil(spec, tmp_path / "1"))
+        first.on_event = lambda event: first.stop.set() if event["event"] == "averaging" and event["t"] == 4 else None
+        school.start(first)
+        assert school.summaries()[0].t == 4
+    saved = saver.newest(tmp_path / "1", spec) if own else None
+    old = Pupil(spec, tmp_path / "0")
+    if own:
+        ahead(school, old)[1].set()
+    else:
+        school.add(old)
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address, resume=saved))
+    wait_until(lambda: len(new.peer.members()) == 2, DEADLINE_S, "it is known")
+    old.peer.leave()
+    wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    summary = school.start(new).result(DEADLINE_S)
+    assert (summary.reason, summary.t) == ("rounds", 40)
+    assert new.all("averaging")[0]["t"] == (5 if own else 1)
+    assert (f"{old.peer.id[:8]} trained further" in caplog.text) == own
 
 
 def test_shares_that_may_count_twice_are_warned_of(

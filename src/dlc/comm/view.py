@@ -111,6 +111,10 @@ class View:
         """The newest of each known peer, mine first; those that left are not listed. Not to be changed."""
         return self._table.records()
 
+    def departed(self) -> list[Record]:
+        """The last of each peer that has left, and has not come back."""
+        return list(self._table.tombstones.values())
+
     def ahead_of(self, state: LogState) -> list[Record]:
         """Records of histories greater than this, alive or not, the greatest first; not to be changed.
 
