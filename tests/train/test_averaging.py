@@ -18,11 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlc import mesh as mesh_module
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm import meshmessages
 from dlc.comm.calls import GoneOn
 from dlc.comm.graphs import pairs
+from dlc.comm.groupowner import RESULT
+from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
@@ -561,6 +564,58 @@ def test_what_comes_too_late_for_the_partner_is_in_the_own_mean_of_the_pair(monk
         assert all(dict(averaged.missing) == {late.id: "late"} for averaged in told)
         assert float(learned[0][0]) == pytest.approx(0.7 * 1.0)
         assert float(learned[1][0]) == pytest.approx(8.0 + 0.7 * 2.0 + 0.6 * (4.0 - 8.0))
+
+
+def test_who_loses_its_partner_in_the_midst_takes_the_step_of_the_pair_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each chunk is of both, or of itself alone, which is the step over one: of those that its partner was to reduce,
+    nothing came; of its own it had what the partner gave."""
+    monkeypatch.setattr(mesh_module, "usual_chunk_elems", lambda *of: 2)
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=gossip)
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        stays, dies = peers
+        many, phis = [Pairs(peer, spec) for peer in peers], [torch.arange(8.0), 10 + torch.arange(8.0)]
+        learned = [torch.full((8,), 1.0), torch.full((8,), 3.0)]
+        for pair, phi in zip(many, phis, strict=True):
+            pair.begin(phi)
+        pulled = threading.Event()
+
+        def watched(mesh: Mesh, now: float) -> None:
+            """It gives its own vector, and no mean."""
+            pull = mesh.parcels.receive_pull
+
+            def receive(sender: Voter, m: meshmessages.Pull) -> None:
+                if m.key.part != RESULT:
+                    pull(sender, m)
+                    pulled.set()
+
+            monkeypatch.setattr(mesh.parcels, "receive_pull", receive)
+
+        dies.mesh.ask(watched)
+        vectors = [phi + d for phi, d in zip(phis, learned, strict=True)]
+        both = [pool.submit(pair.step, 1, vector) for pair, vector in zip(many, vectors, strict=True)]
+        assert pulled.wait(DEADLINE_S)
+        (group,) = stays.mesh.ask(lambda mesh, now: list(mesh._groups.values()))
+        wait_until(lambda: group.outcome.reduced == 4, DEADLINE_S, "its half is reduced")
+        dies.leave()
+        averaged = both[0].result(DEADLINE_S)
+    assert averaged.partners == (dies.id,) and set(averaged.missing) == {dies.id}
+    lr, pull = spec.gossip.outer_lr, spec.gossip.pull
+    alone = lr * learned[0]
+    moves = {
+        "neither": alone,
+        "what was learned": lr * 2.0 + torch.zeros(8),
+        "the weights": alone + pull * 5.0,
+        "both": lr * 2.0 + pull * (phis[1] - phis[0]) / 2,
+    }
+    moved = vectors[0] - phis[0]
+    which = [[name for name, move in moves.items() if abs(float(moved[i] - move[i])) < 1e-5] for i in range(8)]
+    assert all(len(names) == 1 for names in which), which
+    assert {name for (name,) in which} not in ({"neither"}, {"both"}), "some chunks are of both, some are not"
 
 
 def test_members_of_a_group_go_on_from_the_same_number() -> None:
