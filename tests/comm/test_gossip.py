@@ -563,6 +563,60 @@ def test_what_a_gossip_that_is_closed_has_taken_is_not_told_as_refused(again: bo
     assert (one.weight, two.weight) == (0.5, 1.5) and not two.machine.arrivals().taken
 
 
+def closed(walker: Walker) -> None:
+    walker.net.act(walker.host, lambda mesh, now: mesh.with_gossip(walker.machine, walker.machine.close, now))
+
+
+@pytest.mark.parametrize("who", ["giver", "taker"])
+def test_a_gossip_that_is_closed_in_the_midst_of_a_gift_gives_all_back_at_once(who: str) -> None:
+    """The memory of its vectors, its link's measuring, and its share in the other's: nobody waits for its silence."""
+    net = MeshNet(3)
+    one, two = walkers(net, 2)
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) and m.chunk else m
+    one.step("ring", [one.host.voter, two.host.voter])
+    net.until(lambda: two.machine.coming and two.machine._coming[one.host.voter].left < two.grid.n_chunks)
+    assert one.host.mesh.ground.rates.measuring
+    closed(one if who == "giver" else two)
+    net.run(0.2)
+    assert not one.machine.unsettled and not two.machine.coming
+    for host in (one.host, two.host):
+        assert not host.mesh.parcels.holdings._held and not host.mesh.parcels._intakes
+        assert not host.mesh.ground.rates.measuring
+    returned = one.machine.arrivals().returned
+    assert [share.why for share in returned] == ([] if who == "giver" else ["this gossip is closed"])
+    net.tamper = lambda source, target, m: m
+    net.run(5.0)
+    assert not two.machine.arrivals().taken
+
+
+def test_chunks_that_go_to_another_taker_are_no_step_of_a_gift_that_stands_still() -> None:
+    """On a ring both neighbours get the same vector, and one of them may take none of it."""
+    net = MeshNet(7)
+    hosts = [*net.add(1, up_Bps=60.0), *net.add(2)]
+    slow, stuck, fine = (Walker(net, host, i) for i, host in enumerate(hosts))
+    unheard = stuck.host.name
+    net.tamper = lambda source, target, m: None if source == unheard and isinstance(m, Pull) else m
+    slow.step("ring", [host.voter for host in hosts], keep_s=4.0)
+    assert {share.peer for share in slow.machine.unsettled} == {stuck.host.voter, fine.host.voter}
+    took_s = net.until(lambda: stuck.host.voter not in {share.peer for share in slow.machine.unsettled})
+    assert 4.0 <= took_s < 6.0 and [share.peer for share in slow.machine.unsettled] == [fine.host.voter]
+    net.until(lambda: not slow.machine.unsettled)
+    fine.take()
+    slow.take()
+    assert slow.weight + fine.weight + stuck.weight == pytest.approx(3.0) and fine.weight > 1.0
+
+
+def test_a_gift_has_arrived_from_who_gave_it_and_of_its_step_or_an_earlier_one() -> None:
+    """Whoever waits for those who give in this step waits on for the others, and for what was given before."""
+    net = MeshNet(2)
+    one, two, other = walkers(net, 3)
+    one.t = 4
+    one.step("ring", [one.host.voter, two.host.voter])
+    net.until(lambda: two.machine._arrivals.taken)
+    assert [two.machine.arrived_from(one.host.voter, step) for step in (4, 5, 6)] == [True, True, False]
+    assert not two.machine.arrived_from(other.host.voter, 0)
+
+
 @pytest.mark.parametrize("kind", [Gift, Withdraw])
 @pytest.mark.parametrize("serial", [-1, -2])
 def test_a_number_that_no_gift_has_is_refused(kind: type, serial: int) -> None:
