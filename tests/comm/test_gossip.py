@@ -589,6 +589,25 @@ def test_a_gossip_that_is_closed_in_the_midst_of_a_gift_gives_all_back_at_once(w
     assert not two.machine.arrivals().taken
 
 
+def test_a_gossip_that_is_closed_beside_a_group_slows_no_link_any_more() -> None:
+    """Nobody looks again once the group has ended."""
+    net = MeshNet(1)
+    one, two = walkers(net, 2)
+    rates, paces = one.host.mesh.ground.rates, list[Pace]()
+    rates.told_up_Bps = 1e6
+    one.step("ring", [one.host.voter, two.host.voter])
+    rates.begin(net.now, Load(1e6, 1e6))
+    carry_out = net.carry_out
+
+    def heard(host: Host, effects: Sequence[Effect]) -> None:
+        paces.extend(effect for effect in effects if isinstance(effect, Pace))
+        carry_out(host, effects)
+
+    net.carry_out = heard  # type: ignore[method-assign]
+    closed(one)
+    assert paces == [Pace(two.host.name, None)]
+
+
 def test_chunks_that_go_to_another_taker_are_no_step_of_a_gift_that_stands_still() -> None:
     """On a ring both neighbours get the same vector, and one of them may take none of it."""
     net = MeshNet(7)
