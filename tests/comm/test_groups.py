@@ -445,6 +445,34 @@ def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, given, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("receives", [True, False])
+def test_what_is_collected_beside_a_contributor_that_stands_still_is_bounded_whatever_the_number_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, receives: bool
+) -> None:
+    """One owner of all: of 32 chunks it has as many at a time as it has memory for, from three contributors."""
+    n_open = 6
+    monkeypatch.setattr(groupowner, "OPEN_BYTES", n_open * 3 * 4 * CHUNK)
+    net = MeshNet(12)
+    hosts = net.add(4)
+    still = hosts[3].name
+    net.tamper = lambda source, target, m: None if source == still and isinstance(m, Parcel) else m
+    callers = [Caller(net, hosts[0], 0, contributes=False, receives=receives)]
+    callers += [Caller(net, host, i, owns=False) for i, host in enumerate(hosts[1:], 1)]
+    net.until(lambda: hosts[0].mesh._groups)
+    (group,) = hosts[0].mesh._groups.values()
+    most = [0, 0]
+
+    def done() -> bool:
+        reducers = group._owner._reducers.values()
+        most[0], most[1] = max(most[0], len(reducers)), max(most[1], sum(r.held_bytes for r in reducers))
+        return ended(callers)
+
+    net.until(done)
+    assert most[0] == n_open and most[1] == n_open * 2 * 4 * CHUNK < groupowner.OPEN_BYTES
+    assert all(c.outcome.missing == {still: LATE} for c in callers[:3])
+    check_means(callers[0 if receives else 1 : 3])
+
+
 def test_a_slow_contributor_is_left_out_in_time_and_named() -> None:
     net = MeshNet(8)
     hosts = [*net.add(3), *net.add(1, up_Bps=100.0)]
