@@ -445,6 +445,20 @@ def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, given, rtol=0, atol=1e-6)
 
 
+def test_who_contributes_with_weight_0_is_neither_asked_for_it_nor_waited_for() -> None:
+    net = MeshNet(12)
+    hosts = net.add(3)
+    still = hosts[2].name
+    net.tamper = lambda source, target, m: (
+        None if source == still and isinstance(m, Parcel) and m.key.part == CONTRIBUTION else m
+    )
+    callers = [Caller(net, host, i, weight=2.0 - i) for i, host in enumerate(hosts)]
+    assert net.until(lambda: ended(callers)) < 2.0
+    assert all(c.outcome.included == {h.name: NUMEL for h in hosts[:2]} for c in callers)
+    assert not any(c.outcome.missing for c in callers)
+    check_means(callers)
+
+
 @pytest.mark.parametrize("receives", [True, False])
 def test_what_is_collected_beside_a_contributor_that_stands_still_is_bounded_whatever_the_number_of_the_others(
     monkeypatch: pytest.MonkeyPatch, receives: bool
