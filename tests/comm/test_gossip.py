@@ -18,7 +18,7 @@ from dlc.comm.gossip import VECTORS_MAX, Gossip, Settled, Share, absorb, give_aw
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.meshmessages import Gift, Parcel, Pull, Taken, Withdraw
+from dlc.comm.meshmessages import Gift, Parcel, Pull, Refused, Taken, Withdraw
 from dlc.comm.pacing import PLAN_SHARE, UNPACED_BPS
 from dlc.comm.partition import Load
 from dlc.comm.sketch import SKETCH_ELEMS, SLICE_ELEMS, TRAIL_STEPS, Trail, distance, from_bytes, sketch, to_bytes
@@ -290,6 +290,32 @@ def test_one_whose_share_was_taken_back_is_asked_until_it_answers_and_given_noth
     a.take()
     b.take()
     assert (a.overdrawn > 0.0) == had and a.weight + b.weight == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("answer", [Taken("g", 0), Refused("g", 0, "no")])
+def test_an_answer_about_another_gift_settles_neither_the_one_on_its_way_nor_the_one_that_was_taken_back(
+    answer: Taken | Refused,
+) -> None:
+    net = MeshNet(4)
+    a, b = walkers(net, 2)
+    net.tamper = untold
+    a.step("ring", [a.host.voter, b.host.voter])
+    net.run(1.0)
+
+    def heard() -> bool:
+        """Whether it moved anything."""
+        (serial,) = {g.serial for g in [*a.machine._given.values(), *a.machine._reclaimed.values()]}
+        for other in (serial - 1, serial + 1):
+            told = dataclasses.replace(answer, serial=other)
+            net.act(a.host, lambda mesh, now, told=told: mesh.receive(b.host.voter, told, now))
+        arrivals = a.machine.arrivals()
+        a.machine._arrivals = arrivals
+        return a.machine.free(b.host.voter) or bool(arrivals.overdrawn)
+
+    assert not heard() and a.machine.unsettled
+    net.freeze(b.host)
+    net.until(lambda: not a.machine.unsettled, 90.0)
+    assert not heard()
 
 
 def test_gifts_of_another_shape_or_to_nobody_come_back() -> None:
