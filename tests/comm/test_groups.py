@@ -445,6 +445,29 @@ def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, given, rtol=0, atol=1e-6)
 
 
+def test_who_is_asked_for_one_chunk_after_the_other_of_a_lost_owner_gives_contributors_time_for_it_once() -> None:
+    """Each chunk gave one that trickles half of what was left, until there was none for the results."""
+    net = MeshNet(12)
+    hosts = net.add(4)
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) else m
+    callers = calls(net, hosts, budget_s=64.0)
+    net.until(lambda: all(host.mesh._groups for host in hosts))
+    began = net.now
+    (group,) = hosts[0].mesh._groups.values()
+    intakes = group._owner._contributions.values()
+
+    def time_for_it(lost: int) -> float:
+        """After a while, and one more chunk of that owner: when contributors have had their time, since the start."""
+        net.run(1.0)
+        chunk = next(c for c, owner in enumerate(group._owner_of) if owner == lost and not group._owner.has(c))
+        net.act(hosts[0], lambda mesh, now: [group._owner.wanted(chunk), *mesh.tick(now)][1:])
+        (until_run,) = {intake.until_run for intake in intakes}
+        return until_run - group.ground.running_s + net.now - began
+
+    assert [time_for_it(lost) for lost in (1, 1, 1, 2)] == pytest.approx([32.5, 32.5, 32.5, 34.0], abs=0.1)
+    assert not ended(callers)
+
+
 def test_who_contributes_with_weight_0_is_neither_asked_for_it_nor_waited_for() -> None:
     net = MeshNet(12)
     hosts = net.add(3)
