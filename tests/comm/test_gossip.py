@@ -651,6 +651,16 @@ def test_chunks_that_go_to_another_taker_are_no_step_of_a_gift_that_stands_still
     assert slow.weight + fine.weight + stuck.weight == pytest.approx(3.0) and fine.weight > 1.0
 
 
+def test_what_a_gift_takes_on_the_wire_is_told_by_both() -> None:
+    net = MeshNet(2)
+    one, two = walkers(net, 2, codec="fp16")
+    for n in (1, 2):
+        one.step("ring", [one.host.voter, two.host.voter])
+        net.until(lambda: settled([one, two]))
+        assert one.machine.bytes_sent == two.machine.bytes_received == n * one.grid.total_wire_bytes
+    assert one.machine.bytes_received == two.machine.bytes_sent == 0
+
+
 def test_a_gift_has_arrived_from_who_gave_it_and_of_its_step_or_an_earlier_one() -> None:
     """Whoever waits for those who give in this step waits on for the others, and for what was given before."""
     net = MeshNet(2)

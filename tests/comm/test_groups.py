@@ -468,6 +468,20 @@ def test_who_is_asked_for_one_chunk_after_the_other_of_a_lost_owner_gives_contri
     assert not ended(callers)
 
 
+@pytest.mark.parametrize("fault", ["kill", "leave"])
+def test_who_died_or_left_while_it_waited_is_not_taken_for_one_who_has_come(fault: str) -> None:
+    """What it showed stays on the board for a minute."""
+    net = MeshNet(5)
+    hosts = net.add(2)
+    Caller(net, hosts[0], 0, patience_s=60.0, target=2)
+    net.run(1.0)
+    getattr(net, fault)(hosts[0])
+    net.run(5.0)
+    alone = Caller(net, hosts[1], 1, patience_s=4.0, target=2, least=2)
+    assert 4.0 <= net.until(lambda: alone.end is not None) < 5.0
+    assert isinstance(alone.end, MeetingFailed) and alone.end.why == "1 of at least 2 came"
+
+
 def test_who_contributes_with_weight_0_is_neither_asked_for_it_nor_waited_for() -> None:
     net = MeshNet(12)
     hosts = net.add(3)
