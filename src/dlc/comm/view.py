@@ -58,8 +58,8 @@ class View:
         return record is not None and not record.stale and self.alive(voter)
 
     def up(self, voter: Voter) -> bool:
-        """It answered me once, and nothing says since that it is dead. Weaker than `alive`, which holds in swarms of up
-        to HEARTBEATS_MAX only: larger ones ping in turn."""
+        """It answered me once, and nothing says since that it is dead, or gone. Weaker than `alive`, which holds in
+        swarms of up to HEARTBEATS_MAX only: larger ones ping in turn."""
         if voter == self.me:
             return not self._left
         member = self._table.members.get(voter.peer)
