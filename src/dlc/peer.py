@@ -337,11 +337,14 @@ class Peer(Unpicklable, Collectives):
         """The state directory; None where all is kept in memory."""
         return self._intro.state.path
 
-    def members(self) -> list[Member]:
-        """Everyone known, this peer included, as seen from here."""
+    def members(self, departed: bool = False) -> list[Member]:
+        """Everyone known, this peer included, as seen from here; with `departed` those that have left, too, as they
+        were then."""
 
         def read(node: Node, now: float) -> list[Member]:
-            return [member_of(r, node.members.alive(r.voter), r.voter == node.me) for r in node.members.records()]
+            members = node.members
+            records = [*members.records(), *(members.departed() if departed else ())]
+            return [member_of(r, members.alive(r.voter), r.voter == node.me) for r in records]
 
         return self._look(read)
 

@@ -216,8 +216,8 @@ class ServerClient:
         weight: of the push in its round, in tokens; without effect where pushes are applied one by one.
 
         Waits as long as there is no helper; the log tells it. RoundTimeout: it took longer than `timeout_s`; the push
-        may be counted all the same. UsageError: the swarm's parameters are another vector. SwarmClosed. Ctrl-C gives
-        the exchange up as a time-out does.
+        may be counted all the same. UsageError: the swarm's parameters are another vector, or not finite. SwarmClosed.
+        Ctrl-C gives the exchange up as a time-out does.
         """
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)

@@ -445,6 +445,85 @@ def test_thousands_of_chunks_that_wait_for_nobody(n: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, given, rtol=0, atol=1e-6)
 
 
+def test_who_is_asked_for_one_chunk_after_the_other_of_a_lost_owner_gives_contributors_time_for_it_once() -> None:
+    """Each chunk gave one that trickles half of what was left, until there was none for the results."""
+    net = MeshNet(12)
+    hosts = net.add(4)
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) else m
+    callers = calls(net, hosts, budget_s=64.0)
+    net.until(lambda: all(host.mesh._groups for host in hosts))
+    began = net.now
+    (group,) = hosts[0].mesh._groups.values()
+    intakes = group._owner._contributions.values()
+
+    def time_for_it(lost: int) -> float:
+        """After a while, and one more chunk of that owner: when contributors have had their time, since the start."""
+        net.run(1.0)
+        chunk = next(c for c, owner in enumerate(group._owner_of) if owner == lost and not group._owner.has(c))
+        net.act(hosts[0], lambda mesh, now: [group._owner.wanted(chunk), *mesh.tick(now)][1:])
+        (until_run,) = {intake.until_run for intake in intakes}
+        return until_run - group.ground.running_s + net.now - began
+
+    assert [time_for_it(lost) for lost in (1, 1, 1, 2)] == pytest.approx([32.5, 32.5, 32.5, 34.0], abs=0.1)
+    assert not ended(callers)
+
+
+@pytest.mark.parametrize("fault", ["kill", "leave"])
+def test_who_died_or_left_while_it_waited_is_not_taken_for_one_who_has_come(fault: str) -> None:
+    """What it showed stays on the board for a minute."""
+    net = MeshNet(5)
+    hosts = net.add(2)
+    Caller(net, hosts[0], 0, patience_s=60.0, target=2)
+    net.run(1.0)
+    getattr(net, fault)(hosts[0])
+    net.run(5.0)
+    alone = Caller(net, hosts[1], 1, patience_s=4.0, target=2, least=2)
+    assert 4.0 <= net.until(lambda: alone.end is not None) < 5.0
+    assert isinstance(alone.end, MeetingFailed) and alone.end.why == "1 of at least 2 came"
+
+
+def test_who_contributes_with_weight_0_is_neither_asked_for_it_nor_waited_for() -> None:
+    net = MeshNet(12)
+    hosts = net.add(3)
+    still = hosts[2].name
+    net.tamper = lambda source, target, m: (
+        None if source == still and isinstance(m, Parcel) and m.key.part == CONTRIBUTION else m
+    )
+    callers = [Caller(net, host, i, weight=2.0 - i) for i, host in enumerate(hosts)]
+    assert net.until(lambda: ended(callers)) < 2.0
+    assert all(c.outcome.included == {h.name: NUMEL for h in hosts[:2]} for c in callers)
+    assert not any(c.outcome.missing for c in callers)
+    check_means(callers)
+
+
+@pytest.mark.parametrize("receives", [True, False])
+def test_what_is_collected_beside_a_contributor_that_stands_still_is_bounded_whatever_the_number_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, receives: bool
+) -> None:
+    """One owner of all: of 32 chunks it has as many at a time as it has memory for, from three contributors."""
+    n_open = 6
+    monkeypatch.setattr(groupowner, "OPEN_BYTES", n_open * 3 * 4 * CHUNK)
+    net = MeshNet(12)
+    hosts = net.add(4)
+    still = hosts[3].name
+    net.tamper = lambda source, target, m: None if source == still and isinstance(m, Parcel) else m
+    callers = [Caller(net, hosts[0], 0, contributes=False, receives=receives)]
+    callers += [Caller(net, host, i, owns=False) for i, host in enumerate(hosts[1:], 1)]
+    net.until(lambda: hosts[0].mesh._groups)
+    (group,) = hosts[0].mesh._groups.values()
+    most = [0, 0]
+
+    def done() -> bool:
+        reducers = group._owner._reducers.values()
+        most[0], most[1] = max(most[0], len(reducers)), max(most[1], sum(r.held_bytes for r in reducers))
+        return ended(callers)
+
+    net.until(done)
+    assert most[0] == n_open and most[1] == n_open * 2 * 4 * CHUNK < groupowner.OPEN_BYTES
+    assert all(c.outcome.missing == {still: LATE} for c in callers[:3])
+    check_means(callers[0 if receives else 1 : 3])
+
+
 def test_a_slow_contributor_is_left_out_in_time_and_named() -> None:
     net = MeshNet(8)
     hosts = [*net.add(3), *net.add(1, up_Bps=100.0)]

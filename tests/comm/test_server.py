@@ -930,6 +930,55 @@ def test_a_push_with_nan_is_refused_and_told() -> None:
     assert torch.equal(net.theta()[a:b], torch.zeros(b - a))
 
 
+@pytest.mark.parametrize("times", [1, 3, 4])
+def test_parameters_that_come_as_nan_are_not_taken_and_asked_for_again_a_few_times(times: int) -> None:
+    """They were taken, and the model with them was lost; a helper took them from there when it began a span anew."""
+    net = swarm(2, 2)
+    trainer, spoilt = net.processes["t0"], [0]
+    carry = net._carry
+
+    def spoil(process: Process, to: str, message: Any, bulk: bool) -> None:
+        first = isinstance(message, sm.Part) and message.part == 0 and message.key.startswith("theta/0/")
+        if first and to == "t0" and spoilt[0] < times:
+            spoilt[0] += 1
+            message = dataclasses.replace(message, payload=b"\xff" * len(message.payload))
+        carry(process, to, message, bulk)
+
+    net._carry = spoil  # type: ignore[method-assign]
+    owner = net.owner(0)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: trainer.service.exchange.over, 60.0, "it ends")
+    assert trainer.service.theta.isfinite().all() and net.theta().isfinite().all()
+    told = [news.text for news in trainer.news if "not finite" in getattr(news, "text", "")]
+    failed = [news for news in trainer.news if isinstance(news, ExchangeFailed)]
+    assert told == [f"span 0: what {owner.voter} serves is not finite, and not taken: it is asked for again"] * min(
+        times, 3
+    )
+    assert [str(owner.voter) in news.why for news in failed] == ([True] if times > 3 else [])
+    assert bool(failed) or torch.equal(trainer.service.theta, torch.ones(NUMEL))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_update_that_comes_to_the_standby_as_nan_is_not_applied_there(asynchronous: bool) -> None:
+    """Its replica was NaN from then on, and so was what it served once the owner was gone."""
+    net = swarm(2, 1, asynchronous=asynchronous)
+    net.may_refuse, owner, spoilt = True, net.owner(0), list[str]()
+    carry = net._carry
+
+    def spoil(process: Process, to: str, message: Any, bulk: bool) -> None:
+        if process is owner and isinstance(message, sm.Part) and message.key.startswith("update/0/") and not spoilt:
+            spoilt.append(message.key)
+            message = dataclasses.replace(message, payload=b"\xff" * len(message.payload))
+        carry(process, to, message, bulk)
+
+    net._carry = spoil  # type: ignore[method-assign]
+    net.exchange({"t0": ones()})
+    net.kill(owner)
+    net.until(lambda: net.served(standbys=False), 60.0, "the standby has taken over")
+    assert spoilt and torch.equal(net.theta(), torch.ones(NUMEL))
+
+
 def test_a_trainer_whose_push_is_not_finite_is_not_waited_for_and_named_with_the_reason() -> None:
     """The others were told that it is late, once they had waited for it."""
     net = swarm(2, 2, patience_s=20.0)

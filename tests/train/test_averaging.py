@@ -18,20 +18,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlc import mesh as mesh_module
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm import meshmessages
 from dlc.comm.calls import GoneOn
 from dlc.comm.graphs import pairs
+from dlc.comm.groupowner import RESULT
+from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
 from dlc.comm.wire import pack
-from dlc.errors import DlcError, RoundTimeout
+from dlc.errors import DlcError, JoinError, RoundTimeout
 from dlc.handover import Handover, Notice, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, noloco, saver
@@ -192,6 +195,87 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert {s.reason for s in school.summaries()} == {"rounds"}
     told = [record.message for record in caplog.records if record.name == averaging.__name__]
     assert told == ["goes on from the model of another peer, of exchange 20; its own was of exchange 0"]
+
+
+def gone(school: School, old: Pupil, new: Pupil, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is ahead leaves, or cannot be reached any more, and the newcomer knows it."""
+    school.acquainted()
+    wait_until(lambda: any(m.status.get("t") for m in new.peer.members() if not m.me), DEADLINE_S, "it tells its step")
+    if how == "left":
+        old.peer.leave()
+        wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+        return
+    members = new.peer.members
+    monkeypatch.setattr(
+        new.peer,
+        "members",
+        lambda **some: [dataclasses.replace(m, alive=m.me) for m in members(**some)],
+    )
+    monkeypatch.setattr(averaging, "LOOK_S", 0.0)
+    monkeypatch.setattr(Handover, "standings", lambda self: [])
+
+
+@pytest.mark.parametrize("options", [PLAIN, MOSHPIT], ids=["gossip", "moshpit"])
+@pytest.mark.parametrize("how", ["left", "silent"])
+def test_a_newcomer_whose_fellows_are_all_gone_before_it_has_their_model_trains_no_other_one(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, how: str, options: dict[str, Any]
+) -> None:
+    """It trained the whole run alone, and ended as if all were well."""
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(probe_s=0.14, evict_s=5.0), **options)
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    gone(school, old, new, how, monkeypatch)
+    gate.set()
+    end = school.start(new)
+    with pytest.raises(JoinError, match=rf"have left, or do not answer.*\({old.peer.id[:8]}\)"):
+        end.result(DEADLINE_S)
+    assert not new.all("step") and saver.newest(tmp_path / "1", spec) is None
+
+
+def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_one_that_comes_back(
+    tmp_path: Path, school: School
+) -> None:
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
+    old = school.add(Pupil(spec, tmp_path / "0"))
+    old.on_event = lambda event: old.stop.set() if event["event"] == "averaging" and event["t"] == 20 else None
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    school.acquainted()
+    school.start(old)
+    assert school.summaries()[0].t == 20
+    wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    school.start(new)
+    saved = saver.newest(tmp_path / "0", spec)
+    back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saved))
+    school.start(back)
+    assert [summary.t for summary in school.summaries()] == [20, 40, 40]
+    assert new.all("synced")[0]["t"] >= 20
+
+
+@pytest.mark.parametrize("who", ["nobody had trained", "it has its own"])
+def test_who_needs_no_model_of_those_who_left_trains_on(
+    tmp_path: Path, school: School, caplog: pytest.LogCaptureFixture, who: str
+) -> None:
+    spec = spec_in(tmp_path, rounds=40)
+    own = who == "it has its own"
+    if own:
+        first = school.add(Pupil(spec, tmp_path / "1"))
+        first.on_event = lambda event: first.stop.set() if event["event"] == "averaging" and event["t"] == 4 else None
+        school.start(first)
+        assert school.summaries()[0].t == 4
+    saved = saver.newest(tmp_path / "1", spec) if own else None
+    old = Pupil(spec, tmp_path / "0")
+    if own:
+        ahead(school, old)[1].set()
+    else:
+        school.add(old)
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address, resume=saved))
+    wait_until(lambda: len(new.peer.members()) == 2, DEADLINE_S, "it is known")
+    old.peer.leave()
+    wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    summary = school.start(new).result(DEADLINE_S)
+    assert (summary.reason, summary.t) == ("rounds", 40)
+    assert new.all("averaging")[0]["t"] == (5 if own else 1)
+    assert (f"{old.peer.id[:8]} trained further" in caplog.text) == own
 
 
 def test_shares_that_may_count_twice_are_warned_of(
@@ -480,6 +564,58 @@ def test_what_comes_too_late_for_the_partner_is_in_the_own_mean_of_the_pair(monk
         assert all(dict(averaged.missing) == {late.id: "late"} for averaged in told)
         assert float(learned[0][0]) == pytest.approx(0.7 * 1.0)
         assert float(learned[1][0]) == pytest.approx(8.0 + 0.7 * 2.0 + 0.6 * (4.0 - 8.0))
+
+
+def test_who_loses_its_partner_in_the_midst_takes_the_step_of_the_pair_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each chunk is of both, or of itself alone, which is the step over one: of those that its partner was to reduce,
+    nothing came; of its own it had what the partner gave."""
+    monkeypatch.setattr(mesh_module, "usual_chunk_elems", lambda *of: 2)
+    gossip = GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S)
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=gossip)
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        stays, dies = peers
+        many, phis = [Pairs(peer, spec) for peer in peers], [torch.arange(8.0), 10 + torch.arange(8.0)]
+        learned = [torch.full((8,), 1.0), torch.full((8,), 3.0)]
+        for pair, phi in zip(many, phis, strict=True):
+            pair.begin(phi)
+        pulled = threading.Event()
+
+        def watched(mesh: Mesh, now: float) -> None:
+            """It gives its own vector, and no mean."""
+            pull = mesh.parcels.receive_pull
+
+            def receive(sender: Voter, m: meshmessages.Pull) -> None:
+                if m.key.part != RESULT:
+                    pull(sender, m)
+                    pulled.set()
+
+            monkeypatch.setattr(mesh.parcels, "receive_pull", receive)
+
+        dies.mesh.ask(watched)
+        vectors = [phi + d for phi, d in zip(phis, learned, strict=True)]
+        both = [pool.submit(pair.step, 1, vector) for pair, vector in zip(many, vectors, strict=True)]
+        assert pulled.wait(DEADLINE_S)
+        (group,) = stays.mesh.ask(lambda mesh, now: list(mesh._groups.values()))
+        wait_until(lambda: group.outcome.reduced == 4, DEADLINE_S, "its half is reduced")
+        dies.leave()
+        averaged = both[0].result(DEADLINE_S)
+    assert averaged.partners == (dies.id,) and set(averaged.missing) == {dies.id}
+    lr, pull = spec.gossip.outer_lr, spec.gossip.pull
+    alone = lr * learned[0]
+    moves = {
+        "neither": alone,
+        "what was learned": lr * 2.0 + torch.zeros(8),
+        "the weights": alone + pull * 5.0,
+        "both": lr * 2.0 + pull * (phis[1] - phis[0]) / 2,
+    }
+    moved = vectors[0] - phis[0]
+    which = [[name for name, move in moves.items() if abs(float(moved[i] - move[i])) < 1e-5] for i in range(8)]
+    assert all(len(names) == 1 for names in which), which
+    assert {name for (name,) in which} not in ({"neither"}, {"both"}), "some chunks are of both, some are not"
 
 
 def test_members_of_a_group_go_on_from_the_same_number() -> None:

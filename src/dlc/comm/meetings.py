@@ -146,7 +146,7 @@ class Meeting:
         found: dict[Voter, Wish] = {}
         for posted in self.board.get(BOARD_PREFIX + self.call.key).values():
             voter, members = posted.author, self.ground.members
-            if voter == self.ground.me or members.gone(voter) or not members.up(voter):
+            if voter == self.ground.me or not members.up(voter):
                 continue
             wish = self._wish_of(voter, posted.value)
             if wish is None or wish.grid != self.wish.grid:
@@ -182,8 +182,7 @@ class Meeting:
         if isinstance(state, Forming):
             self._form(state)
         elif isinstance(state, Accepted):
-            gone = self.ground.members.gone(state.leader) or not self.ground.members.up(state.leader)
-            if now >= state.until or gone:
+            if now >= state.until or not self.ground.members.up(state.leader):
                 self._state = None
             elif now >= state.again:
                 state.again = now + AGAIN_S
@@ -341,7 +340,7 @@ class Meeting:
         if (
             not all(w.least <= n <= most and w.grid == self.wish.grid for w in wishes.values())
             or not _contributed(wishes.values())
-            or not all(members.up(v) and not members.gone(v) for v in others)
+            or not all(members.up(v) for v in others)
         ):
             return False
         nonce = crowd_nonce(self.call.key, [(v, w.nonce) for v, w in wishes.items()])
@@ -401,7 +400,7 @@ class Meeting:
 
     def _form(self, state: Forming) -> None:
         now, members = self.ground.now, self.ground.members
-        lost = {v for v in state.wishes if v != self.ground.me and (members.gone(v) or not members.up(v))}
+        lost = {v for v in state.wishes if v != self.ground.me and not members.up(v)}
         open_ = [v for v in state.wishes if v not in state.accepted and v not in state.declined and v not in lost]
         if open_ and now < state.until:
             if now >= state.again:

@@ -115,10 +115,18 @@ class Replicas:
             return
         state = replica.state
         replica.asked.pop(m.update.version, None)
+        if not self._finite(m.view.span, parts):
+            raise ProtocolError(f"update {m.update.version} of span {m.view.span} from {sender} is not finite")
         replica.ahead[m.update.version] = (m.update, parts)
         while state.version + 1 in replica.ahead:
             state.apply(*replica.ahead.pop(state.version + 1))
         self._say_taken(sender, view, state)
+
+    def _finite(self, span: int, parts: Sequence[Payload]) -> bool:
+        spans = self.host.spans
+        assert spans is not None
+        chunks, coder = spans.chunks(span), spans.grid.coder
+        return all(not len(p) or coder.finite(p, spans.grid.elems(c)) for c, p in zip(chunks, parts, strict=True))
 
     def _say_taken(self, to: Voter, view: SpanView, state: SpanState) -> None:
         digest = state.digest() if state.version % DIGEST_EVERY == 0 else b""

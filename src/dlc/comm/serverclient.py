@@ -79,6 +79,8 @@ from dlc.errors import DlcError, ProtocolError, UsageError
 
 REPEAT_S = 1.0
 """How often what was not answered is sent again; or after four round trips."""
+UNSOUND_MAX = 3
+"""So often a span is asked for again that was not finite when it came."""
 PAUSED_S = 5.0
 """A span without an owner for so long is told; a takeover is over by then."""
 
@@ -321,6 +323,9 @@ class SpanClient(ServerPeer):
         if parts is None:
             leg.said_at = float("-inf")
             return
+        if not all(self._fp32.finite(part, len(part) // 4) for part in parts):
+            self._not_finite(sender, m.span, leg)
+            return
         self.shelf.drop(_stake_key(m.span, pulled))
         for chunk, part in zip(self.spans.chunks(m.span), parts, strict=True):
             a, b = self.spans.grid.span(chunk)
@@ -332,6 +337,23 @@ class SpanClient(ServerPeer):
         pulled.step, pulled.origin, pulled.pushes = m.step, view.origin, m.pushes
         self._set_aside(leg, m)
         self._leg_over(leg)
+
+    def _not_finite(self, owner: Voter, span: int, leg: Leg) -> None:
+        """It may have been damaged on the way; or the parameters are lost, and the exchange ends."""
+        leg.unsound += 1
+        text = f"span {span}: what {owner} serves is not finite"
+        if leg.unsound <= UNSOUND_MAX:
+            self.tell(Notice(f"{text}, and not taken: it is asked for again", serious=True))
+        elif self.exchange is not None:
+            number = self.exchange.number
+            self.cancel()
+            self.tell(
+                ExchangeFailed(
+                    number,
+                    f"{text}, though it was asked for {UNSOUND_MAX} times more. If other helpers serve what is finite, "
+                    "stop this one, and join again; or begin anew from a checkpoint, with lower learning rates",
+                )
+            )
 
     def _set_aside(self, leg: Leg, m: PullOffer) -> None:
         """What had counted, and is no part of what the owner has: this exchange's push, or earlier ones."""

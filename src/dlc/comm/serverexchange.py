@@ -38,6 +38,8 @@ class Leg:
     step: int = 0
     """The pull waits for this round."""
     said_at: float = float("-inf")
+    unsound: int = 0
+    """How often its theta came, and was not finite."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Members(Protocol):
         ...
 
     def up(self, voter: Voter) -> bool:
-        """It answered me once, and nothing says since that it is dead: in swarms too large to ping all of them."""
+        """It answered me once, and nothing says that it is dead, or gone: in swarms too large to ping all of them."""
         ...
 
     def gone(self, voter: Voter) -> bool:

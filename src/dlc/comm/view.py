@@ -58,8 +58,8 @@ class View:
         return record is not None and not record.stale and self.alive(voter)
 
     def up(self, voter: Voter) -> bool:
-        """It answered me once, and nothing says since that it is dead. Weaker than `alive`, which holds in swarms of up
-        to HEARTBEATS_MAX only: larger ones ping in turn."""
+        """It answered me once, and nothing says since that it is dead, or gone. Weaker than `alive`, which holds in
+        swarms of up to HEARTBEATS_MAX only: larger ones ping in turn."""
         if voter == self.me:
             return not self._left
         member = self._table.members.get(voter.peer)
@@ -110,6 +110,10 @@ class View:
     def records(self) -> list[Record]:
         """The newest of each known peer, mine first; those that left are not listed. Not to be changed."""
         return self._table.records()
+
+    def departed(self) -> list[Record]:
+        """The last of each peer that has left, and has not come back."""
+        return list(self._table.tombstones.values())
 
     def ahead_of(self, state: LogState) -> list[Record]:
         """Records of histories greater than this, alive or not, the greatest first; not to be changed.

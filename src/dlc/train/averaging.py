@@ -6,7 +6,8 @@
   exchange tells (the root mean square of how far each is from the mean of all). Nobody is waited for but the few of an
   exchange, and these for a limited time. Who they are, and what becomes of the vector, is the part of an `Exchange`.
 - A peer that dies takes what it had learned since its last exchange with it, and harms nobody. One that comes later
-  takes the model of whoever is furthest (`handover`), and that peer's step.
+  takes the model of whoever is furthest (`handover`), and that peer's step. Where all who have trained are gone before
+  it has that, it begins no other training under the run's name: it waits for them for `timeouts.evict_s`, and ends.
 - Kept are P1 (no master), P5 (strangers stay out) and P6 (true reports). Not kept: P2 (there is no one model), P7
   (every peer goes through all of the data in an order of its own: samples are drawn, not leased).
 - A checkpoint is of this peer alone: its model and its inner optimizer.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.roles import TRAINER
-from dlc.errors import CheckpointError, DlcError
+from dlc.errors import CheckpointError, DlcError, JoinError
 from dlc.flat import finite
 from dlc.handles import Checkpoint, Position
 from dlc.handover import T_MAX, Handover
@@ -41,6 +42,7 @@ from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
 from dlc.train.strategy import Parts
 from dlc.train.swarm import Frozen
+from dlc.train.telling import ENDS
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,11 @@ LOOK_EVERY_S = 0.05
 EXCHANGE_S = 600.0
 """An exchange that has begun ends within this; who dies in it is noticed far sooner."""
 _COUNTS = "counts"
+_MISSED = (
+    "all who have trained in this run have left, or do not answer, before this peer had the model of one of them (%s): "
+    "it is in their state directories, as their newest checkpoint. Start one of them again and join by its address, or "
+    "begin the run anew, with --config and without --peers"
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Averaging:
         if saved is not None:
             self._restore(saved)
         handover.stand(self._t, self._vector)
-        if self._furthest(handover) > self._t and self._take_over(handover):
+        if self._caught_up(handover):
             self._inner_step = self._kept_steps = 0
         exchange = self._exchange = exchange_of(self._peer, self._parts)
         own = {name: tensor for name, tensor in saved.own.items() if name != _COUNTS} if saved is not None else {}
@@ -154,6 +161,35 @@ class Averaging:
         load_random_state(saved.rng, self._inner.device)
         self._t, (self._blocks, self._tokens, made) = saved.t, (int(count) for count in counts)
         self._inner_step = self._kept_steps = made
+
+    def _caught_up(self, handover: Handover) -> bool:
+        """Whether the model is that of another, who is further. JoinError: see `_MISSED`."""
+        pause, since = threading.Event(), None
+        while not (self._furthest(handover) > self._t and self._take_over(handover)):
+            lost, now, evict_s = self._out_of_reach(), self._parts.clock(), self._parts.spec.timeouts.evict_s
+            if not lost:
+                return False
+            if self._t:
+                log.warning("%s trained further, and left or do not answer: goes on from exchange %d", lost, self._t)
+                return False
+            if since is None:
+                since = now
+                log.warning("%s have the model, and left or do not answer: waiting for %g s at most", lost, evict_s)
+            if now - since >= evict_s:
+                raise JoinError(_MISSED % lost)
+            self._parts.calls.listen()
+            pause.wait(LOOK_EVERY_S)
+        return True
+
+    def _out_of_reach(self) -> str:
+        """Names of the trainers that are further than this peer, where none of them gives its model any more; empty
+        where one may, or nobody is further."""
+        last, members = last_of(self._parts.spec), self._peer.members(departed=True)
+        told = [(m, m.status.get("t")) for m in members if m.role == TRAINER and not m.me]
+        further = [m for m, t in told if type(t) is int and self._t < t <= last]
+        if any(m.alive and not m.left and m.status.get("phase") != ENDS for m in further):
+            return ""
+        return ", ".join(m.id[:8] for m in further)
 
     def _furthest(self, handover: Handover) -> int:
         """The furthest step of the others; 0 where nobody tells one."""
@@ -253,6 +289,8 @@ class Averaging:
         furthest = max((standing.t for standing in self._handover.standings()), default=0)
         if self._unheard and furthest > self._t and self._begun_again():
             return
+        if self._unheard and not self._t and (lost := self._out_of_reach()):
+            raise JoinError(_MISSED % lost)
         self._unheard = False
         averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
