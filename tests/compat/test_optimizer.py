@@ -715,6 +715,7 @@ SCHEDULES = {
     "at once": lambda opt: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ConstantLR(opt, 0.25, 2), torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)]
     ),
+    "with restarts": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
 }
 
 
@@ -746,6 +747,22 @@ def test_the_schedule_goes_back_with_an_earlier_epoch_that_is_loaded(name: str) 
         saved["param_groups"][0].update(lr=lr, momentum=momentum)
         opt.load_state_dict(saved)
         assert options() == (lr, momentum) and epochs(6 - epoch) == first[epoch:]
+
+
+def test_a_schedule_that_cannot_follow_the_epochs_is_refused() -> None:
+    class Uncounted(LRSchedulerBase):
+        def step(self, epoch: int | None = None) -> None:
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    with pytest.raises(UsageError, match="ReduceLROnPlateau a metric: step it yourself"):
+        optimizer(Town(), model(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, scheduler=Uncounted)
+    backward(net, 0)
+    with pytest.raises(UsageError, match="Uncounted does not count its steps"):
+        for _ in range(3):
+            opt.step()
+    opt.shutdown()
 
 
 @pytest.mark.parametrize("on_its_way", ["an average of the state", "a step"])

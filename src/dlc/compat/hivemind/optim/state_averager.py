@@ -364,10 +364,15 @@ class TrainingStateAverager(DecentralizedAverager):
             self._update_scheduler()
 
     def _update_scheduler(self) -> None:
-        """Bring the schedule to `local_epoch`."""
+        """Bring the schedule to `local_epoch`. UsageError: it does not count its steps."""
         if self.scheduler is not None:
-            while steps_of(self.scheduler) <= self.local_epoch:
+            while (made := steps_of(self.scheduler)) <= self.local_epoch:
                 self.scheduler.step()
+                if steps_of(self.scheduler) <= made:
+                    raise UsageError(
+                        f"{type(self.scheduler).__name__} does not count its steps in last_epoch, by which it follows "
+                        "the epochs: make it a torch.optim.lr_scheduler.LRScheduler that has only get_lr of its own"
+                    )
 
     # ---------------------------------------------------------------- tensors
 
