@@ -283,6 +283,19 @@ def test_what_is_changed_while_a_step_waits_is_kept_on_top_of_the_mean() -> None
     assert of(peers[0])[0].tolist() == [11.0, 11.0] and of(peers[1])[0].tolist() == [1.0, 1.0]
 
 
+def test_tied_tensors_take_the_mean_once() -> None:
+    town, given = Town(), [torch.tensor([i, 2.0 * i, 3.0 * i]) for i in (1.0, 3.0)]
+    peers = [averager(town, [whole, whole, whole[1:]]) for whole in given]
+    results([peer.step(wait=False) for peer in peers])
+    assert given[0].tolist() == given[1].tolist() == [2.0, 4.0, 6.0]
+
+
+def test_a_codec_whose_tensors_are_all_empty_has_no_part_in_a_round() -> None:
+    small = SizeAdaptiveCompression(threshold=4, less=NoCompression(), greater_equal=Float16Compression())
+    peer = averager(Town(), [torch.zeros(0), torch.ones(8)], compression=small)
+    assert [(vector.numel(), codec) for vector, codec in peer._snapshot()] == [(8, "fp16")]
+
+
 def test_a_target_beyond_the_largest_group_stands_for_that() -> None:
     """256 is what Hivemind's ALBERT example gives."""
     town = Town()
@@ -296,6 +309,9 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
     for tensors, options in (
         ([torch.zeros(2, dtype=torch.float64)], {}),
         ([torch.zeros(2, requires_grad=True) * 2], {}),
+        ([torch.zeros(1).expand(2)], {}),
+        ([torch.eye(2).to_sparse()], {}),
+        ([1.0], {}),
         ([], {}),
         ([torch.zeros(2)], {"client_mode": True, "auxiliary": True}),
         ([torch.zeros(2)], {"target_group_size": 2, "min_group_size": 3}),

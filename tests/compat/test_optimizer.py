@@ -1478,6 +1478,25 @@ def test_a_training_averager_averages_parameters_gradients_and_statistics(locked
     assert bool((nets[0].weight == 0).all()) and averagers[0].local_step == 1
 
 
+@pytest.mark.parametrize("make", ["TrainingAverager", "TrainingStateAverager"])
+def test_a_tensor_that_would_be_averaged_twice_is_refused(make: str) -> None:
+    net, town = model(), Town()
+    common = {"dht": dht(town), "prefix": "mine", "start": True}
+    buffer = torch.zeros(2)
+    for extra in ([buffer, buffer], [net.weight]):
+        with pytest.raises(UsageError, match="averaged twice: give each of extra_tensors once"):
+            if make == "TrainingAverager":
+                TrainingAverager(
+                    SGD(net.parameters()),
+                    average_parameters=True,
+                    average_gradients=False,
+                    extra_tensors=extra,
+                    **common,
+                )
+            else:
+                TrainingStateAverager(optimizer=SGD(net.parameters()), extra_tensors=extra, **common)
+
+
 def test_the_state_of_a_training_averager_is_compressed_by_role_and_takes_no_steps_back() -> None:
     town, nets = Town(), [model(), model()]
     donor, loader = (
