@@ -608,6 +608,74 @@ def test_of_those_who_all_lack_a_step_the_eldest_gives_its_state() -> None:
         assert not opt.state_averager.lacks_step and opt.local_epoch == 3
 
 
+def test_who_goes_on_without_a_step_that_those_made_who_share_no_state_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nets, opts = prepared(Town(), 2, delay_grad_averaging=True)
+    opts[0].state_averager.allow_state_sharing = False
+    for opt in opts:
+        opt.state_averager.local_epoch = 1
+        opt._number_rounds()
+    assert opts[0].grad_averager is not None
+    opts[0].grad_averager.announce(averaged=0)
+    opts[1].state_averager.lacks_step = True
+    backward(nets[1], 0)
+    opts[1].step()
+    assert not opts[1].state_averager.lacks_step
+    assert f"lacks the step of epoch 0, and {opts[0].dht.peer_id[:8]}, who made it, share no state" in caplog.text
+
+
+def failing_once(opt: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = opt.opt.step
+
+    def fails(*args: Any) -> None:
+        monkeypatch.setattr(opt.opt, "step", step)
+        raise FloatingPointError("no step")
+
+    monkeypatch.setattr(opt.opt, "step", fails)
+
+
+def test_an_epoch_whose_step_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets, opts = prepared(Town(), 2, offload_optimizer=False)
+    failing_once(opts[1], monkeypatch)
+
+    def first(i: int) -> None:
+        backward(nets[i], i)
+        if i:
+            with pytest.raises(FloatingPointError):
+                opts[i].step()
+        else:
+            opts[i].step()
+
+    together(first, 2)
+    assert [opt.local_epoch for opt in opts] == [1, 0] and opts[1].state_dict()["state"]["local_epoch"] == 0
+    opts[1].step()  # the others have made it
+    assert opts[1].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_who_made_no_step_in_the_background_gives_no_state_and_loads_that_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nets, opts = prepared(Town(), 2, delay_grad_averaging=True)
+    failing_once(opts[0], monkeypatch)
+
+    def first(i: int) -> None:
+        backward(nets[i], i)
+        opts[i].step()
+
+    together(first, 2)
+    for opt in opts:
+        opt.state_averager.wait_for_delayed_updates()
+    with pytest.raises(DlcError, match="lacks a step that others have made"):
+        opts[0].state_averager.get_current_state()
+    with pytest.raises(FloatingPointError):
+        opts[0].step()
+    opts[1].state_averager.step(wait_for_delayed_updates=True)
+    opts[0].step()
+    assert opts[0].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
+    assert not opts[0].state_averager.lacks_step
+
+
 def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     town = Town()
     nets, opts = prepared(town, 2)

@@ -150,6 +150,7 @@ class Optimizer(TorchFace):
             prefix=f"{run_id}_state_averager",
             **common,
         )
+        self.state_averager.when_lost = self._tell_priority
         self.grad_averager: GradientAverager | None = None
         if not use_local_updates:
             self.grad_averager = (grad_averager_factory or GradientAverager)(
@@ -403,8 +404,7 @@ class Optimizer(TorchFace):
         self.state_averager.wait_for_delayed_updates()
         self.state_averager.step(apply_delayed_updates=True)
         if self.state_averager.directory.is_reference() and self.local_epoch >= self.tracker.global_epoch:
-            self.state_averager.lacks_step = False  # so have all others that are as far
-            self._number_rounds()
+            self._go_on_as_reference()
             return
         epoch, samples = self.local_epoch, self.local_progress.samples_accumulated
         with self.tracker.pause_updates():
@@ -424,6 +424,21 @@ class Optimizer(TorchFace):
                 )
             self._drop_sums()
             self._number_rounds()
+
+    def _go_on_as_reference(self) -> None:
+        """Who loads a state loads this peer's: all others that are as far lack the step, too, or share no state."""
+        state, averager = self.state_averager, self.grad_averager
+        if state.lacks_step and averager is not None:
+            made = [peer for peer, e in averager.directory.others().items() if e.averaged >= self.local_epoch - 1]
+            if made:
+                log.warning(
+                    "this peer lacks the step of epoch %d, and %s, who made it, share no state: it goes on without it, "
+                    "and its model differs from theirs until parameters are averaged (average_state_every)",
+                    self.local_epoch - 1,
+                    ", ".join(sorted(peer[:8] for peer in made)),
+                )
+        state.lacks_step = False
+        self._number_rounds()
 
     def _number_rounds(self) -> None:
         """Tell the others which rounds this peer will join next, and how far it is as a donor."""

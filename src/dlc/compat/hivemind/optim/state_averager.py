@@ -122,7 +122,10 @@ class TrainingStateAverager(DecentralizedAverager):
         self.status_loglevel = status_loglevel
         self.local_epoch = 0
         self.lacks_step = False
-        """An epoch is counted whose gradients could not be averaged: the parameters are not those of the others."""
+        """An epoch is counted whose gradients could not be averaged, or whose step failed: the parameters are not those
+        of the others."""
+        self.when_lost: Callable[[], object] = lambda: None
+        """Called when a step in the background has failed, maybe on another thread."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         self.lock_optimizer = threading.RLock()
         """Whoever reads or changes parameters and statistics holds it, so that a donor never gives half a step."""
@@ -274,16 +277,33 @@ class TrainingStateAverager(DecentralizedAverager):
                 if not self.delta_rule_averaging:
                     for other in list(self._updates):
                         other.before = []  # a mean overwrites what this step changes, as without the delta rule
-                if scaler is None:
-                    self.optimizer.step()
-                else:
-                    with scaler.running_global_step():
-                        scaler.step(self.optimizer)
+                try:
+                    self._step_optimizer(scaler)
+                except BaseException:
+                    self._not_made(update)
+                    raise
+                update.stepped = True
             if zero_grad:
                 self.optimizer.zero_grad(set_to_none)
                 self.parts.zero_main_gradients(set_to_none)
             self._update_scheduler()
-            update.stepped = optimizer_step
+
+    def _step_optimizer(self, scaler: GradScaler | None) -> None:
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            with scaler.running_global_step():
+                scaler.step(self.optimizer)
+
+    def _not_made(self, update: Update) -> None:
+        """The optimizer's step has failed: its epoch is not counted, or where others were told of it, lacks it."""
+        if not update.counts:
+            return
+        if update.owes_step:
+            self.lacks_step = True
+            self.when_lost()
+        else:
+            self.local_epoch -= 1
 
     def _average_state(
         self, update: Update, control: StepControl | None, opts: dict[str, Any], number: int, epoch: int
