@@ -113,6 +113,14 @@ def test_what_would_not_be_seen_beside_subkeys_or_a_plain_value_is_not_stored() 
     assert dht.store("k", 4, now + 70) and dht.get("k").value == 4
 
 
+def test_what_can_be_stored_can_be_found() -> None:
+    dht, now = DHT(start=True, p2p=Town().peer()), get_dht_time()
+    assert dht.store("k", {frozenset((1,)): 2}, now + 50, subkey=frozenset((3, 4)))
+    assert dht.get("k").value[frozenset((3, 4))].value == {frozenset((1,)): 2}
+    with pytest.raises(TypeError, match="unhashable"):
+        dht.store("k", 1, now + 60, subkey=["a"])
+
+
 def test_a_future_is_given_where_it_is_asked_for() -> None:
     _, a, b = two()
     assert a.store("k", 1, get_dht_time() + 60, return_future=True).result() is True

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ import dlc.compat
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
-from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.compat.hivemind.utils.serializer import DEPTH_MAX, MSGPackSerializer
 from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
 from dlc.errors import UsageError
 
@@ -340,12 +341,31 @@ def test_every_compression_is_a_codec_and_the_adaptive_ones_choose() -> None:
 
 def test_small_values_keep_their_types_and_strange_ones_are_refused() -> None:
     value = {"a": (1, 2.5), b"b": [None, True, {3}], 7: "x", "peer": PeerID("abc"), "o": OrderedDict(k=1)}
+    value[frozenset((1, 2))] = {("x", frozenset()): 2**64 - 1}
     again = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))
     assert again == value and type(again["a"]) is tuple and type(again["peer"]) is str
     with pytest.raises(UsageError, match="Path"):
         MSGPackSerializer.dumps({"p": Path("x")})
+    with pytest.raises(UsageError, match="a whole number is from"):
+        MSGPackSerializer.dumps([2**64])
     with pytest.raises(ValueError, match="msgpack"):
         MSGPackSerializer.loads(b"\xc1")
+
+
+@pytest.mark.parametrize("made", [tuple, frozenset])
+def test_values_within_values_do_not_end_the_process_that_reads_them(made: Any) -> None:
+    """Some hundreds, in as many bytes, took its C stack."""
+    deep: Any = made()
+    for _ in range(DEPTH_MAX - 1):
+        deep = made((deep,))
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps(deep)) == deep
+    raw = MSGPackSerializer.dumps(made())
+    with pytest.raises(UsageError, match=f"more than {DEPTH_MAX} tuples or sets"):
+        MSGPackSerializer.dumps(made((deep,)))
+    for _ in range(2000):
+        raw = msgpack.packb(msgpack.ExtType(1, b"\x91" + raw))
+    with pytest.raises(ValueError, match="no msgpack of ours"):
+        MSGPackSerializer.loads(raw)
 
 
 def test_performance_is_an_average_that_is_right_from_the_first_measurement_on() -> None:

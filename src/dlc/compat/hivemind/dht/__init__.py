@@ -91,6 +91,9 @@ class DHT:
     ) -> None:
         if isinstance(initial_peers, str) or not all(map(is_address, initial_peers or ())):
             raise TypeError("initial_peers is a list of addresses")
+        for name, given in (("host_maddrs", host_maddrs), ("announce_maddrs", announce_maddrs)):
+            if isinstance(given, str):
+                raise TypeError(f"{name} is a list of addresses")
         for name in of_hivemind:
             if name in REFUSED and of_hivemind[name]:
                 raise refuse(f"DHT({name}=...)", REFUSED[name])
@@ -192,9 +195,11 @@ class DHT:
         True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
         already, a validator does not take it, or `get` would not give it: another value is known that ends no sooner
         (with a subkey: of that, or one without; without: any of the key).
-        With return_future, a future. UsageError: it is more than 64 KB. No effect: `NEEDLESS_STORE`.
+        With return_future, a future. UsageError: it is more than 64 KB. TypeError: the subkey cannot be one of a dict.
+        No effect: `NEEDLESS_STORE`.
         """
         _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
+        hash(subkey)  # TypeError
         now = get_dht_time()
         if expiration_time <= max(now, hidden_until(self._records(key), subkey)):
             return _maybe_future(False, return_future)
