@@ -215,7 +215,7 @@ class DecentralizedAverager(Announced):
             if control.cancelled():
                 return None
             raise AllreduceException(f"{self.prefix}: the all-reduce was not allowed before its deadline")
-        control.stage = AveragingStage.LOOKING_FOR_GROUP
+        control.stage, control.began_matchmaking = AveragingStage.LOOKING_FOR_GROUP, True
         with self._averaging:
             before = self._snapshot()
             parts = list(before)
