@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import io
 import logging
@@ -209,6 +211,30 @@ def test_a_module_that_is_not_there_says_why(module: str, why: str) -> None:
             importlib.import_module(f"hivemind.{module}")
     finally:
         dlc.compat.uninstall()
+
+
+def test_what_hivemind_has_not_either_is_not_found_and_a_version_is_told() -> None:
+    def installed() -> str | None:
+        try:
+            return importlib.metadata.version("hivemind")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    before = installed()
+    dlc.compat.install()
+    try:
+        assert importlib.util.find_spec("hivemind") is not None
+        assert importlib.util.find_spec("hivemind.optim") is not None
+        for absent in ("hivemind.no_such_module", "hivemind.optim.collaborative", "dlc.compat.hivemind.nothing"):
+            assert importlib.util.find_spec(absent) is None
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'hivemind\.no_such_module'"):
+            importlib.import_module("hivemind.no_such_module")
+        with pytest.raises(hivemind.NotOffered, match=r"no module hivemind\.proto"):
+            importlib.util.find_spec("hivemind.proto")
+        assert installed() == (before or hivemind.__version__) and hivemind.__version__.startswith("1.1.")
+    finally:
+        dlc.compat.uninstall()
+    assert installed() == before
 
 
 def test_programs_that_do_without_a_name_find_an_import_error() -> None:
