@@ -131,8 +131,15 @@ def test_what_is_no_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     town, a, b = two()
     a.store("k", 1, get_dht_time() + 60)
     (key,) = (key for _, key in town.posted)
-    value = MSGPackSerializer.dumps(2)
-    wrong = [["k", None, 2, 1e12], ["k", None, value, "soon"], ["k", [1], value, 1e12], ["k", None, b"\xc1", 1e12]]
+    value, nan = MSGPackSerializer.dumps(2), float("nan")
+    wrong = [
+        ["k", None, 2, 1e12],
+        ["k", None, value, "soon"],
+        ["k", None, value, "9e12"],
+        ["k", None, value, nan],
+        ["k", [1], value, 1e12],
+        ["k", None, b"\xc1", 1e12],
+    ]
     for raw in (b"\xc1", b"\x93\x01\x02\x03", *map(MSGPackSerializer.dumps, wrong)):
         b.swarm.post(key, raw, 60)
         assert a.get("k").value == 1
