@@ -25,7 +25,8 @@ from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
 from dlc.compat.hivemind.utils.serializer import DEPTH_MAX, MSGPackSerializer
 from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
-from dlc.errors import UsageError
+from dlc.errors import JoinError, UsageError
+from dlc.peer import Peer
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -309,6 +310,21 @@ def test_initial_peers_of_which_none_is_tcp_are_refused_and_no_swarm_is_begun(dh
         with pytest.raises(ValueError, match="dlc speaks TCP: give HOST:PORT") as refused:
             dht(listed, start=start)
         assert isinstance(refused.value, UsageError) and all(text in str(refused.value) for text in listed)
+
+
+@pytest.mark.parametrize("dht", [hivemind.DHT, OpenDiLoCoDHT])
+def test_probes_of_links_can_be_left_out(dht: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[bool] = []
+
+    def join(peers: list[str], *, probe_links: bool, **of_peer: Any) -> None:
+        joined.append(probe_links)
+        raise JoinError("enough")
+
+    monkeypatch.setattr(Peer, "join", join)
+    for options in ({}, {"probe_links": False}):
+        with pytest.raises(JoinError, match="enough"):
+            dht(start=True, **options)
+    assert joined == [True, False]
 
 
 def test_multiaddresses_may_be_objects_of_a_library() -> None:

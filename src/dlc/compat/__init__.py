@@ -18,8 +18,8 @@ NAME = "hivemind"
 
 
 def install(run_key: str | bytes | Path | None = None) -> None:
-    """From now on `import hivemind`, and whatever stands below it, finds `dlc.compat.hivemind`, and `importlib.metadata`
-    its version where no hivemind is installed.
+    """From now on `import hivemind`, and whatever stands below it, finds `dlc.compat.hivemind`; `importlib.metadata`
+    tells a version of hivemind.
 
     run_key: for every `DHT` that is made without one of its own. UsageError: the other library is imported already, so
     that some of its names are in use; call this first.
