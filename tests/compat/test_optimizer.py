@@ -705,6 +705,24 @@ def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
         helper.step(batch_size=4)
 
 
+def test_an_auxiliary_peer_that_is_ahead_of_an_average_in_the_background_undoes_no_step() -> None:
+    """Those who made the step took it for one who had made it without them, and each went its own way."""
+    town = Town()
+    nets, opts = prepared(town, 2, delay_grad_averaging=True)
+    helper = optimizer(town, model(), auxiliary=True)
+    assert helper.grad_averager is not None
+    helper.grad_averager.announce(round=1, averaged=0)  # the trainers count the epoch before they have averaged
+
+    def train(i: int) -> None:
+        backward(nets[i], i)
+        opts[i].step()
+        opts[i].state_averager.step(wait_for_delayed_updates=True)
+
+    together(train, 2)
+    assert not any(opt.state_averager.lacks_step for opt in opts)
+    assert not torch.equal(weights(nets[0]), weights(model())) and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
 def test_an_auxiliary_peer_does_not_wait_for_an_epoch_that_the_others_have_made() -> None:
     town = Town()
     _, opts = prepared(town, 2)
