@@ -159,7 +159,7 @@ class FlatView:
                 continue
             if _is_lazy(tensor):
                 raise UsageError("a parameter has no shape yet: run the model on a batch first, as its layers are lazy")
-            key = _identity(tensor)
+            key = identity(tensor)
             if key not in seen:
                 seen.add(key)
                 _check_dtype(tensor)
@@ -225,7 +225,7 @@ def _hash8(what: object) -> bytes:
     return blake3(repr(what).encode()).digest(length=8)
 
 
-def _identity(t: Tensor) -> tuple[object, ...]:
+def identity(t: Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same memory read the same way: tied weights."""
     if not t.numel() or t.device.type == "meta" or not t.data_ptr():  # a part of a sharded one tells no address
         return (id(t),)

@@ -20,6 +20,7 @@ from dlc.compat.hivemind.averaging.image import pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
 from dlc.compat.hivemind.swarm import Outcome
+from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
@@ -211,6 +212,20 @@ def test_cancelled_steps_leave_the_others_a_group(target: int | None) -> None:
     assert not steps[3].cancel(), "a step that is over cannot be cancelled"
 
 
+def test_a_weight_that_comes_too_late_for_its_group_is_said_to(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    peers = [averager(town, [torch.full((2,), float(i))]) for i in (0, 8)]
+    early, late = peers[0].step(wait=False, require_trigger=True, weight=5.0), peers[1].step(wait=False)
+    early.weight = 3.0
+    wait_until(lambda: any(town.waiting.values()), WAIT_S)
+    assert not caplog.text
+    late.weight = 3.0
+    assert "a new weight does not count" in caplog.text
+    early.allow_allreduce()
+    results([early, late])
+    assert of(peers[0])[0].tolist() == of(peers[1])[0].tolist() == [2.0, 2.0]
+
+
 def test_a_step_that_waits_for_others_can_be_cancelled() -> None:
     town = Town()
     peer = averager(town, [torch.zeros(1)])
@@ -254,7 +269,8 @@ def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFix
     town = Town()
     peers = [averager(town, [torch.full((3,), float(i))]) for i in range(2)]
     stranger = town.peer()
-    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0"):
+    nan = MSGPackSerializer.dumps(["", 0, "", -1, float("nan")])
+    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0", nan):
         stranger.post("averagers/mine/", raw, 60)
         assert set(peers[0].directory.others()) == {peers[1].peer_id}
     assert stranger.id[:8] in caplog.text
@@ -283,6 +299,19 @@ def test_what_is_changed_while_a_step_waits_is_kept_on_top_of_the_mean() -> None
     assert of(peers[0])[0].tolist() == [11.0, 11.0] and of(peers[1])[0].tolist() == [1.0, 1.0]
 
 
+def test_tied_tensors_take_the_mean_once() -> None:
+    town, given = Town(), [torch.tensor([i, 2.0 * i, 3.0 * i]) for i in (1.0, 3.0)]
+    peers = [averager(town, [whole, whole, whole[1:]]) for whole in given]
+    results([peer.step(wait=False) for peer in peers])
+    assert given[0].tolist() == given[1].tolist() == [2.0, 4.0, 6.0]
+
+
+def test_a_codec_whose_tensors_are_all_empty_has_no_part_in_a_round() -> None:
+    small = SizeAdaptiveCompression(threshold=4, less=NoCompression(), greater_equal=Float16Compression())
+    peer = averager(Town(), [torch.zeros(0), torch.ones(8)], compression=small)
+    assert [(vector.numel(), codec) for vector, codec in peer._snapshot()] == [(8, "fp16")]
+
+
 def test_a_target_beyond_the_largest_group_stands_for_that() -> None:
     """256 is what Hivemind's ALBERT example gives."""
     town = Town()
@@ -296,6 +325,9 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
     for tensors, options in (
         ([torch.zeros(2, dtype=torch.float64)], {}),
         ([torch.zeros(2, requires_grad=True) * 2], {}),
+        ([torch.zeros(1).expand(2)], {}),
+        ([torch.eye(2).to_sparse()], {}),
+        ([1.0], {}),
         ([], {}),
         ([torch.zeros(2)], {"client_mode": True, "auxiliary": True}),
         ([torch.zeros(2)], {"target_group_size": 2, "min_group_size": 3}),
@@ -366,6 +398,21 @@ def test_the_donor_with_the_greatest_priority_is_asked_first() -> None:
         client.allow_state_sharing = True
     with pytest.raises(ValueError, match="client"):
         client.state_sharing_priority = 1
+
+
+def test_states_of_every_dtype_are_given_and_others_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    town = Town()
+    donor, loader = (Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p") for _ in range(2))
+    of_all = [torch.tensor([1, 0, 3]).to(dtype) for dtype in (torch.complex64, torch.uint16, torch.float8_e5m2)]
+    donor.state = ({}, of_all)
+    _, loaded = loader.load_state_from_peers(timeout=WAIT_S)
+    assert [t.dtype for t in loaded] == [t.dtype for t in of_all]
+    assert [t.tolist() for t in loaded] == [t.tolist() for t in of_all]
+    donor.state = ({}, [torch.eye(2).to_sparse()])
+    assert loader.load_state_from_peers(timeout=WAIT_S) is None
+    assert "sparse_coo cannot be given: make it dense" in caplog.text
+    with pytest.raises(ValueError, match="NaN"):
+        donor.state_sharing_priority = float("nan")
 
 
 def test_a_donor_that_fails_or_dies_is_replaced_by_the_next() -> None:

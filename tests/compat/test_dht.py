@@ -113,6 +113,14 @@ def test_what_would_not_be_seen_beside_subkeys_or_a_plain_value_is_not_stored() 
     assert dht.store("k", 4, now + 70) and dht.get("k").value == 4
 
 
+def test_what_can_be_stored_can_be_found() -> None:
+    dht, now = DHT(start=True, p2p=Town().peer()), get_dht_time()
+    assert dht.store("k", {frozenset((1,)): 2}, now + 50, subkey=frozenset((3, 4)))
+    assert dht.get("k").value[frozenset((3, 4))].value == {frozenset((1,)): 2}
+    with pytest.raises(TypeError, match="unhashable"):
+        dht.store("k", 1, now + 60, subkey=["a"])
+
+
 def test_a_future_is_given_where_it_is_asked_for() -> None:
     _, a, b = two()
     assert a.store("k", 1, get_dht_time() + 60, return_future=True).result() is True
@@ -123,8 +131,15 @@ def test_what_is_no_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     town, a, b = two()
     a.store("k", 1, get_dht_time() + 60)
     (key,) = (key for _, key in town.posted)
-    value = MSGPackSerializer.dumps(2)
-    wrong = [["k", None, 2, 1e12], ["k", None, value, "soon"], ["k", [1], value, 1e12], ["k", None, b"\xc1", 1e12]]
+    value, nan = MSGPackSerializer.dumps(2), float("nan")
+    wrong = [
+        ["k", None, 2, 1e12],
+        ["k", None, value, "soon"],
+        ["k", None, value, "9e12"],
+        ["k", None, value, nan],
+        ["k", [1], value, 1e12],
+        ["k", None, b"\xc1", 1e12],
+    ]
     for raw in (b"\xc1", b"\x93\x01\x02\x03", *map(MSGPackSerializer.dumps, wrong)):
         b.swarm.post(key, raw, 60)
         assert a.get("k").value == 1

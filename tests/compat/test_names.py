@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import io
 import logging
@@ -13,6 +15,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
@@ -20,9 +23,10 @@ import dlc.compat
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
-from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.compat.hivemind.utils.serializer import DEPTH_MAX, MSGPackSerializer
 from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
-from dlc.errors import UsageError
+from dlc.errors import JoinError, UsageError
+from dlc.peer import Peer
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -210,6 +214,30 @@ def test_a_module_that_is_not_there_says_why(module: str, why: str) -> None:
         dlc.compat.uninstall()
 
 
+def test_what_hivemind_has_not_either_is_not_found_and_a_version_is_told() -> None:
+    def installed() -> str | None:
+        try:
+            return importlib.metadata.version("hivemind")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    before = installed()
+    dlc.compat.install()
+    try:
+        assert importlib.util.find_spec("hivemind") is not None
+        assert importlib.util.find_spec("hivemind.optim") is not None
+        for absent in ("hivemind.no_such_module", "hivemind.optim.collaborative", "dlc.compat.hivemind.nothing"):
+            assert importlib.util.find_spec(absent) is None
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'hivemind\.no_such_module'"):
+            importlib.import_module("hivemind.no_such_module")
+        with pytest.raises(hivemind.NotOffered, match=r"no module hivemind\.proto"):
+            importlib.util.find_spec("hivemind.proto")
+        assert installed() == (before or hivemind.__version__) and hivemind.__version__.startswith("1.1.")
+    finally:
+        dlc.compat.uninstall()
+    assert installed() == before
+
+
 def test_programs_that_do_without_a_name_find_an_import_error() -> None:
     with pytest.raises(ImportError, match="own network"):
         from dlc.compat.hivemind import P2P  # noqa: F401
@@ -284,6 +312,21 @@ def test_initial_peers_of_which_none_is_tcp_are_refused_and_no_swarm_is_begun(dh
         assert isinstance(refused.value, UsageError) and all(text in str(refused.value) for text in listed)
 
 
+@pytest.mark.parametrize("dht", [hivemind.DHT, OpenDiLoCoDHT])
+def test_probes_of_links_can_be_left_out(dht: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[bool] = []
+
+    def join(peers: list[str], *, probe_links: bool, **of_peer: Any) -> None:
+        joined.append(probe_links)
+        raise JoinError("enough")
+
+    monkeypatch.setattr(Peer, "join", join)
+    for options in ({}, {"probe_links": False}):
+        with pytest.raises(JoinError, match="enough"):
+            dht(start=True, **options)
+    assert joined == [True, False]
+
+
 def test_multiaddresses_may_be_objects_of_a_library() -> None:
     class Other:
         def __str__(self) -> str:
@@ -340,12 +383,31 @@ def test_every_compression_is_a_codec_and_the_adaptive_ones_choose() -> None:
 
 def test_small_values_keep_their_types_and_strange_ones_are_refused() -> None:
     value = {"a": (1, 2.5), b"b": [None, True, {3}], 7: "x", "peer": PeerID("abc"), "o": OrderedDict(k=1)}
+    value[frozenset((1, 2))] = {("x", frozenset()): 2**64 - 1}
     again = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))
     assert again == value and type(again["a"]) is tuple and type(again["peer"]) is str
     with pytest.raises(UsageError, match="Path"):
         MSGPackSerializer.dumps({"p": Path("x")})
+    with pytest.raises(UsageError, match="a whole number is from"):
+        MSGPackSerializer.dumps([2**64])
     with pytest.raises(ValueError, match="msgpack"):
         MSGPackSerializer.loads(b"\xc1")
+
+
+@pytest.mark.parametrize("made", [tuple, frozenset])
+def test_values_within_values_do_not_end_the_process_that_reads_them(made: Any) -> None:
+    """Some hundreds, in as many bytes, took its C stack."""
+    deep: Any = made()
+    for _ in range(DEPTH_MAX - 1):
+        deep = made((deep,))
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps(deep)) == deep
+    raw = MSGPackSerializer.dumps(made())
+    with pytest.raises(UsageError, match=f"more than {DEPTH_MAX} tuples or sets"):
+        MSGPackSerializer.dumps(made((deep,)))
+    for _ in range(2000):
+        raw = msgpack.packb(msgpack.ExtType(1, b"\x91" + raw))
+    with pytest.raises(ValueError, match="no msgpack of ours"):
+        MSGPackSerializer.loads(raw)
 
 
 def test_performance_is_an_average_that_is_right_from_the_first_measurement_on() -> None:

@@ -608,6 +608,74 @@ def test_of_those_who_all_lack_a_step_the_eldest_gives_its_state() -> None:
         assert not opt.state_averager.lacks_step and opt.local_epoch == 3
 
 
+def test_who_goes_on_without_a_step_that_those_made_who_share_no_state_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nets, opts = prepared(Town(), 2, delay_grad_averaging=True)
+    opts[0].state_averager.allow_state_sharing = False
+    for opt in opts:
+        opt.state_averager.local_epoch = 1
+        opt._number_rounds()
+    assert opts[0].grad_averager is not None
+    opts[0].grad_averager.announce(averaged=0)
+    opts[1].state_averager.lacks_step = True
+    backward(nets[1], 0)
+    opts[1].step()
+    assert not opts[1].state_averager.lacks_step
+    assert f"lacks the step of epoch 0, and {opts[0].dht.peer_id[:8]}, who made it, share no state" in caplog.text
+
+
+def failing_once(opt: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = opt.opt.step
+
+    def fails(*args: Any) -> None:
+        monkeypatch.setattr(opt.opt, "step", step)
+        raise FloatingPointError("no step")
+
+    monkeypatch.setattr(opt.opt, "step", fails)
+
+
+def test_an_epoch_whose_step_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets, opts = prepared(Town(), 2, offload_optimizer=False)
+    failing_once(opts[1], monkeypatch)
+
+    def first(i: int) -> None:
+        backward(nets[i], i)
+        if i:
+            with pytest.raises(FloatingPointError):
+                opts[i].step()
+        else:
+            opts[i].step()
+
+    together(first, 2)
+    assert [opt.local_epoch for opt in opts] == [1, 0] and opts[1].state_dict()["state"]["local_epoch"] == 0
+    opts[1].step()  # the others have made it
+    assert opts[1].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_who_made_no_step_in_the_background_gives_no_state_and_loads_that_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nets, opts = prepared(Town(), 2, delay_grad_averaging=True)
+    failing_once(opts[0], monkeypatch)
+
+    def first(i: int) -> None:
+        backward(nets[i], i)
+        opts[i].step()
+
+    together(first, 2)
+    for opt in opts:
+        opt.state_averager.wait_for_delayed_updates()
+    with pytest.raises(DlcError, match="lacks a step that others have made"):
+        opts[0].state_averager.get_current_state()
+    with pytest.raises(FloatingPointError):
+        opts[0].step()
+    opts[1].state_averager.step(wait_for_delayed_updates=True)
+    opts[0].step()
+    assert opts[0].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
+    assert not opts[0].state_averager.lacks_step
+
+
 def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
@@ -635,6 +703,24 @@ def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     assert helper.tracker.global_progress.num_peers == 2
     with pytest.raises(UsageError, match="auxiliary"):
         helper.step(batch_size=4)
+
+
+def test_an_auxiliary_peer_that_is_ahead_of_an_average_in_the_background_undoes_no_step() -> None:
+    """Those who made the step took it for one who had made it without them, and each went its own way."""
+    town = Town()
+    nets, opts = prepared(town, 2, delay_grad_averaging=True)
+    helper = optimizer(town, model(), auxiliary=True)
+    assert helper.grad_averager is not None
+    helper.grad_averager.announce(round=1, averaged=0)  # the trainers count the epoch before they have averaged
+
+    def train(i: int) -> None:
+        backward(nets[i], i)
+        opts[i].step()
+        opts[i].state_averager.step(wait_for_delayed_updates=True)
+
+    together(train, 2)
+    assert not any(opt.state_averager.lacks_step for opt in opts)
+    assert not torch.equal(weights(nets[0]), weights(model())) and torch.equal(weights(nets[0]), weights(nets[1]))
 
 
 def test_an_auxiliary_peer_does_not_wait_for_an_epoch_that_the_others_have_made() -> None:
@@ -715,6 +801,7 @@ SCHEDULES = {
     "at once": lambda opt: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ConstantLR(opt, 0.25, 2), torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)]
     ),
+    "with restarts": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
 }
 
 
@@ -746,6 +833,22 @@ def test_the_schedule_goes_back_with_an_earlier_epoch_that_is_loaded(name: str) 
         saved["param_groups"][0].update(lr=lr, momentum=momentum)
         opt.load_state_dict(saved)
         assert options() == (lr, momentum) and epochs(6 - epoch) == first[epoch:]
+
+
+def test_a_schedule_that_cannot_follow_the_epochs_is_refused() -> None:
+    class Uncounted(LRSchedulerBase):
+        def step(self, epoch: int | None = None) -> None:
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    with pytest.raises(UsageError, match="ReduceLROnPlateau a metric: step it yourself"):
+        optimizer(Town(), model(), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, scheduler=Uncounted)
+    backward(net, 0)
+    with pytest.raises(UsageError, match="Uncounted does not count its steps"):
+        for _ in range(3):
+            opt.step()
+    opt.shutdown()
 
 
 @pytest.mark.parametrize("on_its_way", ["an average of the state", "a step"])
@@ -1459,6 +1562,25 @@ def test_a_training_averager_averages_parameters_gradients_and_statistics(locked
         nets[1].weight.zero_()
     assert averagers[0].load_state_from_peers(timeout=WAIT_S) is not None
     assert bool((nets[0].weight == 0).all()) and averagers[0].local_step == 1
+
+
+@pytest.mark.parametrize("make", ["TrainingAverager", "TrainingStateAverager"])
+def test_a_tensor_that_would_be_averaged_twice_is_refused(make: str) -> None:
+    net, town = model(), Town()
+    common = {"dht": dht(town), "prefix": "mine", "start": True}
+    buffer = torch.zeros(2)
+    for extra in ([buffer, buffer], [net.weight]):
+        with pytest.raises(UsageError, match="averaged twice: give each of extra_tensors once"):
+            if make == "TrainingAverager":
+                TrainingAverager(
+                    SGD(net.parameters()),
+                    average_parameters=True,
+                    average_gradients=False,
+                    extra_tensors=extra,
+                    **common,
+                )
+            else:
+                TrainingStateAverager(optimizer=SGD(net.parameters()), extra_tensors=extra, **common)
 
 
 def test_the_state_of_a_training_averager_is_compressed_by_role_and_takes_no_steps_back() -> None:

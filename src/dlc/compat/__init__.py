@@ -18,7 +18,8 @@ NAME = "hivemind"
 
 
 def install(run_key: str | bytes | Path | None = None) -> None:
-    """From now on `import hivemind`, and whatever stands below it, finds `dlc.compat.hivemind`.
+    """From now on `import hivemind`, and whatever stands below it, finds `dlc.compat.hivemind`; `importlib.metadata`
+    tells a version of hivemind.
 
     run_key: for every `DHT` that is made without one of its own. UsageError: the other library is imported already, so
     that some of its names are in use; call this first.
@@ -31,6 +32,7 @@ def install(run_key: str | bytes | Path | None = None) -> None:
     found = [info.name for info in pkgutil.walk_packages(package.__path__, f"{OURS}.")]
     for name in (OURS, *found):  # all at once: one found later by its path would be a second copy
         sys.modules[NAME + name.removeprefix(OURS)] = importlib.import_module(name)
+    importlib.import_module("dlc.compat.distribution").show()
 
 
 def uninstall() -> None:
@@ -39,6 +41,7 @@ def uninstall() -> None:
     if package is not None and sys.modules.get(NAME) is package:
         for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
             del sys.modules[name]
+        importlib.import_module("dlc.compat.distribution").hide()
 
 
 __all__ = ["install", "uninstall"]

@@ -7,7 +7,6 @@ forked, and no memory shared. Modules stand where Hivemind has them (`hivemind.a
 
 from __future__ import annotations
 
-from dlc import __version__ as __version__
 from dlc.compat.hivemind import averaging, compression, dht, moe, optim, p2p, utils
 from dlc.compat.hivemind.averaging import DecentralizedAverager
 from dlc.compat.hivemind.compression import (
@@ -48,6 +47,8 @@ from dlc.compat.hivemind.utils import (
     use_hivemind_log_handler,
 )
 
+__version__ = "1.1.12"
+"""Of Hivemind: that whose names these are, for programs that look; that of dlc is `dlc.__version__`."""
 OF_NETWORK = (
     "BatchTensorDescriptor",
     "DHTNode",

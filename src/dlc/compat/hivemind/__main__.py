@@ -25,13 +25,18 @@ def main() -> int:
     parser.add_argument("--identity_path", help="folder of this peer's key pair")
     parser.add_argument("--run_key", help="file made by `dlc key`; needed beyond loopback")
     parser.add_argument("--use_ipfs", action="store_true", help="not offered")
+    parser.add_argument("--no_probe_links", action="store_true", help="send no junk to see what links carry")
     for name in ("--no_relay", "--use_auto_relay"):
         parser.add_argument(name, action="store_true", help=NEEDLESS)
     parser.add_argument("--refresh_period", type=int, help=NEEDLESS)
     args = parser.parse_args()
-    given = {name: value for name, value in vars(args).items() if name not in ("no_relay", "refresh_period")}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("no_relay", "refresh_period", "no_probe_links")
+    }
     try:
-        with DHT(start=True, **given) as dht:
+        with DHT(start=True, probe_links=not args.no_probe_links, **given) as dht:
             print("others join with initial_peers", *dht.get_visible_maddrs(), flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:

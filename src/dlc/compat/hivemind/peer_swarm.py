@@ -65,6 +65,7 @@ class PeerSwarm:
         state_dir: str | Path | None,
         timeout_s: float,
         log: bool = False,
+        probe_links: bool = True,
     ) -> PeerSwarm:
         """As `Peer.join`; None of `peers`: a run is begun. With the log, a seat is waited for by whoever needs it."""
         swarm = cls(
@@ -78,6 +79,7 @@ class PeerSwarm:
                 join_timeout_s=timeout_s,
                 log=log,
                 hold=log,
+                probe_links=probe_links,
             ),
             log,
         )

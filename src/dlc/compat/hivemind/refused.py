@@ -13,6 +13,14 @@ MOE = "the mixture-of-experts layer is no part of dlc; it averages, and does not
 INSIDE = "it is a part of Hivemind's own network; DHT and the averagers are what dlc offers of that"
 """Of daemons, nodes and wire formats."""
 
+OF_HIVEMIND = frozenset(
+    "averaging.group_info averaging.key_manager averaging.load_balancing averaging.matchmaking "
+    "compression.serialization dht.node dht.protocol dht.routing dht.traverse hivemind_cli moe.expert_uid proto "
+    "utils.asyncio utils.auth utils.limits utils.math utils.mpfuture utils.nested utils.streaming "
+    "utils.tensor_descr".split()
+)
+"""Modules of Hivemind that are not here. What it has not either is simply not found."""
+
 
 class NotOffered(UsageError, NotImplementedError):
     """A name, an argument or a method of Hivemind that dlc does not have."""
@@ -42,12 +50,13 @@ def attribute_hook(module: str, reasons: Mapping[str, str]) -> Callable[[str], o
 
 
 class _Absent(MetaPathFinder):
-    """Asked last: says of a module that nobody has found what is offered in its place."""
+    """Asked last: says of a module of Hivemind that nobody has found what is offered in its place."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         own = fullname.removeprefix("dlc.compat.")
         ours = own != fullname or sys.modules.get("hivemind") is sys.modules.get("dlc.compat.hivemind")
-        if ours and own.startswith("hivemind."):
+        below = own.removeprefix("hivemind.").split(".")
+        if ours and own.startswith("hivemind.") and {".".join(below[:n]) for n in (1, 2)} & OF_HIVEMIND:
             why = MOE if own.startswith("hivemind.moe") else INSIDE
             error = ModuleNotOffered(f"dlc.compat.hivemind has no module {own}: {why}")
             error.name = fullname

@@ -18,6 +18,7 @@ class DHT:
     host_maddrs: where to listen, the first of them; beyond loopback a run key is needed. announce_maddrs: what others
     dial, the first of them. run_key: its text, its bytes, or the path of its file. identity_path: the state directory,
     by which a peer is the same member after a restart. startup_timeout: seconds; None waits for ever.
+    probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry.
 
     Raises what `Peer.join` raises. For values under keys, and for averages in groups, there is `dlc.compat.hivemind`.
     """
@@ -32,6 +33,7 @@ class DHT:
         run_key: str | bytes | Path | None = None,
         identity_path: str | Path | None = None,
         startup_timeout: float | None = 60.0,
+        probe_links: bool = True,
     ) -> None:
         if isinstance(initial_peers, str):
             raise TypeError("initial_peers is a list of addresses")
@@ -39,6 +41,7 @@ class DHT:
         self._listen = parse_multiaddr((host_maddrs or LOOPBACK)[0])
         self._advertise = parse_multiaddr(announce_maddrs[0]) if announce_maddrs else None
         self._key, self._state_dir, self._timeout_s = run_key, identity_path, startup_timeout
+        self._probe_links = probe_links
         self._peer: Peer | None = None
         if start:
             self.run_in_background()
@@ -53,6 +56,7 @@ class DHT:
                 key=self._key,
                 state_dir=self._state_dir,
                 join_timeout_s=self._timeout_s,
+                probe_links=self._probe_links,
             )
 
     @property

@@ -4,6 +4,7 @@ state that it gives."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,6 +151,8 @@ class Announced:
     def state_sharing_priority(self, priority: float) -> None:
         if priority and self._client:
             raise ValueError("a peer in client mode shares no state: a priority has no use")
+        if math.isnan(priority):
+            raise ValueError("a priority is a number by which donors are put in order, not NaN")
         if self._priority != priority:
             self._priority = float(priority)
             if self.allow_state_sharing:

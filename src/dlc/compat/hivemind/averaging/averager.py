@@ -39,7 +39,7 @@ from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.compat.hivemind.utils.timed_storage import get_dht_time
 from dlc.errors import DlcError, SwarmClosed, UsageError
-from dlc.flat import FLAT_DTYPES, flatten_tensors, unflatten_into
+from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +124,9 @@ class DecentralizedAverager(Announced):
         tensors = _checked(averaged_tensors)
         self.total_size = sum(t.numel() for t in tensors)
         codecs = [compression.codec_for(info) for info in tensor_infos or infos_of(tensors)]
-        self._of = {codec: [i for i, c in enumerate(codecs) if c == codec] for codec in sorted(set(codecs))}
-        """Indices of the tensors, by codec."""
+        full = [(i, codec) for i, (tensor, codec) in enumerate(zip(tensors, codecs, strict=True)) if tensor.numel()]
+        self._of = {codec: [i for i, c in full if c == codec] for codec in sorted({c for _, c in full})}
+        """Indices of the tensors that have elements, by codec."""
         self._averaging = threading.Lock()
         self._steps: set[StepControl] = set()
         share = not client_mode and not auxiliary if allow_state_sharing is None else allow_state_sharing
@@ -214,7 +215,7 @@ class DecentralizedAverager(Announced):
             if control.cancelled():
                 return None
             raise AllreduceException(f"{self.prefix}: the all-reduce was not allowed before its deadline")
-        control.stage = AveragingStage.LOOKING_FOR_GROUP
+        control.stage, control.began_matchmaking = AveragingStage.LOOKING_FOR_GROUP, True
         with self._averaging:
             before = self._snapshot()
             parts = list(before)
@@ -284,6 +285,7 @@ class DecentralizedAverager(Announced):
         if self.mode is AveragingMode.AUX:
             return
         with self.get_tensors() as tensors, torch.no_grad():
+            taken: list[tuple[Tensor, Tensor]] = []
             for (old, codec), (mean, _) in zip(before, means, strict=True):
                 many = [tensors[i] for i in self._of[codec]]
                 if self._averaging_alpha != 1.0:
@@ -291,7 +293,9 @@ class DecentralizedAverager(Announced):
                 sizes = [t.numel() for t in many]
                 for tensor, was, new in zip(many, torch.split(old, sizes), torch.split(mean, sizes), strict=True):
                     now = _flat(tensor)
-                    unflatten_into(new if same_bits(now, was) else carry(now.clone(), was, new), [tensor])
+                    taken.append((tensor, new if same_bits(now, was) else carry(now.clone(), was, new)))
+            for tensor, new in taken:  # after all were looked at: tied ones share what is written
+                unflatten_into(new, [tensor])
             self.last_updated = get_dht_time()
 
 
@@ -301,12 +305,10 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1) if plain else flatten_tensors([tensor])
 
 
-def _checked(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            raise UsageError("averaged_tensors must be parameters or tensors without a graph")
-        if tensor.dtype not in FLAT_DTYPES:
-            raise UsageError(f"a tensor of {tensor.dtype} cannot be averaged; use float32, bfloat16 or float16")
+def _checked(averaged: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    tensors = writable_tensors(averaged)
+    if any(tensor.grad_fn is not None for tensor in tensors):
+        raise UsageError("averaged_tensors must be parameters or tensors without a graph")
     if not sum(tensor.numel() for tensor in tensors):
         raise UsageError("averaged_tensors must hold at least one element")
     return tuple(tensors)

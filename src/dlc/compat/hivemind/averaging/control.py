@@ -31,15 +31,15 @@ class StepControl(AwaitableFuture[Any]):
     """A future of what was gathered, `{peer id: data}`, whose step can be watched, triggered and cancelled.
 
     scheduled_time: until when a group waits for more members; deadline: when the step gives up. Both count as
-    `get_dht_time` does. number: of the round, -1 where rounds have none. The weight may change until
-    the all-reduce begins.
+    `get_dht_time` does. number: of the round, -1 where rounds have none. Weight and scheduled_time may change until
+    the step looks for a group, which tells them to the others: one that requires a trigger, until it has it.
     """
 
     def __init__(self, scheduled_time: float, deadline: float, allow_retries: bool, weight: float, number: int) -> None:
         super().__init__()
         self.deadline, self.allow_retries, self.number = deadline, allow_retries, number
         self.stage = AveragingStage.IDLE
-        self.began_allreduce = False
+        self.began_matchmaking = self.began_allreduce = False
         self._changed = threading.Event()
         self._triggered = False
         self._scheduled_time = scheduled_time
@@ -94,8 +94,12 @@ class StepControl(AwaitableFuture[Any]):
         return cancelled
 
     def _warn_if_begun(self, what: str) -> None:
-        if self.began_allreduce:
-            log.warning("the all-reduce has begun: a new %s changes nothing", what)
+        if self.began_matchmaking:
+            log.warning(
+                "the step looks for its group already: a new %s does not count in this one; set it before the trigger "
+                "of a step with require_trigger=True",
+                what,
+            )
 
 
 __all__ = ["AveragingStage", "CancelledError", "StepControl"]

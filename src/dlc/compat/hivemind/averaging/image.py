@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlc.comm.codecs import get_codec
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
-from dlc.errors import DlcError, ProtocolError
+from dlc.errors import DlcError, ProtocolError, UsageError
 from dlc.flat import FLAT_DTYPES
 
 LENGTH = struct.Struct("<Q")
@@ -25,7 +25,10 @@ LOSSLESS = "fp32"
 DTYPES = (
     *FLAT_DTYPES,
     *(torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
+KNOWN = "a floating, whole or complex dtype"
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -34,6 +37,8 @@ def pack_state(metadata: object, tensors: Sequence[Tensor], codecs: Sequence[str
     not know, a tensor of another dtype."""
     rows, payloads = [], []
     for tensor, codec in zip(tensors, codecs, strict=True):
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+            raise UsageError(f"a tensor of {tensor.dtype}, {tensor.layout} cannot be given: make it dense, of {KNOWN}")
         flat = tensor.detach().cpu().contiguous().view(-1)
         codec = codec if tensor.dtype in FLAT_DTYPES and flat.numel() else LOSSLESS
         payload = _raw(flat) if codec == LOSSLESS else get_codec(codec).encode(flat.float())

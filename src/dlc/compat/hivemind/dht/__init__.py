@@ -55,6 +55,7 @@ class DHT:
     `set_run_key`. announce_maddrs: what others dial. client_mode: averagers of this peer own no part of a mean.
     identity_path: a folder for the key pair of this peer. p2p: a `Swarm` that is there already, instead of a peer. log:
     take part in rounds of all peers, too, as `dlc.compat.opendiloco` needs; the same on all peers of a run.
+    probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry.
 
     record_validators: asked of every value that this peer stores or reads (`RSASignatureValidator`, `SchemaValidator`,
     or one of your own); peers that exchange values have the same.
@@ -87,10 +88,14 @@ class DHT:
         startup_timeout: float = 60.0,
         run_key: str | bytes | Path | None = None,
         log: bool = False,
+        probe_links: bool = True,
         **of_hivemind: Any,
     ) -> None:
         if isinstance(initial_peers, str) or not all(map(is_address, initial_peers or ())):
             raise TypeError("initial_peers is a list of addresses")
+        for name, given in (("host_maddrs", host_maddrs), ("announce_maddrs", announce_maddrs)):
+            if isinstance(given, str):
+                raise TypeError(f"{name} is a list of addresses")
         for name in of_hivemind:
             if name in REFUSED and of_hivemind[name]:
                 raise refuse(f"DHT({name}=...)", REFUSED[name])
@@ -104,7 +109,7 @@ class DHT:
         self._client_mode = client_mode
         self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
-        self._swarm, self._log = p2p, log
+        self._swarm, self._log, self._probe_links = p2p, log, probe_links
         self._closed = False
         self.averagers: dict[str, Any] = {}
         """By prefix, those that are not shut down: a peer has one."""
@@ -126,6 +131,7 @@ class DHT:
                 state_dir=self._identity_path,
                 timeout_s=self._startup_timeout,
                 log=self._log,
+                probe_links=self._probe_links,
             )
 
     start = run_in_background
@@ -192,9 +198,11 @@ class DHT:
         True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
         already, a validator does not take it, or `get` would not give it: another value is known that ends no sooner
         (with a subkey: of that, or one without; without: any of the key).
-        With return_future, a future. UsageError: it is more than 64 KB. No effect: `NEEDLESS_STORE`.
+        With return_future, a future. UsageError: it is more than 64 KB. TypeError: the subkey cannot be one of a dict.
+        No effect: `NEEDLESS_STORE`.
         """
         _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
+        hash(subkey)  # TypeError
         now = get_dht_time()
         if expiration_time <= max(now, hidden_until(self._records(key), subkey)):
             return _maybe_future(False, return_future)

@@ -52,7 +52,9 @@ class Record:
         hash(subkey)  # TypeError: no peer of ours stores such a one
         if not isinstance(value, bytes):
             raise TypeError("the value is not packed")
-        found = _as_validated(key, subkey, value, float(expiration))
+        if type(expiration) is not float or expiration != expiration:
+            raise TypeError("it ends at no time")
+        found = _as_validated(key, subkey, value, expiration)
         if not validator.validate(found):
             return None
         return cls(key, subkey, MSGPackSerializer.loads(validator.strip_value(found)), expiration)

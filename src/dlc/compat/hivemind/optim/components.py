@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dlc.compat.hivemind.optim.optimizer_state import initialize
 from dlc.errors import UsageError
@@ -146,6 +146,8 @@ def build(
     sched = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(opt)
     if sched is not None and sched.optimizer is not opt:
         raise UsageError("the scheduler is of another optimizer")
+    if isinstance(sched, ReduceLROnPlateau):
+        raise UsageError("a schedule follows the epochs, and ReduceLROnPlateau a metric: step it yourself")
     return Components(opt, sched, main, optimized, versions(main), [])
 
 
@@ -169,10 +171,11 @@ def merged(main: Tensor, copy: Tensor, where: Tensor) -> Tensor:
 
 
 def steps_of(scheduler: Any) -> int:
-    """How often it was stepped, its making included; `SequentialLR` and `ChainedScheduler` do not count that."""
-    for name, before in (("_step_count", 0), ("last_epoch", 1)):
-        if hasattr(scheduler, name):
-            return int(getattr(scheduler, name)) + before
+    """How often it was stepped, its making included."""
+    if count := getattr(scheduler, "_step_count", 0):  # stays at 0 where a class steps in its own way
+        return int(count)
+    if hasattr(scheduler, "last_epoch"):
+        return int(scheduler.last_epoch) + 1
     return steps_of(scheduler._schedulers[0])  # all that are chained are stepped together
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from dlc.comm.seating import GROUP_MAX
-from dlc.compat.hivemind.averaging.allreduce import AllreduceException
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.control import StepControl
+from dlc.compat.hivemind.averaging.directory import Entry
 from dlc.compat.hivemind.compression import CompressionBase, NoCompression
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.face import TorchFace
@@ -150,6 +151,7 @@ class Optimizer(TorchFace):
             prefix=f"{run_id}_state_averager",
             **common,
         )
+        self.state_averager.when_lost = self._tell_priority
         self.grad_averager: GradientAverager | None = None
         if not use_local_updates:
             self.grad_averager = (grad_averager_factory or GradientAverager)(
@@ -333,7 +335,7 @@ class Optimizer(TorchFace):
         an all-reduce fails for some of its members only, and those meet again."""
         averager = self.grad_averager
         assert averager is not None
-        others = averager.directory.others()
+        others = self._trainers(averager)
         apart = any(
             max(entry.averaged, entry.round - 1) >= epoch for peer, entry in others.items() if peer not in group
         )
@@ -386,11 +388,17 @@ class Optimizer(TorchFace):
             return epoch < newest - 1
         return epoch < newest - 1 or self._missed(epoch)
 
+    @staticmethod
+    def _trainers(averager: GradientAverager) -> dict[str, Entry]:
+        """The others who make steps: an auxiliary peer goes from epoch to epoch without, ahead of averages even."""
+        others = averager.directory.others()
+        return {peer: entry for peer, entry in others.items() if entry.mode != AveragingMode.AUX.value}
+
     def _missed(self, epoch: int) -> bool:
         """Others have averaged the gradients of this epoch, and there is no other group to do it with."""
         if self.grad_averager is None:
             return False
-        others = self.grad_averager.directory.others().values()
+        others = self._trainers(self.grad_averager).values()
         waiting = any(entry.averaged < epoch and epoch - 1 <= entry.round <= epoch for entry in others)
         in_groups = self.grad_averager.target_group_size is not None
         return any(entry.averaged >= epoch for entry in others) and not (in_groups and waiting)
@@ -403,8 +411,7 @@ class Optimizer(TorchFace):
         self.state_averager.wait_for_delayed_updates()
         self.state_averager.step(apply_delayed_updates=True)
         if self.state_averager.directory.is_reference() and self.local_epoch >= self.tracker.global_epoch:
-            self.state_averager.lacks_step = False  # so have all others that are as far
-            self._number_rounds()
+            self._go_on_as_reference()
             return
         epoch, samples = self.local_epoch, self.local_progress.samples_accumulated
         with self.tracker.pause_updates():
@@ -424,6 +431,21 @@ class Optimizer(TorchFace):
                 )
             self._drop_sums()
             self._number_rounds()
+
+    def _go_on_as_reference(self) -> None:
+        """Who loads a state loads this peer's: all others that are as far lack the step, too, or share no state."""
+        state, averager = self.state_averager, self.grad_averager
+        if state.lacks_step and averager is not None:
+            made = [peer for peer, e in self._trainers(averager).items() if e.averaged >= self.local_epoch - 1]
+            if made:
+                log.warning(
+                    "this peer lacks the step of epoch %d, and %s, who made it, share no state: it goes on without it, "
+                    "and its model differs from theirs until parameters are averaged (average_state_every)",
+                    self.local_epoch - 1,
+                    ", ".join(sorted(peer[:8] for peer in made)),
+                )
+        state.lacks_step = False
+        self._number_rounds()
 
     def _number_rounds(self) -> None:
         """Tell the others which rounds this peer will join next, and how far it is as a donor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.errors import UsageError
+from dlc.flat import identity
 
 INDEX = "__tensor__"
 """Key of what stands in place of a tensor."""
@@ -114,8 +115,15 @@ def state_infos(
     ]
 
 
+def check_once(tensors: Iterable[Tensor]) -> None:
+    """UsageError where one stands among them twice: what it is to become would be added to it twice."""
+    seen = [identity(tensor) for tensor in tensors]
+    if len(set(seen)) != len(seen):
+        raise UsageError("a tensor is to be averaged twice: give each of extra_tensors once, and no parameter")
+
+
 def _params(opt: Optimizer) -> list[Tensor]:
     return [param for group in opt.param_groups for param in group["params"]]
 
 
-__all__ = ["dump", "initialize", "load", "state_infos"]
+__all__ = ["check_once", "dump", "initialize", "load", "state_infos"]

@@ -29,7 +29,7 @@ from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.components import Components, build, differ, merged, steps_of, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
-from dlc.compat.hivemind.optim.optimizer_state import dump, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import check_once, dump, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.errors import DlcError, SwarmClosed, UsageError
@@ -122,7 +122,10 @@ class TrainingStateAverager(DecentralizedAverager):
         self.status_loglevel = status_loglevel
         self.local_epoch = 0
         self.lacks_step = False
-        """An epoch is counted whose gradients could not be averaged: the parameters are not those of the others."""
+        """An epoch is counted whose gradients could not be averaged, or whose step failed: the parameters are not those
+        of the others."""
+        self.when_lost: Callable[[], object] = lambda: None
+        """Called when a step in the background has failed, maybe on another thread."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         self.lock_optimizer = threading.RLock()
         """Whoever reads or changes parameters and statistics holds it, so that a donor never gives half a step."""
@@ -131,6 +134,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """That the program changes the model while updates are on their way: once, it may do so with every step."""
         self.last_error: DlcError | None = None
         """Of the last round that failed."""
+        check_once(self._local_tensors())
         averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self._local_tensors()]
         super().__init__(averaged, dht, tensor_infos=list(self._infos()), **kwargs)
 
@@ -273,16 +277,33 @@ class TrainingStateAverager(DecentralizedAverager):
                 if not self.delta_rule_averaging:
                     for other in list(self._updates):
                         other.before = []  # a mean overwrites what this step changes, as without the delta rule
-                if scaler is None:
-                    self.optimizer.step()
-                else:
-                    with scaler.running_global_step():
-                        scaler.step(self.optimizer)
+                try:
+                    self._step_optimizer(scaler)
+                except BaseException:
+                    self._not_made(update)
+                    raise
+                update.stepped = True
             if zero_grad:
                 self.optimizer.zero_grad(set_to_none)
                 self.parts.zero_main_gradients(set_to_none)
             self._update_scheduler()
-            update.stepped = optimizer_step
+
+    def _step_optimizer(self, scaler: GradScaler | None) -> None:
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            with scaler.running_global_step():
+                scaler.step(self.optimizer)
+
+    def _not_made(self, update: Update) -> None:
+        """The optimizer's step has failed: its epoch is not counted, or where others were told of it, lacks it."""
+        if not update.counts:
+            return
+        if update.owes_step:
+            self.lacks_step = True
+            self.when_lost()
+        else:
+            self.local_epoch -= 1
 
     def _average_state(
         self, update: Update, control: StepControl | None, opts: dict[str, Any], number: int, epoch: int
@@ -364,10 +385,15 @@ class TrainingStateAverager(DecentralizedAverager):
             self._update_scheduler()
 
     def _update_scheduler(self) -> None:
-        """Bring the schedule to `local_epoch`."""
+        """Bring the schedule to `local_epoch`. UsageError: it does not count its steps."""
         if self.scheduler is not None:
-            while steps_of(self.scheduler) <= self.local_epoch:
+            while (made := steps_of(self.scheduler)) <= self.local_epoch:
                 self.scheduler.step()
+                if steps_of(self.scheduler) <= made:
+                    raise UsageError(
+                        f"{type(self.scheduler).__name__} does not count its steps in last_epoch, by which it follows "
+                        "the epochs: make it a torch.optim.lr_scheduler.LRScheduler that has only get_lr of its own"
+                    )
 
     # ---------------------------------------------------------------- tensors
 
