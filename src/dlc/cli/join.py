@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dlc.peer import Peer
     from dlc.train.group import Group
     from dlc.train.saver import Saved
+    from dlc.train.trainer import Summary
 
 log = logging.getLogger(__name__)
 
@@ -328,13 +329,24 @@ def _train(
             sinks.append(LiveTable(peer.members, peer.spec.exchanges))
         summary = trainer.run(interrupts.stop)
         if summary.model is None or not summary.saved:
-            raise DlcError(
-                "the end was not saved whole, as the warnings above say; what was saved before is still there: "
-                "once that is mended, the same command goes on from it"
-            )
+            raise DlcError(_not_whole(summary))
     finally:
         for sink in reversed(sinks):
             sink.close()
+
+
+def _not_whole(summary: Summary) -> str:
+    """What is where, after an end that could not be saved, and how to get the rest."""
+    parts = ["the end was not saved whole, as the warnings above say"]
+    if summary.saved:
+        parts.append(f"the checkpoint {summary.checkpoint} is of the end, and the model is in it")
+    elif summary.checkpoint is not None:
+        parts.append(f"the newest checkpoint is {summary.checkpoint}, of before the end")
+    if summary.model is not None:
+        parts.append(f"the model of the end is in {summary.model}")
+    elif summary.checkpoint is not None:
+        parts.append(f"`dlc export {shlex.quote(str(summary.checkpoint))} --out DIR` writes its model to another disk")
+    return "; ".join([*parts, "once that is mended, the same command goes on from it"])
 
 
 def _asked_for(args: argparse.Namespace, peer: Peer, folder: Path) -> list[Sink]:
