@@ -29,6 +29,7 @@ from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S
+from tests.train.tokenizers_made import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -515,3 +516,27 @@ def test_what_is_wrong_with_the_parts_of_a_run_is_told_before_others_are_told_to
     assert main([*words, "--listen", "127.0.0.1:0"]) == 2
     told = "".join(capfd.readouterr())
     assert said in told and "others join with" not in told
+
+
+def test_parts_of_a_run_that_do_not_fit_each_other_are_told_before_others_are_told_to_join(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As far as a config tells it, whether it stands in RUN.toml or in a folder."""
+    from transformers import AutoConfig
+
+    make_tokenizer(tmp_path / "tokenizer")
+    AutoConfig.for_model("llama", vocab_size=256, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    tokenizer, path = f'[data]\ntokenizer = "{tmp_path / "tokenizer"}"', f'kind = "path"\npath = "{tmp_path / "model"}"'
+    rows = "ids, but the model's vocabulary (vocab_size) only 256"
+    wrong = {
+        f'{tokenizer}\n[model.config]\nmodel_type = "llama"\nvocab_size = 256': rows,
+        f"{tokenizer}\nseq_len = 32\n[model]\n{path}": rows,
+        f"[model]\n{path}": "data.seq_len (128) exceeds the 64 positions (max_position_embeddings) of the model",
+    }
+    for number, (text, said) in enumerate(wrong.items()):
+        (tmp_path / "run.toml").write_text(text)
+        state = tmp_path / f"state-{number}"
+        words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(state), "--device", "cpu"]
+        assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+        told = "".join(capfd.readouterr())
+        assert said in told and "others join with" not in told

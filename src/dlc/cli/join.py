@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlc.addresses import addresses_of, advertised, check_listen, default_listen
 from dlc.cli import site, trackers
@@ -34,7 +34,7 @@ from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import parse_address
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
-from dlc.runspec import RunSpec
+from dlc.runspec import BYTES, RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
 from dlc.train.shelf import expanded, file_of
@@ -189,21 +189,23 @@ def _check_parts(spec: RunSpec, group: Group | None) -> None:
     or with a site for this run: before others are told to join. ConfigError, DataError, UsageError. A hub's are found
     out later."""
     from dlc.train.datasets_io import is_dataset
-    from dlc.train.model import config_of
+    from dlc.train.model import config_in, config_of
     from dlc.train.parallel import check_fits
+    from dlc.train.setup import check_config
     from dlc.train.shelf import HUB_NAME, model_folder
     from dlc.train.sources import Place, list_files
     from dlc.train.tokens import load_tokenizer
 
     if group is not None:
         check_fits(spec, group.size, group.parallel)
+    model: Any = None
     if spec.model.kind == "config":
-        config_of(spec.model.config)
-    elif spec.model.kind == "path":
-        model_folder(Path(spec.model.path))
-    tokenizer = spec.data.tokenizer
-    if not HUB_NAME.fullmatch(tokenizer) or Path(tokenizer).is_dir():
-        load_tokenizer(tokenizer)
+        model = config_of(spec.model.config)
+    elif spec.model.kind == "path" and (folder := model_folder(Path(spec.model.path))) is not None:
+        model = config_in(folder)
+    name = spec.data.tokenizer
+    here = name == BYTES or not HUB_NAME.fullmatch(name) or Path(name).is_dir()
+    check_config(spec, model, load_tokenizer(name) if here else None)
     if not is_dataset(Place(spec.data.source)):
         list_files(spec.data.source)
 
