@@ -124,6 +124,13 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--keep", "0"], "below 1"),
         (["join", "--profile", "traces:0"], "below 1"),
         (["join", "--profile", ""], "it is empty"),
+        (
+            ["join", "--profile", "traces:x"],
+            "'traces:x' is no DIR:STEPS; a folder with a colon in its name ends in '/'",
+        ),
+        (["join", "--profile", "traces:"], "'traces:' is no DIR:STEPS"),
+        (["join", "--profile", "traces:-1"], "'traces:-1' is no DIR:STEPS"),
+        (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
@@ -452,6 +459,8 @@ def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     args = parser(demo_wanted=True).parse_args(["join", "--state-dir=~/peer", "--profile=~/traces:3"])
     assert (args.state_dir, args.profile) == (tmp_path / "peer", (tmp_path / "traces", 3))
+    for folder in ("a:b/", "a:b/c"):
+        assert parser(demo_wanted=True).parse_args(["join", "--profile", folder]).profile[0] == Path(folder)
     assert parser(demo_wanted=True).parse_args(["demo", "--out=~/out"]).out == tmp_path / "out"
     assert parser(demo_wanted=False).parse_args(["join", "--state-dir=~nobody-of-this-name/x"]).state_dir
     monkeypatch.setenv("DLC_HOME", "~/state")
