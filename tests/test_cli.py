@@ -518,19 +518,47 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
     ],
 )
 def test_what_is_wrong_with_the_parts_of_a_run_is_told_before_others_are_told_to_join(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, text: str, said: str
 ) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "run.toml").write_text(text)
     words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
     assert main([*words, "--listen", "127.0.0.1:0"]) == 2
-    told = "".join(capfd.readouterr())
-    assert said in told and "others join with" not in told
+    assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "option", "said"),
+    [
+        ("", "", "holds no text"),
+        ("\n\n", "", "holds no text"),
+        ('{"body": "x"}\n', "", 'not a JSON object with a "text" field'),
+        ('[{"text": "x"}]\n', "", 'not a JSON object with a "text" field'),
+        ('{"text": "x"}\n', 'text_field = "body"', 'not a JSON object with a "body" field'),
+        ('{"text": "x"}\n', 'split = "test"', "leave out data.split"),
+    ],
+)
+def test_a_file_without_the_text_that_is_said_of_it_is_told_before_others_are_told_to_join(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    lines: str,
+    option: str,
+    said: str,
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "run.toml").write_text(f"[data]\nsource = {json.dumps(str(tmp_path / 'a.jsonl'))}\n{option}")
+    words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
+    assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+    assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
 
 
 def test_parts_of_a_run_that_do_not_fit_each_other_are_told_before_others_are_told_to_join(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As far as a config tells it, whether it stands in RUN.toml or in a folder."""
+    caplog.set_level("INFO")
     from transformers import AutoConfig
 
     make_tokenizer(tmp_path / "tokenizer")
@@ -547,5 +575,4 @@ def test_parts_of_a_run_that_do_not_fit_each_other_are_told_before_others_are_to
         state = tmp_path / f"state-{number}"
         words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(state), "--device", "cpu"]
         assert main([*words, "--listen", "127.0.0.1:0"]) == 2
-        told = "".join(capfd.readouterr())
-        assert said in told and "others join with" not in told
+        assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
