@@ -197,7 +197,7 @@ def test_undecodable_bytes_are_replaced_and_told_once(
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES_MAX", 500)
     for i in range(3):
-        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat " * (1 + i * 100))
+        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat sat on the mat " * (1 + i * 100))
     tokenizer = load_tokenizer(str(folder))
     BlockSource(corpus, 8, tokenizer=tokenizer)
     assert [r.message for r in caplog.records if "UTF-8" in r.message] == [
