@@ -29,6 +29,7 @@ from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S
+from tests.train.tokenizers_made import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +124,13 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--keep", "0"], "below 1"),
         (["join", "--profile", "traces:0"], "below 1"),
         (["join", "--profile", ""], "it is empty"),
+        (
+            ["join", "--profile", "traces:x"],
+            "'traces:x' is no DIR:STEPS; a folder with a colon in its name ends in '/'",
+        ),
+        (["join", "--profile", "traces:"], "'traces:' is no DIR:STEPS"),
+        (["join", "--profile", "traces:-1"], "'traces:-1' is no DIR:STEPS"),
+        (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
@@ -451,6 +459,8 @@ def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     args = parser(demo_wanted=True).parse_args(["join", "--state-dir=~/peer", "--profile=~/traces:3"])
     assert (args.state_dir, args.profile) == (tmp_path / "peer", (tmp_path / "traces", 3))
+    for folder in ("a:b/", "a:b/c"):
+        assert parser(demo_wanted=True).parse_args(["join", "--profile", folder]).profile[0] == Path(folder)
     assert parser(demo_wanted=True).parse_args(["demo", "--out=~/out"]).out == tmp_path / "out"
     assert parser(demo_wanted=False).parse_args(["join", "--state-dir=~nobody-of-this-name/x"]).state_dir
     monkeypatch.setenv("DLC_HOME", "~/state")
@@ -508,10 +518,61 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
     ],
 )
 def test_what_is_wrong_with_the_parts_of_a_run_is_told_before_others_are_told_to_join(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, text: str, said: str
 ) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "run.toml").write_text(text)
     words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
     assert main([*words, "--listen", "127.0.0.1:0"]) == 2
-    told = "".join(capfd.readouterr())
-    assert said in told and "others join with" not in told
+    assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "option", "said"),
+    [
+        ("", "", "holds no text"),
+        ("\n\n", "", "holds no text"),
+        ('{"body": "x"}\n', "", 'not a JSON object with a "text" field'),
+        ('[{"text": "x"}]\n', "", 'not a JSON object with a "text" field'),
+        ('{"text": "x"}\n', 'text_field = "body"', 'not a JSON object with a "body" field'),
+        ('{"text": "x"}\n', 'split = "test"', "leave out data.split"),
+    ],
+)
+def test_a_file_without_the_text_that_is_said_of_it_is_told_before_others_are_told_to_join(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    lines: str,
+    option: str,
+    said: str,
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "run.toml").write_text(f"[data]\nsource = {json.dumps(str(tmp_path / 'a.jsonl'))}\n{option}")
+    words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
+    assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+    assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
+
+
+def test_parts_of_a_run_that_do_not_fit_each_other_are_told_before_others_are_told_to_join(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as a config tells it, whether it stands in RUN.toml or in a folder."""
+    caplog.set_level("INFO")
+    from transformers import AutoConfig
+
+    make_tokenizer(tmp_path / "tokenizer")
+    AutoConfig.for_model("llama", vocab_size=256, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    tokenizer, path = f'[data]\ntokenizer = "{tmp_path / "tokenizer"}"', f'kind = "path"\npath = "{tmp_path / "model"}"'
+    rows = "ids, but the model's vocabulary (vocab_size) only 256"
+    wrong = {
+        f'{tokenizer}\n[model.config]\nmodel_type = "llama"\nvocab_size = 256': rows,
+        f"{tokenizer}\nseq_len = 32\n[model]\n{path}": rows,
+        f"[model]\n{path}": "data.seq_len (128) exceeds the 64 positions (max_position_embeddings) of the model",
+    }
+    for number, (text, said) in enumerate(wrong.items()):
+        (tmp_path / "run.toml").write_text(text)
+        state = tmp_path / f"state-{number}"
+        words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(state), "--device", "cpu"]
+        assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+        assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text

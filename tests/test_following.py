@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.machinery
 import io
@@ -26,9 +27,15 @@ from dlc.cli.options import PROFILE_STEPS, parser
 from dlc.cli.profile import StepProfile
 from dlc.cli.sinks import Bars
 from dlc.errors import SwarmClosed
+from dlc.report import Missing
+from dlc.runspec import RunSpec
 from dlc.survey import Member
 from dlc.train.metrics import FILE_NAME, read_metrics
 from tests.helpers import wait_until
+from tests.train.fake_peer import FakePeer
+from tests.train.test_trainer import Run, spec
+
+__all__ = ["spec"]
 
 Event = dict[str, Any]
 
@@ -113,6 +120,33 @@ def test_the_file_of_metrics_tells_steps_from_rounds(tmp_path: Path) -> None:
     assert (not_finite["round"], not_finite["validation_loss"]) == (3, None), "it had no line"
     assert (averaging["round"], averaging["consensus_distance"]) == (2, 0.5)
     assert not {"step"} & {*validation, *averaging}
+
+
+def names_of(record: Any) -> set[str]:
+    """The fields of a line, those of fields too; but for what is named by peers."""
+    if isinstance(record, list):
+        return set().union(*map(names_of, record))
+    if not isinstance(record, dict):
+        return set()
+    below = [names_of(value) for name, value in record.items() if name not in ("paths", "owned")]
+    return set(record).union(*below)
+
+
+def test_every_field_of_the_file_of_metrics_is_explained(spec: RunSpec, tmp_path: Path) -> None:
+    """`lr` and `mfu` were so nowhere."""
+    run = Run(FakePeer(spec), tmp_path)
+    run.go()
+    lacked = dataclasses.asdict(Missing("another", "late", 0.5))
+    sink = sinks.Metrics(tmp_path)
+    for event in (*run.events, {"event": "averaging", "t": 2, "distance": 0.5, "seconds": 1.5}):
+        more = {"step": {"mfu": 0.5}, "round": {"missing": [lacked]}}.get(event["event"], {})
+        sink.take({**event, **more})
+    sink.close()
+    told = set().union(*map(names_of, read_metrics(tmp_path / FILE_NAME)))
+    assert {"lr", "mfu", "consensus_distance", "validation_loss", "fraction", "reason", "own_waiting_s"} <= told
+    page = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    section = page.partition("## Following a run")[2].partition("\n## ")[0]
+    assert sorted(name for name in told if f"`{name}`" not in section) == []
 
 
 class FakeWandb(types.ModuleType):

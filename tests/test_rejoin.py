@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import queue
 import select
 import shutil
@@ -609,3 +610,33 @@ def test_who_comes_as_a_run_ends_and_finds_nobody_with_its_state_is_told() -> No
             first.leave()
             with pytest.raises(JoinError, match="the run has ended, and everybody who has its model has left"):
                 late.open("train", ToyState(8, 0), timeout_s=SHORT_S, **options)  # type: ignore[arg-type]
+
+
+def test_a_stream_with_deadlines_is_trained_once_though_a_peer_dies(host: Host) -> None:
+    """Each makes as many steps as it can, so where its lease is cut off is another place in each round."""
+    folder = host.folder / "rows"
+    folder.mkdir()
+    for part in range(2):
+        lines = [json.dumps({"text": f"row {n} of part {part} " * 4}) for n in range(200)]
+        (folder / f"{part}.jsonl").write_text("\n".join(lines))
+    config = Path(host.config(rounds=0, impatient=True))
+    by_time = 'sync_mode = "deadline"\nround_s = 0.3\nrounds = 0'
+    stream = f"source = {json.dumps(folder.as_posix())}\nstreaming = true\nshards = 2"
+    text = config.read_text().replace("rounds = 0", by_time)
+    config.write_text(text.replace(f'source = "{host.text.as_posix()}"', stream))
+    spec, addresses = RunSpec.from_toml(config), free_addresses(3)
+    words = ("--config", str(config), "--device", "cpu", "--no-probe", "--peers", ",".join(addresses))
+    *rest, dying = [host.start(str(i), *words, "--listen", addresses[i]) for i in range(3)]
+    dying.event("round", lambda event: event["counted"] and event["t"] >= 3)
+    dying.kill()
+    died = max(event["t"] for event in rest[0].told("round"))
+    lacked = rest[0].event("round", lambda event: event["t"] > died and len(event["contributors"]) == 2)["t"]
+    for process in rest:
+        process.event("round", lambda event: event["t"] > lacked + 3)
+        process.signal(signal.SIGINT)
+    assert [process.exit_code() for process in rest] == [0, 0]
+    for i in range(2):
+        saved = newest(host.folder / str(i), spec)
+        assert saved is not None and saved.t > lacked + 2
+        blocks = trained_once(saved)
+        assert blocks > 0 and blocks % spec.inner.batch_size == 0 and log_of(saved).ledger.sound

@@ -671,3 +671,25 @@ def test_an_end_that_could_not_be_saved_is_no_success(
     assert main(["join", "--config", str(config), "--state-dir", str(tmp_path / "a"), "--device", "cpu"]) == 4
     said = capsys.readouterr().err
     assert "the end was not saved whole" in said and "the same command goes on from it" in said
+
+
+def test_where_only_the_model_could_not_be_written_it_is_told_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise NoRoom("its disk has 0.0 MB free")
+
+    config, state = tmp_path / "RUN.toml", tmp_path / "a"
+    config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
+    command = ["join", "--config", str(config), "--state-dir", str(state), "--device", "cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr("dlc.train.trainer.save_model", full)
+        assert main(command) == 4
+    (checkpoint,) = state.glob("checkpoints/*/*.safetensors")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"the checkpoint {checkpoint} is of the end, and the model is in it" in said
+    assert f"`dlc export {checkpoint} --out DIR`" in said
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (state / "model").exists()
+    assert main(command) == 0, "which the line says, too"
+    assert (state / "model" / "model.safetensors").is_file()

@@ -394,6 +394,7 @@ def test_compressed_text_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFix
         ("a.jsonl", '{"text": ""}'.encode("utf-16"), "UTF-16"),
         ("a.txt", b"PAR1\x15\x04", "suffix .parquet"),
         ("a.md", b"ARROW1\0\0", "Arrow table: write it as .parquet"),
+        ("a.txt", b"\x5d\0\0\x80\0\xff\xff", "compressed \\(lzma\\)"),
     ],
 )
 def test_what_only_looks_like_text_is_refused(tmp_path: Path, name: str, begins: bytes, says: str) -> None:
@@ -413,6 +414,14 @@ def test_what_may_be_no_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     (tmp_path / "b.txt").write_bytes(b"\x01\x00" + words(400).encode())
     assert documents(tmp_path / "b.txt")[0][1].startswith(b"\x01\x00w"), "bytes are as good as text for who wants them"
     assert "b.txt holds zero bytes" in caplog.text and "a.csv holds zero bytes" not in caplog.text
+    (tmp_path / "c.txt").write_bytes(bytes(range(1, 256)) * 40)
+    (tmp_path / "d.txt").write_bytes(
+        "Elle était déjà partie quand la pluie a cessé de tomber sur la ville. ".encode("latin-1") * 300
+    )
+    for name in ("c.txt", "d.txt"):
+        documents(tmp_path / name)
+    assert "c.txt is hardly text: 50% of its beginning is no UTF-8" in caplog.text
+    assert "d.txt is hardly text" not in caplog.text
 
 
 def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

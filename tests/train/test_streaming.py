@@ -396,6 +396,27 @@ def test_parquet_files_that_are_unlike_each_other_are_one_stream(tmp_path: Path)
         BlockSource(tmp_path, SEQ)
 
 
+def test_parquet_columns_without_a_string_do_not_decide_what_the_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`datasets` reads all files as it finds the first, and broke off where the others begin."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [text(0, i) for i in range(120)]
+    kinds = [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+    arrays = [pyarrow.nulls(30), *(pyarrow.array(rows[40 * i : 40 * (i + 1)], kinds[i]) for i in range(3))]
+    for number, array in enumerate([*arrays, pyarrow.nulls(30)]):
+        parquet.write_table(pyarrow.table({"text": array}), tmp_path / f"{number}.parquet")
+    want = list(expected([rows], 0))
+    assert [bytes(row) for row in opened(tmp_path, 1).batch(range(90)).tolist()] == want[:90]
+    assert caplog.text.count('0.parquet has rows whose "text" is null') == 1
+    assert len(BlockSource(tmp_path, SEQ).batch(range(90))) == 90
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([1] * 30)}), tmp_path / "5.parquet")
+    with pytest.raises(DataError, match='5.parquet: the column "text" holds int64, not strings; set data.text_field'):
+        opened(tmp_path, 1)
+
+
 @pytest.mark.parametrize("how", ["grows", "shrinks", "stays"])
 def test_files_that_change_while_they_are_read_are_told(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture

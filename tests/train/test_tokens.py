@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlc.errors import DataError
+from dlc.errors import DataError, NoRoom
 from dlc.train import packing, sources
+from dlc.train.checkpoint import save_model_folder
 from dlc.train.data import BlockSource
 from dlc.train.packing import tokenise
 from dlc.train.sources import Files, Piece, Place
@@ -196,7 +197,7 @@ def test_undecodable_bytes_are_replaced_and_told_once(
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES_MAX", 500)
     for i in range(3):
-        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat " * (1 + i * 100))
+        (corpus / f"bad{i}.txt").write_bytes(b"the \xff\xfe cat sat on the mat " * (1 + i * 100))
     tokenizer = load_tokenizer(str(folder))
     BlockSource(corpus, 8, tokenizer=tokenizer)
     assert [r.message for r in caplog.records if "UTF-8" in r.message] == [
@@ -268,3 +269,18 @@ def test_kept_tokens_are_on_the_disk_before_they_have_their_name(
     monkeypatch.setattr(Path, "rename", renamed)
     BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
     assert len(synced) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full here")
+def test_a_disk_that_is_full_at_the_tokenizer_of_a_model_is_told_apart(folder: Path, tmp_path: Path) -> None:
+    """tokenizers raises a bare Exception there, which ended the training as a failed one."""
+    tokenizer, target = load_tokenizer(str(folder)), tmp_path / "model"
+
+    class Model(torch.nn.Module):
+        def save_pretrained(self, path: Path) -> None:
+            path.mkdir()
+            (path / "tokenizer.json").symlink_to("/dev/full")
+
+    with pytest.raises(NoRoom, match="No space left on device"):
+        save_model_folder(Model(), target, tokenizer.save)
+    assert list(tmp_path.iterdir()) == []

@@ -267,13 +267,13 @@ class Disk:
         self.folder, self.room, self.quota = folder, room, quota
         self._save_file = checkpoint.save_file
         monkeypatch.setattr(checkpoint, "save_file", self.write)
-        monkeypatch.setattr(checkpoint, "_demand_room", lambda *_: quota or self.demand())
+        monkeypatch.setattr(checkpoint, "_demand_room", lambda target, _: quota or self.demand(target))
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
 
-    def demand(self) -> None:
-        if len(self.names()) >= self.room:
+    def demand(self, target: Path) -> None:
+        if target.parent == self.folder and len(self.names()) >= self.room:
             raise NoRoom("its disk has 0.0 MB free")
 
     def write(self, tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str]) -> None:
@@ -293,6 +293,27 @@ def test_where_there_is_no_room_for_one_more_checkpoint_the_oldest_makes_way(
     summary = run.go()
     assert summary.saved and disk.names() == [f"t-{t:08}.safetensors" for t in (2, 3, 4)]
     assert saver.newest(tmp_path, spec).path == summary.checkpoint  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("room", [2, 1], ids=["an older one makes way", "too little"])
+def test_where_there_is_no_room_for_the_model_older_checkpoints_make_way(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    """The newest, which the model can be had from, stays."""
+    folder, save = saver.folder_of(tmp_path, spec), dlc.train.trainer.save_model
+
+    def save_where_there_is_room(model: Any, target: Path, tokenizer: Any) -> None:
+        if len(list(folder.iterdir())) >= room:
+            raise NoRoom("its disk has 0.0 MB free")
+        save(model, target, tokenizer)
+
+    monkeypatch.setattr(dlc.train.trainer, "save_model", save_where_there_is_room)
+    summary = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=2).go()
+    assert summary.saved and list(folder.iterdir()) == [summary.checkpoint]
+    if room == 2:
+        assert summary.model is not None and (summary.model / "model.safetensors").is_file()
+    else:
+        assert summary.model is None and caplog.messages[-1] == "its disk has 0.0 MB free"
 
 
 def test_the_newest_that_is_whole_makes_way_for_none(

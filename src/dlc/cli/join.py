@@ -20,7 +20,7 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlc.addresses import addresses_of, advertised, check_listen, default_listen
 from dlc.cli import site, trackers
@@ -34,7 +34,7 @@ from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import parse_address
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
-from dlc.runspec import RunSpec
+from dlc.runspec import BYTES, RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
 from dlc.train.shelf import expanded, file_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dlc.peer import Peer
     from dlc.train.group import Group
     from dlc.train.saver import Saved
+    from dlc.train.trainer import Summary
 
 log = logging.getLogger(__name__)
 
@@ -187,24 +188,32 @@ def _check_parts(spec: RunSpec, group: Group | None) -> None:
     """What is wrong with the run's model, tokenizer or files on this host, as far as it shows without building them,
     or with a site for this run: before others are told to join. ConfigError, DataError, UsageError. A hub's are found
     out later."""
+    from dlc.train.data import place_of
     from dlc.train.datasets_io import is_dataset
-    from dlc.train.model import config_of
+    from dlc.train.model import config_in, config_of
     from dlc.train.parallel import check_fits
+    from dlc.train.setup import check_config
     from dlc.train.shelf import HUB_NAME, model_folder
-    from dlc.train.sources import Place, list_files
+    from dlc.train.sources import demand_text, list_files
     from dlc.train.tokens import load_tokenizer
 
     if group is not None:
         check_fits(spec, group.size, group.parallel)
+    model: Any = None
     if spec.model.kind == "config":
-        config_of(spec.model.config)
-    elif spec.model.kind == "path":
-        model_folder(Path(spec.model.path))
-    tokenizer = spec.data.tokenizer
-    if not HUB_NAME.fullmatch(tokenizer) or Path(tokenizer).is_dir():
-        load_tokenizer(tokenizer)
-    if not is_dataset(Place(spec.data.source)):
-        list_files(spec.data.source)
+        model = config_of(spec.model.config)
+    elif spec.model.kind == "path" and (folder := model_folder(Path(spec.model.path))) is not None:
+        model = config_in(folder)
+    name = spec.data.tokenizer
+    here = name == BYTES or not HUB_NAME.fullmatch(name) or Path(name).is_dir()
+    check_config(spec, model, load_tokenizer(name) if here else None)
+    place = place_of(spec)
+    if is_dataset(place):
+        return
+    if spec.data.streaming:
+        list_files(place.source)
+    else:
+        demand_text(place)
 
 
 def _tell_other_run(folder: Path, spec: RunSpec) -> None:
@@ -328,13 +337,24 @@ def _train(
             sinks.append(LiveTable(peer.members, peer.spec.exchanges))
         summary = trainer.run(interrupts.stop)
         if summary.model is None or not summary.saved:
-            raise DlcError(
-                "the end was not saved whole, as the warnings above say; what was saved before is still there: "
-                "once that is mended, the same command goes on from it"
-            )
+            raise DlcError(_not_whole(summary))
     finally:
         for sink in reversed(sinks):
             sink.close()
+
+
+def _not_whole(summary: Summary) -> str:
+    """What is where, after an end that could not be saved, and how to get the rest."""
+    parts = ["the end was not saved whole, as the warnings above say"]
+    if summary.saved:
+        parts.append(f"the checkpoint {summary.checkpoint} is of the end, and the model is in it")
+    elif summary.checkpoint is not None:
+        parts.append(f"the newest checkpoint is {summary.checkpoint}, of before the end")
+    if summary.model is not None:
+        parts.append(f"the model of the end is in {summary.model}")
+    elif summary.checkpoint is not None:
+        parts.append(f"`dlc export {shlex.quote(str(summary.checkpoint))} --out DIR` writes its model to another disk")
+    return "; ".join([*parts, "once that is mended, the same command goes on from it"])
 
 
 def _asked_for(args: argparse.Namespace, peer: Peer, folder: Path) -> list[Sink]:

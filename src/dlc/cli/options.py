@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -324,8 +325,12 @@ def _positive(text: str) -> int:
 
 def _profile(text: str) -> tuple[Path, int]:
     folder, colon, steps = text.rpartition(":")
-    if not (colon and folder and steps.isdecimal()):
+    if not colon or "/" in steps or os.sep in steps:
         return path(text), PROFILE_STEPS
+    if not folder or not steps.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no DIR:STEPS; a folder with a colon in its name ends in {os.sep!r}"
+        )
     return path(folder), _positive(steps)
 
 

@@ -98,6 +98,8 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
 
     The new folder is written and synced under another name first. Between the two renames that exchange a folder there
     is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`.
+
+    CheckpointError: it could not be written, and the folder that was there before still is; NoRoom: for that reason.
     """
     target = Path(path)
     save = getattr(model, "save_pretrained", None)
@@ -114,7 +116,8 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         _exchange(temporary, target, old)
         _fsync(target.parent)
     except (OSError, SafetensorError, ValueError) as e:  # ValueError: a config that transformers takes for invalid
-        raise CheckpointError(f"the model folder {target} could not be written ({e}); what was there is kept") from e
+        kind = NoRoom if _tells_full(e) else CheckpointError
+        raise kind(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -129,8 +132,8 @@ def sweep_model_folder(path: str | Path) -> None:
                 shutil.rmtree(rest, ignore_errors=True)
 
 
-def _tells_full(error: OSError | SafetensorError) -> bool:
-    """safetensors names the number in the text only."""
+def _tells_full(error: OSError | SafetensorError | ValueError) -> bool:
+    """safetensors and tokenizers name the number in the text only."""
     return getattr(error, "errno", None) in FULL or any(f"(os error {number})" in str(error) for number in FULL)
 
 

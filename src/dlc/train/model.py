@@ -78,6 +78,16 @@ def config_of(given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"transformers refuses the {kind} config {fields}: {e}") from e
 
 
+def config_in(folder: Path) -> Any:
+    """The config of a model folder. UsageError: it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # JSON and transformers have no common base
+        raise UsageError(f"the model in {folder} cannot be loaded: {_first_line(e)}") from e
+
+
 def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True, seed: int = 0) -> nn.Module:
     """As `build_model`, from a folder written by save_pretrained, or (a string only) by a name on the Hugging Face hub.
 
@@ -148,7 +158,12 @@ def _make_valid(generation: Any) -> None:
 
 def positions_of(model: nn.Module) -> int | None:
     """The longest sequence that a `transformers` model takes; None where it says nothing of one."""
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions_in(getattr(model, "config", None))
+
+
+def positions_in(config: Any) -> int | None:
+    """As `positions_of`, of a model that is not built yet."""
+    found = getattr(config, "max_position_embeddings", None)
     return found if type(found) is int and found > 0 else None
 
 

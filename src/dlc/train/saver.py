@@ -23,9 +23,9 @@ it counts for less than all others: the one that is saved names it.
 
 A file that is damaged is renamed, so that it takes no place of those that are kept.
 
-A new checkpoint is written before the oldest goes. Where the disk has no room for that, the oldest go first, but never
-the newest that is known to be whole. Writing may fail all the same: that is logged, what is there stays, and training
-goes on.
+A new checkpoint is written before the oldest goes. Where the disk has no room for that, or for the model at the end,
+the oldest go first, but never the newest that is known to be whole. Writing may fail all the same: that is logged, what
+is there stays, and training goes on.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class Saver:
             GIVEN_UP: self._given_up(frozen.t),
         }
         try:
-            self._write(path, tensors, meta)
+            self.with_room(path, lambda: save_checkpoint(path, tensors, meta))
             self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
@@ -403,15 +403,17 @@ class Saver:
             return []
         return [told for path in later if (told := meta_of(path).get(ID))]
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def with_room(self, path: Path, write: Callable[[], None]) -> None:
+        """Write `path`, by `write`; where the disk is too full for it, the oldest checkpoints of this run go first, and
+        never the newest that is whole. What `write` raises; NoRoom: they were not enough."""
         while True:
             try:
-                return save_checkpoint(path, tensors, meta)
+                return write()
             except NoRoom:
-                if not self._make_room():
+                if not self._make_room(path):
                     raise
 
-    def _make_room(self) -> bool:
+    def _make_room(self, path: Path) -> bool:
         """Delete what is needed least of this run, if there is such a thing."""
         spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
         if self.last is not None and self.last.exists():
@@ -421,7 +423,7 @@ class Saver:
             spare += reversed(others)
         if not spare:
             return False
-        log.info("the disk has no room for one more checkpoint: %s is deleted first", spare[0])
+        log.info("the disk has no room for %s: %s is deleted first", path, spare[0])
         spare[0].unlink(missing_ok=True)
         return True
 

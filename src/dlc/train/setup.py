@@ -15,7 +15,7 @@ from dlc.errors import ConfigError, DataError, UsageError
 from dlc.runspec import BYTES, RunSpec
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
-from dlc.train.model import build_model, load_model, positions_of, vocab_of
+from dlc.train.model import build_model, load_model, positions_in, positions_of, vocab_of
 from dlc.train.shelf import has_tokenizer
 from dlc.train.tokens import Tokenizer
 
@@ -37,13 +37,26 @@ def model_of(spec: RunSpec) -> nn.Module:
     else:
         name = Path(what.path) if what.kind == "path" else what.name
         model = load_model(name, revision=what.revision, pretrained=what.pretrained, seed=spec.seed)
-    positions = positions_of(model)
+    _check_positions(spec, positions_of(model))
+    return model
+
+
+def _check_positions(spec: RunSpec, positions: int | None) -> None:
+    what = spec.model
     if positions is not None and spec.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len ({spec.data.seq_len}) exceeds the {positions} positions (max_position_embeddings) of the "
             f"model {what.path or what.name or what.config.get('model_type')}: lower data.seq_len"
         )
-    return model
+
+
+def check_config(spec: RunSpec, config: Any, tokenizer: Tokenizer | None) -> None:
+    """As `model_of` and `check_vocabulary`, as far as a config tells, which is None for a model that has yet to be
+    fetched, as `tokenizer` is for a tokenizer. ConfigError, DataError."""
+    _check_positions(spec, positions_in(config))
+    rows = getattr(config, "vocab_size", None)
+    if tokenizer is not None and type(rows) is int:
+        _check_rows(rows, tokenizer)
 
 
 def check_causal(model: nn.Module) -> None:
@@ -77,7 +90,12 @@ def check_causal(model: nn.Module) -> None:
 def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
     """DataError: the tokenizer makes ids for which the model has no embedding."""
     rows = vocab_of(model)
-    if rows is not None and tokenizer.vocab_size > rows:
+    if rows is not None:
+        _check_rows(rows, tokenizer)
+
+
+def _check_rows(rows: int, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > rows:
         raise DataError(
             f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model's vocabulary (vocab_size) "
             f"only {rows}: set data.tokenizer to the model's own, or model.config.vocab_size to "

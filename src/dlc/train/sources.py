@@ -54,6 +54,7 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
+    b"\x5d\0\0": "lzma",
     b"PK\x03\x04": "zip",
     b"\x04\x22\x4d\x18": "lz4",
     b"7z\xbc\xaf\x27\x1c": "7z",
@@ -67,7 +68,9 @@ NO_TEXT = {
 }
 """Likewise of others that are no text as it is read here."""
 LOOKED_AT_BYTES = 8192
-"""Of a file's beginning: where these hold a zero byte, it is hardly text."""
+"""Of a file's beginning: where these hold a zero byte, or many that are no UTF-8, it is hardly text."""
+NO_UTF8_SHARE_MAX = 0.1
+"""Of the characters there: more is told. Text of western Europe in Latin-1 comes to less."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -138,6 +141,13 @@ class Files:
             return
         for number, text in texts:
             yield from cut(f"{name}/{number}", text)
+
+
+def demand_text(place: Place) -> None:
+    """DataError: there are no such files, what is said of them is wrong, or they hold no text, as far as that shows
+    where they are read until some is found."""
+    if not any(piece.text for piece in Files(place).pieces()):
+        raise DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
 
 
 def check_used(place: Place, paths: list[Path]) -> None:
@@ -253,6 +263,14 @@ def _check_text(path: Path) -> None:
             raise DataError(f"the data source {path} is {what}")
     if b"\0" in begins:
         _tell_once(f"{path} holds zero bytes, as no text does; it is taken as it is", logging.WARNING)
+        return
+    characters = begins.decode("utf-8", errors="replace")
+    if (share := characters.count("\ufffd") / max(1, len(characters))) > NO_UTF8_SHARE_MAX:
+        _tell_once(
+            f"{path} is hardly text: {share:.0%} of its beginning is no UTF-8. It is taken as it is: convert it to "
+            "UTF-8 if it is text, and unpack or remove it if it is none",
+            logging.WARNING,
+        )
 
 
 class _LeftOut:
@@ -339,18 +357,28 @@ def parquet_options(field: str) -> dict[str, Any]:
 
 
 def rows_of(path: Path, field: str) -> int:
-    """How many a parquet file has. DataError: it is none, or has rows, but no such column."""
+    """How many a parquet file has, 0 where the column is of the type null: `datasets` takes the types of the first file
+    for those of all. DataError: it is none, or has rows, but no such column, or one that holds no strings."""
     try:
-        from pyarrow import parquet
+        from pyarrow import parquet, types
     except ImportError as e:
         raise DataError(f"reading {path} needs the package datasets: pip install datasets") from e
     try:
         with parquet.ParquetFile(path) as file:
-            rows, columns = int(file.metadata.num_rows), file.schema_arrow.names
+            rows, schema = int(file.metadata.num_rows), file.schema_arrow
     except Exception as e:  # the errors of pyarrow have no common base
         raise DataError(f"{path} cannot be read as parquet: {e}") from e
-    if rows and field not in columns:
-        raise DataError(f'{path}: no column "{field}" (found: {", ".join(columns)}); set data.text_field')
+    if not rows:
+        return 0
+    if field not in schema.names:
+        raise DataError(f'{path}: no column "{field}" (found: {", ".join(schema.names)}); set data.text_field')
+    kind = schema.field(field).type
+    if types.is_null(kind):
+        tell_of_nulls(str(path), field)
+        return 0
+    plain = kind.value_type if types.is_dictionary(kind) else getattr(kind, "storage_type", kind)
+    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+        raise DataError(f'{path}: the column "{field}" holds {kind}, not strings; set data.text_field')
     return rows
 
 

@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `transformers` needs to load it; nothing for bytes."""
+        """Write what `transformers` needs to load it; nothing for bytes. OSError: it cannot be written."""
         ...
 
 
@@ -115,7 +115,12 @@ class HubTokenizer:
 
     def save(self, folder: Path) -> None:
         """As `Tokenizer.save`."""
-        self._inner.save_pretrained(folder)
+        try:
+            self._inner.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as e:  # all that tokenizers raises where a file cannot be written
+            raise OSError(str(e)) from e
 
 
 def _load(name: str) -> Any:

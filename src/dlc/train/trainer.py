@@ -329,13 +329,15 @@ class Trainer:
         return position, frozen
 
     def _save_model(self) -> Path | None:
+        folder = self._folder / "model"
         try:
-            save_model(self._engine.whole_model(), self._folder / "model", self._source.tokenizer)
-            sweep_model_folder(self._folder / "model")
+            model = self._engine.whole_model()
+            self._saver.with_room(folder, lambda: save_model(model, folder, self._source.tokenizer))
+            sweep_model_folder(folder)
         except UsageError as error:
             log.warning("%s", error)
             return None
-        return self._folder / "model"
+        return folder
 
     def _linger(self, stop: threading.Event) -> None:
         """Stay until everybody alive has applied as many entries as we have, and every trainer has the model: who has
