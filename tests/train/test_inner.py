@@ -209,6 +209,12 @@ def test_muon_leaves_embeddings_and_head_of_a_transformers_model_to_adamw() -> N
         build_optimizer("muon", nn.Embedding(3, 3), lr=0.1, betas=(0.9, 0.9), weight_decay=0.0)
 
 
+def test_muon_is_refused_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ConfigError, match=r'"muon" needs torch 2\.9 or newer, and this is .*: update torch'):
+        build_optimizer("muon", nn.Sequential(nn.Linear(3, 3)), lr=0.1, betas=(0.9, 0.9), weight_decay=0.0)
+
+
 def mixture(kind: str) -> nn.Module:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     count = "num_experts" if kind == "qwen3_moe" else "num_local_experts"

@@ -211,7 +211,7 @@ def _datasets(place: Place) -> Any:
     try:
         import datasets
     except ImportError as e:
-        raise DataError(f"reading {place.source} needs the package datasets: pip install datasets") from e
+        raise DataError(f"reading {place.source} needs the package datasets, which cannot be imported: {e}") from e
     return datasets
 
 

@@ -143,6 +143,11 @@ def muon_and_adamw(
     hidden, stacked = hidden_matrices(model), stacked_matrices(model)
     if not hidden and not stacked:
         raise ConfigError('the model has no hidden matrices for inner.optimizer "muon": choose "adamw"')
+    if hidden and not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f'inner.optimizer "muon" needs torch 2.9 or newer, and this is {torch.__version__}: update torch, or '
+            'choose "adamw"'
+        )
     taken = {id(p) for p in (*hidden, *stacked)}
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rest = [group for group in rest if group["params"]]

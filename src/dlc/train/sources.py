@@ -71,6 +71,8 @@ LOOKED_AT_BYTES = 8192
 """Of a file's beginning: where these hold a zero byte, or many that are no UTF-8, it is hardly text."""
 NO_UTF8_SHARE_MAX = 0.1
 """Of the characters there: more is told. Text of western Europe in Latin-1 comes to less."""
+STRINGS = ("string", "large_string", "string_view")
+"""Types of parquet columns that hold text."""
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -362,7 +364,7 @@ def rows_of(path: Path, field: str) -> int:
     try:
         from pyarrow import parquet, types
     except ImportError as e:
-        raise DataError(f"reading {path} needs the package datasets: pip install datasets") from e
+        raise DataError(f"reading {path} needs pyarrow, which cannot be imported: {e}") from e
     try:
         with parquet.ParquetFile(path) as file:
             rows, schema = int(file.metadata.num_rows), file.schema_arrow
@@ -377,7 +379,7 @@ def rows_of(path: Path, field: str) -> int:
         tell_of_nulls(str(path), field)
         return 0
     plain = kind.value_type if types.is_dictionary(kind) else getattr(kind, "storage_type", kind)
-    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+    if str(plain) not in STRINGS:
         raise DataError(f'{path}: the column "{field}" holds {kind}, not strings; set data.text_field')
     return rows
 
