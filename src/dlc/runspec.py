@@ -179,7 +179,7 @@ class InnerSpec:
 
     optimizer: str = "adamw"
     """"adamw". "muon": Muon for the hidden matrices, those of experts one by one; AdamW for embeddings, head and
-    vectors (MuLoCo). "sgd": plain."""
+    vectors (MuLoCo), from torch 2.9 on. "sgd": plain."""
     lr: float = 2e-3
     """Greatest learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

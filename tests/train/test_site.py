@@ -23,11 +23,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from dlc.cli import main
@@ -41,7 +43,7 @@ from dlc.train.group import Group, Order, SiteLost, part_of_this_start, torchrun
 from dlc.train.inner import InnerLoop, placed
 from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
-from dlc.train.sharded import Sharded, check_layers, layers_of
+from dlc.train.sharded import Sharded, check_layers, check_mean, layers_of
 from dlc.train.site import SiteEngine
 from tests.forked import AVAILABLE, Forked
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
@@ -306,10 +308,27 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
 
     monkeypatch.setattr("dlc.train.sharded.init_device_mesh", lambda *_: None)
     monkeypatch.setattr("dlc.train.sharded.fully_shard", fully_shard)
+    monkeypatch.setattr("dlc.train.sharded.check_mean", lambda *_: None)
     group: Any = SimpleNamespace(device=torch.device("meta"), size=2, give=lambda tensor: tensor)
     Sharded(RunSpec(), group, model)
     first, second = layers_of(model)
     assert met == [(first, {"cpu"}), (second, {"cpu"}), (model, {"cpu", "meta"})]
+
+
+def test_a_torch_that_gives_no_mean_of_gradients_is_refused() -> None:
+    """As that of torch 2.7 over Gloo; here a mean of one rank stands for a wrong one of two."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh, cpu = init_device_mesh("cpu", (1,)), torch.device("cpu")
+        state = torch.get_rng_state()
+        check_mean(mesh, cast(Any, SimpleNamespace(device=cpu, rank=0, size=1)))
+        assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(
+            ConfigError, match=r"does not average gradients right .* on cpu: update torch, or start .* ddp"
+        ):
+            check_mean(mesh, cast(Any, SimpleNamespace(device=cpu, rank=0, size=2)))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nobody_keeps_the_parameters_that_a_site_cuts_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -39,6 +39,32 @@ def check_layers(model: nn.Module) -> None:
         )
 
 
+class Probe(nn.Module):
+    """Its gradient is what it is given."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(numel, dtype=torch.float32, device=device))
+
+    def forward(self, gradient: float) -> Tensor:
+        return self.vector * gradient
+
+
+def check_mean(mesh: DeviceMesh, group: Group) -> None:
+    """ConfigError: what the ranks get for the mean of their gradients is none. FSDP2 of torch 2.7 gives their sum over
+    Gloo, and says nothing."""
+    probe = Probe(group.size, group.device)
+    fully_shard(probe, mesh=mesh)
+    probe(group.rank + 1.0).sum().backward()
+    gradient = probe.vector.grad
+    assert isinstance(gradient, DTensor)
+    if not bool(gradient.full_tensor().sub((group.size + 1) / 2).abs().lt(0.01).all()):
+        raise ConfigError(
+            f"torch {torch.__version__} does not average gradients right where a model is in parts on "
+            f"{group.device.type}: update torch, or start this site with --parallel ddp"
+        )
+
+
 class Sharded(Replica):
     """A part of the run's model."""
 
@@ -51,6 +77,7 @@ class Sharded(Replica):
             for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the hosts' folders may differ
                 tensor.copy_(group.give(tensor.detach().contiguous()))
         mesh = init_device_mesh(group.device.type, (group.size,))
+        check_mean(mesh, group)
         for layer in layers_of(model):  # which takes each to the device: the whole model may have no room there
             fully_shard(layer, mesh=mesh)
         self.model = self.forward = model
