@@ -316,7 +316,7 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
 
 
 def test_a_torch_that_gives_no_mean_of_gradients_is_refused() -> None:
-    """As that of torch 2.7 over Gloo; here a mean of one rank stands for a wrong one of two."""
+    """As that of torch 2.7 and 2.8 over Gloo; here a mean of one rank stands for a wrong one of two."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh, cpu = init_device_mesh("cpu", (1,)), torch.device("cpu")

@@ -51,8 +51,8 @@ class Probe(nn.Module):
 
 
 def check_mean(mesh: DeviceMesh, group: Group) -> None:
-    """ConfigError: what the ranks get for the mean of their gradients is none. FSDP2 of torch 2.7 gives their sum over
-    Gloo, and says nothing."""
+    """ConfigError: what the ranks get for the mean of their gradients is none. FSDP2 of torch 2.7 and 2.8 gives their
+    sum over Gloo, and says nothing."""
     probe = Probe(group.size, group.device)
     fully_shard(probe, mesh=mesh)
     probe(group.rank + 1.0).sum().backward()
@@ -135,7 +135,8 @@ class Sharded(Replica):
         if not isinstance(like, DTensor) or not value.dim():
             return super().placed(value, like)
         moved = value.to(self.group.device)
-        return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+        part = distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+        return part.clone()  # of some versions of torch it is a view of the whole
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
