@@ -29,7 +29,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from dlc.cli import main
@@ -301,6 +302,7 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
     """As a whole it may have no room on one GPU; "meta" stands for that."""
     model = nn.ModuleDict({"embed": nn.Embedding(2, 1), "layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])})
     met: list[tuple[nn.Module, set[str]]] = []
+    checked: list[int] = []
 
     def fully_shard(module: nn.Module, mesh: object) -> nn.Module:
         met.append((module, {p.device.type for p in module.parameters()}))
@@ -308,27 +310,43 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
 
     monkeypatch.setattr("dlc.train.sharded.init_device_mesh", lambda *_: None)
     monkeypatch.setattr("dlc.train.sharded.fully_shard", fully_shard)
-    monkeypatch.setattr("dlc.train.sharded.check_mean", lambda *_: None)
+    monkeypatch.setattr("dlc.train.sharded.check_mean", lambda *_: checked.append(len(met)))
     group: Any = SimpleNamespace(device=torch.device("meta"), size=2, give=lambda tensor: tensor)
     Sharded(RunSpec(), group, model)
     first, second = layers_of(model)
     assert met == [(first, {"cpu"}), (second, {"cpu"}), (model, {"cpu", "meta"})]
+    assert checked == [0]  # before anything is cut
 
 
-def test_a_torch_that_gives_no_mean_of_gradients_is_refused() -> None:
-    """As that of torch 2.7 and 2.8 over Gloo; here a mean of one rank stands for a wrong one of two."""
+@pytest.fixture
+def lone() -> Iterator[DeviceMesh]:
+    """The mesh of a group of this process alone."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        mesh, cpu = init_device_mesh("cpu", (1,)), torch.device("cpu")
-        state = torch.get_rng_state()
-        check_mean(mesh, cast(Any, SimpleNamespace(device=cpu, rank=0, size=1)))
-        assert torch.equal(torch.get_rng_state(), state)
-        with pytest.raises(
-            ConfigError, match=r"does not average gradients right .* on cpu: update torch, or start .* ddp"
-        ):
-            check_mean(mesh, cast(Any, SimpleNamespace(device=cpu, rank=0, size=2)))
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_torch_that_gives_no_mean_of_gradients_is_refused(lone: DeviceMesh) -> None:
+    """As that of torch 2.7 and 2.8 over Gloo; here a mean of one rank stands for a wrong one of two."""
+    one: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, size=1)
+    state = torch.get_rng_state()
+    check_mean(lone, one)
+    assert torch.equal(torch.get_rng_state(), state)
+    one.size = 2
+    with pytest.raises(ConfigError, match="does not average gradients right .* on cpu: update torch, or start"):
+        check_mean(lone, one)
+
+
+def test_a_part_of_a_state_shares_no_memory_with_the_whole(lone: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.9 what is distributed is a view."""
+    whole, like = torch.arange(4.0), distribute_tensor(torch.zeros(4), lone, [Shard(0)])
+    monkeypatch.setattr("dlc.train.sharded.distribute_tensor", lambda x, at, how, **_: DTensor.from_local(x, at, how))
+    here: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cpu")))
+    part = Sharded.placed(here, whole, like)
+    whole.zero_()
+    assert isinstance(part, DTensor) and part.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_nobody_keeps_the_parameters_that_a_site_cuts_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
