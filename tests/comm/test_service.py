@@ -76,7 +76,7 @@ def test_messages_of_a_service_pass_while_the_log_is_stale(log: bool) -> None:
     at, echo, other = node("a", log), Echo(), Voter("b", 1 << 32)
     at.services.add(echo)
     at.tick(0.0)
-    at.ctx.stale, at._stale_since = True, None  # as after a freeze, for ever: nothing may be promised or voted for
+    at.ctx.stale, at.absence._since = True, None  # as after a freeze, for ever: nothing may be promised or voted for
     assert Send("b", Shout("hi!")) in at.receive(other, Shout("hi"), 0.1) and at.ctx.stale
     assert echo.heard == [(other, "hi")]
     assert at.pending_bulk() == {"b"} and at.bulk_peers() == {"b"}
@@ -172,9 +172,9 @@ def test_who_slept_in_the_middle_of_an_event_finds_it_out_after_it() -> None:
 
     at.work_aside(aside)
     at.serve(lambda: at.ctx.at_length(lambda: None, AT_LENGTH_BYTES_MIN) or [], 0.1)
-    assert not at._woken
+    assert not at.absence.woken
     at.tick(late_s + 0.1)
-    assert at._woken
+    assert at.absence.woken
 
 
 def test_without_a_log_nothing_is_founded_and_its_messages_are_refused() -> None:

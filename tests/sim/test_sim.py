@@ -573,7 +573,7 @@ def test_a_frozen_majority_wakes_and_follows() -> None:
 
 
 def test_mutation_without_freeze_detection_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlc.comm.node.Node._become_stale", lambda self, now: setattr(self.ctx, "stale", False))
+    monkeypatch.setattr("dlc.comm.absence.Absence.begin", lambda self, woken: setattr(self._ctx, "stale", False))
     with pytest.raises(Violation, match="S2"):
         frozen_majority_wakes()
 

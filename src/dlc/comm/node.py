@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dlc.comm import messages as msg
+from dlc.comm.absence import Absence
 from dlc.comm.applier import Applier
 from dlc.comm.catalogue import CODES
 from dlc.comm.context import Context
@@ -41,9 +42,8 @@ from dlc.comm.log import HISTORY_BYTES_MAX, Log, Sink
 from dlc.comm.membership import Membership
 from dlc.comm.observing import Observing
 from dlc.comm.offered import Offered
-from dlc.comm.permit import can_vote, greater_alive
 from dlc.comm.reach import in_step
-from dlc.comm.records import key_of, told_states
+from dlc.comm.records import told_states
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import OBSERVER
 from dlc.comm.service import Services
@@ -138,11 +138,7 @@ class Node:
         self.offers = 0
         """Contributions that this process has offered."""
         self._last: float | None = None
-        self._stale_since: float | None = None
-        self._led_at = 0.0
-        """When somebody alive was last ahead, while I was stale. Both in running time of the membership."""
-        self._woken = False
-        """Stale because of a freeze, and not because the process has just started."""
+        self.absence = Absence(self.ctx, self.log)
         self.waits = Waits(self.ctx, self.log, self.slot)
         self.torn = False
         """See `_event`."""
@@ -423,65 +419,15 @@ class Node:
         # What membership found out during work at length that was no event, or in one that failed.
         self.ctx.out = [e for e in self.ctx.out if isinstance(e, Notify)]
         if first or gap > self._t_gap_s:
-            self._woken = not first
-            self._become_stale(now)
-
-    def _become_stale(self, now: float) -> None:
-        """I may have been frozen: no coordination, promise or vote before I know where the others are."""
-        self.ctx.stale = True
-        self.coordinator.drop()
-        if self._woken:
-            self.slot.wake()
-            self.members.update_own(stale=True)
-        self.ctx.out.extend(self.members.begin_refresh(now))
-        self._stale_since = self._led_at = self.members.running_s  # after the step that the gap itself adds
-
-    def _refresh(self) -> None:
-        """Stale ends when nobody alive is ahead, and every voter that is not gone has answered, or patience is over."""
-        if self.ctx.leaving or self._stale_since is None:
-            return
-        members = self.members
-        if greater_alive(self.ctx, self.log):
-            self._led_at = members.running_s
-            return
-        waited_s = members.running_s - self._stale_since
-        # Who sleeps may have been left behind by a forced ballot, and those who left may be cut off just now: so a
-        # woken peer waits as long as they had to. A process that has just started never voted before.
-        patience_s = members.t_evict_s if self._woken else members.t_refresh_s
-        if waited_s < patience_s:
-            asked = self._to_be_heard(everybody=waited_s < members.t_refresh_s)
-            if not all(members.gone(v) or members.refreshed(v) for v in asked):
-                return
-        # Whoever has answered that it is ahead, and is silent now, is one of those, cut off later.
-        if self._woken and members.running_s - self._led_at < members.t_evict_s:
-            if any(self._ahead(v) and not members.gone(v) for v in self._to_be_heard(everybody=False)):
-                return
-        self.ctx.stale = False
-        self._stale_since = None
-        members.update_own(stale=False)
-        self.slot.announce()
-
-    def _ahead(self, voter: Voter) -> bool:
-        """It said so last, though it may be silent now."""
-        record = self.members.record(voter.peer)
-        return record is not None and can_vote(record) and key_of(record) > self.log.state.key
-
-    def _to_be_heard(self, everybody: bool) -> set[Voter]:
-        """Who may have gone on while I did not look: the voters. Where I slept, also whoever stood at my head, or not
-        far behind, without a vote (it could go on by force), and whoever is known to be ahead; for the time that an
-        answer takes, everybody."""
-        state = self.log.state
-        asked = set(state.electorate)
-        if self._woken:
-            recent = {state.head, *(past.entry.parent for past in self.log.past)} - {EMPTY}
-            others = [r for r in self.members.records() if can_vote(r)]
-            asked |= {r.voter for r in others if everybody or r.head in recent or key_of(r) > state.key}
-        return asked - {self.me}
+            self.coordinator.drop()
+            if not first:
+                self.slot.wake()
+            self.absence.begin(woken=not first)
 
     def _settle(self) -> list[Effect]:
         """Handle what I sent to myself before anything leaves, refresh my record, and find each message's way."""
-        if self.ctx.stale and self.config.log:
-            self._refresh()
+        if self.ctx.stale and self.config.log and self.absence.over():
+            self.slot.announce()
         done: list[Effect] = []
         while self.ctx.out:
             batch, self.ctx.out = self.ctx.out, []
