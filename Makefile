@@ -12,7 +12,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup lint types test test-gpu sim demo docs api bench hivemind clean
+.PHONY: help setup lint types test test-gpu lowest sim demo docs api bench hivemind clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -43,6 +43,13 @@ test: $(STAMP) ## the whole test suite, with the reason for every skip and the s
 test-gpu: $(STAMP) ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
 
+lowest: ## the tests with the least versions of pyproject.toml, in .venv-lowest; PyPI's torch brings gigabytes
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-c constraints-lowest.txt -e '.[plots,tensorboard,wandb,accelerate,lightning]' \
+		pytest pytest-xdist hypothesis psutil scipy griffelib
+	.venv-lowest/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal $(ARGS)
+
 sim: $(STAMP) ## 10,000 seeds of the protocol simulator, on all cores; stop it at any time, it goes on there
 	$(BIN)/python -m dlc.sim --peers 2:6 --seeds 0:5000 --state build/sim/few.json $(ARGS)
 	$(BIN)/python -m dlc.sim --peers 2:10 --seeds 5000:8000 --state build/sim/some.json $(ARGS)
@@ -67,5 +74,5 @@ hivemind: ## make .venv-hivemind with Hivemind 1.1.12, for benchmarks/side_by_si
 		hivemind==1.1.12
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf .venv .venv-hivemind .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-hivemind .venv-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

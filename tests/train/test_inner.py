@@ -170,6 +170,10 @@ def test_fp16_goes_on_after_a_loss_that_was_not_finite() -> None:
     assert inner.train_step([ids(1)], 1).applied
 
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9")
+
+
+@needs_muon
 def test_muon_moves_the_hidden_matrices_and_adamw_the_rest() -> None:
     def mlp() -> nn.Module:
         model = Tiny()
@@ -223,9 +227,12 @@ def mixture(kind: str) -> nn.Module:
     return build_model({"model_type": kind, **sizes, **experts, **wide}, 0)
 
 
+@needs_muon
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_muon_takes_the_matrices_of_experts_and_not_their_biases(kind: str) -> None:
     model = mixture(kind)
+    if all(p.ndim < 3 for p in model.parameters()):
+        pytest.skip("in this transformers each expert has matrices of its own")
     named = {id(p): name for name, p in model.named_parameters()}
     stacked = {named[id(p)].split(".", 2)[2] for p in stacked_matrices(model)}
     assert stacked == {f"{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")}
@@ -235,6 +242,7 @@ def test_muon_takes_the_matrices_of_experts_and_not_their_biases(kind: str) -> N
     assert sorted(listed) == sorted(named)
 
 
+@needs_muon
 @pytest.mark.parametrize("shape", [(5, 12, 20), (3, 20, 12)])
 @pytest.mark.parametrize("at_once", [1, 2 * 12 * 20, 1 << 26])
 def test_each_matrix_of_a_stack_moves_as_muon_moves_it(
@@ -266,6 +274,7 @@ def test_flops_per_token_are_counted_by_palm(tied: bool) -> None:
     assert flops_per_token(Tiny(), 8) == 6 * (2 * 16 + 17 * 16 + 17)
 
 
+@needs_muon
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to(kind: str) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -365,6 +374,7 @@ def test_a_host_that_cannot_compile_says_so_at_once(monkeypatch: pytest.MonkeyPa
         loop(Tiny(), compiled=True)
 
 
+@needs_muon
 def test_a_mixture_goes_on_with_muon_after_a_restart() -> None:
     a, twin = loop(mixture("mixtral"), "muon"), mixture("mixtral")
     a.train_step([ids(1)], 0)
@@ -376,7 +386,7 @@ def test_a_mixture_goes_on_with_muon_after_a_restart() -> None:
     assert torch.equal(params(a.model), params(b.model))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=needs_muon), "sgd"])
 def test_optimizer_state_survives_a_restart(name: str) -> None:
     a = loop(Tiny(), name)
     a.train_step([ids(1)], 0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from dlc.errors import ConfigError, DataError, UsageError
@@ -166,13 +167,16 @@ def test_what_a_killed_process_left_of_an_exchange_stands_in_nobodys_way(tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+newer = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 builds such a model")
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
         ({"hidden_size": 8}, "model_type"),
         ({"model_type": "lama"}, "did you mean"),
         ({**LLAMA, "hiden_size": 8}, "did you mean 'hidden_size'"),
-        ({**LLAMA, "hidden_size": 33}, "llama"),
+        pytest.param({**LLAMA, "hidden_size": 33}, "llama", marks=newer),
         ({**LLAMA, "hidden_size": "x"}, "llama"),
         ({"model_type": "vit"}, "no causal"),
     ],
@@ -209,6 +213,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     for name in ("main", "v1"):
         (repository / "refs" / name).write_text("a" * 40)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path / "hub"), raising=False)  # of 4.*
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return model
 

@@ -453,6 +453,12 @@ def test_a_model_that_drops_layers_at_random_is_not_cut_into_parts(name: str) ->
         check_layers(model)
 
 
+needs_fsdp = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="FSDP2 averages over Gloo from torch 2.9 on"
+)
+
+
+@needs_fsdp
 @pytest.mark.skipif(not AVAILABLE, reason="this system has no forkserver")
 def test_the_steps_of_a_site_are_those_of_one_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -514,6 +520,7 @@ def told_by_both(run: Process, other: Process, since: int) -> tuple[Event, Event
             return first, second
 
 
+@needs_fsdp
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL and ps")
 def test_a_site_is_one_peer_that_ends_as_a_whole_while_the_swarm_goes_on(
     start: tuple[Host, Callable[..., Site]],
