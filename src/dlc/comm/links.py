@@ -73,9 +73,12 @@ CONTROL_PENDING_BYTES_MAX = 16 << 20
 """Control messages that wait for a link to come up: minutes of heartbeats, or a few of the largest messages."""
 
 CONGESTION_CONTROL = "bbr"
-"""Of bulk links beyond this host, where the system has it: random loss does not slow it down."""
-LOOPBACK_CONGESTION_CONTROL = "cubic"
-"""Of those within it, where the system's own may be bbr: nothing is lost there, and bbr's pacing makes chunks wait."""
+"""Of bulk links to far hosts, where the system has it: random loss does not slow it down."""
+NEAR_CONGESTION_CONTROL = "cubic"
+"""Of those within this host and to near ones, where the system's own may be bbr: that keeps no more on the way than the
+path holds twice, which is less there than what waits while a process or a router is late. Losses are soon repaired."""
+NEAR_RTT_S = 0.002
+"""A host is near whose connection took less to open."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
@@ -297,7 +300,9 @@ class Link:
         self._tcp, self._acked_bytes = tcp.duplicate(fd, host, self._port), 0
         if self._tcp is None:
             return
-        tcp.set_congestion(self._tcp, LOOPBACK_CONGESTION_CONTROL if is_loopback(host) else CONGESTION_CONTROL)
+        opened = tcp.sample(self._tcp)
+        near = is_loopback(host) or (opened is not None and 0 < opened.min_rtt_s < NEAR_RTT_S)
+        tcp.set_congestion(self._tcp, NEAR_CONGESTION_CONTROL if near else CONGESTION_CONTROL)
         if self._rate_Bps is not None:
             tcp.pace(self._tcp, self._rate_Bps)
 
