@@ -250,25 +250,38 @@ def _move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> P
         return None
     aside = _aside(state_dir)
     for path in later:
-        place = aside / path.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        path.rename(place / path.name)
+        _move(path, aside / path.parent.name / path.name)
     return aside
 
 
 def set_aside(state_dir: Path) -> Path | None:
-    """Rename the folder of all checkpoints, for a fresh start; returns its new name, None if there was none."""
-    folder = state_dir / FOLDER
-    if not folder.exists():
+    """Move all checkpoints away, for a fresh start; returns where to, None if there were none. CheckpointError: one
+    cannot be moved."""
+    folders = {path.parent for path in files_in(state_dir)}
+    if not folders:
         return None
-    return folder.rename(_aside(state_dir))
+    aside = _aside(state_dir)
+    for folder in folders:
+        _move(folder, aside / folder.name)
+    return aside
 
 
 def _aside(state_dir: Path) -> Path:
+    """Where they lie, on the same disk: that folder may be a link to another one, or a disk of its own."""
     number = 1
-    while (aside := state_dir / f"{FOLDER}.old-{number}").exists():
+    while (aside := state_dir / FOLDER / f"old-{number}").exists():
         number += 1
     return aside
+
+
+def _move(path: Path, to: Path) -> None:
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(to)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be moved out of the way, to {to} ({error.strerror}): move it away yourself"
+        ) from None
 
 
 def name_of(t: int) -> str:
@@ -381,14 +394,17 @@ class Saver:
         }
         try:
             self.with_room(path, lambda: save_checkpoint(path, tensors, meta))
-            self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
+        except (CheckpointError, OSError) as error:
+            log.warning("%s; training goes on", error)
+            return None
+        self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
+        try:
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
             for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
                 old.unlink(missing_ok=True)
         except (CheckpointError, OSError) as error:
-            log.warning("%s; training goes on", error)
-            return None
+            log.warning("%s is written, but older ones are not cleared away: %s", path, error)
         return path
 
     def _is_here(self, path: Path | None) -> bool:

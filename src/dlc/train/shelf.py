@@ -143,10 +143,11 @@ def _latest_first(files: list[Path], times: dict[Path, int]) -> list[Path]:
 
 
 def _written_ns(path: Path) -> int:
-    """When; 0 where it is gone, as the older ones of a peer that trains may be at any moment."""
+    """When; 0 where it is gone, as the older ones of a peer that trains may be at any moment, or is a link that leads
+    nowhere."""
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
