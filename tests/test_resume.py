@@ -641,6 +641,22 @@ def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: py
     assert newest is not None and newest.path == whole and str(later) in caplog.text
 
 
+def test_where_the_newest_of_a_folder_is_damaged_an_older_one_is_named(tmp_path: Path) -> None:
+    """Who names a folder is not given another model than the newest without a word."""
+    spec = spec_in(tmp_path, codec="fp16")
+    older, newest = (saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({})) for t in (4, 5))
+    saver.Saver(tmp_path, dataclasses.replace(spec, seed=7), {}).save(Frozen(3), saver.Local({}))
+    assert older is not None and newest is not None
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read .*; name an older one, such as {older}"):
+        saver.chosen(newest.parent, None)
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
+        saver.chosen(newest, None)
+    older.unlink()
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
+        saver.chosen(tmp_path, None)  # where there is one of another run, too
+
+
 def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> None:
     """A copy need not keep the times, and a clock may jump: within one run the rounds count."""
     spec = spec_in(tmp_path, codec="fp16")

@@ -46,7 +46,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, file_of, files_in, meta_of, newest_first, spec_of
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -210,12 +210,16 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 def _read_newest(path: Path) -> Saved:
     """As `chosen`. Beside a peer that trains, the file that was the newest may be gone before it is read."""
     while True:
-        file = file_of(path)
+        file, *others = files_of(path)
+        older = [other for other in others if other.parent == file.parent]
         try:
             return read(file)
-        except CheckpointError:
-            if file == path or os.path.lexists(file):
+        except CheckpointError as error:
+            if file != path and not os.path.lexists(file):
+                continue
+            if not older:
                 raise
+            raise CheckpointError(f"{error}; name an older one, such as {older[0]}") from error
 
 
 def demand_way(saved: Saved, spec: RunSpec) -> None:
