@@ -629,6 +629,7 @@ def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_sav
     assert newest is not None and newest.t == 4, "the later one is known to be given up"
     with pytest.raises(CheckpointError, match="cannot be moved out of the way"):
         saver.set_later_aside(state, newest, spec)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no empty folder is left"
 
 
 def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ is there stays, and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -283,6 +284,9 @@ def _move(path: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         path.rename(to)
     except OSError as error:
+        for empty in (to.parent, to.parent.parent):
+            with contextlib.suppress(OSError):  # where it is not
+                empty.rmdir()
         raise CheckpointError(
             f"{path} cannot be moved out of the way, to {to} ({error.strerror}): move it away yourself"
         ) from None
