@@ -640,6 +640,10 @@ def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: py
     later.symlink_to(later.name)
     newest = saver.newest(tmp_path, spec)
     assert newest is not None and newest.path == whole and str(later) in caplog.text
+    writer = saver.Saver(tmp_path, spec, {}, kept=1, resumed=newest)
+    for t in (6, 7):
+        assert writer.save(Frozen(t), saver.Local({})) is not None
+    assert [path.name for path in list_checkpoints(whole.parent)] == [saver.name_of(7)]
 
 
 def test_where_the_newest_of_a_folder_is_damaged_an_older_one_is_named(tmp_path: Path) -> None:

@@ -247,6 +247,21 @@ def test_a_model_folder_takes_the_place_of_the_old_one_when_all_of_it_is_on_the_
     assert [path.name for path in tmp_path.iterdir()] == ["m"] and (tmp_path / "m" / "more" / "weights").is_file()
 
 
+def test_where_a_model_folder_is_a_link_the_model_is_written_where_it_leads(tmp_path: Path) -> None:
+    """To a disk with more room: what others read there is not left to be of an older model."""
+    place, state = tmp_path / "disk" / "m", tmp_path / "state"
+    place.mkdir(parents=True)
+    state.mkdir()
+    (place / "weights").write_bytes(b"of the old one")
+    (place.parent / ".m.tmp-7").mkdir()
+    (state / "model").symlink_to(place, target_is_directory=True)
+    checkpoint.save_model_folder(Kept(), state / "model")
+    checkpoint.sweep_model_folder(state / "model")
+    assert [path.name for path in place.iterdir()] == ["more"] and (place / "more" / "weights").is_file()
+    assert [path.name for path in place.parent.iterdir()] == ["m"]
+    assert [path.name for path in state.iterdir()] == ["model"] and (state / "model").is_symlink()
+
+
 def test_what_a_killed_process_left_beside_a_model_is_swept_only_where_the_model_is(tmp_path: Path) -> None:
     """Between the two renames the old folder is the only one."""
     for kind in ("old", "tmp"):

@@ -97,11 +97,12 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
     `also` writes what belongs to it, such as a tokenizer, into the folder that it is given.
 
     The new folder is written and synced under another name first. Between the two renames that exchange a folder there
-    is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`.
+    is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`. Where `path` is a link,
+    that is done where it leads.
 
     CheckpointError: it could not be written, and the folder that was there before still is; NoRoom: for that reason.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with save_checkpoint")
@@ -125,7 +126,7 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
 def sweep_model_folder(path: str | Path) -> None:
     """Delete what killed processes left of `save_model_folder` beside `path`, where a model is. Nobody else may be
     writing there."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     if target.is_dir():
         for kind in ("tmp", "old"):
             for rest in target.parent.glob(f".{target.name}.{kind}-*"):

@@ -453,8 +453,8 @@ class Saver:
 
     def _others(self, one: Path) -> list[Path]:
         """The other checkpoints of this run, newest first."""
-        here, found = one.resolve(), files_in(self._state_dir)
-        return newest_first(path for path in found if path.resolve() != here and self._of_this_run(path))
+        here, found = os.path.realpath(one), files_in(self._state_dir)  # which a link that leads in a circle has, too
+        return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
 
     def _left_over(self) -> list[Path]:
         """What a killed process was writing: the state directory is ours alone."""
