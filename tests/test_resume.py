@@ -632,6 +632,28 @@ def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_sav
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no empty folder is left"
 
 
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/of the run"])
+def test_the_checkpoint_of_a_round_is_kept_when_steps_beyond_it_are_dropped_wherever_the_folder_lies(
+    tmp_path: Path, linked: str
+) -> None:
+    """What Ctrl-C would save of that round has an inner optimizer that is ahead of it."""
+    spec, state, disk = spec_in(tmp_path, codec="fp16"), tmp_path / "state", tmp_path / "disk"
+    disk.mkdir()
+    link = state / "checkpoints" if linked == "checkpoints" else saver.folder_of(state, spec)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(disk, target_is_directory=True)
+    writer = saver.Saver(state, spec, {})
+    path = writer.save(Frozen(4), saver.Local({}))
+    assert path is not None and writer.save(Frozen(4), saver.Local({}, ahead=True)) == path
+    newest = saver.newest(state, spec)
+    assert newest is not None and not newest.ahead
+    writer = saver.Saver(state, spec, {}, resumed=newest)
+    writer.save(Frozen(4), saver.Local({}, ahead=True))
+    assert not saver.read(path).ahead, "nor after a resume"
+    elsewhere = saver.Saver(tmp_path / "another", spec, {}, resumed=newest).save(Frozen(4), saver.Local({}, ahead=True))
+    assert elsewhere == named(tmp_path / "another", spec, 4), "another peer keeps its own"
+
+
 def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))

@@ -416,8 +416,12 @@ class Saver:
         return path
 
     def _is_here(self, path: Path | None) -> bool:
-        """Whether it is there, and in the state directory: one may go on from another peer's."""
-        return path is not None and path.exists() and path.resolve().is_relative_to(self._state_dir.resolve())
+        """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another
+        peer's."""
+        if path is None or not path.exists():
+            return False
+        folder, own = path.parent.resolve(), (self._state_dir, self._state_dir / FOLDER, self._folder)
+        return any(folder.is_relative_to(place.resolve()) for place in own)
 
     def _given_up(self, t: int) -> list[str]:
         """Those of later rounds are of a history that was given up: nobody must prefer them, after a kill either."""
