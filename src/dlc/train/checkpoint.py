@@ -29,6 +29,8 @@ from dlc.train.shelf import META, demand_room
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write ends by where others filled the disk meanwhile, or where a quota has it."""
+READ_WRITE = 0o666
+"""Of the bits of a mode, those that a file has which is no program."""
 _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 
@@ -112,7 +114,11 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         target.parent.mkdir(parents=True, exist_ok=True)
         save(temporary)
         also(temporary)
+        mode = temporary.stat().st_mode & READ_WRITE  # as this user's umask has it for a new folder
         for path in (*temporary.rglob("*"), temporary):  # the names in a folder are its own content
+            if path.is_file():
+                with contextlib.suppress(OSError):  # of a file system that keeps no modes
+                    path.chmod(mode)  # safetensors lets nobody but the owner read what it writes
             _fsync(path)
         _exchange(temporary, target, old)
         _fsync(target.parent)
