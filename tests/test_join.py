@@ -97,7 +97,7 @@ def test_join_by_the_printed_line_leave_by_ctrl_c_and_resume(host: Host) -> None
 
     older = host.start("late", "--resume", last["checkpoint"], *alone)  # what is trained stands in the checkpoint
     assert older.event("synced")["t"] == last["t"] < again.event("end")["t"]
-    assert (host.folder / "late" / "checkpoints.old-1").is_dir()
+    assert (host.folder / "late" / "checkpoints" / "old-1").is_dir()
     older.event("round", t=last["t"] + 1)
     older.signal(signal.SIGINT)
     assert older.exit_code() == 0

@@ -314,7 +314,7 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
             raise OSError("broken")
 
         patch.setattr(saver, "_move_later", broken)
-        assert writer.save(Frozen(6), saver.Local({})) is None
+        assert writer.save(Frozen(6), saver.Local({})) == named(state, spec, 6)
     assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
 
 
@@ -513,8 +513,8 @@ def test_what_a_given_up_history_left_is_moved_and_not_deleted_whatever_its_leng
     longer, longest = (dataclasses.replace(spec, rounds=rounds) for rounds in (9, 20))
     saver.Saver(tmp_path, longer, {}).save(Frozen(8), saver.Local({}))
     saver.Saver(tmp_path, longest, {}).save(Frozen(3), saver.Local({}))
-    moved = [path.relative_to(tmp_path) for path in tmp_path.glob("checkpoints.old-1/*/*")]
-    assert moved == [Path("checkpoints.old-1", named(tmp_path, longer, 8).parent.name, saver.name_of(8))]
+    moved = [path.relative_to(tmp_path) for path in tmp_path.glob("checkpoints/old-1/*/*")]
+    assert moved == [Path("checkpoints", "old-1", named(tmp_path, longer, 8).parent.name, saver.name_of(8))]
     newest = saver.newest(tmp_path, longest)
     assert newest is not None and newest.t == 3
 
@@ -534,7 +534,7 @@ def test_a_shorter_run_that_began_anew_is_what_is_exported_and_gets_more_rounds(
     for more in (longer, dataclasses.replace(spec, rounds=7)):
         newest = saver.newest(tmp_path, more)
         assert newest is not None and newest.path == named(tmp_path, shorter, 6)
-    assert [path.name for path in tmp_path.glob("checkpoints.old-1/*/*")] == [saver.name_of(8)], "kept, out of the way"
+    assert [path.name for path in tmp_path.glob("checkpoints/old-1/*/*")] == [saver.name_of(8)], "kept, out of the way"
     assert named(tmp_path, other, 8).exists(), "of another run"
 
 
@@ -572,8 +572,116 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
         writer.save(Frozen(t), saver.Local({}))
     names = [path.name for path in list_checkpoints(saver.folder_of(tmp_path, spec))]
     assert names == [saver.name_of(4), saver.name_of(5)]
-    aside = [path.name for path in tmp_path.glob("checkpoints.old-*/*/*")]
+    aside = [path.name for path in tmp_path.glob("checkpoints/old-*/*/*")]
     assert sorted(aside) == [saver.name_of(5), saver.name_of(6)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which, and to which, nothing can be renamed."""
+    place, rename = tmp_path / "disk", Path.rename
+    place.mkdir()
+
+    def within(path: Path) -> bool:
+        return path.parent.resolve().is_relative_to(place)
+
+    def renamed(path: Path, target: Path) -> Path:
+        if within(path) != within(target):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    return place
+
+
+def test_checkpoints_on_a_disk_of_their_own_are_moved_out_of_the_way_there(
+    tmp_path: Path, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
+    state.mkdir()
+    (state / "checkpoints").symlink_to(disk, target_is_directory=True)
+    writer = saver.Saver(state, spec, {}, kept=2)
+    for t in (5, 6, 4, 5):
+        assert writer.save(Frozen(t), saver.Local({})) is not None
+    assert "is written, but" not in caplog.text
+    assert saver.set_later_aside(state, saver.chosen(named(state, spec, 4), spec), spec) is not None
+    assert sorted(path.name for path in disk.glob("old-*/*/*")) == [saver.name_of(t) for t in (5, 5, 6)]
+    assert saver.set_aside(state) is not None
+    assert saver.newest(state, spec) is None and len([*disk.glob("old-3/*/*")]) == 1
+    assert saver.set_aside(state) is None, "there are none"
+    assert writer.save(Frozen(1), saver.Local({})) is not None
+    assert [path.name for path in disk.glob("[!o]*/*")] == [saver.name_of(1)], "where the others were"
+
+
+def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_saved(
+    tmp_path: Path, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of the run itself lies elsewhere."""
+    spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
+    folder = saver.folder_of(state, spec)
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(disk, target_is_directory=True)
+    writer = saver.Saver(state, spec, {})
+    writer.save(Frozen(6), saver.Local({}))
+    assert writer.save(Frozen(4), saver.Local({})) == folder / saver.name_of(4) == writer.last
+    assert f"{folder / saver.name_of(4)} is written, but" in caplog.text and "Invalid cross-device link" in caplog.text
+    newest = saver.newest(state, spec)
+    assert newest is not None and newest.t == 4, "the later one is known to be given up"
+    with pytest.raises(CheckpointError, match="cannot be moved out of the way"):
+        saver.set_later_aside(state, newest, spec)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no empty folder is left"
+
+
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/of the run"])
+def test_the_checkpoint_of_a_round_is_kept_when_steps_beyond_it_are_dropped_wherever_the_folder_lies(
+    tmp_path: Path, linked: str
+) -> None:
+    """What Ctrl-C would save of that round has an inner optimizer that is ahead of it."""
+    spec, state, disk = spec_in(tmp_path, codec="fp16"), tmp_path / "state", tmp_path / "disk"
+    disk.mkdir()
+    link = state / "checkpoints" if linked == "checkpoints" else saver.folder_of(state, spec)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(disk, target_is_directory=True)
+    writer = saver.Saver(state, spec, {})
+    path = writer.save(Frozen(4), saver.Local({}))
+    assert path is not None and writer.save(Frozen(4), saver.Local({}, ahead=True)) == path
+    newest = saver.newest(state, spec)
+    assert newest is not None and not newest.ahead
+    writer = saver.Saver(state, spec, {}, resumed=newest)
+    writer.save(Frozen(4), saver.Local({}, ahead=True))
+    assert not saver.read(path).ahead, "nor after a resume"
+    elsewhere = saver.Saver(tmp_path / "another", spec, {}, resumed=newest).save(Frozen(4), saver.Local({}, ahead=True))
+    assert elsewhere == named(tmp_path / "another", spec, 4), "another peer keeps its own"
+
+
+def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = spec_in(tmp_path, codec="fp16")
+    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))
+    assert whole is not None
+    later = whole.with_name(saver.name_of(5))
+    later.symlink_to(later.name)
+    newest = saver.newest(tmp_path, spec)
+    assert newest is not None and newest.path == whole and str(later) in caplog.text
+    writer = saver.Saver(tmp_path, spec, {}, kept=1, resumed=newest)
+    for t in (6, 7):
+        assert writer.save(Frozen(t), saver.Local({})) is not None
+    assert [path.name for path in list_checkpoints(whole.parent)] == [saver.name_of(7)]
+
+
+def test_where_the_newest_of_a_folder_is_damaged_an_older_one_is_named(tmp_path: Path) -> None:
+    """Who names a folder is not given another model than the newest without a word."""
+    spec = spec_in(tmp_path, codec="fp16")
+    older, newest = (saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({})) for t in (4, 5))
+    saver.Saver(tmp_path, dataclasses.replace(spec, seed=7), {}).save(Frozen(3), saver.Local({}))
+    assert older is not None and newest is not None
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read .*; name an older one, such as {older}"):
+        saver.chosen(newest.parent, None)
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
+        saver.chosen(newest, None)
+    older.unlink()
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
+        saver.chosen(tmp_path, None)  # where there is one of another run, too
 
 
 def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> None:

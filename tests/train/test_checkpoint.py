@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.train import checkpoint, shelf
@@ -63,8 +64,6 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     with pytest.raises(CheckpointError, match="nowhere"):
         load_checkpoint(tmp_path / "nowhere")
     save_file({"a": torch.zeros(2)}, tmp_path / "foreign.safetensors")
@@ -245,6 +244,38 @@ def test_a_model_folder_takes_the_place_of_the_old_one_when_all_of_it_is_on_the_
     with pytest.raises(CheckpointError):
         checkpoint.save_model_folder(Kept(), tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["m"] and (tmp_path / "m" / "more" / "weights").is_file()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="this system has no umask")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_all_files_of_a_model_are_for_those_for_whom_the_umask_lets_them_be(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    def weights(folder: Path) -> None:
+        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+
+    before = os.umask(umask)
+    try:
+        checkpoint.save_model_folder(Kept(), tmp_path / "m", also=weights)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "m").rglob("*") if path.is_file()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {"weights": mode, "model.safetensors": mode}
+
+
+def test_where_a_model_folder_is_a_link_the_model_is_written_where_it_leads(tmp_path: Path) -> None:
+    """To a disk with more room: what others read there is not left to be of an older model."""
+    place, state = tmp_path / "disk" / "m", tmp_path / "state"
+    place.mkdir(parents=True)
+    state.mkdir()
+    (place / "weights").write_bytes(b"of the old one")
+    (place.parent / ".m.tmp-7").mkdir()
+    (state / "model").symlink_to(place, target_is_directory=True)
+    checkpoint.save_model_folder(Kept(), state / "model")
+    checkpoint.sweep_model_folder(state / "model")
+    assert [path.name for path in place.iterdir()] == ["more"] and (place / "more" / "weights").is_file()
+    assert [path.name for path in place.parent.iterdir()] == ["m"]
+    assert [path.name for path in state.iterdir()] == ["model"] and (state / "model").is_symlink()
 
 
 def test_what_a_killed_process_left_beside_a_model_is_swept_only_where_the_model_is(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from dlc.train.shelf import META, demand_room
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write ends by where others filled the disk meanwhile, or where a quota has it."""
+READ_WRITE = 0o666
+"""Of the bits of a mode, those that a file has which is no program."""
 _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 
@@ -97,11 +99,12 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
     `also` writes what belongs to it, such as a tokenizer, into the folder that it is given.
 
     The new folder is written and synced under another name first. Between the two renames that exchange a folder there
-    is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`.
+    is an instant without `path`; a kill in it leaves the old folder whole as `.NAME.old-PID`. Where `path` is a link,
+    that is done where it leads.
 
     CheckpointError: it could not be written, and the folder that was there before still is; NoRoom: for that reason.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with save_checkpoint")
@@ -111,7 +114,11 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
         target.parent.mkdir(parents=True, exist_ok=True)
         save(temporary)
         also(temporary)
+        mode = temporary.stat().st_mode & READ_WRITE  # as this user's umask has it for a new folder
         for path in (*temporary.rglob("*"), temporary):  # the names in a folder are its own content
+            if path.is_file():
+                with contextlib.suppress(OSError):  # of a file system that keeps no modes
+                    path.chmod(mode)  # safetensors lets nobody but the owner read what it writes
             _fsync(path)
         _exchange(temporary, target, old)
         _fsync(target.parent)
@@ -125,7 +132,7 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
 def sweep_model_folder(path: str | Path) -> None:
     """Delete what killed processes left of `save_model_folder` beside `path`, where a model is. Nobody else may be
     writing there."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     if target.is_dir():
         for kind in ("tmp", "old"):
             for rest in target.parent.glob(f".{target.name}.{kind}-*"):

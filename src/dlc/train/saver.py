@@ -30,6 +30,7 @@ is there stays, and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -46,7 +47,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, file_of, files_in, meta_of, newest_first, spec_of
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -210,12 +211,16 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 def _read_newest(path: Path) -> Saved:
     """As `chosen`. Beside a peer that trains, the file that was the newest may be gone before it is read."""
     while True:
-        file = file_of(path)
+        file, *others = files_of(path)
+        older = [other for other in others if other.parent == file.parent]
         try:
             return read(file)
-        except CheckpointError:
-            if file == path or os.path.lexists(file):
+        except CheckpointError as error:
+            if file != path and not os.path.lexists(file):
+                continue
+            if not older:
                 raise
+            raise CheckpointError(f"{error}; name an older one, such as {older[0]}") from error
 
 
 def demand_way(saved: Saved, spec: RunSpec) -> None:
@@ -250,25 +255,41 @@ def _move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> P
         return None
     aside = _aside(state_dir)
     for path in later:
-        place = aside / path.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        path.rename(place / path.name)
+        _move(path, aside / path.parent.name / path.name)
     return aside
 
 
 def set_aside(state_dir: Path) -> Path | None:
-    """Rename the folder of all checkpoints, for a fresh start; returns its new name, None if there was none."""
-    folder = state_dir / FOLDER
-    if not folder.exists():
+    """Move all checkpoints away, for a fresh start; returns where to, None if there were none. CheckpointError: one
+    cannot be moved."""
+    folders = {path.parent for path in files_in(state_dir)}
+    if not folders:
         return None
-    return folder.rename(_aside(state_dir))
+    aside = _aside(state_dir)
+    for folder in folders:
+        _move(folder, aside / folder.name)
+    return aside
 
 
 def _aside(state_dir: Path) -> Path:
+    """Where they lie, on the same disk: that folder may be a link to another one, or a disk of its own."""
     number = 1
-    while (aside := state_dir / f"{FOLDER}.old-{number}").exists():
+    while (aside := state_dir / FOLDER / f"old-{number}").exists():
         number += 1
     return aside
+
+
+def _move(path: Path, to: Path) -> None:
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(to)
+    except OSError as error:
+        for empty in (to.parent, to.parent.parent):
+            with contextlib.suppress(OSError):  # where it is not
+                empty.rmdir()
+        raise CheckpointError(
+            f"{path} cannot be moved out of the way, to {to} ({error.strerror}): move it away yourself"
+        ) from None
 
 
 def name_of(t: int) -> str:
@@ -381,19 +402,26 @@ class Saver:
         }
         try:
             self.with_room(path, lambda: save_checkpoint(path, tensors, meta))
-            self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
+        except (CheckpointError, OSError) as error:
+            log.warning("%s; training goes on", error)
+            return None
+        self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
+        try:
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
             for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
                 old.unlink(missing_ok=True)
         except (CheckpointError, OSError) as error:
-            log.warning("%s; training goes on", error)
-            return None
+            log.warning("%s is written, but older ones are not cleared away: %s", path, error)
         return path
 
     def _is_here(self, path: Path | None) -> bool:
-        """Whether it is there, and in the state directory: one may go on from another peer's."""
-        return path is not None and path.exists() and path.resolve().is_relative_to(self._state_dir.resolve())
+        """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another
+        peer's."""
+        if path is None or not path.exists():
+            return False
+        folder, own = path.parent.resolve(), (self._state_dir, self._state_dir / FOLDER, self._folder)
+        return any(folder.is_relative_to(place.resolve()) for place in own)
 
     def _given_up(self, t: int) -> list[str]:
         """Those of later rounds are of a history that was given up: nobody must prefer them, after a kill either."""
@@ -429,8 +457,8 @@ class Saver:
 
     def _others(self, one: Path) -> list[Path]:
         """The other checkpoints of this run, newest first."""
-        here, found = one.resolve(), files_in(self._state_dir)
-        return newest_first(path for path in found if path.resolve() != here and self._of_this_run(path))
+        here, found = os.path.realpath(one), files_in(self._state_dir)  # which a link that leads in a circle has, too
+        return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
 
     def _left_over(self) -> list[Path]:
         """What a killed process was writing: the state directory is ours alone."""

@@ -82,17 +82,22 @@ def _listed(folder: Path) -> list[Path]:
 def file_of(path: Path) -> Path:
     """The file `path`, or the newest in it or in its checkpoint folders if it is a folder. CheckpointError: none, or
     some may not be read: the newest may be among them."""
+    return files_of(path)[0]
+
+
+def files_of(path: Path) -> list[Path]:
+    """As `file_of`, with the older ones after it, newest first."""
     try:
         is_folder = path.is_dir()
         path.stat()
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
-    if is_folder:
-        found = [*_of_one_run(path), *_of_runs(path), *files_in(path)]
-        if not found:
-            raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
-        return newest_first(found)[0]
-    return path
+    if not is_folder:
+        return [path]
+    found = [*_of_one_run(path), *_of_runs(path), *files_in(path)]
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
+    return newest_first(found)
 
 
 def model_folder(name: str | Path) -> Path | None:
@@ -143,10 +148,11 @@ def _latest_first(files: list[Path], times: dict[Path, int]) -> list[Path]:
 
 
 def _written_ns(path: Path) -> int:
-    """When; 0 where it is gone, as the older ones of a peer that trains may be at any moment."""
+    """When; 0 where it is gone, as the older ones of a peer that trains may be at any moment, or is a link that leads
+    nowhere."""
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
