@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from dlc.comm import driver, events
-from dlc.comm.entries import LogState
+from dlc.comm.entries import LogState, SavedLog
 from dlc.comm.health import LocalTime
 from dlc.comm.ids import Voter
 from dlc.comm.links import RETRY_MAX_S
@@ -30,7 +30,8 @@ from dlc.comm.security import generate_run_key
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import unpack
 from dlc.errors import JoinError, StateDirBusy, SwarmClosed
-from dlc.peer import Peer, Resume
+from dlc.handles import Checkpoint, Resume
+from dlc.peer import Peer
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
@@ -374,12 +375,46 @@ def test_two_runs_founded_apart_with_one_key_become_one(tmp_path: Path) -> None:
             assert after.t == before.t == 4 and after.tokens == 400.0 and after.digest == before.digest
             reports = together(three, train_together)
             assert len({r.head for r in reports}) == 1 and all(names(r) == {p.id for p in three} for r in reports)
-    told = []
-    while not heard.empty():
-        event = heard.get()
-        told += [event] if isinstance(event, events.HistoryLost) else []
+    told = [event for event in drained(heard) if isinstance(event, events.HistoryLost)]
     assert len(told) == 1, "it is told once"
     assert (told[0].rounds, told[0].tokens) == (2, 200.0)
+
+
+def test_what_a_run_gives_up_to_one_that_was_resumed_from_a_later_checkpoint_is_told(tmp_path: Path) -> None:
+    """Who has just resumed still knows the way to where it stands, and so the other where they parted."""
+    key = tmp_path / "run.key"
+    key.touch(mode=0o600)
+    key.write_text(generate_run_key())
+    soon = SHORT  # the voters of the checkpoints never come back
+    saved: dict[int, Checkpoint] = {}
+    with Peer.join(key=key, timeouts=soon) as first:
+        first.open("train", Theta(), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+        for t in range(1, 6):
+            report = first.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
+            assert report is not None
+            saved[t] = first.checkpoint("train")
+
+    def resumed(t: int, heard: queue.SimpleQueue[object]) -> Peer:
+        peer = Peer.join(key=key, timeouts=soon, found=True, resume=Resume(saved[t].log), on_event=heard.put)
+        theta = Theta()
+        theta.restore(saved[t].image)
+        peer.open("train", theta, codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
+        assert peer.position("train").t == t
+        return peer
+
+    heard = {t: queue.SimpleQueue[object]() for t in (2, 5)}
+    with resumed(5, heard[5]) as later, resumed(2, heard[2]) as earlier:
+        report = earlier.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
+        assert report is not None and earlier.position("train").t == 3
+        with Peer.join([later.address, earlier.address], key=key, timeouts=soon, hold=True):
+            wait_until(lambda: earlier.position("train").t == 5, JOIN_S)
+            assert earlier.position("train").digest == later.position("train").digest
+    told = {t: [e for e in drained(events_of) if isinstance(e, events.HistoryLost)] for t, events_of in heard.items()}
+    assert [(e.rounds, e.tokens) for e in told[2]] == [(1, 100.0)] and not told[5]
+
+
+def drained(heard: queue.SimpleQueue[object]) -> list[object]:
+    return [heard.get() for _ in range(heard.qsize())]
 
 
 # ------------------------------------------------------------------ two peers, one lost
@@ -513,7 +548,7 @@ def nothing_trains_on() -> Iterator[None]:
 
 
 def log_of(saved: Saved) -> LogState:
-    return unpack(saved.log, LogState)
+    return unpack(saved.log, SavedLog).state
 
 
 def trained_once(saved: Saved) -> int:

@@ -20,7 +20,7 @@ import pytest
 from dlc.cli import main
 from dlc.cli.join import join_swarm
 from dlc.cli.options import parser
-from dlc.comm.log import LogState
+from dlc.comm.entries import SavedLog
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError, ConfigError, NoRoom
 from dlc.peer import Peer, Resume
@@ -416,7 +416,7 @@ def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_r
     for folder in (tmp_path / "a", tmp_path / "b"):
         end = saver.newest(folder, spec)
         assert end is not None and end.t == ROUNDS
-        ledgers.append(unpack(end.log, LogState).ledger)
+        ledgers.append(unpack(end.log, SavedLog).state.ledger)
     ranges = [[lease.ranges for lease in ledger.leases] for ledger in ledgers]
     assert ranges[0] == ranges[1] and ledgers[0].next == ledgers[1].next
     assert ledgers[0].pool == ledgers[1].pool == ()

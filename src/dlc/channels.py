@@ -248,7 +248,7 @@ class Channels(ABC):
             images: list[memoryview] = []
             node.ctx.at_length(lambda: images.append(attached.state.export()), attached.state.image_bytes())
             return Checkpoint(
-                pack(log_state), log_state.round_of(channel), log_state.tokens, attached.digest, images[0]
+                pack(node.log.saved()), log_state.round_of(channel), log_state.tokens, attached.digest, images[0]
             )
 
         self._save_address_book()

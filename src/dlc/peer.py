@@ -35,7 +35,7 @@ from dlc.comm.addresses import on_this_host, parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
-from dlc.comm.entries import EMPTY, LogState
+from dlc.comm.entries import EMPTY, SavedLog
 from dlc.comm.events import (
     BadImage,
     BulkLost,
@@ -237,9 +237,13 @@ class Peer(Unpicklable, Collectives):
         self.spec = spec
         record = intro.record(reception.observed_host)
         try:
-            self._resumed = resumed = unpack(resume.log, LogState) if resume is not None else None
+            resumed = unpack(resume.log, SavedLog) if resume is not None else None
         except ProtocolError as error:
             raise CheckpointError(f"what is given as resume holds no log of a run: {error}") from None
+        if resumed is not None:
+            if not resumed.fits:
+                raise CheckpointError("what is given as resume holds the log of a run and the entries of another")
+            self._resumed = resumed.state
         floors = timeouts or spec.timeouts.floors()
         probes = probe_links and spec.strategy not in WITHOUT_RATES
         config = NodeConfig(

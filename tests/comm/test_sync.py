@@ -14,14 +14,14 @@ from blake3 import blake3
 
 from dlc.comm import images
 from dlc.comm import messages as msg
-from dlc.comm.donations import CHAIN_SENT_MAX, IN_USE_S, STEPS_MAX
+from dlc.comm.donations import IN_USE_S, STEPS_MAX
 from dlc.comm.download import Download, Staged
 from dlc.comm.entries import LogState
 from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
 from dlc.comm.images import PIECE_BYTES, PIECES_MAX, Image, PieceLimits
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
-from dlc.comm.log import HISTORY_ROUNDS_MAX
+from dlc.comm.log import CHAIN_SENT_MAX, HISTORY_ROUNDS_MAX
 from dlc.comm.sync import IMAGE_BYTES_MAX
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import CheckpointError

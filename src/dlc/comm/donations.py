@@ -31,8 +31,6 @@ IN_USE_S = 10.0
 """Somebody asked for a piece just now: another image does not take this one's place."""
 IMAGES_MAX = 3
 """Per channel before it is open: the choice of its first state may still need one that was replaced. Later only one."""
-CHAIN_SENT_MAX = 4096
-"""Newest entry hashes sent with an offer: 128 KiB, enough to find any recent fork."""
 STEPS_MAX = 8
 """Entries in one answer, each with the hashes of all its chunks; the asker asks again."""
 PENDING_MAX = 64
@@ -200,8 +198,8 @@ class Donations:
                 if (channel, digest) not in self._images:
                     self._make(channel, digest)
                 self._images[channel, digest].last_asked = self.ctx.now
-        chain, totals = tuple(self.log.chain)[-CHAIN_SENT_MAX:], tuple(self.log.totals)[-CHAIN_SENT_MAX:]
-        self._snapshot = Snapshot(self.log.state, chain, totals, tuple(images))
+        here = self.log.saved()
+        self._snapshot = Snapshot(here.state, here.chain, here.totals, tuple(images))
         return self._snapshot
 
     def _offer(self, to: Voter, snapshot: Snapshot) -> None:

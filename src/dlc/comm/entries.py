@@ -202,6 +202,22 @@ def rank(seed: bytes, electorate: tuple[Voter, ...]) -> tuple[Voter, ...]:
     return tuple(sorted(electorate, key=lambda voter: blake3(seed + pack(voter)).digest()))
 
 
+@dataclass(frozen=True, slots=True)
+class SavedLog:
+    """A log as a checkpoint has it: where it stands, and the entries that led there."""
+
+    state: LogState
+    chain: tuple[bytes, ...]
+    """Hashes of the newest entries, oldest first: the last one is the head."""
+    totals: tuple[float, ...]
+    """Tokens committed up to each of them."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether its parts are of one log."""
+        return len(self.chain) == len(self.totals) > 0 and self.chain[-1] == self.state.head
+
+
 def counted_parts(roster: Sequence[Part], included: Iterable[tuple[int, Sequence[Part]]]) -> tuple[Part, ...]:
     """Roster members that are in more than half of the elements; `included`: (elements, parts) per chunk."""
     elements = dict.fromkeys((p.voter for p in roster), 0)

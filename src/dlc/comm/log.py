@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.codecs import get_codec
-from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, counted_parts
+from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, Part, SavedLog, counted_parts
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Result
@@ -34,6 +34,8 @@ PASSED_MAX = 64
 """Heads of which a peer remembers what its own state was."""
 CHAIN_MAX = 1 << 16
 """Hashes of old entries kept to find a common ancestor (2 MiB)."""
+CHAIN_SENT_MAX = 4096
+"""The newest of them, sent with an offer and kept in a checkpoint: 128 KiB, enough to find any recent fork."""
 
 
 class Sink(Protocol):
@@ -201,6 +203,10 @@ class Log:
         self.chain.extend(chain)
         self.totals.clear()
         self.totals.extend(totals)
+
+    def saved(self) -> SavedLog:
+        """For whoever is to go on from here, a restart of this peer or another one."""
+        return SavedLog(self.state, tuple(self.chain)[-CHAIN_SENT_MAX:], tuple(self.totals)[-CHAIN_SENT_MAX:])
 
     def beyond(self, chain: Collection[bytes]) -> tuple[int, float]:
         """(training rounds, tokens) of my history after the newest entry that is in `chain` too."""

@@ -27,7 +27,7 @@ from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import PIECE_BYTES
 from dlc.comm.effects import Dial, Effect, Notify, Send
 from dlc.comm.encoded import Encoded
-from dlc.comm.entries import EMPTY, LogState, check_channel
+from dlc.comm.entries import EMPTY, SavedLog, check_channel
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp
 from dlc.comm.exchange import Exchange
 from dlc.comm.filling import Filling
@@ -101,7 +101,7 @@ class Node:
         verify: Callable[[msg.Record], bool],
         rng: random.Random,
         now: float,
-        resumed: LogState | None = None,
+        resumed: SavedLog | None = None,
     ) -> None:
         self.me, self.config = record.voter, config
         self.members = Membership(
@@ -117,9 +117,9 @@ class Node:
         self.ctx = Context(self.me, self.members)
         self.ctx.now = now
         self.log = Log(history_bytes_max=config.history_bytes_max)
-        self._resumed = resumed
+        self._resumed = resumed.state if resumed is not None else None
         if resumed is not None:
-            self.log.install(resumed, (resumed.head,), (resumed.tokens,))
+            self.log.install(resumed.state, resumed.chain, resumed.totals)
         self.exchange = Exchange(self.ctx, self.log)
         self.slot = Slot(self.ctx, self.log, self.exchange, config.listed, lambda *told: self.applier.learned(*told))
         self.slot.founder = config.founder

@@ -19,7 +19,7 @@ from typing import Any
 
 from dlc.comm import messages as msg
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
-from dlc.comm.entries import LogState
+from dlc.comm.entries import SavedLog
 from dlc.comm.events import SelfReplaced, StateMisfit
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -54,7 +54,7 @@ CLOCK_ROUNDING_S = 1e-6
 class Checkpoint:
     """What a host's disk holds."""
 
-    state: LogState
+    log: SavedLog
     images: dict[str, bytes]
     """By channel."""
     kind: tuple[int, int]
@@ -220,7 +220,7 @@ class World:
         host.kind = disk.kind if disk else host.kind
         node = Node(
             record, config, sign=lambda r: r, verify=lambda r: True, rng=rng, now=host.clock_s(self.now),
-            resumed=disk.state if disk else None,
+            resumed=disk.log if disk else None,
         )  # fmt: skip
         process = host.process = Process(host, node, rng)
         for channel in self.grids:
@@ -246,7 +246,7 @@ class World:
         log = process.node.log
         if process not in self.checker.corrupt and all(a.synced and log.is_open(c) for c, a in log.attached.items()):
             images = {channel: bytes(a.state.export()) for channel, a in log.attached.items()}
-            process.host.disk = Checkpoint(log.state, images, process.host.kind)
+            process.host.disk = Checkpoint(log.saved(), images, process.host.kind)
         self.later(process, CHECKPOINT_EVERY_S, self._checkpoint, process)
 
     def end(self, process: Process) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.train.shelf import META, demand_room
 
-FORMAT = 1
+FORMAT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write ends by where others filled the disk meanwhile, or where a quota has it."""
 READ_WRITE = 0o666
