@@ -252,6 +252,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _unfollow(self, diloco: DiLoCo) -> None:
         diloco.unfollow()
+        self._unhook()
+
+    def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -259,8 +262,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def _finish(self) -> None:
         if self._running:
             self._running = False
-            self._unfollow(self.diloco)
-            report = self.diloco.finish()
+            self._unhook()
+            report = self.diloco.finish()  # until which the others' rounds wait for this peer
             log.info("training ended; %s", report.summary() if report else "nothing was left to exchange")
 
 

@@ -345,6 +345,8 @@ class DiLoCo:
         patience_s = self._outer.patience_s
         try:
             self._trained.check_mine()
+            if self._held.any():
+                self._trains()  # also after `unfollow`
             report = self.flush()
             if len(self._held) > 1:
                 self._outer.patience_s = patience_s or END_PATIENCE_S
