@@ -235,6 +235,27 @@ def test_who_comes_with_another_model_of_as_many_elements_is_refused(other: nn.M
             begin(late, nn.ModuleDict({"module": model()}))  # as DDP names them
 
 
+def test_who_cuts_its_offers_into_other_chunks_is_told_so() -> None:
+    """It was told that 14 elements in fp32 are not 14 elements in fp32."""
+    nets = [nn.Linear(6, 2), nn.Linear(6, 2)]
+
+    def begin(peer: dlc.Peer, net: nn.Module, chunk_elems: int) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, 1, codec="fp32", chunk_elems=chunk_elems, patience_s=ROUND_S)
+
+    def step(opt: dlc.DiLoCo, net: nn.Module) -> dlc.RoundReport | None:
+        net(torch.ones(6)).sum().backward()
+        return opt.step()
+
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        opts = list(pool.map(begin, peers, nets, (7, 5)))
+        one, two = (pool.submit(step, opt, net) for opt, net in zip(opts, nets, strict=True))
+        said = "14 elements in fp32, in chunks of {}, but this peer offers 14 elements in fp32, in chunks of {}: all"
+        refused = [e for e in (one.exception(DEADLINE_S), two.exception(DEADLINE_S)) if e is not None]
+        assert len(refused) == 1 and isinstance(refused[0], UsageError)
+        assert said.format(7, 5) in str(refused[0]) or said.format(5, 7) in str(refused[0])
+
+
 def test_a_creation_that_failed_can_be_tried_again_though_nobody_else_has_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

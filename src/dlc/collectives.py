@@ -241,7 +241,7 @@ class Collectives(Channels):
             self._flat[name] = vector
 
         holes = means.holes if encoded else ()
-        return Reduction(pending, vector, many if own else [], codec, cancel, keep, self._held_up, announced, holes)
+        return Reduction(pending, vector, many if own else [], grid, cancel, keep, self._held_up, announced, holes)
 
     def _flat_of(self, name: str, many: list[Tensor], copy: bool) -> tuple[Tensor, bool]:
         """One fp32 CPU vector for the values of `many`, with them if `copy`, and whether it is memory of our own.
