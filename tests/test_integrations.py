@@ -636,6 +636,32 @@ def test_follow_counts_the_steps_of_the_inner_optimizer_until_finish() -> None:
     assert opt.inner_step == 0 and opt.finish() is None
 
 
+class Clipped(torch.optim.SGD):
+    """As many have one: a class of torch with something before and after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_counted_once(tmp_path: Path) -> None:
+    """Where an optimizer of the base class was made, too, torch calls the hooks of both, and it was counted twice."""
+    model = Net()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # whose class has hooks from now on
+    inner = Clipped(model.parameters(), lr=0.1)
+    opt = dlc.DiLoCo(model, inner, FakePeer(), sync_every=4)
+    opt.follow()
+    for counted in (1, 2, 3, 0, 1):
+        model(rows()[0])["loss"].backward()
+        inner.step()
+        assert opt.inner_step == counted
+    one = trainer(tmp_path, model := Net(), [callback(peer := FakePeer(), 3)], max_steps=-1, num_train_epochs=2)
+    one.args.gradient_accumulation_steps = 5
+    one.optimizer = Clipped(model.parameters(), lr=0.1)
+    one.train()
+    assert peer.weights == [30.0, 22.0, 12.0]  # of 10, 10, 10, 2 sequences in each epoch
+
+
 def test_what_is_offered_at_the_end_is_waited_for_after_unfollow_too() -> None:
     peer, model, said = FakePeer(), Net(), list[float]()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
