@@ -139,6 +139,8 @@ class DiLoCo:
             instance("resume", resume, Mapping, "give what state_dict(outer=True) returned")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         check_terms(pseudo_gradient_hook, patience_s)
+        if isinstance(inner, DiLoCo):
+            raise UsageError("inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside, its .inner")
         self.inner = inner
         self.sync_every = sync_every
         self.weight = weight
