@@ -136,6 +136,8 @@ class Collectives(Channels):
         timeout_s = seconds("timeout_s", timeout_s)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
         begun = clock()
+        if not async_op:
+            self._check_may_wait()
         self._await_given_up(name, 0.0 if async_op else timeout_s)
         reduction = self._reduce(name, many, weight, codec, patience_s, expected_s)
         return reduction if async_op else _waited(reduction, begun + timeout_s)
@@ -189,6 +191,7 @@ class Collectives(Channels):
     ) -> RoundReport:
         """An all-reduce of `vector`, in fp32, in its own memory."""
         until = clock() + seconds("timeout_s", timeout_s)
+        self._check_may_wait()
         self._await_given_up(name, timeout_s)
         reduction = self._reduce(name, [vector], weight, "fp32", _patience_s(patience_share * timeout_s))
         return _waited(reduction, until)
