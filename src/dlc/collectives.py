@@ -143,7 +143,8 @@ class Collectives(Channels):
         return reduction if async_op else _waited(reduction, begun + timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
-        """Wait until all trainers of the run that are alive have called it with this name.
+        """Wait until all trainers of the run that are alive have called it with this name. One whose `join` has not
+        returned yet is not waited for, though it may be among the `members` already.
 
         RoundTimeout: some have not within three quarters of `timeout_s`; it names them, where they are known. The rest
         of the time is for learning who they are.
