@@ -108,7 +108,8 @@ class Collectives(Channels):
         weight: of this peer's tensors. Where all give 0 nothing is averaged: the tensors are unchanged, and the report
         names no contributor.
 
-        name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out.
+        name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out. UsageError: it is the
+        `channel` of a `DiLoCo`.
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
