@@ -144,6 +144,23 @@ def test_calls_under_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
             peers[0].all_reduce(means[0])
 
 
+def test_a_training_that_is_made_under_inference_mode() -> None:
+    """Its outer state was made in that, and the first round stopped the drivers of all peers."""
+    with swarm(2) as peers:
+
+        def train(peer: Peer, i: int) -> dlc.RoundReport | None:
+            model = torch.nn.Linear(4, 4)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            with torch.inference_mode():
+                diloco = dlc.DiLoCo(model, inner, peer=peer, sync_every=1, timeout_s=ROUND_S, patience_s=ROUND_S)
+            model(torch.ones(2, 4)).sum().backward()
+            diloco.step()
+            return diloco.step()
+
+        reports = together(peers, train)  # type: ignore[arg-type]
+        assert all(report is not None and report.t == 2 and len(report.contributors) == 2 for report in reports)
+
+
 def test_a_dtensor_is_refused_by_name() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dlc
+from dlc.comm.straggler import NEVER_S
 from dlc.errors import SwarmClosed, UsageError
 from dlc.flat import FlatView
 from tests.train.fake_peer import FakePeer
@@ -168,6 +169,17 @@ def test_the_last_steps_are_brought_in_before_the_last_checkpoint_is_written(tmp
     assert torch.equal(flat(model), peer.theta())
     saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
     assert all(torch.equal(saved[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("overlap", ["none", "delayed"])
+def test_rounds_wait_for_a_trainer_until_its_last_steps_are_offered(tmp_path: Path, overlap: str) -> None:
+    """It said that it trains no more, and then offered them: the others' last round went on without it, and each was
+    left with a model of its own."""
+    peer, said = FakePeer(), list[bool]()
+    peer.on_contribute = lambda: said.append(any(change.get("eta_s") == NEVER_S for change in peer.said))
+    trainer(tmp_path, Net(), [callback(peer, 4, overlap=overlap)]).train()
+    assert peer.weights == [16.0, 8.0] and said == [False, False]
+    assert peer.said[-1] == {"eta_s": NEVER_S}
 
 
 def test_a_round_is_in_the_trainers_log_once(tmp_path: Path) -> None:
@@ -625,6 +637,46 @@ def test_follow_counts_the_steps_of_the_inner_optimizer_until_finish() -> None:
     assert torch.equal(flat(model), peer.theta())
     inner.step()
     assert opt.inner_step == 0 and opt.finish() is None
+
+
+class Clipped(torch.optim.SGD):
+    """As many have one: a class of torch with something before and after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_counted_once(tmp_path: Path) -> None:
+    """Where an optimizer of the base class was made, too, torch calls the hooks of both, and it was counted twice."""
+    model = Net()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # whose class has hooks from now on
+    inner = Clipped(model.parameters(), lr=0.1)
+    opt = dlc.DiLoCo(model, inner, FakePeer(), sync_every=4)
+    opt.follow()
+    for counted in (1, 2, 3, 0, 1):
+        model(rows()[0])["loss"].backward()
+        inner.step()
+        assert opt.inner_step == counted
+    one = trainer(tmp_path, model := Net(), [callback(peer := FakePeer(), 3)], max_steps=-1, num_train_epochs=2)
+    one.args.gradient_accumulation_steps = 5
+    one.optimizer = Clipped(model.parameters(), lr=0.1)
+    one.train()
+    assert peer.weights == [30.0, 22.0, 12.0]  # of 10, 10, 10, 2 sequences in each epoch
+
+
+def test_what_is_offered_at_the_end_is_waited_for_after_unfollow_too() -> None:
+    peer, model, said = FakePeer(), Net(), list[float]()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = dlc.DiLoCo(model, inner, peer, sync_every=2)
+    opt.follow()
+    model(rows()[0])["loss"].backward()
+    inner.step()
+    opt.unfollow()
+    assert peer.said == [{"eta_s": NEVER_S}]
+    peer.on_contribute = lambda: said.append(peer.said[-1]["eta_s"])
+    report = opt.finish()
+    assert report is not None and said == [-1.0] and peer.said[-1] == {"eta_s": NEVER_S}
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -18,6 +18,7 @@ import dlc
 import dlc.comm.node
 from dlc.errors import CheckpointError, UsageError
 from dlc.train.outer_loop import OuterLoop
+from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, JOIN_S, PATIENT, ROUND_S, swarm
 
 STEPS = 5
@@ -233,6 +234,47 @@ def test_who_comes_with_another_model_of_as_many_elements_is_refused(other: nn.M
                 begin(late, other)
             assert torch.equal(flat(other), before)
             begin(late, nn.ModuleDict({"module": model()}))  # as DDP names them
+
+
+def test_who_cuts_its_offers_into_other_chunks_is_told_so() -> None:
+    """It was told that 14 elements in fp32 are not 14 elements in fp32."""
+    nets = [nn.Linear(6, 2), nn.Linear(6, 2)]
+
+    def begin(peer: dlc.Peer, net: nn.Module, chunk_elems: int) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, 1, codec="fp32", chunk_elems=chunk_elems, patience_s=ROUND_S)
+
+    def step(opt: dlc.DiLoCo, net: nn.Module) -> dlc.RoundReport | None:
+        net(torch.ones(6)).sum().backward()
+        return opt.step()
+
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        opts = list(pool.map(begin, peers, nets, (7, 5)))
+        one, two = (pool.submit(step, opt, net) for opt, net in zip(opts, nets, strict=True))
+        said = "14 elements in fp32, in chunks of {}, but this peer offers 14 elements in fp32, in chunks of {}: all"
+        refused = [e for e in (one.exception(DEADLINE_S), two.exception(DEADLINE_S)) if e is not None]
+        assert len(refused) == 1 and isinstance(refused[0], UsageError)
+        assert said.format(7, 5) in str(refused[0]) or said.format(5, 7) in str(refused[0])
+
+
+def test_an_average_by_the_name_of_a_trainings_channel_is_refused() -> None:
+    """The mean was taken for a step of the training, which moved every peer's parameters, and no error told so."""
+    with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
+        model = nn.Linear(4, 2)
+        helper = dlc.Peer.join(peers[0].address, role="helper", timeouts=PATIENT, join_timeout_s=JOIN_S)
+        with helper:
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            opening = pool.submit(dlc.DiLoCo, model, inner, peers[0], 1, timeout_s=ROUND_S)
+            other = nn.Linear(4, 2)
+            dlc.DiLoCo(other, torch.optim.SGD(other.parameters(), lr=0.1), peers[1], 1, timeout_s=ROUND_S)
+            opt, before = opening.result(DEADLINE_S), flat(model)
+            wait_until(lambda: helper.position("train").head == peers[0].position("train").head, what="it is told")
+            for peer in (*peers, helper):
+                with pytest.raises(UsageError, match="'train' is the channel of a state that is trained.*another name"):
+                    peer.all_reduce(torch.ones(10), name="train", timeout_s=10.0, patience_s=0.1)
+            assert opt.outer_state.t == 0 and peers[0].position("train").t == 0
+            opt.reload()
+            assert torch.equal(flat(model), before)
 
 
 def test_a_creation_that_failed_can_be_tried_again_though_nobody_else_has_the_state(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
+from dlc.comm.events import RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.lobby import Lobby
@@ -716,6 +718,29 @@ def test_a_callback_that_raises_stops_nothing(kind: type[BaseException], caplog:
     with Peer.join(on_event=raising) as peer:
         assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete
         assert "of the user's own" in caplog.text
+
+
+def test_a_callback_on_the_drivers_thread_that_would_wait_for_others_is_refused() -> None:
+    """It kept the peer from talking to anybody until its time was over, and others took it for dead."""
+    peers, said = list[Peer](), queue.SimpleQueue[str]()
+
+    def call(event: object) -> None:
+        if peers and isinstance(event, RoundDone) and event.report.channel == "default":
+            (peer,) = peers
+            for wait in (
+                lambda: peer.all_reduce(torch.ones(4), name="inside", timeout_s=2.0),
+                lambda: peer.barrier("inside", timeout_s=2.0),
+                lambda: peer.broadcast_state({"a": torch.ones(4)}, peer.id, timeout_s=2.0),
+            ):
+                with pytest.raises(UsageError, match="cannot wait for the other peers.*use on_member_change"):
+                    wait()
+            said.put(peer.members()[0].id)
+
+    with Peer.join(on_event=call) as peer:
+        peers.append(peer)
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete
+        assert said.get(timeout=ROUND_S) == peer.id
+        assert peer.all_reduce(torch.ones(4), name="inside", timeout_s=ROUND_S).complete, "nothing was offered"
 
 
 def test_a_channel_that_was_not_opened_is_named() -> None:

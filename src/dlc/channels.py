@@ -86,6 +86,10 @@ class Channels(ABC):
         """Wait until `condition` holds; RoundTimeout, with `what` is lacking."""
 
     @abstractmethod
+    def _check_may_wait(self) -> None:
+        """UsageError: this is the driver thread, on which all that is waited for would have to be done."""
+
+    @abstractmethod
     def _save_address_book(self) -> None:
         """Keep the addresses of all members for the next start."""
 

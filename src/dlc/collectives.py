@@ -108,7 +108,8 @@ class Collectives(Channels):
         weight: of this peer's tensors. Where all give 0 nothing is averaged: the tensors are unchanged, and the report
         names no contributor.
 
-        name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out.
+        name: 1 to 128 bytes; a run can have 1024 different ones, so leave step numbers out. UsageError: it is the
+        `channel` of a `DiLoCo`.
 
         codec: "fp32", "fp16", "bf16", "int8" or "int4". The last two round each contribution, and the mean, to steps of
         1/127 and 1/7 of the greatest of 256 elements. Unlike `DiLoCo`, this call keeps nothing of that for the next.
@@ -136,12 +137,15 @@ class Collectives(Channels):
         timeout_s = seconds("timeout_s", timeout_s)
         patience_s = _patience_s(PATIENCE_SHARE * timeout_s if patience_s is None else patience_s)
         begun = clock()
+        if not async_op:
+            self._check_may_wait()
         self._await_given_up(name, 0.0 if async_op else timeout_s)
         reduction = self._reduce(name, many, weight, codec, patience_s, expected_s)
         return reduction if async_op else _waited(reduction, begun + timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
-        """Wait until all trainers of the run that are alive have called it with this name.
+        """Wait until all trainers of the run that are alive have called it with this name. One whose `join` has not
+        returned yet is not waited for, though it may be among the `members` already.
 
         RoundTimeout: some have not within three quarters of `timeout_s`; it names them, where they are known. The rest
         of the time is for learning who they are.
@@ -189,6 +193,7 @@ class Collectives(Channels):
     ) -> RoundReport:
         """An all-reduce of `vector`, in fp32, in its own memory."""
         until = clock() + seconds("timeout_s", timeout_s)
+        self._check_may_wait()
         self._await_given_up(name, timeout_s)
         reduction = self._reduce(name, [vector], weight, "fp32", _patience_s(patience_share * timeout_s))
         return _waited(reduction, until)
@@ -241,7 +246,7 @@ class Collectives(Channels):
             self._flat[name] = vector
 
         holes = means.holes if encoded else ()
-        return Reduction(pending, vector, many if own else [], codec, cancel, keep, self._held_up, announced, holes)
+        return Reduction(pending, vector, many if own else [], grid, cancel, keep, self._held_up, announced, holes)
 
     def _flat_of(self, name: str, many: list[Tensor], copy: bool) -> tuple[Tensor, bool]:
         """One fp32 CPU vector for the values of `many`, with them if `copy`, and whether it is memory of our own.

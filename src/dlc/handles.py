@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlc.comm import vectors
 from dlc.comm.filling import Filling
+from dlc.comm.grid import Grid
 from dlc.comm.ledger import Lease
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import flatten_tensors, unflatten_into
@@ -126,7 +127,7 @@ class Reduction(Unpicklable):
         pending: Pending,
         vector: Tensor,
         out: list[Tensor],
-        codec: str,
+        grid: Grid,
         cancel: Callable[[], bool],
         keep: Callable[[], None],
         held_up: Callable[[], str],
@@ -136,7 +137,7 @@ class Reduction(Unpicklable):
         """`out`: the tensors, where `vector` is memory of our own; `held_up`: for the message of a RoundTimeout, why;
         `announced`: the tensors may not hold their values yet; `holes`: once the round is over, what has no mean, where
         `vector` does not hold the values of the tensors."""
-        self._pending, self._vector, self._out, self._codec = pending, vector, out, codec
+        self._pending, self._vector, self._out, self._grid = pending, vector, out, grid
         self._cancel, self._keep, self._held_up, self._announced, self._holes = cancel, keep, held_up, announced, holes
         self._cancelled = False
 
@@ -182,8 +183,8 @@ class Reduction(Unpicklable):
             )
         if self._pending.misfit:
             raise UsageError(
-                f"the round averaged {self._pending.misfit}, but this call has {self._vector.numel()} elements in "
-                f"{self._codec}: all peers must pass the same shapes and codec (the tensors are unchanged)"
+                f"the round averaged {self._pending.misfit}, but this call has {self._grid}: all "
+                "peers must pass the same shapes and codec (the tensors are unchanged)"
             )
         if self._announced is not None and self._announced.missed:
             self._announced.write()

@@ -154,7 +154,9 @@ class Peer(Unpicklable, Collectives):
         `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the same on all peers of a run;
         implied by strategies that need none. probe_links: before the first round, or group, send some junk to others,
         64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links that are paid by
-        the byte): what it carries is learned in rounds, the first of which knows nothing.
+        the byte): what it carries is learned in rounds, the first of which knows nothing. on_event: called with each
+        event (`dlc.comm.events`) on the thread that talks to the others, who wait for as long as it takes; what it
+        raises is logged. It may use the peer, but for what waits for others; see `on_member_change`.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
@@ -478,6 +480,13 @@ class Peer(Unpicklable, Collectives):
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
 
+    def _check_may_wait(self) -> None:
+        if self._driver.is_current:
+            raise UsageError(
+                "a callback of on_event cannot wait for the other peers, as it runs on the thread that talks to them: "
+                "hand the event to a thread of yours, or use on_member_change, whose callbacks have one"
+            )
+
     def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         def run(now: float) -> None:
             if self._node is not None:
@@ -499,6 +508,7 @@ class Peer(Unpicklable, Collectives):
         """Wait until `condition` holds; it is looked at again after every event."""
         deadline = None if timeout_s is None else clock() + timeout_s
         while not condition():
+            self._check_may_wait()
             if self._driver.error is not None or self._closed:
                 raise self._driver.closed_error()
             left = 0.25 if deadline is None else min(0.25, deadline - clock())

@@ -111,6 +111,16 @@ def test_what_cannot_be_trained_is_refused_before_the_run_has_it() -> None:
     assert not hasattr(peer, "state")
 
 
+def test_a_diloco_in_place_of_an_optimizer_is_refused_and_stays_of_use() -> None:
+    """It was taken, and the steps of the inner one were then refused as if another had trained its parameters."""
+    model, peer = build(), FakePeer()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1)
+    with pytest.raises(UsageError, match="inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside"):
+        DiLoCo(model, opt, peer, channel="another")  # type: ignore[arg-type]
+    backward(model, 0)
+    assert opt.step() is not None
+
+
 def test_a_creation_that_is_interrupted_leaves_nothing_that_rounds_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model, peer = build(), FakePeer()
 
@@ -241,7 +251,7 @@ def test_a_round_of_another_codec_is_an_error_and_no_round_for_ever() -> None:
 
     peer.contribute = misfit  # type: ignore[method-assign]
     backward(model, 0)
-    with pytest.raises(UsageError, match="averaged 67 elements in int8.* in fp16: all peers must give the same codec"):
+    with pytest.raises(UsageError, match="averaged 67 elements in int8.* in fp16, in chunks of 67: all peers must"):
         opt.step()
     assert torch.equal(params(model), before) and opt.inner_step == 0
     peer.contribute = contribute  # type: ignore[method-assign]

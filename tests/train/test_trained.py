@@ -135,6 +135,26 @@ def test_what_the_optimizer_trains_beside_the_model_is_told_once(caplog: pytest.
     assert "trains 1 parameters that are none of those given to dlc.DiLoCo" in record.message
 
 
+def test_one_optimizer_may_train_the_parameters_of_two(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a part that is exchanged more often: each said that the other's are never averaged."""
+    m, peers = Pair(), [FakePeer(), FakePeer()]
+    inner = sgd(m.a, m.c)
+    often = DiLoCo([m.a], inner, peers[0], sync_every=1, channel="often")
+    seldom = DiLoCo([m.c], inner, peers[1], sync_every=3, channel="seldom")
+    for opt in (often, seldom):
+        opt.follow()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            m.a.grad, m.c.grad = torch.ones(3), torch.ones(3)
+            inner.step()
+    assert not caplog.records and [peer.weights for peer in peers] == [[1.0] * 3, [3.0]]
+    seldom.unfollow()
+    with caplog.at_level(logging.WARNING):
+        inner.step()
+    (record,) = caplog.records
+    assert "trains 1 parameters that are none of those given" in record.message, "nobody averages them any more"
+
+
 def test_parameters_that_are_gone_are_told_where_nothing_is_left_to_exchange(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

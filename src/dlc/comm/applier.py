@@ -127,8 +127,7 @@ class Applier:
             if plan is not None and not plan.fill_s:  # of one that became final on the way, a part may be all there is
                 self.coordinator.agenda.silent(deaf_owners(entry, results))
             included = chunks_with(own, results) if own and fits else ()
-            grid = f"{entry.numel} elements in {entry.codec}"
-            self.ctx.notify(RoundDone(report, counted, grid, fits, included, older))
+            self.ctx.notify(RoundDone(report, counted, str(grid_of(entry)), fits, included, older))
         if entry.kind == OPEN:
             self.slot.wishes.pop(entry.channel, None)
             self.ctx.notify(ChannelOpened(entry.channel))

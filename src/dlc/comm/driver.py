@@ -143,7 +143,7 @@ class Driver:
     def ask(self, fn: Callable[[float], T], look: bool = False) -> T:
         """`call` and wait for the result. If the wait is interrupted, `fn` is not called any more, unless it has been
         already."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return fn(clock())
         future = self.call(fn, look)
         try:
@@ -160,8 +160,13 @@ class Driver:
         if not self._thread.ident:  # never started: nobody else will say so, nor close the sockets
             self._ended = True
             self.transport.close(0.0)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and not self.is_current:
             self._thread.join(timeout_s)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is called on its thread."""
+        return threading.current_thread() is self._thread
 
     @property
     def running(self) -> bool:

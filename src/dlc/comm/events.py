@@ -43,7 +43,7 @@ class RoundDone:
     counted: bool
     """Our own contribution counted: it is in more than half of the elements."""
     grid: str
-    """What was averaged, for people: elements and codec."""
+    """What was averaged, for people: elements, codec and chunks."""
     fits: bool
     """Our own contribution had that grid (True where we had none)."""
     included: tuple[bool, ...] = ()

@@ -80,6 +80,9 @@ class Grid:
                 f"where {RESULT_PARTS} contribute, too long for one message: lower chunk_elems"
             )
 
+    def __str__(self) -> str:
+        return f"{self.numel} elements in {self.codec}, in chunks of {self.chunk_elems}"
+
     @property
     def n_chunks(self) -> int:
         return -(-self.numel // self.chunk_elems)

@@ -296,6 +296,12 @@ class Node:
         """
         self._need_log(f"channel {channel!r} has no rounds")
         check_channel(channel, self.log.state)
+        known = self.log.state.channel(channel)
+        if sink is not None and (channel in self.log.attached or (known is not None and known.opened)):
+            raise UsageError(
+                f"{channel!r} is the channel of a state that is trained (dlc.DiLoCo), and what such a call averages "
+                "would be taken for a step of it: give the call another name"
+            )
         if channel in self.exchange.offered:
             raise UsageError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
         if vector.numel() != grid.numel:
@@ -308,7 +314,6 @@ class Node:
         state = self.log.state
         spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
         self.offers += 1
-        known = state.channel(channel)
         upto = upto or (-self.offers if known is not None and known.leased else self.offers)
         fill_s = filling.expected_s if filling is not None and not filling.complete else 0.0
         ready = msg.Ready(

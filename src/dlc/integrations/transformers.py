@@ -81,6 +81,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._running = False
         self._batches = self._sequences = 0
         """Micro-batches since the last optimizer step, and the sequences of those that the next one trains."""
+        self._unweighed = False
+        """No step was made since these were counted."""
         self._size = self._lacking = 0
         """Sequences of a micro-batch, and how many fewer the last one of the data has."""
         self._trained: deque[int] = deque(maxlen=sync_every)
@@ -149,7 +151,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         progress = getattr(of_trainer["optimizer"], "gradient_state", None)  # accelerate's, of the data
         over = progress is not None and progress.end_of_dataloader
         self._sequences = (self._batches + 1) * self._size - (self._lacking if over else 0)
-        self._batches = 0
+        self._batches, self._unweighed = 0, True
 
     def _sizes(self, args: TrainingArguments, loader: Any) -> tuple[int, int]:
         """Sequences of a batch of the loader, which may be another one than the Trainer's own, and how many fewer its
@@ -168,8 +170,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         return args.train_batch_size, 0
 
     def _weigh(self, *_: object) -> None:
-        """Before a step that is made: its round weighs a step as the mean of those that it will have counted."""
-        if skipped(self.diloco.inner):
+        """Before a step that is made: its round weighs a step as the mean of those that it will have counted. Torch may
+        call it twice for one: see `DiLoCo`."""
+        unweighed, self._unweighed = self._unweighed, False
+        if not unweighed or skipped(self.diloco.inner):
             return
         before = self.diloco.inner_step
         period = [*self._trained][-before:] if before else []
@@ -252,6 +256,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _unfollow(self, diloco: DiLoCo) -> None:
         diloco.unfollow()
+        self._unhook()
+
+    def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -259,8 +266,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def _finish(self) -> None:
         if self._running:
             self._running = False
-            self._unfollow(self.diloco)
-            report = self.diloco.finish()
+            self._unhook()
+            report = self.diloco.finish()  # until which the others' rounds wait for this peer
             log.info("training ended; %s", report.summary() if report else "nothing was left to exchange")
 
 

@@ -139,6 +139,8 @@ class DiLoCo:
             instance("resume", resume, Mapping, "give what state_dict(outer=True) returned")
         check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         check_terms(pseudo_gradient_hook, patience_s)
+        if isinstance(inner, DiLoCo):
+            raise UsageError("inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside, its .inner")
         self.inner = inner
         self.sync_every = sync_every
         self.weight = weight
@@ -159,6 +161,8 @@ class DiLoCo:
         self._skipped = 0
         """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
         self._follows: tuple[RemovableHandle, ...] | None = None
+        self._begun = False
+        """A step of `inner` that nobody has counted yet, while this follows it."""
         self._peer, self._channel = peer, channel
         self._trained = Trained(model, inner)
         self._outer = OuterLoop(
@@ -276,7 +280,7 @@ class DiLoCo:
             self.inner.step(closure)
         return self._stepped()
 
-    def _caught_up(self, *_: object) -> None:
+    def _caught_up(self) -> None:
         """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
         self._trained.check_mine()
         if self._outer.waiting and not self._overlaps:
@@ -284,8 +288,14 @@ class DiLoCo:
             if self._outer.displaced and not self._outer.resume(self._work):
                 self._dropped()
 
+    def _before_step(self, *_: object) -> None:
+        self._begun = True
+        self._caught_up()
+
     def _after_step(self, *_: object) -> None:
-        if not skipped(self.inner):
+        """Where a class of optimizers calls the `step` of its base, torch calls the hooks of both for one step."""
+        counts, self._begun = self._begun and not skipped(self.inner), False
+        if counts:
             self._stepped()
 
     def _stepped(self) -> RoundReport | None:
@@ -314,7 +324,7 @@ class DiLoCo:
         if self._follows is None:
             self._trained.unwatch()
             self._follows = (
-                self.inner.register_step_pre_hook(self._caught_up),
+                self.inner.register_step_pre_hook(self._before_step),
                 self.inner.register_step_post_hook(self._after_step),
             )
 
@@ -345,6 +355,8 @@ class DiLoCo:
         patience_s = self._outer.patience_s
         try:
             self._trained.check_mine()
+            if self._held.any():
+                self._trains()  # also after `unfollow`
             report = self.flush()
             if len(self._held) > 1:
                 self._outer.patience_s = patience_s or END_PATIENCE_S

@@ -147,8 +147,9 @@ class OuterState:
         self.spec = spec
         self._layout = layout
         self._rule = rule_of(spec)
-        self._theta = theta.detach().clone(memory_format=torch.contiguous_format)
-        self._moments = [torch.zeros_like(self._theta) for _ in range(self._rule.n_moments)]
+        with torch.inference_mode(False):  # the driver writes them, and is in no mode of the caller's
+            self._theta = theta.detach().clone(memory_format=torch.contiguous_format)
+            self._moments = [torch.zeros_like(self._theta) for _ in range(self._rule.n_moments)]
         self._t = t
         self._scratch = vectors.empty(min(slice_elements, self.size))
         self._slice = slice_elements

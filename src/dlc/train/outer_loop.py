@@ -474,8 +474,8 @@ class OuterLoop:
         if pending.misfit:
             self._done_with(offer)
             raise UsageError(
-                f"the round averaged {pending.misfit}, but this peer offers {self.state.numel} elements in "
-                f"{self.outgoing.codec}: all peers must give the same codec and chunk_elems"
+                f"the round averaged {pending.misfit}, but this peer offers {self.outgoing.grid}: "
+                "all peers must give the same codec and chunk_elems"
             )
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:

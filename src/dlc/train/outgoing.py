@@ -31,13 +31,10 @@ class Outgoing:
 
     def __init__(self, grid: Grid, vectors: int, hook: Hook | None, clips: bool) -> None:
         """`vectors`: of how many, in turn, the rounds of the channel are."""
-        self._grid, self._hook, self._clips = grid, hook, clips
+        self.grid = grid
+        """What contributions are cut and encoded in."""
+        self._hook, self._clips = hook, clips
         self._feedback = Feedback(grid, vectors) if grid.coder.feedback else None
-
-    @property
-    def codec(self) -> str:
-        """Name of what contributions are encoded in."""
-        return self._grid.codec
 
     # ---------------------------------------------------------------- the residual
 
@@ -84,13 +81,13 @@ class Outgoing:
 
     def announced(self) -> Encoded | None:
         """What `streamed` will give, before it has values. None: its norm, or what encoding loses, is told with it."""
-        return Encoded(self._grid) if self._feedback is None and not self._clips else None
+        return Encoded(self.grid) if self._feedback is None and not self._clips else None
 
     def cut(self, device: torch.device) -> tuple[int, torch.device]:
         """How `streamed` is best given a vector of parameters on `device`: the elements of a part, and where it is.
         The residual is on the host, and so is what it is added to."""
         where = device if self._feedback is None else CPU
-        return part_elems(self._grid, where), where
+        return part_elems(self.grid, where), where
 
     def streamed(self, parts: Iterable[Tensor], announced: Encoded | None = None) -> tuple[Tensor | Encoded, float]:
         """The same of a vector that comes part by part, and does not stay: in memory of its own, or in `announced`.
@@ -102,7 +99,7 @@ class Outgoing:
         if self._feedback is not None:
             sent = self._feedback.added(seen)
             return sent, norm_of(sent) if self._clips else 0.0
-        encoded = announced if announced is not None else Encoded(self._grid)
+        encoded = announced if announced is not None else Encoded(self.grid)
         encoded.fill(seen)
         return encoded, math.sqrt(math.fsum(n * n for n in norms))
 

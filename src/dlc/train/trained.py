@@ -204,7 +204,11 @@ class Trained:
         """Which parameters are averaged is settled when this is made: tell once of each that is trained and is not."""
         more = self._trainable() - self._known
         mine = {tensor.data_ptr() for tensor in self.view.tensors}  # of those that share memory the view has one
-        foreign = {id(p) for p in self._optimized() if p.requires_grad and p.data_ptr() not in mine} - self._known
+        foreign = {
+            id(p)
+            for p in self._optimized()
+            if p.requires_grad and p.data_ptr() not in mine and self._last_claim(p)[1] is None
+        } - self._known
         self._known |= more | foreign
         if more and self._model is not None:
             names = [name for name, p in self._model.named_parameters() if id(p) in more]
