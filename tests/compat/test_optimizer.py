@@ -29,6 +29,7 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
+from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
@@ -352,6 +353,24 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
     assert [opt.local_epoch for opt in opts] == [1, 1]
     assert torch.equal(weights(nets[0]), weights(nets[1])) and not torch.equal(weights(nets[0]), start)
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
+
+
+def test_a_peer_whose_group_has_just_begun_does_not_take_its_epoch_for_one_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of the group may be done with it before this peer looks again."""
+    monkeypatch.setattr("dlc.compat.hivemind.optim.optimizer.LOOK_S", 0.0)
+    opt = optimizer(Town(), model(), batch_size_per_step=4)
+    control = StepControl(0.0, float("inf"), allow_retries=False, weight=1.0, number=0)
+
+    def looked(epoch: int) -> bool:
+        if control.began_allreduce:
+            control.set_result({"a": None, "b": None})
+        control.began_allreduce = True
+        return True
+
+    opt._missed = looked  # type: ignore[method-assign]
+    assert opt._result(control, 0) == {"a": None, "b": None}
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -327,7 +327,8 @@ class Optimizer(TorchFace):
                 gathered: dict[Any, Any] = control.result(LOOK_S)
                 return gathered
             except TimeoutError:
-                if not control.began_allreduce and self._missed(epoch) and control.cancel():
+                missed = self._missed(epoch)  # looked at first: by those of its own group only once that has begun
+                if missed and not control.began_allreduce and control.cancel():
                     raise AllreduceException(f"the others have made epoch {epoch} without this peer") from None
 
     def _check_together(self, epoch: int, group: dict[Any, Any]) -> None:
