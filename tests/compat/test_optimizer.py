@@ -1111,6 +1111,16 @@ def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> N
     assert optimizer(town, net).offload_optimizer
 
 
+@pytest.mark.parametrize(("make", "said"), [(torch.optim.LBFGS, "closure"), (torch.optim.SparseAdam, "dense")])
+def test_an_optimizer_that_cannot_step_by_averages_is_refused_by_its_name(make: Any, said: str) -> None:
+    town, net = Town(), model()
+    start = weights(net)
+    for options in ({}, {"use_local_updates": True}):
+        with pytest.raises(UsageError, match=f"{make.__name__}.*{said}.*such as Adam"):
+            optimizer(town, net, optimizer=make, batch_size_per_step=4, **options)
+    assert torch.equal(weights(net), start) and all(p.grad is None for p in net.parameters())
+
+
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:
     town, net = Town(), model()
     made = SGD(net.parameters())

@@ -26,7 +26,7 @@ def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
 
     What a parameter has already stays. averaged: names of statistics that must be tensors. SGD with momentum *and*
     dampening takes the first gradient whole, by having no buffer yet; a buffer that is averaged begins as zero, and the
-    first gradient is dampened, too.
+    first gradient is dampened, too. UsageError: a step needs a closure, or sparse gradients.
     """
     params = _params(opt)
     new = [param for param in params if param not in opt.state]
@@ -42,6 +42,11 @@ def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
         group["weight_decay"] = 0.0  # it would be in the statistics
     try:
         opt.step()
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"{type(opt).__name__} makes no step without a closure, by dense gradients, as averages are ({error}): "
+            "take an optimizer that does, such as Adam or SGD"
+        ) from error
     finally:
         for group, decay in decays:
             group["weight_decay"] = decay
