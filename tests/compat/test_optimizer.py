@@ -1121,6 +1121,26 @@ def test_an_optimizer_that_cannot_step_by_averages_is_refused_by_its_name(make: 
     assert torch.equal(weights(net), start) and all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"grad_compression": Float16Compression}, UsageError, r"Float16Compression\(\)"),
+        ({"state_averaging_compression": "fp16"}, UsageError, "hivemind.compression"),
+        ({"load_state_compression": object()}, UsageError, "state_compression is <object"),
+        ({"extra_tensors": [torch.zeros(2, dtype=torch.complex64)]}, UsageError, "view_as_real"),
+        ({"grad_averager_factory": lambda *_, **__: operator.truediv(1, 0)}, ZeroDivisionError, "zero"),
+    ],
+)
+def test_an_optimizer_that_is_refused_is_no_peer_of_the_run(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    """Others waited for it, and loaded its state."""
+    town = Town()
+    with pytest.raises(error, match=said):
+        optimizer(town, model(), batch_size_per_step=4, **options)
+    assert not town.posted
+
+
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:
     town, net = Town(), model()
     made = SGD(net.parameters())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -126,41 +127,45 @@ class Optimizer(TorchFace):
             "start": True,
             **(averager_opts or {}),
         }
-        self.tracker = ProgressTracker(
-            dht,
-            run_id,
-            target_batch_size,
-            client_mode=self.client_mode,
-            performance_ema_alpha=performance_ema_alpha,
-            start=True,
-            **(tracker_opts or {}),
-        )
-        self.state_averager = TrainingStateAverager(
-            optimizer=optimizer,
-            params=params,
-            scheduler=scheduler,
-            offload_optimizer=self.offload_optimizer,
-            custom_gradients=not use_local_updates,
-            delta_rule_averaging=use_local_updates and delay_state_averaging,
-            compression=state_averaging_compression,
-            state_compression=load_state_compression,
-            average_opt_statistics=average_opt_statistics,
-            extra_tensors=extra_tensors,
-            performance_ema_alpha=performance_ema_alpha,
-            status_loglevel=self.status_loglevel,
-            prefix=f"{run_id}_state_averager",
-            **common,
-        )
-        self.state_averager.when_lost = self._tell_priority
-        self.grad_averager: GradientAverager | None = None
-        if not use_local_updates:
-            self.grad_averager = (grad_averager_factory or GradientAverager)(
-                self.state_averager.main_parameters,
-                prefix=f"{run_id}_grad_averager",
-                compression=grad_compression,
-                reuse_grad_buffers=reuse_grad_buffers,
-                **{**common, "allow_state_sharing": False},
+        with ExitStack() as undo:  # or others would wait for a peer that never trains, and load its state
+            self.tracker = ProgressTracker(
+                dht,
+                run_id,
+                target_batch_size,
+                client_mode=self.client_mode,
+                performance_ema_alpha=performance_ema_alpha,
+                start=True,
+                **(tracker_opts or {}),
             )
+            undo.callback(self.tracker.shutdown)
+            self.state_averager = TrainingStateAverager(
+                optimizer=optimizer,
+                params=params,
+                scheduler=scheduler,
+                offload_optimizer=self.offload_optimizer,
+                custom_gradients=not use_local_updates,
+                delta_rule_averaging=use_local_updates and delay_state_averaging,
+                compression=state_averaging_compression,
+                state_compression=load_state_compression,
+                average_opt_statistics=average_opt_statistics,
+                extra_tensors=extra_tensors,
+                performance_ema_alpha=performance_ema_alpha,
+                status_loglevel=self.status_loglevel,
+                prefix=f"{run_id}_state_averager",
+                **common,
+            )
+            undo.callback(self.state_averager.shutdown)
+            self.state_averager.when_lost = self._tell_priority
+            self.grad_averager: GradientAverager | None = None
+            if not use_local_updates:
+                self.grad_averager = (grad_averager_factory or GradientAverager)(
+                    self.state_averager.main_parameters,
+                    prefix=f"{run_id}_grad_averager",
+                    compression=grad_compression,
+                    reuse_grad_buffers=reuse_grad_buffers,
+                    **{**common, "allow_state_sharing": False},
+                )
+            undo.pop_all()
         self._step_supports_amp_scaling = reuse_grad_buffers
         self._met: frozenset[str] = frozenset()
         """Peers in the last average of gradients."""

@@ -120,9 +120,22 @@ def state_infos(
     ]
 
 
-def check_once(tensors: Iterable[Tensor]) -> None:
-    """UsageError where one stands among them twice: what it is to become would be added to it twice."""
-    seen = [identity(tensor) for tensor in tensors]
+def check_real(tensors: Iterable[Tensor]) -> None:
+    """UsageError where one is complex: they are averaged as fp32, which has no imaginary part."""
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise UsageError(
+                f"a tensor of {tensor.dtype} cannot be averaged: give torch.view_as_real of it, or let the model hold "
+                "its real and imaginary parts"
+            )
+
+
+def check_averaged(tensors: Iterable[Tensor]) -> None:
+    """As `check_real`. UsageError also where one stands among them twice: what it is to become would be added to it
+    twice."""
+    many = list(tensors)
+    check_real(many)
+    seen = [identity(tensor) for tensor in many]
     if len(set(seen)) != len(seen):
         raise UsageError("a tensor is to be averaged twice: give each of extra_tensors once, and no parameter")
 
@@ -131,4 +144,4 @@ def _params(opt: Optimizer) -> list[Tensor]:
     return [param for group in opt.param_groups for param in group["params"]]
 
 
-__all__ = ["check_once", "dump", "initialize", "load", "state_infos"]
+__all__ = ["check_averaged", "check_real", "dump", "initialize", "load", "state_infos"]

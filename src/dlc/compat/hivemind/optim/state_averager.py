@@ -29,7 +29,7 @@ from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.components import Components, build, differ, merged, steps_of, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
-from dlc.compat.hivemind.optim.optimizer_state import check_once, dump, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.errors import DlcError, SwarmClosed, UsageError
@@ -134,7 +134,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """That the program changes the model while updates are on their way: once, it may do so with every step."""
         self.last_error: DlcError | None = None
         """Of the last round that failed."""
-        check_once(self._local_tensors())
+        check_averaged(self._local_tensors())
         averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self._local_tensors()]
         super().__init__(averaged, dht, tensor_infos=list(self._infos()), **kwargs)
 
