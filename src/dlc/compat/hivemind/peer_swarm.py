@@ -29,8 +29,8 @@ from dlc.report import GroupReport
 
 log = logging.getLogger(__name__)
 
-RUN = "hivemind"
-"""Name of a run that is begun here."""
+RUN, RUN_OF_ROUNDS = "hivemind", "hivemind-rounds"
+"""Names of runs that are begun here, without the log and with it."""
 HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
 """Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
 LOOK_S = 0.05
@@ -71,7 +71,7 @@ class PeerSwarm:
         swarm = cls(
             Peer.join(
                 peers,
-                run=None if peers else RUN,
+                run=None if peers else RUN_OF_ROUNDS if log else RUN,
                 listen=listen,
                 advertise=advertise,
                 key=key,
@@ -83,6 +83,8 @@ class PeerSwarm:
             ),
             log,
         )
+        if log:
+            check_rounds(swarm._peer)
         swarm._greet()
         return swarm
 
@@ -224,6 +226,16 @@ class PeerSwarm:
         self._peer.leave()
         for listener in tuple(self._listeners):
             listener()  # so that whoever waits for news learns that there will be none
+
+
+def check_rounds(peer: Peer) -> None:
+    """UsageError, and it has left, where it has joined a run without the log: it would wait for a seat for ever."""
+    if peer.spec.run == RUN:
+        peer.leave()
+        raise UsageError(
+            "the peers of this run take part in no rounds of all: start `python -m dlc.compat.hivemind` with --log, "
+            "and make each dlc.compat.hivemind.DHT with log=True"
+        )
 
 
 def _lives(members: Members, voter: Voter) -> bool:
