@@ -1103,6 +1103,26 @@ def test_a_local_step_beside_an_average_is_not_undone_by_a_write_that_changes_no
         opt.shutdown()
 
 
+def test_who_ends_an_epoch_that_the_others_have_averaged_does_not_wait_for_them() -> None:
+    """A newcomer, one epoch behind, waited as long as matchmaking takes for those who had gone on."""
+    town = Town()
+    options = {"use_local_updates": True, "delay_state_averaging": False, "matchmaking_time": FOREVER_S}
+    nets = [model() for _ in range(2)]
+    first = optimizer(town, nets[0], batch_size_per_step=TARGET, **options)
+    backward(nets[0], 0)
+    first.step()
+    late = optimizer(town, nets[1], batch_size_per_step=TARGET, **options)
+    assert (first.local_epoch, late.local_epoch) == (1, 0)
+    backward(nets[1], 1)
+    together(lambda _: late.step(), 1)
+    assert late.local_epoch == 1
+    for net in nets:
+        backward(net, 2)
+    together(lambda i: (first, late)[i].step(), 2)
+    assert [key.rpartition("/")[2] for key, _ in town.rounds] == ["2"]
+    assert first.local_epoch == late.local_epoch == 2 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
 def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:
     town, net = Town(), model()
     assert not optimizer(town, net, use_local_updates=True).offload_optimizer

@@ -247,7 +247,7 @@ class Optimizer(TorchFace):
                     if scaler is not None:
                         self._drop_sums()  # they are unscaled now, and would be so once more
                     return  # the sums are kept; the next step tries again
-            due = (epoch + 1) % self.average_state_every == 0 and others
+            due = (epoch + 1) % self.average_state_every == 0 and others and not self._passed()
             steps = self.grad_averager is not None and not self.auxiliary
             state.step(
                 increment_epoch=True,
@@ -408,6 +408,13 @@ class Optimizer(TorchFace):
         waiting = any(entry.averaged < epoch and epoch - 1 <= entry.round <= epoch for entry in others)
         in_groups = self.grad_averager.target_group_size is not None
         return any(entry.averaged >= epoch for entry in others) and not (in_groups and waiting)
+
+    def _passed(self) -> bool:
+        """All others have averaged their state without this peer, which ends their epoch later: nobody comes any more.
+        Who has numbered no round only looks on."""
+        state = self.state_averager
+        numbers = [entry.round for entry in state.directory.others().values() if entry.round >= 0]
+        return bool(numbers) and min(numbers) > state.next_round
 
     def load_state_from_peers(self, **kwargs: Any) -> None:
         """Take over parameters, statistics and epoch of the peer that is furthest; local sums begin anew.
