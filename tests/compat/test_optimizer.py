@@ -359,7 +359,7 @@ def test_a_peer_whose_group_has_just_begun_does_not_take_its_epoch_for_one_of_ot
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others of the group may be done with it before this peer looks again."""
-    monkeypatch.setattr("dlc.compat.hivemind.optim.optimizer.LOOK_S", 0.0)
+    monkeypatch.setattr("dlc.compat.hivemind.optim.state_averager.LOOK_S", 0.0)
     opt = optimizer(Town(), model(), batch_size_per_step=4)
     control = StepControl(0.0, float("inf"), allow_retries=False, weight=1.0, number=0)
 
@@ -1121,6 +1121,22 @@ def test_who_ends_an_epoch_that_the_others_have_averaged_does_not_wait_for_them(
     together(lambda i: (first, late)[i].step(), 2)
     assert [key.rpartition("/")[2] for key, _ in town.rounds] == ["2"]
     assert first.local_epoch == late.local_epoch == 2 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_who_waits_for_an_average_that_the_others_have_made_waits_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """Their group had formed before this peer came; it waited on, as long as matchmaking takes."""
+    town = Town()
+    options = {"use_local_updates": True, "delay_state_averaging": False, "matchmaking_time": FOREVER_S}
+    first, net = optimizer(town, model(), batch_size_per_step=TARGET, **options), model()
+    late = optimizer(town, net, batch_size_per_step=TARGET, **options)
+    first.tracker.report_local_progress(0, 1)
+    backward(net, 1)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(late.step)
+        wait_until(lambda: any(town.waiting.values()), WAIT_S)
+        first.state_averager.announce(round=2)
+        step.result(WAIT_S)
+    assert late.local_epoch == 1 and "round 1 was made without this peer" in caplog.text
 
 
 def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:

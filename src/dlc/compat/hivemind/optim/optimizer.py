@@ -29,14 +29,12 @@ from dlc.compat.hivemind.optim.face import TorchFace
 from dlc.compat.hivemind.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
-from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
+from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager, unless_missed
 from dlc.errors import DlcError, SwarmClosed, UsageError
 
 log = logger = logging.getLogger(__name__)
 
 NO_COMPRESSION = NoCompression()
-LOOK_S = 0.5
-"""How often who waits for an average looks whether it was missed."""
 
 
 class Optimizer(TorchFace):
@@ -247,7 +245,7 @@ class Optimizer(TorchFace):
                     if scaler is not None:
                         self._drop_sums()  # they are unscaled now, and would be so once more
                     return  # the sums are kept; the next step tries again
-            due = (epoch + 1) % self.average_state_every == 0 and others and not self._passed()
+            due = (epoch + 1) % self.average_state_every == 0 and others and not state.passed(state.next_round)
             steps = self.grad_averager is not None and not self.auxiliary
             state.step(
                 increment_epoch=True,
@@ -327,14 +325,7 @@ class Optimizer(TorchFace):
 
     def _result(self, control: StepControl, epoch: int) -> dict[Any, Any]:
         """Of the average, unless it waits for others who have made the epoch already."""
-        while True:
-            try:
-                gathered: dict[Any, Any] = control.result(LOOK_S)
-                return gathered
-            except TimeoutError:
-                missed = self._missed(epoch)  # looked at first: by those of its own group only once that has begun
-                if missed and not control.began_allreduce and control.cancel():
-                    raise AllreduceException(f"the others have made epoch {epoch} without this peer") from None
+        return unless_missed(control, lambda: self._missed(epoch), f"epoch {epoch} was made by the others")
 
     def _check_together(self, epoch: int, group: dict[Any, Any]) -> None:
         """AllreduceException: others have made the epoch in another group, though one has room for all. So it is where
@@ -408,13 +399,6 @@ class Optimizer(TorchFace):
         waiting = any(entry.averaged < epoch and epoch - 1 <= entry.round <= epoch for entry in others)
         in_groups = self.grad_averager.target_group_size is not None
         return any(entry.averaged >= epoch for entry in others) and not (in_groups and waiting)
-
-    def _passed(self) -> bool:
-        """All others have averaged their state without this peer, which ends their epoch later: nobody comes any more.
-        Who has numbered no round only looks on."""
-        state = self.state_averager
-        numbers = [entry.round for entry in state.directory.others().values() if entry.round >= 0]
-        return bool(numbers) and min(numbers) > state.next_round
 
     def load_state_from_peers(self, **kwargs: Any) -> None:
         """Take over parameters, statistics and epoch of the peer that is furthest; local sums begin anew.

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.averaging.control import StepControl
@@ -42,6 +43,22 @@ ParamGroups = Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters | ParamGroups], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], LRScheduler]
 """Types for annotations, and for schedules of one's own, that Hivemind's programs import from here."""
+
+
+LOOK_S = 0.5
+"""How often who waits for an average looks whether it was missed."""
+
+
+def unless_missed(control: StepControl, missed: Callable[[], bool], what: str) -> dict[Any, Any]:
+    """The result of the step, or AllreduceException with `what`: there is no group yet, and no others to come."""
+    while True:
+        try:
+            gathered: dict[Any, Any] = control.result(LOOK_S)
+            return gathered
+        except TimeoutError:
+            # Looked at first: who is in one group with this peer can be ahead of it only once that group has begun.
+            if missed() and not control.began_allreduce and control.cancel():
+                raise AllreduceException(f"{what} without this peer") from None
 
 
 class Update:
@@ -320,12 +337,18 @@ class TrainingStateAverager(DecentralizedAverager):
             control.number = number
         self.delay_before_averaging.update(1, time.perf_counter() - began)
         control.allow_allreduce()
-        gathered = control.result()
+        gathered = unless_missed(control, lambda: self.passed(number), f"{self.prefix}: round {number} was made")
         with self.get_tensors() as averaged:
             update.averaged = [average.clone() for average in averaged]
         log.log(self.status_loglevel, "%s: averaged the state of %d peers", self.prefix, len(gathered))
         if self.sync_epoch_when_averaging:
             update.epoch = max([0, *(e for e in gathered.values() if isinstance(e, int))])
+
+    def passed(self, number: int) -> bool:
+        """All others have averaged in that round, or left it out: nobody comes any more. Who has numbered no round only
+        looks on."""
+        rounds = [entry.round for entry in self.directory.others().values() if entry.round >= 0]
+        return number >= 0 and bool(rounds) and min(rounds) > number
 
     def _apply_finished(self, changed: bool, whole: bool = False) -> None:
         """changed: the program has changed the model; whole: it has loaded it, so that no mean is of it any more."""
