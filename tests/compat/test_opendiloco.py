@@ -172,6 +172,8 @@ def test_a_state_of_the_middle_of_a_round_goes_on_as_it_was(
         again.inner_optimizer.load_state_dict(saved[3])
     else:
         again.load_state_dict(saved[2])
+    assert again.state_dict()["state_dict_outer"]["dlc"].keys() == outer.state_dict()["dlc"].keys()
+    assert again.state_dict()["state_dict_outer"]["dlc"]["steps"] == steps
     train(net, optimizer, range(first, 3 * H + 1))
     train(base, again, range(first, 3 * H + 1))
     assert torch.equal(flat(base), flat(net)) and torch.equal(other.theta(), peer.theta())

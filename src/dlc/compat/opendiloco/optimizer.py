@@ -263,6 +263,8 @@ class DiLoCoOptimizer(BoundOptimizer):
 
     def _place(self, held: tuple[int, list[Tensor]] | None) -> dict[str, Any]:
         """Of a state: what the model was trained from, if that is not what it is now, and by how many steps."""
+        if self._saved is not None:  # was loaded, and nothing made of it yet
+            return {**self._saved, "epoch": self._epochs_before}
         model = self._gathered()
         own = self._diloco.state_dict(inner=False) if self._diloco is not None else NOTHING_MADE
         here = self._diloco is None or held is None or held[0] == self._diloco.t  # or else another round is over
@@ -278,7 +280,7 @@ class DiLoCoOptimizer(BoundOptimizer):
 
     def _loaded(self, outer: Mapping[str, Any]) -> None:
         """The outer state was taken back; OpenDiLoCo's has no place."""
-        self._saved = outer.get("dlc")
+        self._saved = outer.get("dlc") or None
         if self._diloco is None:
             epoch = outer["state"].get("local_epoch", (self._saved or {}).get("epoch", 0))
             self._epochs_before = int(epoch)
