@@ -1139,6 +1139,33 @@ def test_who_waits_for_an_average_that_the_others_have_made_waits_no_longer(capl
     assert late.local_epoch == 1 and "round 1 was made without this peer" in caplog.text
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_option_that_is_set_in_its_groups_counts(offload: bool) -> None:
+    """By the program, or a schedule of its own: Hivemind's groups are copies, and what is set there is lost, unsaid."""
+    net, twin = model(), model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, offload_optimizer=offload, optimizer=partial(SGD, lr=9.0))
+    opt.param_groups[0]["lr"] = 0.1
+    opt.param_groups[0].update(momentum=0.5)
+    copied = copy.deepcopy(opt.param_groups[0])
+    copied["lr"] = 7.0
+    assert type(copied) is dict
+    ref = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (opt, ref)]
+    for seed in range(3):
+        for each, trained in ((opt, net), (ref, twin)):
+            each.zero_grad()
+            backward(trained, seed)
+            each.step()
+        for schedule in schedules:
+            schedule.step()
+    torch.testing.assert_close(weights(net), weights(twin))
+    assert opt.param_groups[0]["lr"] == opt.opt.param_groups[0]["lr"] == pytest.approx(0.0125)
+    assert (
+        opt.param_groups[0]["params"][0] is net.weight
+        and (opt.opt.param_groups[0]["params"][0] is net.weight) != offload
+    )
+
+
 def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:
     town, net = Town(), model()
     assert not optimizer(town, net, use_local_updates=True).offload_optimizer
