@@ -200,6 +200,28 @@ def test_of_a_model_that_is_not_the_saved_one_no_steps_are_taken_up(caplog: pyte
     assert "not as it was when this state was saved" in caplog.text and "2 inner steps" in caplog.text
 
 
+def test_a_swarm_that_began_without_the_state_that_was_loaded_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody without a checkpoint was there first: all that it holds would be lost, unsaid."""
+    net, peer = model(), LonePeer()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(H))
+    made(model(), peer).load_state_from_peers()
+    image, opened = peer.state.export(), peer.open
+
+    def join(channel: str, own: Any, **options: Any) -> FakePosition:
+        found = opened(channel, own, **options)
+        own.restore(image)
+        return found
+
+    peer.open = join  # type: ignore[method-assign]
+    again = made(net, peer)
+    again.load_state_dict(stored(optimizer.state_dict())[0])
+    assert again.local_epoch == 1 and not torch.equal(flat(net), flat(model()))
+    again.load_state_from_peers()
+    assert "begun from the parameters of another peer" in caplog.text and "of epoch 1" in caplog.text
+    assert torch.equal(flat(net), flat(model())) and again.local_epoch == 0
+
+
 def test_a_training_that_goes_on_takes_back_a_state_of_its_own_round() -> None:
     net, whole, peer = model(), model(), LonePeer()
     optimizer, twin = made(net, peer), made(whole, LonePeer())

@@ -351,7 +351,14 @@ class DiLoCoOptimizer(BoundOptimizer):
             resume=resume,
         )
         self._diloco.follow()
-        if self._diloco.t:
+        others = not torch.equal(self._diloco.outer_state.vectors()[1][0], begins)
+        if self._epochs_before and others and not self._diloco.t:
+            log.warning(
+                "the swarm has begun from the parameters of another peer, and not from the state that was loaded here, "
+                "of epoch %d: to go on from that, start all peers again, each with a state of that epoch",
+                self._epochs_before,
+            )
+        if self._diloco.t or others:
             self._epochs_before = 0  # of the run that lives
         self._go_on(before)
         return not torch.equal(before, self._gathered())
