@@ -99,6 +99,20 @@ def test_a_newcomer_whose_only_contact_is_lost_says_so_and_founds_nothing(how: s
 
 
 @pytest.mark.parametrize("how", ["leave", "crash"])
+def test_a_newcomer_that_finds_observers_only_is_told_so_and_founds_nothing(how: str) -> None:
+    """The contact answers and lives, but whoever had the run is gone."""
+    world = Stay("observer")
+    world.run_until(12.0)
+    getattr(world, how)(world["p0"])
+    world.run_until(100.0)
+    newcomer = world.newcomer("p1")
+    world.run_until(world.now + CONTACT_S + 5.0)
+    assert newcomer.node.log.head == EMPTY and not votes(newcomer)
+    ((_, waiting), *_) = world.said(newcomer, OUT_OF_REACH)
+    assert waiting.peers == ("sim:p1",) and "but observers" in waiting.reason and "start these anew" in waiting.advice
+
+
+@pytest.mark.parametrize("how", ["leave", "crash"])
 def test_a_newcomer_whose_only_contact_is_lost_goes_on_with_whom_it_heard_of(how: str) -> None:
     world = Stay("trainer", "trainer")
     world.run_until(12.0)

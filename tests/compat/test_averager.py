@@ -306,6 +306,17 @@ def test_tied_tensors_take_the_mean_once() -> None:
     assert given[0].tolist() == given[1].tolist() == [2.0, 4.0, 6.0]
 
 
+def test_peers_of_which_one_has_tied_tensors_do_not_meet_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It took the mean of the last of them, and held another model than the others from then on, unseen."""
+    town, whole = Town(), torch.ones(2)
+    tied = averager(town, [whole, whole], min_matchmaking_time=0.1)
+    other = averager(town, [torch.zeros(2), torch.full((2,), 8.0)], min_matchmaking_time=0.1)
+    for step in [peer.step(wait=False, timeout=0.1, allow_retries=False) for peer in (tied, other)]:
+        with pytest.raises(AllreduceException):
+            step.result(WAIT_S)
+    assert whole.tolist() == [1.0, 1.0] and "tied tensors" in caplog.text
+
+
 def test_a_codec_whose_tensors_are_all_empty_has_no_part_in_a_round() -> None:
     small = SizeAdaptiveCompression(threshold=4, less=NoCompression(), greater_equal=Float16Compression())
     peer = averager(Town(), [torch.zeros(0), torch.ones(8)], compression=small)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 import dlc.compat
 import dlc.compat.hivemind as hivemind
+from dlc.compat import opendiloco
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, parse_multiaddr, tcp_of
 from dlc.compat.hivemind.utils.serializer import DEPTH_MAX, MSGPackSerializer
@@ -170,6 +172,42 @@ def test_the_command_is_an_address_to_join_by_until_ctrl_c() -> None:
             assert command.wait(WAIT_S) == 0
         finally:
             command.kill()
+
+
+def test_with_the_log_the_command_is_an_address_by_which_workers_of_opendiloco_begin_a_run() -> None:
+    """And one without a vote: who trains alone need not wait for it."""
+    line = [sys.executable, "-m", "dlc.compat.hivemind", "--log", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as command:
+        try:
+            assert command.stdout is not None and command.stderr is not None
+            told = command.stderr.readline()
+            address = told.partition("whoever joins by ")[2].partition(" ")[0]
+            net = torch.nn.Linear(2, 1)
+            with opendiloco.DHT([address], start=True, startup_timeout=WAIT_S) as worker:
+                optimizer = opendiloco.DiLoCoOptimizer(
+                    dht=worker, run_id="r", batch_size=1, num_inner_steps=1, params=net.parameters(),
+                    inner_optimizer=partial(torch.optim.SGD, lr=0.1), outer_optimizer=partial(torch.optim.SGD, lr=1.0),
+                )  # fmt: skip
+                net(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                assert optimizer.local_epoch == 1 and optimizer.tracker.global_progress.num_peers == 1
+                assert command.stdout.readline().startswith(f"others join with initial_peers {maddr(address)}")
+            command.send_signal(signal.SIGINT)
+            assert command.wait(WAIT_S) == 0
+        finally:
+            command.kill()
+
+
+def maddr(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"/ip4/{host}/tcp/{port}"
+
+
+@pytest.mark.parametrize("join", [opendiloco.DHT, partial(hivemind.DHT, log=True)])
+def test_who_needs_rounds_does_not_wait_for_a_seat_where_there_are_none(join: Any) -> None:
+    """Workers of OpenDiLoCo given the address of a `hivemind-dht` waited for ever, and were not told why."""
+    with hivemind.DHT(start=True) as bootstrap, pytest.raises(UsageError, match="--log.*log=True"):
+        join(bootstrap.get_visible_maddrs(), start=True, startup_timeout=WAIT_S)
 
 
 def test_lines_of_a_verbose_optimizer_are_written_where_the_handler_is_asked_for(

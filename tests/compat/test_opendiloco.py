@@ -62,7 +62,8 @@ def made(net: nn.Module, peer: object, **options: Any) -> DiLoCoOptimizer:
 
 def loss_of(net: nn.Module, step: int) -> Tensor:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
-    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+    dtype = next(net.parameters()).dtype
+    return (net(x.to(dtype)).float() - x.sum(1, keepdim=True)).square().mean()
 
 
 def train(net: nn.Module, optimizer: Any, steps: range) -> None:
@@ -110,7 +111,7 @@ def test_a_swarm_that_is_started_again_from_a_saved_state_goes_on_as_it_was() ->
     optimizer = made(net, LonePeer())
     train(net, optimizer, range(2 * H + 1))
     told = optimizer.state_dict()
-    assert told["state_dict_outer"]["state"]["local_epoch"] == 2 and told["dlc"]["inner_step"] == 1
+    assert told["state_dict_outer"]["state"]["local_epoch"] == 2 and told["state_dict_outer"]["dlc"]["steps"] == 1
     train(net, optimizer, range(2 * H + 1, 3 * H))  # up to a round, where the parameters are theta
     saved, base = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net)
     again = made(base, LonePeer())
@@ -123,6 +124,126 @@ def test_a_swarm_that_is_started_again_from_a_saved_state_goes_on_as_it_was() ->
     assert again.local_epoch == 3 and before["state_dict_inner"]["state"].keys() == {0, 1, 2, 3}
     train(base, again, range(3 * H, 4 * H + 1))
     assert torch.equal(flat(base), flat(whole)) and again.local_epoch == 4
+
+
+def stored(*states: Any) -> Any:
+    """As from a file of torch's, in another process: a copy, of nothing but what weights_only=True reads."""
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        if isinstance(value, list | tuple):
+            for item in value:
+                check(item)
+        else:
+            assert value is None or type(value) in (bool, int, float, str, Tensor), value
+
+    plain = [dict(state) for state in states]
+    check(plain)
+    return copy.deepcopy(plain)
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_of_the_middle_of_a_round_goes_on_as_it_was(
+    rounds: int, dtype: torch.dtype, apart: bool, steps: int
+) -> None:
+    """The outer parameters are those that the round began with, not what the steps made of them."""
+    net, peer, other = model().to(dtype), LonePeer(), LonePeer()
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    optimizer = made(net, peer, scheduler=halving, grad_compression="int8")
+    first = rounds * H + steps
+    train(net, optimizer, range(first))
+    outer, schedule = optimizer.state_averager.optimizer, optimizer.state_averager.scheduler_inner_optimizer
+    if apart:  # OpenDiLoCo's checkpoints hold both optimizers, the inner and the outer
+        saved = stored(
+            net.state_dict(), schedule.state_dict(), outer.state_dict(), optimizer.inner_optimizer.state_dict()
+        )
+    else:
+        saved = stored(net.state_dict(), schedule.state_dict(), optimizer.state_dict())
+    base = model().to(dtype)
+    again = made(base, other, scheduler=halving, grad_compression="int8")
+    base.load_state_dict(saved[0])
+    again.state_averager.scheduler_inner_optimizer.load_state_dict(saved[1])
+    if apart:
+        again.state_averager.optimizer.load_state_dict(saved[2])
+        again.inner_optimizer.load_state_dict(saved[3])
+    else:
+        again.load_state_dict(saved[2])
+    assert again.state_dict()["state_dict_outer"]["dlc"].keys() == outer.state_dict()["dlc"].keys()
+    assert again.state_dict()["state_dict_outer"]["dlc"]["steps"] == steps
+    train(net, optimizer, range(first, 3 * H + 1))
+    train(base, again, range(first, 3 * H + 1))
+    assert torch.equal(flat(base), flat(net)) and torch.equal(other.theta(), peer.theta())
+    assert again.tracker.real_step == optimizer.tracker.real_step == 3 * H + 1
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert again.tracker.local_progress.samples_accumulated == optimizer.tracker.local_progress.samples_accumulated == 5
+    assert other.weights == peer.weights[rounds:]
+
+
+def test_of_a_model_that_is_not_the_saved_one_no_steps_are_taken_up(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(2))
+    (saved,) = stored(optimizer.state_dict())
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        base = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    begun, peer = flat(base), LonePeer()
+    again = made(base, peer)
+    again.load_state_dict(saved)
+    with caplog.at_level("WARNING"):
+        again.load_state_from_peers()
+    assert torch.equal(peer.theta(), begun) and torch.equal(flat(base), begun) and again.tracker.local_step == 0
+    assert "not as it was when this state was saved" in caplog.text and "2 inner steps" in caplog.text
+
+
+def test_a_swarm_that_began_without_the_state_that_was_loaded_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody without a checkpoint was there first: all that it holds would be lost, unsaid."""
+    net, peer = model(), LonePeer()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(H))
+    made(model(), peer).load_state_from_peers()
+    image, opened = peer.state.export(), peer.open
+
+    def join(channel: str, own: Any, **options: Any) -> FakePosition:
+        found = opened(channel, own, **options)
+        own.restore(image)
+        return found
+
+    peer.open = join  # type: ignore[method-assign]
+    again = made(net, peer)
+    again.load_state_dict(stored(optimizer.state_dict())[0])
+    assert again.local_epoch == 1 and not torch.equal(flat(net), flat(model()))
+    again.load_state_from_peers()
+    assert "begun from the parameters of another peer" in caplog.text and "of epoch 1" in caplog.text
+    assert torch.equal(flat(net), flat(model())) and again.local_epoch == 0
+
+
+def test_a_training_that_goes_on_takes_back_a_state_of_its_own_round() -> None:
+    net, whole, peer = model(), model(), LonePeer()
+    optimizer, twin = made(net, peer), made(whole, LonePeer())
+    train(net, optimizer, range(H + 1))
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(net, optimizer, range(90, 91))  # which went wrong
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(net, optimizer, range(H + 1, 2 * H))
+    train(whole, twin, range(2 * H))
+    assert torch.equal(flat(net), flat(whole)) and peer.weights == [5.0 * H] * 2
+
+
+def test_what_is_changed_after_a_state_was_loaded_stays() -> None:
+    net = model()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(1))
+    again = made(net, LonePeer())
+    again.load_state_dict(optimizer.state_dict())
+    again.param_groups[0]["lr"] = 0.125
+    train(net, again, range(1, 2))
+    assert again.param_groups[0]["lr"] == 0.125
 
 
 def test_where_the_swarm_lives_its_state_counts_and_gradients_of_other_parameters_are_dropped() -> None:
@@ -255,7 +376,7 @@ def test_needless_arguments_and_compressions_by_class_are_taken() -> None:
         delay_grad_averaging=False, client_mode=None,
     )  # fmt: skip
     optimizer.load_state_from_peers()
-    assert optimizer.state_dict()["dlc"]["residual"] is not None, "int8 keeps what it loses"
+    assert optimizer.state_dict()["state_dict_outer"]["dlc"]["residual"] is not None, "int8 keeps what it loses"
 
 
 def test_options_of_the_outer_optimizer_are_not_one_peers_to_change() -> None:

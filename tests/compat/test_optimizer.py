@@ -29,6 +29,7 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
+from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
@@ -352,6 +353,24 @@ def test_a_failed_average_is_tried_again_and_nothing_is_applied_alone(caplog: py
     assert [opt.local_epoch for opt in opts] == [1, 1]
     assert torch.equal(weights(nets[0]), weights(nets[1])) and not torch.equal(weights(nets[0]), start)
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
+
+
+def test_a_peer_whose_group_has_just_begun_does_not_take_its_epoch_for_one_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of the group may be done with it before this peer looks again."""
+    monkeypatch.setattr("dlc.compat.hivemind.optim.state_averager.LOOK_S", 0.0)
+    opt = optimizer(Town(), model(), batch_size_per_step=4)
+    control = StepControl(0.0, float("inf"), allow_retries=False, weight=1.0, number=0)
+
+    def looked(epoch: int) -> bool:
+        if control.began_allreduce:
+            control.set_result({"a": None, "b": None})
+        control.began_allreduce = True
+        return True
+
+    opt._missed = looked  # type: ignore[method-assign]
+    assert opt._result(control, 0) == {"a": None, "b": None}
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -1084,12 +1103,105 @@ def test_a_local_step_beside_an_average_is_not_undone_by_a_write_that_changes_no
         opt.shutdown()
 
 
+def test_who_ends_an_epoch_that_the_others_have_averaged_does_not_wait_for_them() -> None:
+    """A newcomer, one epoch behind, waited as long as matchmaking takes for those who had gone on."""
+    town = Town()
+    options = {"use_local_updates": True, "delay_state_averaging": False, "matchmaking_time": FOREVER_S}
+    nets = [model() for _ in range(2)]
+    first = optimizer(town, nets[0], batch_size_per_step=TARGET, **options)
+    backward(nets[0], 0)
+    first.step()
+    late = optimizer(town, nets[1], batch_size_per_step=TARGET, **options)
+    assert (first.local_epoch, late.local_epoch) == (1, 0)
+    backward(nets[1], 1)
+    together(lambda _: late.step(), 1)
+    assert late.local_epoch == 1
+    for net in nets:
+        backward(net, 2)
+    together(lambda i: (first, late)[i].step(), 2)
+    assert [key.rpartition("/")[2] for key, _ in town.rounds] == ["2"]
+    assert first.local_epoch == late.local_epoch == 2 and torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_who_waits_for_an_average_that_the_others_have_made_waits_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """Their group had formed before this peer came; it waited on, as long as matchmaking takes."""
+    town = Town()
+    options = {"use_local_updates": True, "delay_state_averaging": False, "matchmaking_time": FOREVER_S}
+    first, net = optimizer(town, model(), batch_size_per_step=TARGET, **options), model()
+    late = optimizer(town, net, batch_size_per_step=TARGET, **options)
+    first.tracker.report_local_progress(0, 1)
+    backward(net, 1)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(late.step)
+        wait_until(lambda: any(town.waiting.values()), WAIT_S)
+        first.state_averager.announce(round=2)
+        step.result(WAIT_S)
+    assert late.local_epoch == 1 and "round 1 was made without this peer" in caplog.text
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_option_that_is_set_in_its_groups_counts(offload: bool) -> None:
+    """By the program, or a schedule of its own: Hivemind's groups are copies, and what is set there is lost, unsaid."""
+    net, twin = model(), model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET, offload_optimizer=offload, optimizer=partial(SGD, lr=9.0))
+    opt.param_groups[0]["lr"] = 0.1
+    opt.param_groups[0].update(momentum=0.5)
+    copied = copy.deepcopy(opt.param_groups[0])
+    copied["lr"] = 7.0
+    assert type(copied) is dict
+    ref = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (opt, ref)]
+    for seed in range(3):
+        for each, trained in ((opt, net), (ref, twin)):
+            each.zero_grad()
+            backward(trained, seed)
+            each.step()
+        for schedule in schedules:
+            schedule.step()
+    torch.testing.assert_close(weights(net), weights(twin))
+    assert opt.param_groups[0]["lr"] == opt.opt.param_groups[0]["lr"] == pytest.approx(0.0125)
+    assert (
+        opt.param_groups[0]["params"][0] is net.weight
+        and (opt.opt.param_groups[0]["params"][0] is net.weight) != offload
+    )
+
+
 def test_with_local_updates_nothing_is_offloaded_unless_that_is_asked_for() -> None:
     town, net = Town(), model()
     assert not optimizer(town, net, use_local_updates=True).offload_optimizer
     assert optimizer(town, net, use_local_updates=True, offload_optimizer=True).offload_optimizer
     assert optimizer(town, net, use_local_updates=True, delay_optimizer_step=True).offload_optimizer
     assert optimizer(town, net).offload_optimizer
+
+
+@pytest.mark.parametrize(("make", "said"), [(torch.optim.LBFGS, "closure"), (torch.optim.SparseAdam, "dense")])
+def test_an_optimizer_that_cannot_step_by_averages_is_refused_by_its_name(make: Any, said: str) -> None:
+    town, net = Town(), model()
+    start = weights(net)
+    for options in ({}, {"use_local_updates": True}):
+        with pytest.raises(UsageError, match=f"{make.__name__}.*{said}.*such as Adam"):
+            optimizer(town, net, optimizer=make, batch_size_per_step=4, **options)
+    assert torch.equal(weights(net), start) and all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"grad_compression": Float16Compression}, UsageError, r"Float16Compression\(\)"),
+        ({"state_averaging_compression": "fp16"}, UsageError, "hivemind.compression"),
+        ({"load_state_compression": object()}, UsageError, "state_compression is <object"),
+        ({"extra_tensors": [torch.zeros(2, dtype=torch.complex64)]}, UsageError, "view_as_real"),
+        ({"grad_averager_factory": lambda *_, **__: operator.truediv(1, 0)}, ZeroDivisionError, "zero"),
+    ],
+)
+def test_an_optimizer_that_is_refused_is_no_peer_of_the_run(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    """Others waited for it, and loaded its state."""
+    town = Town()
+    with pytest.raises(error, match=said):
+        optimizer(town, model(), batch_size_per_step=4, **options)
+    assert not town.posted
 
 
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:

@@ -27,7 +27,8 @@ from dlc.compat.hivemind.compression import (
 )
 from dlc.compat.hivemind.optim import GradientAverager, PowerSGDGradientAverager, TrainingStateAverager
 from dlc.compat.opendiloco.strategy import peer_of
-from dlc.errors import SwarmClosed, UsageError
+from dlc.errors import DlcError, SwarmClosed, UsageError
+from dlc.mesh import GroupCall
 from tests.helpers import wait_until
 
 WAIT_S = 180.0
@@ -156,6 +157,28 @@ def test_who_cancels_a_step_and_makes_another_at_once_is_in_the_group_of_the_oth
         assert cancelled.cancel()
         steps = [a.step(wait=False) for a in (*averagers[1:], averagers[0])]
         assert all(len(step.result(WAIT_S)) == 3 for step in steps)
+
+
+def test_a_group_that_is_there_is_known_before_anybody_can_have_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else an Optimizer that hears that others have made the epoch takes it for one without itself."""
+    monkeypatch.setattr("dlc.compat.hivemind.peer_swarm.LOOK_S", 1.0)
+    ended, known = GroupCall._end, []
+
+    def end(call: GroupCall, error: DlcError | None) -> None:
+        known.append([step.began_allreduce for step in steps])
+        ended(call, error)
+
+    with dhts(2) as made:
+        pair = [
+            DecentralizedAverager([torch.zeros(8)], d, start=True, prefix="x", min_matchmaking_time=MATCHMAKING_S)
+            for d in made
+        ]
+        wait_until(lambda: all(a.directory.others() for a in pair), WAIT_S)
+        monkeypatch.setattr(GroupCall, "_end", end)
+        steps = [averager.step(wait=False) for averager in pair]
+        for step in steps:
+            step.result(WAIT_S)
+    assert known[0] == [True, True]
 
 
 def test_where_all_give_weight_0_a_step_says_so() -> None:

@@ -23,7 +23,7 @@ from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry
 from dlc.comm.events import Waiting
 from dlc.comm.log import Log
 from dlc.comm.messages import PREP, RUN, WAIT
-from dlc.comm.permit import alive_records, greater_alive
+from dlc.comm.permit import alive_records, can_vote, greater_alive
 from dlc.comm.reach import out_of_reach
 from dlc.comm.roles import OBSERVER
 from dlc.comm.slot import Slot
@@ -125,6 +125,13 @@ class Waits:
             return Waiting(f"{what} needs every listed address", unheard, advice=advice), 0.0
         here = {record.voter.peer for record in alive} | {self.ctx.me.peer}
         lost = tuple(address for address in slot.listed if slot.answers[address] not in here)
+        watching = {r.voter.peer for r in members.records() if not can_vote(r) and members.alive(r.voter)}
+        if lost and all(slot.answers[address] in watching for address in lost):
+            reason = "no member of the run is in reach but observers, which have nothing of it"
+            advice = (
+                "give the address of another member (--peers); if the run has ended, start these anew to begin another"
+            )
+            return Waiting(reason, lost, advice=advice), CONTACT_S
         if lost:
             reason = "no member of the run is in reach: those who answered have left, or are silent"
             advice = "these are tried for ever; give the address of another member (--peers). No run is founded instead"

@@ -469,13 +469,15 @@ class DiLoCo:
             "inner_step": self._skipped + self.inner_step,
             "t": self.t,
             "residual": self._outer.outgoing.residual,
+            "steps": self._steps,
+            "offered": self._offered,
         }
         if outer:
             frozen = self._peer.checkpoint(self._channel)
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
-            state["steps"], state["local"] = self._steps, self._outer.local() if kept else None
-            state["held"], state["offered"] = self._held.amounts(), self._offered
+            state["local"] = self._outer.local() if kept else None
+            state["held"] = self._held.amounts()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -29,12 +29,12 @@ from dlc.report import GroupReport
 
 log = logging.getLogger(__name__)
 
-RUN = "hivemind"
-"""Name of a run that is begun here."""
+RUN, RUN_OF_ROUNDS = "hivemind", "hivemind-rounds"
+"""Names of runs that are begun here, without the log and with it."""
 HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
 """Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
 LOOK_S = 0.05
-"""How often it is looked whether a group has begun, or a peer has told what it knows."""
+"""How often it is looked whether a peer has told what it knows, or a state has come."""
 LISTEN_S = 0.2
 """How often it is looked for changes of notices and members: they are read where they lie."""
 FETCH_S = 6 * 3600.0
@@ -71,7 +71,7 @@ class PeerSwarm:
         swarm = cls(
             Peer.join(
                 peers,
-                run=None if peers else RUN,
+                run=None if peers else RUN_OF_ROUNDS if log else RUN,
                 listen=listen,
                 advertise=advertise,
                 key=key,
@@ -83,6 +83,8 @@ class PeerSwarm:
             ),
             log,
         )
+        if log:
+            check_rounds(swarm._peer)
         swarm._greet()
         return swarm
 
@@ -173,6 +175,7 @@ class PeerSwarm:
                 codec=codec,
                 owns=terms.owns,
                 expected=terms.expected if first is None else None,
+                formed=(lambda _: terms.formed()) if first is None else None,
             )
             call = group.begin(
                 vector,
@@ -183,7 +186,7 @@ class PeerSwarm:
                 timeout_s=group.matchmaking_s + terms.budget_s,
             )
             terms.when_given_up(partial(_cancel, call))
-            report = self._waited(call, terms)
+            report = _waited(call)
             if call.mean is not None:
                 if terms.keeps_unsaid and codec != "fp32":
                     _keep_unsaid(call.grid, vector, call.mean)
@@ -193,25 +196,6 @@ class PeerSwarm:
                 missing.update({absent.peer: absent.reason for absent in report.missing})
         assert first is not None
         return Outcome(tuple(sorted(first.gathered)), first.gathered, missing, first)
-
-    @staticmethod
-    def _waited(call: GroupCall, terms: Terms) -> GroupReport:
-        told = False
-        while not call.done:
-            if not told and call.stage == "running":
-                told = True
-                terms.formed()
-            with suppress(RoundTimeout):
-                call.wait(LOOK_S)
-        try:
-            report = call.wait(0)
-        except RoundTimeout as error:
-            if not call.members:
-                raise AllreduceException(str(error)) from error
-            raise
-        if not told:
-            terms.formed()
-        return report
 
     # ---------------------------------------------------------------- state
 
@@ -244,6 +228,16 @@ class PeerSwarm:
             listener()  # so that whoever waits for news learns that there will be none
 
 
+def check_rounds(peer: Peer) -> None:
+    """UsageError, and it has left, where it has joined a run without the log: it would wait for a seat for ever."""
+    if peer.spec.run == RUN:
+        peer.leave()
+        raise UsageError(
+            "the peers of this run take part in no rounds of all: start `python -m dlc.compat.hivemind` with --log, "
+            "and make each dlc.compat.hivemind.DHT with log=True"
+        )
+
+
 def _lives(members: Members, voter: Voter) -> bool:
     """As far as is known; in swarms too large to ping all of them it answered once, and nobody has found it dead."""
     return members.alive(voter) or (len(members.records()) > HEARTBEATS_MAX and members.up(voter))
@@ -255,6 +249,15 @@ def _keep_unsaid(grid: Grid, own: Tensor, mean: Tensor) -> None:
         part = slice(*grid.span(chunk))
         if finite(own[part]):
             mean[part].add_(grid.unsaid(chunk, own[part]))
+
+
+def _waited(call: GroupCall) -> GroupReport:
+    try:
+        return call.wait()
+    except RoundTimeout as error:
+        if not call.members:
+            raise AllreduceException(str(error)) from error
+        raise
 
 
 def _cancel(call: GroupCall) -> None:

@@ -63,7 +63,8 @@ class Terms:
     """Have something called when the caller wants no group any more: at once, or from another thread later. It may be
     called after the end, too."""
     formed: Callable[[], None]
-    """Called when there is a group, and the exchange begins."""
+    """Called when there is a group, on any thread, before this peer gives it anything: nobody has a mean with this
+    peer in it earlier."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlc.comm.roles import TRAINER
 from dlc.compat.hivemind.p2p import Multiaddr, initial_of, parse_multiaddr
+from dlc.compat.hivemind.peer_swarm import check_rounds
 from dlc.errors import UsageError
 from dlc.peer import Peer
 
@@ -18,9 +20,11 @@ class DHT:
     host_maddrs: where to listen, the first of them; beyond loopback a run key is needed. announce_maddrs: what others
     dial, the first of them. run_key: its text, its bytes, or the path of its file. identity_path: the state directory,
     by which a peer is the same member after a restart. startup_timeout: seconds; None waits for ever.
-    probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry.
+    probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry. role: "trainer", or "observer", by
+    which others join, and which trains nothing: without `initial_peers` it waits until one of them has begun the run.
 
-    Raises what `Peer.join` raises. For values under keys, and for averages in groups, there is `dlc.compat.hivemind`.
+    Raises what `Peer.join` raises; UsageError also where the run is one of `dlc.compat.hivemind`, without rounds. For
+    values under keys, and for averages in groups, there is `dlc.compat.hivemind`.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class DHT:
         identity_path: str | Path | None = None,
         startup_timeout: float | None = 60.0,
         probe_links: bool = True,
+        role: str = TRAINER,
     ) -> None:
         if isinstance(initial_peers, str):
             raise TypeError("initial_peers is a list of addresses")
@@ -41,7 +46,7 @@ class DHT:
         self._listen = parse_multiaddr((host_maddrs or LOOPBACK)[0])
         self._advertise = parse_multiaddr(announce_maddrs[0]) if announce_maddrs else None
         self._key, self._state_dir, self._timeout_s = run_key, identity_path, startup_timeout
-        self._probe_links = probe_links
+        self._probe_links, self._role = probe_links, role
         self._peer: Peer | None = None
         if start:
             self.run_in_background()
@@ -49,7 +54,7 @@ class DHT:
     def run_in_background(self, await_ready: bool = True) -> None:
         """Join; returns as a member of the run, whatever `await_ready` says."""
         if self._peer is None:
-            self._peer = Peer.join(
+            peer = Peer.join(
                 self._peers,
                 listen=self._listen,
                 advertise=self._advertise,
@@ -57,7 +62,16 @@ class DHT:
                 state_dir=self._state_dir,
                 join_timeout_s=self._timeout_s,
                 probe_links=self._probe_links,
+                role=self._role,
+                hold=True,
             )
+            check_rounds(peer)
+            try:
+                peer.take_seat(self._timeout_s)
+            except BaseException:
+                peer.leave()
+                raise
+            self._peer = peer
 
     @property
     def peer(self) -> Peer:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from dlc.comm import vectors
@@ -42,6 +43,8 @@ FIXED = {
     "extra_tensors": False,
 }
 """Of Hivemind's optimizer, with the one value that they can have (None is the default, too)."""
+NOTHING_MADE: Mapping[str, Any] = {"steps": 0, "residual": None}
+"""The place of a peer that has not joined."""
 NEEDLESS = frozenset(
     "averager_opts tracker_opts averaging_timeout allreduce_timeout next_chunk_timeout load_state_timeout "
     "shutdown_timeout average_state_every state_averaging_compression load_state_compression reuse_grad_buffers "
@@ -124,6 +127,7 @@ class DiLoCoOptimizer(BoundOptimizer):
         self._peer, self._codec, self._patience_s = peer_of(dht), codec_of(grad_compression), patience_s
         self._view = FlatView(self._params)
         outer = OuterOptimizer(spec_of(outer_optimizer), self._view.tensors, self._read)
+        outer.own, outer.when_loaded = self._place, self._loaded
         self.state_averager = StateAverager(outer, self.inner_optimizer, self._params)
         if scheduler is not None:
             self.state_averager.scheduler_inner_optimizer = scheduler(self.inner_optimizer)
@@ -229,31 +233,20 @@ class DiLoCoOptimizer(BoundOptimizer):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Both optimizers' states and the epoch in OpenDiLoCo's form, and what dlc's own counts."""
+        """Both optimizers' states and the epoch in OpenDiLoCo's form, with what dlc needs under "dlc" of the outer one:
+        see `OuterOptimizer.state_dict`. Save it beside the model as it is now."""
         outer = self.state_averager.optimizer.state_dict()
-        outer["state"]["local_epoch"] = self.local_epoch
-        own = self._diloco.state_dict() if self._diloco is not None else {"inner_step": 0, "residual": None}
-        return {
-            "state_dict_outer": outer,
-            "state_dict_inner": self.inner_optimizer.state_dict(),
-            "dlc": {"inner_step": own["inner_step"], "residual": own["residual"], "samples": self._samples},
-        }
+        outer["state"]["local_epoch"] = outer["dlc"]["epoch"]
+        return {"state_dict_outer": outer, "state_dict_inner": self.inner_optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, or OpenDiLoCo's. The outer part counts where a whole swarm begins anew; see
-        `OuterOptimizer.load_state_dict`."""
-        outer = dict(state_dict["state_dict_outer"])
-        outer["state"] = dict(outer["state"])
-        epoch = int(outer["state"].pop("local_epoch", self.local_epoch))
-        self.state_averager.optimizer.load_state_dict(outer)
+        """Take back what `state_dict` gave, or OpenDiLoCo's; the model is to be loaded, too, before the next step.
+
+        The outer part counts where a whole swarm begins anew; see `OuterOptimizer.load_state_dict`. Inner steps that
+        were in no round go on where the outer parameters are the same; otherwise they are lost, which the log tells.
+        """
+        self.state_averager.optimizer.load_state_dict(state_dict["state_dict_outer"])
         self.inner_optimizer.load_state_dict(state_dict["state_dict_inner"])
-        own = state_dict.get("dlc", {"inner_step": 0, "residual": None, "samples": 0})
-        self._samples = int(own["samples"])
-        self._saved = {"inner": state_dict["state_dict_inner"], **own}
-        if self._diloco is None:
-            self._epochs_before = epoch
-        else:
-            self._diloco.load_state_dict(dict(self._saved))
 
     # ---------------------------------------------------------------- inside
 
@@ -268,19 +261,83 @@ class DiLoCoOptimizer(BoundOptimizer):
         """The swarm's outer state as this peer holds it, once it does."""
         return self._diloco.outer_state.vectors() if self._diloco is not None else None
 
+    def _place(self, held: tuple[int, list[Tensor]] | None) -> dict[str, Any]:
+        """Of a state: what the model was trained from, if that is not what it is now, and by how many steps."""
+        if self._saved is not None:  # was loaded, and nothing made of it yet
+            return {**self._saved, "epoch": self._epochs_before}
+        model = self._gathered()
+        own = self._diloco.state_dict(inner=False) if self._diloco is not None else NOTHING_MADE
+        here = self._diloco is None or held is None or held[0] == self._diloco.t  # or else another round is over
+        return {
+            "epoch": self._epochs_before + (held[0] if held is not None else 0),
+            "steps": own["steps"] if here else 0,
+            "lost": 0 if here else own["steps"],
+            "samples": self._samples if here else 0,
+            "residual": own["residual"],
+            "theta": None if held is None or torch.equal(held[1][0], model) else held[1][0],
+            "model": _digest(model),
+        }
+
+    def _loaded(self, outer: Mapping[str, Any]) -> None:
+        """The outer state was taken back; OpenDiLoCo's has no place."""
+        self._saved = outer.get("dlc") or None
+        if self._diloco is None:
+            epoch = outer["state"].get("local_epoch", (self._saved or {}).get("epoch", 0))
+            self._epochs_before = int(epoch)
+        else:
+            self._go_on(self._gathered())
+
+    def _gathered(self) -> Tensor:
+        return self._view.gather(vectors.empty(self._view.numel))
+
+    def _begins(self, model: Tensor) -> Tensor:
+        """Outer parameters that a run begins with: those of the saved state, if the model is as it was there."""
+        if self._saved is None or self._saved["theta"] is None:
+            return model
+        if self._saved["model"] != _digest(model):
+            log.warning(
+                "the model is not as it was when this state was saved: its own parameters are taken for the outer ones"
+            )
+            self._saved = {**self._saved, "theta": None}
+            return model
+        theta: Tensor = self._saved["theta"].cpu()
+        return theta
+
+    def _go_on(self, model: Tensor) -> None:
+        """Take up the steps of the saved state, which have made this model of the outer parameters, if those are here;
+        else they are lost."""
+        diloco, saved, self._saved = self._joined(), self._saved, None
+        self._samples = 0
+        if saved is None:
+            return
+        theta = model if saved["theta"] is None else saved["theta"].cpu()
+        steps, lost = int(saved["steps"]), int(saved["lost"])
+        state = {"inner": None, "inner_step": 0, "residual": saved["residual"]}
+        if steps and saved["model"] == _digest(model) and torch.equal(diloco.outer_state.vectors()[1][0], theta):
+            image = bytes_tensor(diloco.outer_state.export())
+            state |= {"local": model, "steps": steps, "outer": {"image": image}}
+            self._samples = int(saved["samples"])
+        else:
+            lost += steps
+        if lost:
+            log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
+        diloco.load_state_dict(state)
+
     def _joined(self) -> DiLoCo:
         if self._diloco is None:
             raise UsageError("this optimizer has not joined its run yet")
         return self._diloco
 
     def _take_swarms(self) -> bool:
-        """Join the run. True: this peer held other parameters than the swarm does."""
-        before = self._view.gather(vectors.empty(self._view.numel))
+        """Join the run. True: the model has other parameters now."""
+        before = self._gathered()
+        begins = self._begins(before)
         outer, channel = self.state_averager.optimizer, self.run_id
         resume = None
-        if outer.moments:
-            began = OuterState(before, outer.spec)
-            began.load_moments(outer.moments)
+        if outer.moments or begins is not before:
+            began = OuterState(begins, outer.spec)
+            if outer.moments:
+                began.load_moments(outer.moments)
             resume = {"outer": {"t": began.t, "image": bytes_tensor(began.export())}}
         self._diloco = DiLoCo(
             self._params,
@@ -294,15 +351,21 @@ class DiLoCoOptimizer(BoundOptimizer):
             resume=resume,
         )
         self._diloco.follow()
-        if self._diloco.t:
+        others = not torch.equal(self._diloco.outer_state.vectors()[1][0], begins)
+        if self._epochs_before and others and not self._diloco.t:
+            log.warning(
+                "the swarm has begun from the parameters of another peer, and not from the state that was loaded here, "
+                "of epoch %d: to go on from that, start all peers again, each with a state of that epoch",
+                self._epochs_before,
+            )
+        if self._diloco.t or others:
             self._epochs_before = 0  # of the run that lives
-        after = self._view.gather(vectors.empty(self._view.numel))
-        others = not torch.equal(before, after)
-        self._samples = 0 if others else self._samples
-        if self._saved is not None:
-            steps = 0 if others else self._saved["inner_step"]
-            self._diloco.load_state_dict({**self._saved, "inner_step": steps})
-        return others
+        self._go_on(before)
+        return not torch.equal(before, self._gathered())
+
+
+def _digest(model: Tensor) -> str:
+    return blake3(model.view(torch.uint8).numpy().data, max_threads=blake3.AUTO).hexdigest()
 
 
 def _check(of_hivemind: Mapping[str, object]) -> None:

@@ -70,6 +70,10 @@ class OuterOptimizer:
         self.spec = spec
         self.moments: list[Tensor] = []
         """Loaded, for the first round of a new run."""
+        self.own: Callable[[tuple[int, list[Tensor]] | None], dict[str, Any]] = lambda held: {}
+        """What `state_dict` tells of the peer itself, beside the state that was read."""
+        self.when_loaded: Callable[[Mapping[str, Any]], None] = lambda saved: None
+        """Called with what `load_state_dict` has taken back."""
         self._tensors, self._read = list(tensors), read
 
     @property
@@ -78,7 +82,8 @@ class OuterOptimizer:
         return [Group(self._options(), params=self._tensors)]
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim: the moments per parameter, by its place. Copies; none before there is a state."""
+        """As of torch.optim: the moments per parameter, by its place; copies, and none before there is a state. Under
+        "dlc", where the peer itself stands: outer parameters where the model's are others (4 bytes each), steps."""
         held = self._read()
         t, moments = (0, self.moments) if held is None else (held[0], held[1][1:])
         state: dict[int, dict[str, Any]] = {}
@@ -87,7 +92,8 @@ class OuterOptimizer:
             for place in range(len(self._tensors)):
                 named = {n: parts[place] for n, parts in zip(_MOMENTS[self.spec.optimizer], flat, strict=True)}
                 state[place] = {"step": torch.tensor(float(t)), **named} if self.spec.optimizer == "adam" else named
-        return {"state": state, "param_groups": [{**self._options(), "params": list(range(len(self._tensors)))}]}
+        groups = [{**self._options(), "params": list(range(len(self._tensors)))}]
+        return {"state": state, "param_groups": groups, "dlc": self.own(held)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave: as in torch with its options, lr among them.
@@ -100,16 +106,19 @@ class OuterOptimizer:
         spec = spec_of_group("Adam" if "betas" in group else "SGD", group)
         if self._read() is not None:
             held = self.state_dict()
-            if spec == self.spec and _equal(saved["state"], held["state"]):
-                return
-            raise UsageError(
-                "the outer state is the swarm's by now: load one before the first step and before load_state_from_peers"
-            )
+            if spec != self.spec or not _equal(saved["state"], held["state"]):
+                raise UsageError(
+                    "the outer state is the swarm's by now: load one before the first step and before "
+                    "load_state_from_peers"
+                )
+            self.when_loaded(saved)
+            return
         state = {place: values for place, values in saved["state"].items() if isinstance(values, Mapping)}
         if state and spec.optimizer == "adam":
             raise UsageError("the state of an outer Adam belongs to its run: use dlc.DiLoCo and its resume=")
         self.moments = [self._join(name, state) for name in _MOMENTS[spec.optimizer]] if state else []
         self.spec = spec
+        self.when_loaded(saved)
 
     def _options(self) -> dict[str, Any]:
         spec = self.spec

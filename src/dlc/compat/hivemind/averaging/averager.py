@@ -64,7 +64,7 @@ class DecentralizedAverager(Announced):
     Not needed, and of no effect: request_timeout, part_size_bytes, bandwidth (it is measured), min_vector_size,
     next_chunk_timeout, sender_timeout, reducer_timeout, declare_state_period, daemon, shutdown_timeout.
 
-    UsageError: a dtype that cannot be averaged, or a mode that excludes another.
+    UsageError: a dtype that cannot be averaged, no compression of Hivemind's, or a mode that excludes another.
     """
 
     serializer = MSGPackSerializer
@@ -119,6 +119,11 @@ class DecentralizedAverager(Announced):
         """Of the last round: who is in the mean, and who is missing."""
         self.next_round = -1
         """Number of the round that the next step joins, where rounds are numbered; see `Entry.round`."""
+        for what, given in (("compression", compression), ("state_compression", state_compression)):
+            if not isinstance(given, CompressionBase):
+                raise UsageError(
+                    f"{what} is {given!r:.60}: give an object of hivemind.compression, such as Float16Compression()"
+                )
         self._matchmaking_s = float(min_matchmaking_time or 0.0)
         self._averaging_alpha, self._allreduce_timeout = averaging_alpha, allreduce_timeout
         tensors = _checked(averaged_tensors)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlc.compat.hivemind.averaging.allreduce import AveragingMode
 from dlc.compat.hivemind.swarm import Swarm, key_of
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.flat import identity
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Entry:
     mode: int
     """Value of its AveragingMode."""
     schema: str
-    """Equal exactly where tensors and codecs are."""
+    """Equal exactly where shapes, ties and codecs of the tensors are."""
     round: int = -1
     """The next round that it will join, where rounds are numbered (`Optimizer`); -1: they are not."""
     priority: float | None = None
@@ -123,7 +124,8 @@ class Directory:
         if entry.schema != self.entry.schema and peer not in self._warned:
             self._warned.add(peer)
             log.warning(
-                "%s has other shapes, dtypes, compression or averager under this prefix: it is not averaged with",
+                "%s has other shapes, dtypes, tied tensors, compression or averager under this prefix: it is not "
+                "averaged with",
                 peer[:8],
             )
         return entry.schema == self.entry.schema
@@ -143,6 +145,11 @@ def seniority(peer: str, entry: Entry) -> tuple[float, int, str]:
 
 
 def schema_of(tensors: Sequence[Tensor], codecs: Sequence[str], scheme: str = "") -> str:
-    """Hex digest of shapes, dtypes and codecs, and of the scheme of averaging, if it is not the plain one."""
+    """Hex digest of shapes, dtypes, codecs and which tensors are tied, and of the scheme of averaging, if it is not the
+    plain one. Where they are tied on one peer only, that one could take but one of the means of the others."""
     rows: list[object] = [[list(t.shape), str(t.dtype), codec] for t, codec in zip(tensors, codecs, strict=True)]
+    seen: dict[object, int] = {}
+    places = [seen.setdefault(identity(tensor), i) for i, tensor in enumerate(tensors)]
+    if len(seen) < len(places):
+        rows.append(places)
     return blake3(MSGPackSerializer.dumps([*rows, scheme] if scheme else rows)).hexdigest(16)

@@ -13,6 +13,34 @@ from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
 from dlc.errors import UsageError
 
 
+class Group(dict[str, Any]):
+    """A copy of `inside` with other parameters, which passes on to it what options are set."""
+
+    def __init__(self, inside: dict[str, Any], params: list[torch.Tensor]) -> None:
+        super().__init__({**inside, "params": params})
+        self._inside = inside
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name != "params":
+            self._inside[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *others: Any, **options: Any) -> None:
+        """As of a dict."""
+        for name, value in dict(*others, **options).items():
+            self[name] = value
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        """A copy of it, or one in a file, is of nobody's options."""
+        return dict, (dict(self),)
+
+
 class TorchFace(BoundOptimizer):
     """Base of `Optimizer`, which makes its parts."""
 
@@ -53,9 +81,9 @@ class TorchFace(BoundOptimizer):
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        """The groups of the optimizer inside, with the model's own parameters."""
+        """The groups of the optimizer inside, with the model's own parameters; an option that is set there counts."""
         rest = iter(self.state_averager.main_parameters)
-        return tuple({**group, "params": [next(rest) for _ in group["params"]]} for group in self.opt.param_groups)
+        return tuple(Group(group, [next(rest) for _ in group["params"]]) for group in self.opt.param_groups)
 
     @property
     def accumulates(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.dht import DHT
+from dlc.compat.hivemind.optim.optimizer_state import check_real
 from dlc.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class GradientAverager(DecentralizedAverager):
         self._first_batch: int | None = None
         self._sums_used = self._averages_unused = False
         grads = list(self._grads())
+        check_real(grads)
         self._sums = None if reuse_grad_buffers else [torch.zeros_like(g, device=accumulate_grads_on) for g in grads]
         averaged = list(averaged_grads) or [g.detach().to("cpu", torch.float32, copy=True) for g in grads]
         if [a.shape for a in averaged] != [g.shape for g in grads]:

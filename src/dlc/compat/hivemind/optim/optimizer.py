@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,14 +29,12 @@ from dlc.compat.hivemind.optim.face import TorchFace
 from dlc.compat.hivemind.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
-from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager
+from dlc.compat.hivemind.optim.state_averager import TrainingStateAverager, unless_missed
 from dlc.errors import DlcError, SwarmClosed, UsageError
 
 log = logger = logging.getLogger(__name__)
 
 NO_COMPRESSION = NoCompression()
-LOOK_S = 0.5
-"""How often who waits for an average looks whether it was missed."""
 
 
 class Optimizer(TorchFace):
@@ -126,41 +125,45 @@ class Optimizer(TorchFace):
             "start": True,
             **(averager_opts or {}),
         }
-        self.tracker = ProgressTracker(
-            dht,
-            run_id,
-            target_batch_size,
-            client_mode=self.client_mode,
-            performance_ema_alpha=performance_ema_alpha,
-            start=True,
-            **(tracker_opts or {}),
-        )
-        self.state_averager = TrainingStateAverager(
-            optimizer=optimizer,
-            params=params,
-            scheduler=scheduler,
-            offload_optimizer=self.offload_optimizer,
-            custom_gradients=not use_local_updates,
-            delta_rule_averaging=use_local_updates and delay_state_averaging,
-            compression=state_averaging_compression,
-            state_compression=load_state_compression,
-            average_opt_statistics=average_opt_statistics,
-            extra_tensors=extra_tensors,
-            performance_ema_alpha=performance_ema_alpha,
-            status_loglevel=self.status_loglevel,
-            prefix=f"{run_id}_state_averager",
-            **common,
-        )
-        self.state_averager.when_lost = self._tell_priority
-        self.grad_averager: GradientAverager | None = None
-        if not use_local_updates:
-            self.grad_averager = (grad_averager_factory or GradientAverager)(
-                self.state_averager.main_parameters,
-                prefix=f"{run_id}_grad_averager",
-                compression=grad_compression,
-                reuse_grad_buffers=reuse_grad_buffers,
-                **{**common, "allow_state_sharing": False},
+        with ExitStack() as undo:  # or others would wait for a peer that never trains, and load its state
+            self.tracker = ProgressTracker(
+                dht,
+                run_id,
+                target_batch_size,
+                client_mode=self.client_mode,
+                performance_ema_alpha=performance_ema_alpha,
+                start=True,
+                **(tracker_opts or {}),
             )
+            undo.callback(self.tracker.shutdown)
+            self.state_averager = TrainingStateAverager(
+                optimizer=optimizer,
+                params=params,
+                scheduler=scheduler,
+                offload_optimizer=self.offload_optimizer,
+                custom_gradients=not use_local_updates,
+                delta_rule_averaging=use_local_updates and delay_state_averaging,
+                compression=state_averaging_compression,
+                state_compression=load_state_compression,
+                average_opt_statistics=average_opt_statistics,
+                extra_tensors=extra_tensors,
+                performance_ema_alpha=performance_ema_alpha,
+                status_loglevel=self.status_loglevel,
+                prefix=f"{run_id}_state_averager",
+                **common,
+            )
+            undo.callback(self.state_averager.shutdown)
+            self.state_averager.when_lost = self._tell_priority
+            self.grad_averager: GradientAverager | None = None
+            if not use_local_updates:
+                self.grad_averager = (grad_averager_factory or GradientAverager)(
+                    self.state_averager.main_parameters,
+                    prefix=f"{run_id}_grad_averager",
+                    compression=grad_compression,
+                    reuse_grad_buffers=reuse_grad_buffers,
+                    **{**common, "allow_state_sharing": False},
+                )
+            undo.pop_all()
         self._step_supports_amp_scaling = reuse_grad_buffers
         self._met: frozenset[str] = frozenset()
         """Peers in the last average of gradients."""
@@ -242,7 +245,7 @@ class Optimizer(TorchFace):
                     if scaler is not None:
                         self._drop_sums()  # they are unscaled now, and would be so once more
                     return  # the sums are kept; the next step tries again
-            due = (epoch + 1) % self.average_state_every == 0 and others
+            due = (epoch + 1) % self.average_state_every == 0 and others and not state.passed(state.next_round)
             steps = self.grad_averager is not None and not self.auxiliary
             state.step(
                 increment_epoch=True,
@@ -322,13 +325,7 @@ class Optimizer(TorchFace):
 
     def _result(self, control: StepControl, epoch: int) -> dict[Any, Any]:
         """Of the average, unless it waits for others who have made the epoch already."""
-        while True:
-            try:
-                gathered: dict[Any, Any] = control.result(LOOK_S)
-                return gathered
-            except TimeoutError:
-                if not control.began_allreduce and self._missed(epoch) and control.cancel():
-                    raise AllreduceException(f"the others have made epoch {epoch} without this peer") from None
+        return unless_missed(control, lambda: self._missed(epoch), f"epoch {epoch} was made by the others")
 
     def _check_together(self, epoch: int, group: dict[Any, Any]) -> None:
         """AllreduceException: others have made the epoch in another group, though one has room for all. So it is where

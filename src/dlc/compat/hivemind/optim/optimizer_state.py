@@ -26,7 +26,7 @@ def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
 
     What a parameter has already stays. averaged: names of statistics that must be tensors. SGD with momentum *and*
     dampening takes the first gradient whole, by having no buffer yet; a buffer that is averaged begins as zero, and the
-    first gradient is dampened, too.
+    first gradient is dampened, too. UsageError: a step needs a closure, or sparse gradients.
     """
     params = _params(opt)
     new = [param for param in params if param not in opt.state]
@@ -42,6 +42,11 @@ def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
         group["weight_decay"] = 0.0  # it would be in the statistics
     try:
         opt.step()
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"{type(opt).__name__} makes no step without a closure, by dense gradients, as averages are ({error}): "
+            "take an optimizer that does, such as Adam or SGD"
+        ) from error
     finally:
         for group, decay in decays:
             group["weight_decay"] = decay
@@ -115,9 +120,22 @@ def state_infos(
     ]
 
 
-def check_once(tensors: Iterable[Tensor]) -> None:
-    """UsageError where one stands among them twice: what it is to become would be added to it twice."""
-    seen = [identity(tensor) for tensor in tensors]
+def check_real(tensors: Iterable[Tensor]) -> None:
+    """UsageError where one is complex: they are averaged as fp32, which has no imaginary part."""
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise UsageError(
+                f"a tensor of {tensor.dtype} cannot be averaged: give torch.view_as_real of it, or let the model hold "
+                "its real and imaginary parts"
+            )
+
+
+def check_averaged(tensors: Iterable[Tensor]) -> None:
+    """As `check_real`. UsageError also where one stands among them twice: what it is to become would be added to it
+    twice."""
+    many = list(tensors)
+    check_real(many)
+    seen = [identity(tensor) for tensor in many]
     if len(set(seen)) != len(seen):
         raise UsageError("a tensor is to be averaged twice: give each of extra_tensors once, and no parameter")
 
@@ -126,4 +144,4 @@ def _params(opt: Optimizer) -> list[Tensor]:
     return [param for group in opt.param_groups for param in group["params"]]
 
 
-__all__ = ["check_once", "dump", "initialize", "load", "state_infos"]
+__all__ = ["check_averaged", "check_real", "dump", "initialize", "load", "state_infos"]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.averaging.control import StepControl
@@ -29,7 +30,7 @@ from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.components import Components, build, differ, merged, steps_of, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
-from dlc.compat.hivemind.optim.optimizer_state import check_once, dump, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.errors import DlcError, SwarmClosed, UsageError
@@ -42,6 +43,22 @@ ParamGroups = Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters | ParamGroups], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], LRScheduler]
 """Types for annotations, and for schedules of one's own, that Hivemind's programs import from here."""
+
+
+LOOK_S = 0.5
+"""How often who waits for an average looks whether it was missed."""
+
+
+def unless_missed(control: StepControl, missed: Callable[[], bool], what: str) -> dict[Any, Any]:
+    """The result of the step, or AllreduceException with `what`: there is no group yet, and no others to come."""
+    while True:
+        try:
+            gathered: dict[Any, Any] = control.result(LOOK_S)
+            return gathered
+        except TimeoutError:
+            # Looked at first: who is in one group with this peer can be ahead of it only once that group has begun.
+            if missed() and not control.began_allreduce and control.cancel():
+                raise AllreduceException(f"{what} without this peer") from None
 
 
 class Update:
@@ -134,7 +151,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """That the program changes the model while updates are on their way: once, it may do so with every step."""
         self.last_error: DlcError | None = None
         """Of the last round that failed."""
-        check_once(self._local_tensors())
+        check_averaged(self._local_tensors())
         averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self._local_tensors()]
         super().__init__(averaged, dht, tensor_infos=list(self._infos()), **kwargs)
 
@@ -320,12 +337,18 @@ class TrainingStateAverager(DecentralizedAverager):
             control.number = number
         self.delay_before_averaging.update(1, time.perf_counter() - began)
         control.allow_allreduce()
-        gathered = control.result()
+        gathered = unless_missed(control, lambda: self.passed(number), f"{self.prefix}: round {number} was made")
         with self.get_tensors() as averaged:
             update.averaged = [average.clone() for average in averaged]
         log.log(self.status_loglevel, "%s: averaged the state of %d peers", self.prefix, len(gathered))
         if self.sync_epoch_when_averaging:
             update.epoch = max([0, *(e for e in gathered.values() if isinstance(e, int))])
+
+    def passed(self, number: int) -> bool:
+        """All others have averaged in that round, or left it out: nobody comes any more. Who has numbered no round only
+        looks on."""
+        rounds = [entry.round for entry in self.directory.others().values() if entry.round >= 0]
+        return number >= 0 and bool(rounds) and min(rounds) > number
 
     def _apply_finished(self, changed: bool, whole: bool = False) -> None:
         """changed: the program has changed the model; whole: it has loaded it, so that no mean is of it any more."""

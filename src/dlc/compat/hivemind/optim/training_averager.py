@@ -14,7 +14,7 @@ from torch import Tensor
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
-from dlc.compat.hivemind.optim.optimizer_state import check_once, dump, initialize, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, initialize, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
 
 
@@ -44,7 +44,7 @@ class TrainingAverager(DecentralizedAverager):
         self.average_parameters, self.average_gradients = average_parameters, average_gradients
         self.parameter_names = tuple(parameter_names or range(len(self._params())))
         self.lock_averager_step = threading.Lock()
-        check_once(self.local_tensors())
+        check_averaged(self.local_tensors())
         averaged = [t.detach().to("cpu", torch.float32, copy=True) for t in self.local_tensors()]
         super().__init__(averaged, tensor_infos=list(self._infos()), **kwargs)
 
