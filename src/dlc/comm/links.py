@@ -77,7 +77,7 @@ CONGESTION_CONTROL = "bbr"
 NEAR_CONGESTION_CONTROL = "cubic"
 """Of those within this host and to near ones, where the system's own may be bbr: that keeps no more on the way than the
 path holds twice, which is less there than what waits while a process or a router is late. Losses are soon repaired."""
-NEAR_RTT_S = 0.002
+NEAR_RTT_S = 0.003
 """A host is near whose connection took less to open."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
