@@ -205,7 +205,7 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
     spec = spec_in(tmp_path, codec="fp16")
     path = saver.Saver(tmp_path, spec, {}).save(Frozen(5), saver.Local({}))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", 2)
+        patch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
         assert saver.newest(tmp_path, spec) is None
 
         def exhausted(*_: Any, **__: Any) -> None:
