@@ -76,9 +76,9 @@ CONGESTION_CONTROL = "bbr"
 """Of bulk links to far hosts, where the system has it: random loss does not slow it down."""
 NEAR_CONGESTION_CONTROL = "cubic"
 """Of those within this host and to near ones, where the system's own may be bbr: that keeps no more on the way than the
-path holds twice, which is less there than what waits while a process or a router is late. Losses are soon repaired."""
+path holds twice, which is less there than what waits while a process or a router is late."""
 NEAR_RTT_S = 0.003
-"""A host is near whose connection took less to open."""
+"""A host is near whose connection took less to open: few routers are between, and next to nothing is lost."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
