@@ -18,9 +18,11 @@ from torch import Tensor
 
 import dlc
 from dlc import collectives, handles
+from dlc.comm.entries import LogState, SavedLog
 from dlc.comm.events import MemberUp
 from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
 from dlc.comm.ids import Voter
+from dlc.comm.wire import pack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.gossip import Gossip
@@ -341,6 +343,7 @@ def test_what_is_no_argument_is_named(call: Callable[[Peer], object], said: str)
         ({"spec": "RUN.toml"}, r"spec is str: give .*RunSpec.from_toml"),
         ({"resume": {"outer": {}}}, r"resume is dict: give dlc.Resume.of"),
         ({"resume": dlc.Resume(b"x")}, "what is given as resume holds no log of a run"),
+        ({"resume": dlc.Resume(pack(SavedLog(LogState(), (bytes(32),), ())))}, "the log of a run and the entries of"),
         ({"timeouts": 3.0}, "timeouts is float"),
         ({"join_timeout_s": "3"}, "join_timeout_s is '3'"),
     ],

@@ -381,13 +381,15 @@ def test_two_runs_founded_apart_with_one_key_become_one(tmp_path: Path) -> None:
 
 
 def test_what_a_run_gives_up_to_one_that_was_resumed_from_a_later_checkpoint_is_told(tmp_path: Path) -> None:
-    """Who has just resumed still knows the way to where it stands, and so the other where they parted."""
+    """Who has just resumed still knows the way to where it stands, and so the other where they parted.
+
+    The voters of the checkpoints never come back, so each goes on once they are given up.
+    """
     key = tmp_path / "run.key"
     key.touch(mode=0o600)
     key.write_text(generate_run_key())
-    soon = SHORT  # the voters of the checkpoints never come back
     saved: dict[int, Checkpoint] = {}
-    with Peer.join(key=key, timeouts=soon) as first:
+    with Peer.join(key=key, timeouts=SHORT) as first:
         first.open("train", Theta(), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
         for t in range(1, 6):
             report = first.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
@@ -395,7 +397,7 @@ def test_what_a_run_gives_up_to_one_that_was_resumed_from_a_later_checkpoint_is_
             saved[t] = first.checkpoint("train")
 
     def resumed(t: int, heard: queue.SimpleQueue[object]) -> Peer:
-        peer = Peer.join(key=key, timeouts=soon, found=True, resume=Resume(saved[t].log), on_event=heard.put)
+        peer = Peer.join(key=key, timeouts=SHORT, found=True, resume=Resume(saved[t].log), on_event=heard.put)
         theta = Theta()
         theta.restore(saved[t].image)
         peer.open("train", theta, codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
@@ -406,7 +408,7 @@ def test_what_a_run_gives_up_to_one_that_was_resumed_from_a_later_checkpoint_is_
     with resumed(5, heard[5]) as later, resumed(2, heard[2]) as earlier:
         report = earlier.contribute("train", torch.ones(8), weight=100.0).wait(JOIN_S)
         assert report is not None and earlier.position("train").t == 3
-        with Peer.join([later.address, earlier.address], key=key, timeouts=soon, hold=True):
+        with Peer.join([later.address, earlier.address], key=key, timeouts=SHORT, hold=True):
             wait_until(lambda: earlier.position("train").t == 5, JOIN_S)
             assert earlier.position("train").digest == later.position("train").digest
     told = {t: [e for e in drained(events_of) if isinstance(e, events.HistoryLost)] for t, events_of in heard.items()}

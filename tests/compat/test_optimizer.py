@@ -1184,6 +1184,15 @@ def test_an_optimizer_that_cannot_step_by_averages_is_refused_by_its_name(make: 
     assert torch.equal(weights(net), start) and all(p.grad is None for p in net.parameters())
 
 
+def test_where_the_statistics_find_no_memory_that_is_what_is_told() -> None:
+    class Full(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        optimizer(Town(), model(), optimizer=partial(Full, lr=0.1), batch_size_per_step=4)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

@@ -274,7 +274,6 @@ def test_flops_per_token_are_counted_by_palm(tied: bool) -> None:
     assert flops_per_token(Tiny(), 8) == 6 * (2 * 16 + 17 * 16 + 17)
 
 
-@needs_muon
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to(kind: str) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

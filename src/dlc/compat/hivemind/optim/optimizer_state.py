@@ -42,6 +42,8 @@ def initialize(opt: Optimizer, averaged: Sequence[str] = ()) -> None:
         group["weight_decay"] = 0.0  # it would be in the statistics
     try:
         opt.step()
+    except torch.OutOfMemoryError:
+        raise  # another optimizer may not help
     except (TypeError, RuntimeError) as error:
         raise UsageError(
             f"{type(opt).__name__} makes no step without a closure, by dense gradients, as averages are ({error}): "
