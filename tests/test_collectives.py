@@ -353,6 +353,11 @@ def test_what_nobody_can_join_with_is_named(given: dict[str, Any], said: str) ->
         Peer.join(**given)
 
 
+def test_a_call_names_the_seconds_it_was_given_not_what_was_left_when_it_came_to_wait() -> None:
+    with swarm(2) as (peer, _), pytest.raises(RoundTimeout, match="'default' was committed within 1e-09 s"):
+        peer.all_reduce(torch.ones(2), timeout_s=1e-9, patience_s=ROUND_S)
+
+
 def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
     with swarm(2) as (peer, other):
         why = f"within 2 s: no round has begun, and these are not ready for one: {other.id[:8]}"

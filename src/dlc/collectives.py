@@ -26,7 +26,7 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.flat import device_of, flatten_tensors, parts_of_many, writable_tensors
-from dlc.handles import Announced, Means, Pending, Reduction
+from dlc.handles import Announced, Means, Pending, Reduction, no_round
 from dlc.report import RoundReport
 
 PATIENCE_SHARE = 0.5
@@ -141,7 +141,7 @@ class Collectives(Channels):
             self._check_may_wait()
         self._await_given_up(name, 0.0 if async_op else timeout_s)
         reduction = self._reduce(name, many, weight, codec, patience_s, expected_s)
-        return reduction if async_op else _waited(reduction, begun + timeout_s)
+        return reduction if async_op else self._waited(reduction, name, begun, timeout_s)
 
     def barrier(self, name: str = "default", *, timeout_s: float = 60.0) -> None:
         """Wait until all trainers of the run that are alive have called it with this name. One whose `join` has not
@@ -192,11 +192,28 @@ class Collectives(Channels):
         self, name: str, vector: Tensor, weight: float, timeout_s: float, patience_share: float
     ) -> RoundReport:
         """An all-reduce of `vector`, in fp32, in its own memory."""
-        until = clock() + seconds("timeout_s", timeout_s)
+        begun, timeout_s = clock(), seconds("timeout_s", timeout_s)
         self._check_may_wait()
         self._await_given_up(name, timeout_s)
         reduction = self._reduce(name, [vector], weight, "fp32", _patience_s(patience_share * timeout_s))
-        return _waited(reduction, until)
+        return self._waited(reduction, name, begun, timeout_s)
+
+    def _waited(self, reduction: Reduction, name: str, begun: float, timeout_s: float) -> RoundReport:
+        """The report, if it comes in the caller's time; after a time-out, Ctrl-C or what else a signal's handler raises
+        nothing of the reduction touches the caller's tensors any more."""
+        try:
+            try:
+                return reduction.wait(max(0.0, begun + timeout_s - clock()))
+            except RoundTimeout:
+                late = no_round(name, timeout_s, self._held_up())
+            if reduction.cancel():
+                raise late
+            return reduction.wait(0)  # committed at the last moment
+        except DlcError:
+            raise  # it is over
+        except BaseException:
+            reduction.cancel()
+            raise
 
     def _await_given_up(self, name: str, timeout_s: float) -> None:
         """RoundTimeout: the round of an earlier call of that name, which was given up, is not over by then."""
@@ -272,19 +289,3 @@ def _encoded_there(grid: Grid, device: torch.device) -> bool:
 def _patience_s(asked_s: float) -> float:
     """As others take it. UsageError: it is no time."""
     return min(max(seconds("patience_s", asked_s), PATIENCE_S_MIN), PATIENCE_S_MAX)
-
-
-def _waited(reduction: Reduction, until: float) -> RoundReport:
-    """The report, if it comes by then; after a time-out, Ctrl-C or what else a signal's handler raises nothing of the
-    reduction touches the caller's tensors any more."""
-    try:
-        return reduction.wait(max(0.0, until - clock()))
-    except RoundTimeout:
-        if reduction.cancel():
-            raise
-        return reduction.wait(0)  # committed at the last moment
-    except DlcError:
-        raise  # it is over
-    except BaseException:
-        reduction.cancel()
-        raise

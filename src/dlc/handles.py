@@ -78,6 +78,10 @@ def outer_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return part
 
 
+def no_round(channel: str, within_s: float, why: str = "") -> RoundTimeout:
+    return RoundTimeout(f"no round of {channel!r} was committed within {round(within_s, 1) or within_s:g} s{why}")
+
+
 class Pending(Unpicklable):
     """A contribution on its way: done when a round of its channel was committed, with or without it."""
 
@@ -108,8 +112,7 @@ class Pending(Unpicklable):
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
         if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
-            within_s = round(timeout_s or 0.0, 1) or timeout_s
-            raise RoundTimeout(f"no round of {self.channel!r} was committed within {within_s:g} s")
+            raise no_round(self.channel, timeout_s or 0.0)
         if self.error is not None:
             raise self.error
         return self.report
