@@ -145,13 +145,6 @@ class Files:
             yield from cut(f"{name}/{number}", text)
 
 
-def demand_text(place: Place) -> None:
-    """DataError: there are no such files, what is said of them is wrong, or they hold no text, as far as that shows
-    where they are read until some is found."""
-    if not any(piece.text for piece in Files(place).pieces()):
-        raise DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
-
-
 def check_used(place: Place, paths: list[Path]) -> None:
     """DataError: something is said of these files that they do not have."""
     if place.split != Place.split:
