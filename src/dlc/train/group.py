@@ -4,7 +4,8 @@ A site is one `torchrun` group and one peer. Orders and samples go through Gloo 
 and may last as long as a round does; gradients and parameters through NCCL between GPUs, else through Gloo too.
 
 Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet`, `agree` on all.
-One thing goes the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop.
+Two things go the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop,
+and that it runs (see `heartbeat`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlc.errors import DlcError
+from dlc.train.heartbeat import BEAT_S, Heartbeats
 
 WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
@@ -33,6 +36,8 @@ LOOK_S = 0.05
 """Between two looks for each other, at the start."""
 STOP = "stop"
 """A key of the store: a process other than rank 0 was told to stop."""
+BEATS = "beats"
+"""Likewise, with a rank after it: how often that one has said that it runs."""
 NUMBERS = 3
 """Of an order, at most."""
 
@@ -86,6 +91,24 @@ class Group:
         self.parallel = parallel
         self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
         self._lost = False
+        if self.rank:
+            threading.Thread(target=self._beat, daemon=True, name="dlc-beat").start()
+
+    def _beat(self) -> None:
+        """On the others, on a thread of its own, until the process ends or the store is gone."""
+        never = threading.Event()
+        with contextlib.suppress(dist.DistError):
+            while not never.wait(BEAT_S):
+                self._store.add(f"{BEATS}/{self.rank}", 1)
+
+    def heartbeats(self) -> Heartbeats:
+        """On rank 0, for any thread: of the others. Looking at them raises SiteLost as `stop_asked` does."""
+
+        def beats(rank: int) -> int:
+            with _of_torchrun():
+                return int(self._store.add(f"{BEATS}/{rank}", 0))
+
+        return Heartbeats(range(1, self.size), beats, time.monotonic)
 
     def tell(self, order: Order, *numbers: int) -> None:
         """On rank 0."""
@@ -129,10 +152,8 @@ class Group:
     def stop_asked(self) -> bool:
         """On rank 0, from any thread: whether one of the others has asked. SiteLost: torchrun has ended, and would end
         no process of this site any more."""
-        try:
+        with _of_torchrun():
             return bool(self._store.check([STOP]))
-        except dist.DistError as error:
-            raise SiteLost("torchrun is gone") from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -160,6 +181,15 @@ class Group:
             if self.rank == 0:
                 self.tell(Order.END)
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _of_torchrun() -> Iterator[None]:
+    """Around what is asked of the store. SiteLost: it is gone."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise SiteLost("torchrun is gone") from error
 
 
 def torchruns_store() -> tuple[Store, int, int]:
