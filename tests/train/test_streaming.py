@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,6 +234,22 @@ def test_map_style_datasets_are_split_by_row(tmp_path: Path) -> None:
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": rows})}).save_to_disk(tmp_path / "dict")
     with pytest.raises(DataError, match="no split 'train' .found: test"):
         BlockSource(tmp_path / "dict", SEQ)
+
+
+@pytest.mark.parametrize(
+    "told", [{"type": "torch", "columns": ["ids"]}, {"type": "pandas"}, {"type": "arrow"}, {"columns": ["ids"]}]
+)
+def test_the_format_in_which_a_dataset_was_saved_does_not_matter(told: dict[str, Any], tmp_path: Path) -> None:
+    """As of one that was tokenised for another trainer: of its columns only the ids would be given."""
+    import datasets
+
+    plain = datasets.Dataset.from_dict({"text": [text(1, i) for i in range(150)], "ids": [[1, 2]] * 150})
+    plain.save_to_disk(tmp_path / "plain")
+    plain.with_format(**told).save_to_disk(tmp_path / "told")
+    want, got = (BlockSource(tmp_path / name, SEQ) for name in ("plain", "told"))
+    assert got.fingerprint() == want.fingerprint()
+    want, got = opened(tmp_path / "plain"), opened(tmp_path / "told")
+    assert torch.equal(got.batch(range(20)), want.batch(range(20)))
 
 
 def test_a_row_that_is_no_text_is_named(tmp_path: Path) -> None:

@@ -134,6 +134,20 @@ def test_tokens_of_a_saved_dataset_are_those_of_its_rows(folder: Path, tmp_path:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_tokens_are_kept_apart_by_whether_special_ones_in_texts_are_split(folder: Path, tmp_path: Path) -> None:
+    """Of all that decides on ids this stands in no tokenizer.json."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat<eos>sat " * 40)
+
+    def opened(splits: bool) -> BlockSource:
+        config = folder / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"split_special_tokens": splits}))
+        return BlockSource(text, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
+
+    splits, plain = opened(True), opened(False)
+    assert splits.n_blocks > plain.n_blocks and len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

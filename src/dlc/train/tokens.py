@@ -89,7 +89,10 @@ class HubTokenizer:
         self.vocab_size = max(self._inner.get_vocab().values()) + 1
         wide = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self.dtype: np.dtype[Any] = np.dtype(wide)
-        self.identity = blake3(f"{self.end}\0{self._inner.backend_tokenizer.to_str()}".encode()).digest()
+        told = f"{self.end}\0{self._inner.backend_tokenizer.to_str()}"
+        if getattr(self._inner, "split_special_tokens", False):
+            told += "\0split"  # which stands in tokenizer_config.json alone
+        self.identity = blake3(told.encode()).digest()
         self.replaced = 0
         self._counted = False
         """In the document whose pieces are given now."""
