@@ -183,6 +183,15 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.Capt
     assert said["loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
+def test_a_model_that_lacks_weights_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would have another perplexity each time."""
+    save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 9}))
+    said = fails(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
+    assert "weights that a LlamaForCausalLM has (model.layers." in said
+
+
 def test_a_text_of_one_block_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing of it is held out, and nobody is told so."""
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")

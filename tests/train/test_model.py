@@ -1,6 +1,8 @@
 import dataclasses
+import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,28 @@ def test_models_of_the_hub(hub: nn.Module) -> None:
 def test_without_network_it_says_how_to_use_a_folder(hub: nn.Module, name: str, revision: str) -> None:
     with pytest.raises(UsageError, match=r"no folder .*couldn't connect.*model\.path"):
         load_model(name, revision=revision)
+
+
+def test_weights_that_a_folder_lacks_are_told_and_the_same_on_every_peer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a model without a head, or one whose config.json has a layer more."""
+    folder = tmp_path / "m"
+    save_model_folder(build_model(LLAMA, 3), folder)
+    config = json.loads((folder / "config.json").read_text())
+    load_model(folder, whole=True)
+    assert not caplog.records
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    spec = RunSpec(model=RunModel(kind="path", path=str(folder)), data=DataSpec(seq_len=8), seed=7)
+    first = flat(model_of(spec))
+    torch.rand(1)  # another process has drawn other numbers
+    assert torch.equal(flat(model_of(spec)), first)
+    assert not torch.equal(flat(model_of(dataclasses.replace(spec, seed=8))), first)
+    lacks = rf"the model {folder} lacks 9 weights that a LlamaForCausalLM has \(model\.layers\.2\..*, \.\.\.\)"
+    told = [record.getMessage() for record in caplog.records if record.name == "dlc.train.model"]
+    assert len(told) == 3 and re.match(f"{lacks}: these begin as random numbers", told[0])
+    with pytest.raises(UsageError, match=lacks):
+        load_model(folder, whole=True)
 
 
 def test_only_the_config_of_a_folder(tmp_path: Path) -> None:
