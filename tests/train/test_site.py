@@ -218,6 +218,20 @@ def test_those_who_start_again_find_nothing_of_the_start_before() -> None:
     assert [told(part) for part in parts] == [b"now"] * 3
 
 
+def test_whom_a_site_waits_for_at_its_start_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One that hangs while it imports torch, say."""
+    waited_s: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        if sum(waited_s) > 3 * TOLD_S:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        part_of_this_start(HashStore(), 0, 3, wait)
+    assert caplog.messages == ["waiting: of 3 processes of this site 2 have yet to begin (1, 2)"]
+
+
 def test_a_torchrun_that_is_gone_is_told_apart_from_one_that_says_nothing() -> None:
     """Killed, it leaves its processes behind, which nobody would end."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlc.errors import DlcError
-from dlc.train.heartbeat import BEAT_S, Heartbeats
+from dlc.train.heartbeat import BEAT_S, TOLD_S, Heartbeats
+
+log = logging.getLogger(__name__)
 
 WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
@@ -38,6 +41,8 @@ STOP = "stop"
 """A key of the store: a process other than rank 0 was told to stop."""
 BEATS = "beats"
 """Likewise, with a rank after it: how often that one has said that it runs."""
+NAMED_MAX = 8
+"""Ranks that are waited for, in the log."""
 NUMBERS = 3
 """Of an order, at most."""
 
@@ -220,13 +225,18 @@ def part_of_this_start(store: Store, rank: int, size: int, wait: Callable[[float
 
     mine = starts(rank, 1)
     if rank == 0:
-        others = set(range(1, size))
+        others, waited_s, told = set(range(1, size)), 0.0, False
         while others:
             for other in others:
                 store.set(f"dlc/answers/{other}/{starts(other, 0)}", str(mine))
             others = {other for other in others if not store.check([f"dlc/heard/{mine}/{other}"])}
+            if others and waited_s >= TOLD_S and not told:
+                told = True
+                which = ", ".join(map(str, sorted(others)[:NAMED_MAX])) + (", ..." if len(others) > NAMED_MAX else "")
+                log.warning("waiting: of %d processes of this site %d have yet to begin (%s)", size, len(others), which)
             if others:
                 wait(LOOK_S)
+                waited_s += LOOK_S
         return PrefixStore(f"dlc/{mine}", store)
     while not store.check([answer := f"dlc/answers/{rank}/{mine}"]):
         wait(LOOK_S)
