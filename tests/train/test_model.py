@@ -319,6 +319,16 @@ def test_fields_may_stand_as_they_do_in_the_config_of_most_models(fields: dict[s
     assert not torch.equal(*(m(input_ids=torch.arange(8)[None]).logits for m in (changed, usual)))
 
 
+def test_a_field_that_a_model_reads_may_be_given_though_its_config_lists_none() -> None:
+    """As it stands in the config.json of Qwen3-30B-A3B."""
+    fields = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 12, "num_experts": 2, "moe_intermediate_size": 8}
+    model = build_model(fields, 0)
+    heads = fields["num_attention_heads"]
+    assert dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].shape[0] == 12 * heads
+    with pytest.raises(ConfigError, match="'head_dim' is no field of a gpt2 model"):
+        build_model({"model_type": "gpt2", "head_dim": 12}, 0)
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

@@ -10,6 +10,8 @@ repository is run, and no pickled weights are read. The caller's random state is
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,12 +76,18 @@ def config_of(given: Mapping[str, Any]) -> Any:
     known = set(default.to_dict()) | set(default.attribute_map)
     known |= {old for old, new in OLD_NAMES.items() if new in known}
     for name in fields:
-        if name not in known:
+        if name not in known and not _reads(default, name):
             raise ConfigError(f"{name!r} is no field of a {kind} model{_nearest(name, known)}")
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as e:  # validation errors of transformers and huggingface_hub have no common base
         raise ConfigError(f"transformers refuses the {kind} config {fields}: {e}") from e
+
+
+def _reads(config: Any, name: str) -> bool:
+    """Whether the model of such a config reads a field that the config has no default for: many do `head_dim`."""
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return f'getattr(config, "{name}"' in inspect.getsource(module)
 
 
 def config_in(folder: Path) -> Any:
