@@ -10,9 +10,9 @@ repository is run, and no pickled weights are read. The caller's random state is
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def config_of(given: Mapping[str, Any]) -> Any:
     known = set(default.to_dict()) | set(default.attribute_map)
     known |= {old for old, new in OLD_NAMES.items() if new in known}
     for name in fields:
-        if name not in known and not _reads(default, name):
+        if name not in known and not _reads(KNOWN[kind], name):
             raise ConfigError(f"{name!r} is no field of a {kind} model{_nearest(name, known)}")
     try:
         return AutoConfig.for_model(kind, **fields)
@@ -84,9 +84,11 @@ def config_of(given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"transformers refuses the {kind} config {fields}: {e}") from e
 
 
-def _reads(config: Any, name: str) -> bool:
-    """Whether the model of such a config reads a field that the config has no default for: many do `head_dim`."""
-    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+def _reads(model: str, name: str) -> bool:
+    """Whether this class of `transformers` reads a field that its config has no default for: many do `head_dim`."""
+    import transformers
+
+    module = sys.modules[getattr(transformers, model).__module__]
     return f'getattr(config, "{name}"' in inspect.getsource(module)
 
 
