@@ -125,6 +125,17 @@ def test_a_checkpoint_and_its_export_are_evaluated_alike(
     assert f"{a['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
+def test_who_measures_with_another_tokenizer_than_the_models_is_told(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("the dog sat on the cat. " * 40)
+    words = ("eval", str(trained.state), "--source", str(tmp_path / "text.txt"), "--seq-len", "8")
+    printed(capsys, *words)
+    assert "other ids" not in caplog.text
+    printed(capsys, *words, "--tokenizer", "bytes")
+    assert f"{trained.state}" in caplog.text and "other ids than those of the tokenizer bytes: 0 of its" in caplog.text
+
+
 def test_a_run_is_measured_on_what_it_holds_out_at_any_seq_len(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

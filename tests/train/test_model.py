@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import ConfigError, DataError, UsageError
 from dlc.flat import FlatView
@@ -294,23 +297,42 @@ def test_an_encoder_that_sees_what_it_is_to_predict_is_refused() -> None:
 
 def test_raw_bytes_for_a_model_that_has_a_tokenizer_are_refused(tmp_path: Path) -> None:
     """Its ids mean something else to it, and nothing would show but the loss."""
-    model = build_model({**LLAMA, "vocab_size": 301}, 0)
+    model, raw = build_model({**LLAMA, "vocab_size": 301}, 0), ByteTokenizer()
     save_model_folder(model, tmp_path, lambda folder: None)
 
     def spec(**options: Any) -> RunSpec:
         return RunSpec(model=RunModel(kind="path", path=str(tmp_path), **options))
 
-    check_own_tokenizer(spec(), model)  # a folder without one may be of bytes
+    check_own_tokenizer(spec(), model, raw)  # a folder without one may be of bytes
     make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=rf"data.tokenizer = '{tmp_path}', or model.pretrained = false"):
-        check_own_tokenizer(spec(), model)
-    check_own_tokenizer(spec(pretrained=False), model)
-    check_own_tokenizer(dataclasses.replace(spec(), data=DataSpec(tokenizer=str(tmp_path))), model)
-    check_own_tokenizer(RunSpec(), model)
+        check_own_tokenizer(spec(), model, raw)
+    check_own_tokenizer(spec(pretrained=False), model, raw)
+    check_own_tokenizer(spec(), model, load_tokenizer(str(tmp_path)))
+    check_own_tokenizer(RunSpec(), model, raw)
     hub = RunSpec(model=RunModel(kind="hub", name="some/model"))
-    check_own_tokenizer(hub, model)
+    check_own_tokenizer(hub, model, raw)
     with pytest.raises(ConfigError, match="'some/model'"):
-        check_own_tokenizer(hub, build_model({**LLAMA, "vocab_size": 2000}, 0))
+        check_own_tokenizer(hub, build_model({**LLAMA, "vocab_size": 2000}, 0), raw)
+
+
+def test_another_tokenizer_than_that_of_the_model_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One with some tokens more is not."""
+    model, folder = build_model({**LLAMA, "vocab_size": 400}, 0), tmp_path / "model"
+    save_model_folder(model, folder, lambda folder: None)
+    own = make_tokenizer(folder)
+    spec = RunSpec(model=RunModel(kind="path", path=str(folder)))
+    own.add_tokens(["<more>", "<and more>"])
+    own.save_pretrained(tmp_path / "more")
+    vocabulary = {f"word{i}": i for i in range(300)} | {"<eos>": 300}
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(WordLevel(vocabulary)), eos_token="<eos>")
+    other.save_pretrained(tmp_path / "other")
+    for name in ("model", "more"):
+        check_own_tokenizer(spec, model, load_tokenizer(str(tmp_path / name)))
+    assert not caplog.messages
+    check_own_tokenizer(spec, model, load_tokenizer(str(tmp_path / "other")))
+    (said,) = caplog.messages
+    assert f"{folder} was trained with other ids than those of the tokenizer {tmp_path / 'other'}: 0 of its" in said
 
 
 @pytest.mark.parametrize("fields", [{"rope_theta": 500000.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class Tokenizer(Protocol):
     """Equal where equal text gives equal ids."""
     end: int
     """Id that ends a document."""
+    words: Mapping[str, int]
+    """Tokens, and their ids."""
     replaced: int
     """Documents so far that held bytes which are no UTF-8; pieces of one follow each other."""
 
@@ -59,12 +61,18 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == BYTES else HubTokenizer(name)
 
 
+def is_here(name: str) -> bool:
+    """Whether the tokenizer of that name need not be fetched."""
+    return name == BYTES or not HUB_NAME.fullmatch(name) or Path(name).is_dir()
+
+
 class ByteTokenizer:
     """One token per byte."""
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.identity, self.replaced = BYTES, BYTE_VALUES, BYTES.encode(), 0
         self.end = SEPARATOR[0]
+        self.words: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(BYTE_VALUES)}
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
@@ -86,7 +94,8 @@ class HubTokenizer:
         if self._inner.eos_token_id is None:
             raise DataError(f"the tokenizer {name} has no EOS token, which ends a document; set eos_token and save it")
         self.end = int(self._inner.eos_token_id)
-        self.vocab_size = max(self._inner.get_vocab().values()) + 1
+        self.words: Mapping[str, int] = self._inner.get_vocab()
+        self.vocab_size = max(self.words.values()) + 1
         wide = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self.dtype: np.dtype[Any] = np.dtype(wide)
         told = f"{self.end}\0{self._inner.backend_tokenizer.to_str()}"
