@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import ConfigError, DataError
 from dlc.runspec import DataSpec, InnerSpec, RunSpec
@@ -449,6 +453,18 @@ def test_files_that_change_while_they_are_read_are_told(
     source.batch(range(900))
     assert caplog.text.count(f"files of {tmp_path} came, went or changed while they were read") == (how != "stays")
     assert torch.equal(opened(tmp_path, 2).batch(range(9)), first)
+
+
+def test_a_tokenizer_that_was_made_for_other_text_than_a_stream_is_told_once(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Tokenizer(WordLevel({"file": 0, "[UNK]": 1, "<eos>": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="[UNK]").save_pretrained(tmp_path)
+    for _ in range(2):
+        StreamSource(Stream(Place(str(corpus)), 2), SEQ, load_tokenizer(str(tmp_path)), L)
+    (said,) = caplog.messages
+    assert said.startswith(f"68% of the tokens stand for text that is not known; the tokenizer {tmp_path} was made for")
 
 
 def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import DataError, NoRoom
 from dlc.train import packing, sources
@@ -220,6 +223,30 @@ def test_undecodable_bytes_are_replaced_and_told_once(
     ids = tokenizer.encode([Piece("x", b"a\xffb", False)])[0]
     assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.decode(ids) == "a\ufffdb"
     assert bytes(ByteTokenizer().encode([Piece("x", b"a\xffb", True)])[0]) == b"a\xffb\0"
+
+
+@pytest.mark.parametrize(
+    ("unk", "said"),
+    [
+        ("[UNK]", "25% of the tokens stand for text that is not known; the tokenizer {name} was made for other text"),
+        (None, "a token stands for 36 bytes: much is left out, or the tokenizer {name} was made for other text"),
+    ],
+)
+def test_a_tokenizer_that_was_made_for_other_text_is_told(
+    unk: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vocabulary = {character: i for i, character in enumerate("abcdefgh ")} | {"<eos>": 9, "[UNK]": 10}
+    inner = Tokenizer(BPE(vocabulary, [], unk_token=unk, fuse_unk=True))
+    folder, known, other = (tmp_path / name for name in ("tokenizer", "known", "other"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token=unk).save_pretrained(folder)
+    for place, word in ((known, "ab cd"), (other, "жза" * 6 if unk is None else "a жза")):
+        place.mkdir()
+        for i in range(9):
+            (place / f"{i}.txt").write_text(word, encoding="utf-8")
+    tokenise(Files(Place(str(known))), load_tokenizer(str(folder)))
+    assert not caplog.messages
+    tokenise(Files(Place(str(other))), load_tokenizer(str(folder)))
+    assert [message.startswith(said.format(name=folder)) for message in caplog.messages] == [True], caplog.messages
 
 
 def test_a_long_job_tells_how_far_it_is(folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,8 @@ class Tokenizer(Protocol):
     """Tokens, and their ids."""
     replaced: int
     """Documents so far that held bytes which are no UTF-8; pieces of one follow each other."""
+    unknown: int
+    """Tokens so far that stand for text which the tokenizer does not know."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -71,6 +73,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.identity, self.replaced = BYTES, BYTE_VALUES, BYTES.encode(), 0
+        self.unknown = 0
         self.end = SEPARATOR[0]
         self.words: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(BYTE_VALUES)}
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
@@ -102,7 +105,9 @@ class HubTokenizer:
         if getattr(self._inner, "split_special_tokens", False):
             told += "\0split"  # which stands in tokenizer_config.json alone
         self.identity = blake3(told.encode()).digest()
-        self.replaced = 0
+        self.replaced = self.unknown = 0
+        unk = self._inner.unk_token_id
+        self._unk = None if unk == self.end else unk
         self._counted = False
         """In the document whose pieces are given now."""
 
@@ -112,6 +117,8 @@ class HubTokenizer:
             return []  # transformers has no answer to that
         texts = [self._text(piece) for piece in pieces]
         found = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if self._unk is not None:
+            self.unknown += sum(ids.count(self._unk) for ids in found)
         ends = [[self.end] if piece.last else [] for piece in pieces]
         return [np.array(ids + end, self.dtype) for ids, end in zip(found, ends, strict=True)]
 
