@@ -44,6 +44,8 @@ HELD_SHARE_USUAL_MAX = 2 / VALIDATION_ONE_IN
 """Of all blocks: more of them held out is told."""
 BLOCKS_MIN = 2
 """One to train on, and one that is held out."""
+SHARDS_LOOKED_INTO = 32
+"""Before a run begins: of more, the beginnings of all would be read twice, which takes half a minute for 256."""
 OWN_BLOCKS = 1 << 32
 """Positions of one peer, where there are no leases; the next one's come after them."""
 _MASK64 = 2**64 - 1
@@ -135,9 +137,10 @@ def demand_data(spec: RunSpec, tokenizer: Tokenizer | None) -> None:
     if place.source.startswith(DATASETS):
         return
     if spec.data.streaming:
-        stream = datasets_io.Stream(place, spec.data.shards)
+        each = spec.data.shards <= SHARDS_LOOKED_INTO
+        stream = datasets_io.Stream(place, spec.data.shards if each else 1)
         source = StreamSource(stream, seq_len, tokenizer or ByteTokenizer(), spec.blocks_per_lease)
-        if tokenizer is not None:
+        if each and tokenizer is not None:
             source.validation_batches(1, 1)
         return
     n_bytes = n_tokens = 0
