@@ -554,6 +554,50 @@ def test_a_file_without_the_text_that_is_said_of_it_is_told_before_others_are_to
     assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("saved", "option", "said"),
+    [
+        (True, "", 'row 0: no column "text" (found: body)'),
+        (True, 'split = "test"', "without a split 'test'"),
+        (
+            True,
+            'text_field = "body"\nseq_len = 100',
+            "holds 140 tokens, but training and validation need a block of 100",
+        ),
+        (True, "streaming = true\nshards = 1", 'shard 0: no column "text" (found: body)'),
+        (
+            False,
+            'text_field = "body"\nseq_len = 100',
+            "holds 140 tokens, but training and validation need a block of 100",
+        ),
+        (False, "streaming = true\nshards = 1", 'its first line is no JSON object with a string as "text"'),
+        (False, 'text_field = "body"\nstreaming = true\nshards = 2', "no block of 128 tokens held out"),
+        (False, 'text_field = "body"\nstreaming = true\nshards = 32', "hold no document to train on"),
+        (False, "streaming = true\nshards = 99", 'its first line is no JSON object with a string as "text"'),
+    ],
+)
+def test_a_dataset_or_a_stream_that_cannot_be_used_is_told_before_others_are_told_to_join(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    saved: bool,
+    option: str,
+    said: str,
+) -> None:
+    """So is one that is too short, as far as that shows where reading stops as soon as there is enough."""
+    datasets = pytest.importorskip("datasets")
+    caplog.set_level("INFO")
+    source, bodies = tmp_path / ("rows" if saved else "a.jsonl"), ["ab c"] * 28
+    if saved:
+        datasets.Dataset.from_dict({"body": bodies}).save_to_disk(source)
+    else:
+        source.write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
+    (tmp_path / "run.toml").write_text(f"[data]\nsource = {json.dumps(str(source))}\n{option}")
+    words = ["join", "--config", str(tmp_path / "run.toml"), "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
+    assert main([*words, "--listen", "127.0.0.1:0"]) == 2
+    assert said in "".join(capfd.readouterr()) and "others join with" not in caplog.text
+
+
 def test_parts_of_a_run_that_do_not_fit_each_other_are_told_before_others_are_told_to_join(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

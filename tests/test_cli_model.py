@@ -125,6 +125,17 @@ def test_a_checkpoint_and_its_export_are_evaluated_alike(
     assert f"{a['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
+def test_who_measures_with_another_tokenizer_than_the_models_is_told(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("the dog sat on the cat. " * 40)
+    words = ("eval", str(trained.state), "--source", str(tmp_path / "text.txt"), "--seq-len", "8")
+    printed(capsys, *words)
+    assert "other ids" not in caplog.text
+    printed(capsys, *words, "--tokenizer", "bytes")
+    assert f"{trained.state}" in caplog.text and "other ids than those of the tokenizer bytes: 0 of its" in caplog.text
+
+
 def test_a_run_is_measured_on_what_it_holds_out_at_any_seq_len(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +192,15 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.Capt
     said = printed(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
     assert (said["source"], said["tokenizer"], said["seq_len"], said["blocks"]) == ("stdlib", "bytes", 16, 4)
     assert said["loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+def test_a_model_that_lacks_weights_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would have another perplexity each time."""
+    save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 9}))
+    said = fails(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
+    assert "weights that a LlamaForCausalLM has (model.layers." in said
 
 
 def test_a_text_of_one_block_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,18 @@
 import dataclasses
+import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import ConfigError, DataError, UsageError
 from dlc.flat import FlatView
@@ -235,6 +240,28 @@ def test_without_network_it_says_how_to_use_a_folder(hub: nn.Module, name: str, 
         load_model(name, revision=revision)
 
 
+def test_weights_that_a_folder_lacks_are_told_and_the_same_on_every_peer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a model without a head, or one whose config.json has a layer more."""
+    folder = tmp_path / "m"
+    save_model_folder(build_model(LLAMA, 3), folder)
+    config = json.loads((folder / "config.json").read_text())
+    load_model(folder, whole=True)
+    assert not caplog.records
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    spec = RunSpec(model=RunModel(kind="path", path=str(folder)), data=DataSpec(seq_len=8), seed=7)
+    first = flat(model_of(spec))
+    torch.rand(1)  # another process has drawn other numbers
+    assert torch.equal(flat(model_of(spec)), first)
+    assert not torch.equal(flat(model_of(dataclasses.replace(spec, seed=8))), first)
+    lacks = rf"the model {folder} lacks 9 weights that a LlamaForCausalLM has \(model\.layers\.2\..*, \.\.\.\)"
+    told = [record.getMessage() for record in caplog.records if record.name == "dlc.train.model"]
+    assert len(told) == 3 and re.match(f"{lacks}: these begin as random numbers", told[0])
+    with pytest.raises(UsageError, match=lacks):
+        load_model(folder, whole=True)
+
+
 def test_only_the_config_of_a_folder(tmp_path: Path) -> None:
     save_model_folder(build_model(LLAMA, 3), tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
@@ -270,29 +297,58 @@ def test_an_encoder_that_sees_what_it_is_to_predict_is_refused() -> None:
 
 def test_raw_bytes_for_a_model_that_has_a_tokenizer_are_refused(tmp_path: Path) -> None:
     """Its ids mean something else to it, and nothing would show but the loss."""
-    model = build_model({**LLAMA, "vocab_size": 301}, 0)
+    model, raw = build_model({**LLAMA, "vocab_size": 301}, 0), ByteTokenizer()
     save_model_folder(model, tmp_path, lambda folder: None)
 
     def spec(**options: Any) -> RunSpec:
         return RunSpec(model=RunModel(kind="path", path=str(tmp_path), **options))
 
-    check_own_tokenizer(spec(), model)  # a folder without one may be of bytes
+    check_own_tokenizer(spec(), model, raw)  # a folder without one may be of bytes
     make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=rf"data.tokenizer = '{tmp_path}', or model.pretrained = false"):
-        check_own_tokenizer(spec(), model)
-    check_own_tokenizer(spec(pretrained=False), model)
-    check_own_tokenizer(dataclasses.replace(spec(), data=DataSpec(tokenizer=str(tmp_path))), model)
-    check_own_tokenizer(RunSpec(), model)
+        check_own_tokenizer(spec(), model, raw)
+    check_own_tokenizer(spec(pretrained=False), model, raw)
+    check_own_tokenizer(spec(), model, load_tokenizer(str(tmp_path)))
+    check_own_tokenizer(RunSpec(), model, raw)
     hub = RunSpec(model=RunModel(kind="hub", name="some/model"))
-    check_own_tokenizer(hub, model)
+    check_own_tokenizer(hub, model, raw)
     with pytest.raises(ConfigError, match="'some/model'"):
-        check_own_tokenizer(hub, build_model({**LLAMA, "vocab_size": 2000}, 0))
+        check_own_tokenizer(hub, build_model({**LLAMA, "vocab_size": 2000}, 0), raw)
+
+
+def test_another_tokenizer_than_that_of_the_model_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One with some tokens more is not."""
+    model, folder = build_model({**LLAMA, "vocab_size": 400}, 0), tmp_path / "model"
+    save_model_folder(model, folder, lambda folder: None)
+    own = make_tokenizer(folder)
+    spec = RunSpec(model=RunModel(kind="path", path=str(folder)))
+    own.add_tokens(["<more>", "<and more>"])
+    own.save_pretrained(tmp_path / "more")
+    vocabulary = {f"word{i}": i for i in range(300)} | {"<eos>": 300}
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(WordLevel(vocabulary)), eos_token="<eos>")
+    other.save_pretrained(tmp_path / "other")
+    for name in ("model", "more"):
+        check_own_tokenizer(spec, model, load_tokenizer(str(tmp_path / name)))
+    assert not caplog.messages
+    check_own_tokenizer(spec, model, load_tokenizer(str(tmp_path / "other")))
+    (said,) = caplog.messages
+    assert f"{folder} was trained with other ids than those of the tokenizer {tmp_path / 'other'}: 0 of its" in said
 
 
 @pytest.mark.parametrize("fields", [{"rope_theta": 500000.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
 def test_fields_may_stand_as_they_do_in_the_config_of_most_models(fields: dict[str, Any]) -> None:
     changed, usual = build_model({**LLAMA, **fields}, 0), build_model(LLAMA, 0)
     assert not torch.equal(*(m(input_ids=torch.arange(8)[None]).logits for m in (changed, usual)))
+
+
+def test_a_field_that_a_model_reads_may_be_given_though_its_config_lists_none() -> None:
+    """As it stands in the config.json of Qwen3-30B-A3B."""
+    fields = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 12, "num_experts": 2, "moe_intermediate_size": 8}
+    model = build_model(fields, 0)
+    heads = fields["num_attention_heads"]
+    assert dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].shape[0] == 12 * heads
+    with pytest.raises(ConfigError, match="'head_dim' is no field of a gpt2 model"):
+        build_model({"model_type": "gpt2", "head_dim": 12}, 0)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:

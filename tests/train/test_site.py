@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
-from dlc.cli import main
+from dlc.cli import FAILED, main
 from dlc.cli.interrupt import Interrupts, end_signals
 from dlc.cli.site import TORCHRUN as TORCHRUN_SAYS
 from dlc.cli.site import Rank, device_of, follow_on, launched, leading
@@ -41,6 +44,7 @@ from dlc.errors import ConfigError, UsageError
 from dlc.runspec import InnerSpec, ModelSpec, RunSpec
 from dlc.train.follower import follow
 from dlc.train.group import Group, Order, SiteLost, part_of_this_start, torchruns_store
+from dlc.train.heartbeat import LOOK_S_MAX, SILENCE_S_MAX, TOLD_S, Heartbeats, Silence
 from dlc.train.inner import InnerLoop, placed
 from dlc.train.parallel import Replica, SiteLoop, check_fits, pieces_of
 from dlc.train.setup import model_of
@@ -214,6 +218,20 @@ def test_those_who_start_again_find_nothing_of_the_start_before() -> None:
     assert [told(part) for part in parts] == [b"now"] * 3
 
 
+def test_whom_a_site_waits_for_at_its_start_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One that hangs while it imports torch, say."""
+    waited_s: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        if sum(waited_s) > 3 * TOLD_S:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        part_of_this_start(HashStore(), 0, 3, wait)
+    assert caplog.messages == ["waiting: of 3 processes of this site 2 have yet to begin (1, 2)"]
+
+
 def test_a_torchrun_that_is_gone_is_told_apart_from_one_that_says_nothing() -> None:
     """Killed, it leaves its processes behind, which nobody would end."""
 
@@ -241,7 +259,14 @@ def test_a_torchrun_that_cannot_be_reached_is_not_waited_for_half_an_hour(monkey
 def led(monkeypatch: pytest.MonkeyPatch, stop_asked: Callable[[], bool]) -> Iterator[tuple[list[str], Any]]:
     """What rank 0 does around a run, whose Interrupts is yielded with the list of what was done."""
     done: list[str] = []
-    group = SimpleNamespace(size=2, parallel="ddp", stop_asked=stop_asked, close=lambda: done.append("closed"))
+    beats = itertools.count()
+    group = SimpleNamespace(
+        size=2,
+        parallel="ddp",
+        stop_asked=stop_asked,
+        heartbeats=lambda: Heartbeats([1], lambda rank: next(beats), time.monotonic),
+        close=lambda: done.append("closed"),
+    )
     monkeypatch.setattr("dlc.train.group.Group", lambda *_: group)
     monkeypatch.setattr("dlc.cli.site.STOP_LOOK_S", 0.01)
     monkeypatch.setattr("dlc.cli.site.LAST_LOOK_S", 0.01)
@@ -276,6 +301,49 @@ def test_a_torchrun_that_is_suspended_does_not_hold_up_the_end(monkeypatch: pyte
         assert done == ["closed"] and not goes_on.is_set()
     finally:
         goes_on.set()
+
+
+def test_silence_is_told_once_and_counted_in_running_time() -> None:
+    now, beats = 0.0, {1: 0, 2: 0}
+    heartbeats = Heartbeats([1, 2], beats.__getitem__, lambda: now)
+
+    def after(seconds: float, *beating: int) -> tuple[list[Silence], list[Silence]]:
+        """What was told and who was given up meanwhile, with a look each second."""
+        nonlocal now
+        told: list[Silence] = []
+        hung: list[Silence] = []
+        for _ in range(int(seconds)):
+            now += 1.0
+            for rank in beating:
+                beats[rank] += 1
+            fresh, given_up = heartbeats.look()
+            told += fresh
+            hung += given_up
+        return told, hung
+
+    assert after(2 * SILENCE_S_MAX, 1, 2) == ([], [])
+    assert after(TOLD_S - 1, 1) == ([], [])
+    assert after(10, 1) == ([Silence(2, TOLD_S)], [])  # once
+    assert after(1, 1, 2) == ([], [])
+    assert after(TOLD_S, 1) == ([Silence(2, TOLD_S)], [])  # it had come back
+    now += 10 * SILENCE_S_MAX  # a night in which nobody ran
+    assert after(SILENCE_S_MAX - TOLD_S - LOOK_S_MAX, 1) == ([], [])
+    assert after(1, 1) == ([], [Silence(2, SILENCE_S_MAX)])
+
+
+@pytest.mark.skipif(not AVAILABLE or sys.platform == "win32", reason="this system has no forkserver, or no SIGSTOP")
+def test_a_site_ends_though_a_process_of_it_hangs(tmp_path: Path) -> None:
+    """In the midst of what all do together, which would wait for it for half an hour, or for ever."""
+    log = tmp_path / "log"
+    ranks = [Forked("tests.train.site_hangs", [], log, {**os.environ, **place}) for place in places(2)]
+    try:
+        assert ranks[0].wait(DEADLINE_S) == FAILED, log.read_text()[-6000:]
+        said = log.read_text()
+        assert re.search(r"process 1 of this site has not run for \d s: it was suspended", said)
+        assert re.search(r"process 1 of this site has not run for \d s: the site ends", said)
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_after_an_error_in_the_midst_of_a_step_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

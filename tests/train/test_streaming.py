@@ -5,10 +5,15 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import ConfigError, DataError
 from dlc.runspec import DataSpec, InnerSpec, RunSpec
@@ -235,6 +240,22 @@ def test_map_style_datasets_are_split_by_row(tmp_path: Path) -> None:
         BlockSource(tmp_path / "dict", SEQ)
 
 
+@pytest.mark.parametrize(
+    "told", [{"type": "torch", "columns": ["ids"]}, {"type": "pandas"}, {"type": "arrow"}, {"columns": ["ids"]}]
+)
+def test_the_format_in_which_a_dataset_was_saved_does_not_matter(told: dict[str, Any], tmp_path: Path) -> None:
+    """As of one that was tokenised for another trainer: of its columns only the ids would be given."""
+    import datasets
+
+    plain = datasets.Dataset.from_dict({"text": [text(1, i) for i in range(150)], "ids": [[1, 2]] * 150})
+    plain.save_to_disk(tmp_path / "plain")
+    plain.with_format(**told).save_to_disk(tmp_path / "told")
+    want, got = (BlockSource(tmp_path / name, SEQ) for name in ("plain", "told"))
+    assert got.fingerprint() == want.fingerprint()
+    want, got = opened(tmp_path / "plain"), opened(tmp_path / "told")
+    assert torch.equal(got.batch(range(20)), want.batch(range(20)))
+
+
 def test_a_row_that_is_no_text_is_named(tmp_path: Path) -> None:
     """Of an Arrow file that is damaged."""
     import datasets
@@ -432,6 +453,18 @@ def test_files_that_change_while_they_are_read_are_told(
     source.batch(range(900))
     assert caplog.text.count(f"files of {tmp_path} came, went or changed while they were read") == (how != "stays")
     assert torch.equal(opened(tmp_path, 2).batch(range(9)), first)
+
+
+def test_a_tokenizer_that_was_made_for_other_text_than_a_stream_is_told_once(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Tokenizer(WordLevel({"file": 0, "[UNK]": 1, "<eos>": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="[UNK]").save_pretrained(tmp_path)
+    for _ in range(2):
+        StreamSource(Stream(Place(str(corpus)), 2), SEQ, load_tokenizer(str(tmp_path)), L)
+    (said,) = caplog.messages
+    assert said.startswith(f"68% of the tokens stand for text that is not known; the tokenizer {tmp_path} was made for")
 
 
 def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from dlc.errors import DataError, NoRoom
 from dlc.train import packing, sources
@@ -134,6 +137,20 @@ def test_tokens_of_a_saved_dataset_are_those_of_its_rows(folder: Path, tmp_path:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_tokens_are_kept_apart_by_whether_special_ones_in_texts_are_split(folder: Path, tmp_path: Path) -> None:
+    """Of all that decides on ids this stands in no tokenizer.json."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat<eos>sat " * 40)
+
+    def opened(splits: bool) -> BlockSource:
+        config = folder / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"split_special_tokens": splits}))
+        return BlockSource(text, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
+
+    splits, plain = opened(True), opened(False)
+    assert splits.n_blocks > plain.n_blocks and len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +223,30 @@ def test_undecodable_bytes_are_replaced_and_told_once(
     ids = tokenizer.encode([Piece("x", b"a\xffb", False)])[0]
     assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.decode(ids) == "a\ufffdb"
     assert bytes(ByteTokenizer().encode([Piece("x", b"a\xffb", True)])[0]) == b"a\xffb\0"
+
+
+@pytest.mark.parametrize(
+    ("unk", "said"),
+    [
+        ("[UNK]", "25% of the tokens stand for text that is not known; the tokenizer {name} was made for other text"),
+        (None, "a token stands for 36 bytes: much is left out, or the tokenizer {name} was made for other text"),
+    ],
+)
+def test_a_tokenizer_that_was_made_for_other_text_is_told(
+    unk: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vocabulary = {character: i for i, character in enumerate("abcdefgh ")} | {"<eos>": 9, "[UNK]": 10}
+    inner = Tokenizer(BPE(vocabulary, [], unk_token=unk, fuse_unk=True))
+    folder, known, other = (tmp_path / name for name in ("tokenizer", "known", "other"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token=unk).save_pretrained(folder)
+    for place, word in ((known, "ab cd"), (other, "жза" * 6 if unk is None else "a жза")):
+        place.mkdir()
+        for i in range(9):
+            (place / f"{i}.txt").write_text(word, encoding="utf-8")
+    tokenise(Files(Place(str(known))), load_tokenizer(str(folder)))
+    assert not caplog.messages
+    tokenise(Files(Place(str(other))), load_tokenizer(str(folder)))
+    assert [message.startswith(said.format(name=folder)) for message in caplog.messages] == [True], caplog.messages
 
 
 def test_a_long_job_tells_how_far_it_is(folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:

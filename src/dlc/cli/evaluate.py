@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dlc.cli.places import home
 from dlc.errors import UsageError
-from dlc.runspec import STDLIB, DataSpec
+from dlc.runspec import BYTES, STDLIB, DataSpec
 from dlc.train.shelf import HUB_NAME, expanded
 
 if TYPE_CHECKING:
@@ -64,14 +64,17 @@ def evaluate_model(args: argparse.Namespace) -> int:
 
     from dlc.train.inner import evaluate
     from dlc.train.restored import restore
-    from dlc.train.setup import check_vocabulary, pick_device
-    from dlc.train.tokens import load_tokenizer
+    from dlc.train.setup import check_vocabulary, pick_device, tell_other_words
+    from dlc.train.tokens import is_here, load_tokenizer
 
     disable_progress_bar()
     device = pick_device(args.device)
     restored = restore(args.model)
     tokenizer = load_tokenizer(args.tokenizer or restored.tokenizer)
     check_vocabulary(restored.model, tokenizer)
+    known = restored.spec is not None or restored.tokenizer != BYTES  # else nobody says what it was trained with
+    if known and is_here(restored.tokenizer):
+        tell_other_words(restored.origin, restored.tokenizer, tokenizer)
     seq_len = _seq_len(args.seq_len, restored)
     text = _text(args, data, restored, tokenizer, seq_len)
     loss = evaluate(restored.model.to(device), text.batches, device)

@@ -73,18 +73,22 @@ class Interrupts:
             return
         asked, self._asked = self._asked or number == HANGUP, False
         if self._signalled_once and not asked:
-            if sys.stderr.isatty():
-                _say(SHOW_CURSOR)  # the live table hides it
-            os._exit(130)
+            end_at_once(130)
         self._signalled_once = self._signalled_once or not asked
         self.stop.set()
         if not (self.holds or self.can_save):
-            end = SHOW_CURSOR if sys.stderr.isatty() else b""
-            _say(end + b"dlc: interrupted\n")
-            os._exit(130)
+            _say(b"dlc: interrupted\n")
+            end_at_once(130)
         if not self.can_save:
             raise KeyboardInterrupt
         _say(b"\nleaving the run; once more to stop at once\n")
+
+
+def end_at_once(status: int) -> None:
+    """End the process, whatever its threads do."""
+    if sys.stderr.isatty():
+        _say(SHOW_CURSOR)  # the live table hides it
+    os._exit(status)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from dlc.cli.places import KeptOpen, home, key_file, run_key
 from dlc.comm.addresses import parse_address
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import DlcError, SpecMismatch, UsageError
-from dlc.runspec import BYTES, RunSpec
+from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
 from dlc.train.shelf import expanded, file_of
@@ -185,17 +185,15 @@ def _take_part(
 
 
 def _check_parts(spec: RunSpec, group: Group | None) -> None:
-    """What is wrong with the run's model, tokenizer or files on this host, as far as it shows without building them,
-    or with a site for this run: before others are told to join. ConfigError, DataError, UsageError. A hub's are found
-    out later."""
-    from dlc.train.data import place_of
-    from dlc.train.datasets_io import is_dataset
+    """What is wrong with the run's model, tokenizer or data on this host, as far as it shows without building or
+    reading all of them, or with a site for this run: before others are told to join. ConfigError, DataError,
+    UsageError. A hub's are found out later."""
+    from dlc.train.data import demand_data
     from dlc.train.model import config_in, config_of
     from dlc.train.parallel import check_fits
     from dlc.train.setup import check_config
-    from dlc.train.shelf import HUB_NAME, model_folder
-    from dlc.train.sources import demand_text, list_files
-    from dlc.train.tokens import load_tokenizer
+    from dlc.train.shelf import model_folder
+    from dlc.train.tokens import is_here, load_tokenizer
 
     if group is not None:
         check_fits(spec, group.size, group.parallel)
@@ -205,15 +203,9 @@ def _check_parts(spec: RunSpec, group: Group | None) -> None:
     elif spec.model.kind == "path" and (folder := model_folder(Path(spec.model.path))) is not None:
         model = config_in(folder)
     name = spec.data.tokenizer
-    here = name == BYTES or not HUB_NAME.fullmatch(name) or Path(name).is_dir()
-    check_config(spec, model, load_tokenizer(name) if here else None)
-    place = place_of(spec)
-    if is_dataset(place):
-        return
-    if spec.data.streaming:
-        list_files(place.source)
-    else:
-        demand_text(place)
+    tokenizer = load_tokenizer(name) if is_here(name) else None
+    check_config(spec, model, tokenizer)
+    demand_data(spec, tokenizer)
 
 
 def _tell_other_run(folder: Path, spec: RunSpec) -> None:

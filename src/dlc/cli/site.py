@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dlc.cli.interrupt import end_signals
+from dlc.cli import FAILED
+from dlc.cli.interrupt import end_at_once, end_signals
 from dlc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from dlc.cli.interrupt import Interrupts
     from dlc.train.group import Group
+    from dlc.train.heartbeat import Heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +144,37 @@ def leading(args: argparse.Namespace, rank: Rank | None, interrupts: Interrupts)
 def _look_for_stop(group: Group, interrupts: Interrupts, over: threading.Event) -> None:
     from dlc.train.group import SiteLost
 
+    heartbeats, asked = group.heartbeats(), False
     while not over.wait(STOP_LOOK_S):
         try:
-            if not group.stop_asked():
+            _end_if_hung(heartbeats)
+            if asked or not group.stop_asked():
                 continue
             log.info("another process of this site was told to stop: the site leaves the run")
         except SiteLost as error:
             log.warning("%s: the site leaves the run", error)
+            over.set()
         interrupts.ask()
-        return
+        asked = True
+
+
+def _end_if_hung(heartbeats: Heartbeats) -> None:
+    """Tell of processes that do not run; ends this one where they have not for too long: it may wait for them where
+    nothing else ends it."""
+    from dlc.train.heartbeat import SILENCE_S_MAX
+
+    fresh, hung = heartbeats.look()
+    for silence in fresh:
+        log.warning(
+            "process %d of this site has not run for %.0f s: it was suspended, or its host hangs. The site waits for "
+            "it, and ends when that has lasted %.0f s",
+            *silence,
+            SILENCE_S_MAX,
+        )
+    if hung:
+        log.error(
+            "process %d of this site has not run for %.0f s: the site ends, and saves nothing. Look after that process "
+            "and its host; the same command goes on from the newest checkpoint",
+            *hung[0],
+        )
+        end_at_once(FAILED)

@@ -34,7 +34,7 @@ from dlc.errors import DataError
 from dlc.runspec import RunSpec
 from dlc.train import datasets_io
 from dlc.train.packing import VALIDATION_ONE_IN, Streams, tokenise
-from dlc.train.sources import Documents, Files, Place
+from dlc.train.sources import DATASETS, Documents, Files, Place
 from dlc.train.streaming import StreamSource
 from dlc.train.tokens import ByteTokenizer, Ids, Tokenizer
 
@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 
 HELD_SHARE_USUAL_MAX = 2 / VALIDATION_ONE_IN
 """Of all blocks: more of them held out is told."""
+BLOCKS_MIN = 2
+"""One to train on, and one that is held out."""
+SHARDS_LOOKED_INTO = 32
+"""Before a run begins: of more, the beginnings of all would be read twice, which takes half a minute for 256."""
 OWN_BLOCKS = 1 << 32
 """Positions of one peer, where there are no leases; the next one's come after them."""
 _MASK64 = 2**64 - 1
@@ -121,6 +125,33 @@ def blocks_of(
 def open_documents(place: Place) -> Documents:
     """The documents of a source that is read as a whole. DataError: there is none, or it cannot be loaded."""
     return datasets_io.Rows(place) if datasets_io.is_dataset(place) else Files(place)
+
+
+def demand_data(spec: RunSpec, tokenizer: Tokenizer | None) -> None:
+    """DataError: the data of a run cannot be used, as far as that shows where it is read until there is enough of it.
+
+    Of "datasets:NAME", which may have yet to be fetched, nothing is read; of a `tokenizer` that has, and is None, it
+    does not matter how many tokens it makes.
+    """
+    place, seq_len = place_of(spec), spec.data.seq_len
+    if place.source.startswith(DATASETS):
+        return
+    if spec.data.streaming:
+        each = spec.data.shards <= SHARDS_LOOKED_INTO
+        stream = datasets_io.Stream(place, spec.data.shards if each else 1)
+        source = StreamSource(stream, seq_len, tokenizer or ByteTokenizer(), spec.blocks_per_lease)
+        if each and tokenizer is not None:
+            source.validation_batches(1, 1)
+        return
+    n_bytes = n_tokens = 0
+    for piece in open_documents(place).pieces():
+        n_bytes += len(piece.text)
+        n_tokens += len(tokenizer.encode([piece])[0]) if tokenizer is not None else BLOCKS_MIN * seq_len
+        if n_bytes and n_tokens >= BLOCKS_MIN * seq_len:
+            return
+    if not n_bytes:
+        raise _no_text(place)
+    raise _too_short(place.source, n_tokens, seq_len)
 
 
 class BlockSource:
@@ -315,8 +346,19 @@ def _streams(place: Place, tokenizer: Tokenizer, cache: Path | None) -> Streams:
     """DataError: there is no text."""
     streams = tokenise(open_documents(place), tokenizer, cache)
     if not streams.train_meta.text_bytes + streams.held_meta.text_bytes:
-        raise DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
+        raise _no_text(place)
     return streams
+
+
+def _no_text(place: Place) -> DataError:
+    return DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
+
+
+def _too_short(source: str, n_tokens: int, seq_len: int) -> DataError:
+    return DataError(
+        f"the data source {source} holds {n_tokens} tokens, but training and validation need a block of {seq_len} "
+        f"each: give more text, at least {BLOCKS_MIN * seq_len} tokens, or a smaller seq_len"
+    )
 
 
 def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
@@ -332,11 +374,8 @@ def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
             )
         return a, b
     blocks = a if len(a) else b
-    if len(blocks) < 2:
-        raise DataError(
-            f"the data source {source} holds {len(train) + len(held)} tokens, but training and validation need a block "
-            f"of {seq_len} each: give more text, at least {2 * seq_len} tokens, or a smaller seq_len"
-        )
+    if len(blocks) < BLOCKS_MIN:
+        raise _too_short(source, len(train) + len(held), seq_len)
     n_validation = max(1, len(blocks) // VALIDATION_ONE_IN)
     return blocks[:-n_validation], blocks[-n_validation:]
 

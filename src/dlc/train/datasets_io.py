@@ -201,10 +201,16 @@ def _saved(place: Place) -> Any:
     if not isinstance(found, datasets.DatasetDict):
         if place.split not in (Place.split, str(found.split)):
             raise DataError(f"{place.source} is one dataset, without a split {place.split!r}: leave out data.split")
-        return found
+        return _plain(found)
     if place.split not in found:
         raise DataError(f"{place.source} has no split {place.split!r} (found: {', '.join(found)}); set data.split")
-    return found[place.split]
+    return _plain(found[place.split])
+
+
+def _plain(rows: Any) -> Any:
+    """The rows as Python objects with all their columns, whatever format was set when they were saved."""
+    told = rows.format
+    return rows if told["type"] is None and told["columns"] == rows.column_names else rows.with_format(None)
 
 
 def _datasets(place: Place) -> Any:

@@ -4,7 +4,8 @@ A site is one `torchrun` group and one peer. Orders and samples go through Gloo 
 and may last as long as a round does; gradients and parameters through NCCL between GPUs, else through Gloo too.
 
 Every call of rank 0 has its counterpart on the others: `tell` and `hear`, and `give`, `text`, `meet`, `agree` on all.
-One thing goes the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop.
+Two things go the other way, through torchrun's store, whatever rank 0 does meanwhile: that a process was told to stop,
+and that it runs (see `heartbeat`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,6 +27,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlc.errors import DlcError
+from dlc.train.heartbeat import BEAT_S, TOLD_S, Heartbeats
+
+log = logging.getLogger(__name__)
 
 WAIT_MAX = timedelta(days=365)
 """For an order: a site waits for its swarm as long as a peer alone does."""
@@ -33,6 +39,10 @@ LOOK_S = 0.05
 """Between two looks for each other, at the start."""
 STOP = "stop"
 """A key of the store: a process other than rank 0 was told to stop."""
+BEATS = "beats"
+"""Likewise, with a rank after it: how often that one has said that it runs."""
+NAMED_MAX = 8
+"""Ranks that are waited for, in the log."""
 NUMBERS = 3
 """Of an order, at most."""
 
@@ -86,6 +96,24 @@ class Group:
         self.parallel = parallel
         self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
         self._lost = False
+        if self.rank:
+            threading.Thread(target=self._beat, daemon=True, name="dlc-beat").start()
+
+    def _beat(self) -> None:
+        """On the others, on a thread of its own, until the process ends or the store is gone."""
+        never = threading.Event()
+        with contextlib.suppress(dist.DistError):
+            while not never.wait(BEAT_S):
+                self._store.add(f"{BEATS}/{self.rank}", 1)
+
+    def heartbeats(self) -> Heartbeats:
+        """On rank 0, for any thread: of the others. Looking at them raises SiteLost as `stop_asked` does."""
+
+        def beats(rank: int) -> int:
+            with _of_torchrun():
+                return int(self._store.add(f"{BEATS}/{rank}", 0))
+
+        return Heartbeats(range(1, self.size), beats, time.monotonic)
 
     def tell(self, order: Order, *numbers: int) -> None:
         """On rank 0."""
@@ -129,10 +157,8 @@ class Group:
     def stop_asked(self) -> bool:
         """On rank 0, from any thread: whether one of the others has asked. SiteLost: torchrun has ended, and would end
         no process of this site any more."""
-        try:
+        with _of_torchrun():
             return bool(self._store.check([STOP]))
-        except dist.DistError as error:
-            raise SiteLost("torchrun is gone") from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -160,6 +186,15 @@ class Group:
             if self.rank == 0:
                 self.tell(Order.END)
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _of_torchrun() -> Iterator[None]:
+    """Around what is asked of the store. SiteLost: it is gone."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise SiteLost("torchrun is gone") from error
 
 
 def torchruns_store() -> tuple[Store, int, int]:
@@ -190,13 +225,18 @@ def part_of_this_start(store: Store, rank: int, size: int, wait: Callable[[float
 
     mine = starts(rank, 1)
     if rank == 0:
-        others = set(range(1, size))
+        others, waited_s, told = set(range(1, size)), 0.0, False
         while others:
             for other in others:
                 store.set(f"dlc/answers/{other}/{starts(other, 0)}", str(mine))
             others = {other for other in others if not store.check([f"dlc/heard/{mine}/{other}"])}
+            if others and waited_s >= TOLD_S and not told:
+                told = True
+                which = ", ".join(map(str, sorted(others)[:NAMED_MAX])) + (", ..." if len(others) > NAMED_MAX else "")
+                log.warning("waiting: of %d processes of this site %d have yet to begin (%s)", size, len(others), which)
             if others:
                 wait(LOOK_S)
+                waited_s += LOOK_S
         return PrefixStore(f"dlc/{mine}", store)
     while not store.check([answer := f"dlc/answers/{rank}/{mine}"]):
         wait(LOOK_S)

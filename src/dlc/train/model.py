@@ -10,6 +10,9 @@ repository is run, and no pickled weights are read. The caller's random state is
 from __future__ import annotations
 
 import difflib
+import inspect
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,13 @@ from dlc.train.checkpoint import save_model_folder
 from dlc.train.shelf import model_folder
 from dlc.train.tokens import Tokenizer
 
+log = logging.getLogger(__name__)
+
 ModelSpec = Mapping[str, Any] | str | Path
 """Fields of a `transformers` config with `model_type` among them; or the path of a local model folder."""
 
-
+MISSING_TOLD = 3
+"""Names of weights that are not there."""
 OLD_NAMES = {"rope_theta": "rope_parameters", "rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
 """Fields as they stand in the config.json of most models; later versions of transformers take them for these."""
 
@@ -39,7 +45,7 @@ def build_model(spec: ModelSpec, seed: int) -> nn.Module:
     """
     if isinstance(spec, Mapping):
         return _from_config(dict(spec), seed)
-    return load_model(Path(spec))
+    return load_model(Path(spec), seed=seed)
 
 
 def _from_config(fields: dict[str, Any], seed: int) -> nn.Module:
@@ -70,12 +76,20 @@ def config_of(given: Mapping[str, Any]) -> Any:
     known = set(default.to_dict()) | set(default.attribute_map)
     known |= {old for old, new in OLD_NAMES.items() if new in known}
     for name in fields:
-        if name not in known:
+        if name not in known and not _reads(KNOWN[kind], name):
             raise ConfigError(f"{name!r} is no field of a {kind} model{_nearest(name, known)}")
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as e:  # validation errors of transformers and huggingface_hub have no common base
         raise ConfigError(f"transformers refuses the {kind} config {fields}: {e}") from e
+
+
+def _reads(model: str, name: str) -> bool:
+    """Whether this class of `transformers` reads a field that its config has no default for: many do `head_dim`."""
+    import transformers
+
+    module = sys.modules[getattr(transformers, model).__module__]
+    return f'getattr(config, "{name}"' in inspect.getsource(module)
 
 
 def config_in(folder: Path) -> Any:
@@ -88,18 +102,22 @@ def config_in(folder: Path) -> Any:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_line(e)}") from e
 
 
-def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True, seed: int = 0) -> nn.Module:
+def load_model(
+    name: str | Path, *, revision: str = "", pretrained: bool = True, seed: int = 0, whole: bool = False
+) -> nn.Module:
     """As `build_model`, from a folder written by save_pretrained, or (a string only) by a name on the Hugging Face hub.
 
     revision:    branch, tag or commit on the hub; empty: the default one.
-    pretrained:  False: only the config is taken, the weights are random, from `seed`.
+    pretrained:  False: only the config is taken.
+    seed:        of the random weights in place of those that are not taken, or not there.
+    whole:       all weights have to be there; else the log names those that are not.
 
     UsageError: there is no such model, it is damaged, or the hub cannot be reached.
     """
     folder = model_folder(name)
     where = {"revision": revision or None} if folder is None else {"local_files_only": True}
     try:
-        return _trainable(_load(str(folder or name), where, pretrained, seed))
+        model, missing = _load(str(folder or name), where, pretrained, seed)
     except Exception as e:  # a cut weight file, missing keys, no network, an unknown architecture: each another class
         if folder is not None:
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
@@ -108,16 +126,26 @@ def load_model(name: str | Path, *, revision: str = "", pretrained: bool = True,
             "where there is no network, copy its folder here and give its path (in RUN.toml model.path, with "
             'model.kind = "path")'
         ) from e
+    if missing:
+        some = ", ".join(missing[:MISSING_TOLD]) + (", ..." if len(missing) > MISSING_TOLD else "")
+        told = f"the model {folder or name} lacks {len(missing)} weights that a {type(model).__name__} has ({some})"
+        if whole:
+            raise UsageError(f"{told}: give a folder or a name with all of them")
+        log.warning("%s: these begin as random numbers. If they should be there, compare config.json", told)
+    return _trainable(model)
 
 
-def _load(name: str, where: dict[str, Any], pretrained: bool, seed: int) -> Any:
+def _load(name: str, where: dict[str, Any], pretrained: bool, seed: int) -> tuple[Any, list[str]]:
+    """The model, and the names of the weights that should have been there."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if pretrained:
-        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype=torch.float32, **where)
-    config = AutoConfig.from_pretrained(name, **where)
     with _seeded(seed):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if not pretrained:
+            config = AutoConfig.from_pretrained(name, **where)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32), []
+        options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+        model, told = AutoModelForCausalLM.from_pretrained(name, **options, **where)
+        return model, sorted(told["missing_keys"])
 
 
 def save_model(model: nn.Module, folder: Path, tokenizer: Tokenizer) -> None:

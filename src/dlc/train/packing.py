@@ -33,7 +33,7 @@ from blake3 import blake3
 from dlc.errors import DataError
 from dlc.runspec import BYTES
 from dlc.train.shelf import expanded
-from dlc.train.sources import Documents, Piece
+from dlc.train.sources import Documents, Piece, tell_once
 from dlc.train.tokens import Ids, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ TELL_EVERY_S = 10.0
 """Between two lines of the log while a long text is tokenised."""
 UNFINISHED_S = 24 * 3600.0
 """What nobody wrote to for so long is of a process that was killed while it tokenised."""
+UNKNOWN_SHARE_MAX = 0.01
+"""Of the tokens: more is told. Rare characters come to less."""
+BYTES_PER_TOKEN_MAX = 20.0
+"""Likewise: text has 3 to 6. A tokenizer that has no token for what it does not know leaves it out."""
 FORMAT = 2
 """1: all records of a file were held out, or none."""
 TOKENS = "tokens"
@@ -144,7 +148,7 @@ def _in_memory(documents: Documents, tokenizer: Tokenizer, clock: Callable[[], f
 
 def _fill(documents: Documents, tokenizer: Tokenizer, train: _Sink, held: _Sink, clock: Callable[[], float]) -> None:
     began = told = clock()
-    before, done = tokenizer.replaced, 0
+    before, unknown_before, done = tokenizer.replaced, tokenizer.unknown, 0
     for pieces in slices(documents.pieces()):
         for piece, ids in zip(pieces, tokenizer.encode(pieces), strict=True):
             (held if is_validation(piece.name) else train).take(ids, len(piece.text))
@@ -154,6 +158,19 @@ def _fill(documents: Documents, tokenizer: Tokenizer, train: _Sink, held: _Sink,
             log.info("tokenising: %.0f MB so far, %.1f MB/s", done / 1e6, done / 1e6 / (told - began))
     if replaced := tokenizer.replaced - before:
         log.warning("%d documents hold bytes that are no UTF-8; those became U+FFFD for the tokenizer", replaced)
+    tell_of_unfit(tokenizer, tokenizer.unknown - unknown_before, train.meta().tokens + held.meta().tokens, done)
+
+
+def tell_of_unfit(tokenizer: Tokenizer, unknown: int, tokens: int, text_bytes: int) -> None:
+    """Where a tokenizer is made for other text, little of this one is in the tokens, and the loss looks all the
+    better for it."""
+    advice = f"the tokenizer {tokenizer.name} was made for other text: take one that was made for this"
+    if unknown > UNKNOWN_SHARE_MAX * tokens:
+        share = f"{unknown / tokens:.0%} of the tokens stand for text that is not known"
+        tell_once(f"{share}; {advice}", logging.WARNING)
+    elif text_bytes > BYTES_PER_TOKEN_MAX * tokens:
+        length = f"a token stands for {text_bytes / tokens:.0f} bytes"
+        tell_once(f"{length}: much is left out, or {advice}", logging.WARNING)
 
 
 def slices(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -34,12 +34,13 @@ class Restored:
 
 
 def restore(target: str) -> Restored:
-    """Load it. UsageError: there is nothing of the kind. CheckpointError: it is of another model than its run names."""
+    """Load it. UsageError: there is nothing of the kind, or not all of it. CheckpointError: it is of another model than
+    its run names."""
     path = expanded(target)
     exists = os.path.exists(path)  # False, too, where this user may not look
     if os.path.isfile(path / "config.json") or not exists:
         tokenizer = target if not exists or has_tokenizer(path) else BYTES
-        return Restored(load_model(target), target, tokenizer, None, None)
+        return Restored(load_model(target, whole=True), target, tokenizer, None, None)
     return of_checkpoint(saver.chosen(path, None))
 
 

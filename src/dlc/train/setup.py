@@ -17,12 +17,14 @@ from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
 from dlc.train.model import build_model, load_model, positions_in, positions_of, vocab_of
 from dlc.train.shelf import has_tokenizer
-from dlc.train.tokens import Tokenizer
+from dlc.train.tokens import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 BYTE_ROWS_MAX = 1024
 """No model of bytes has a vocabulary that is larger."""
+SAME_WORDS_MIN = 0.9
+"""Of the smaller one's tokens: some may have been added to a model's tokenizer, or taken from it."""
 LOOKED_AT = 8
 """Tokens of which the first half is to be the same, whatever the second is."""
 FROM_LATER_MAX = 1e-4
@@ -103,17 +105,44 @@ def _check_rows(rows: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_own_tokenizer(spec: RunSpec, model: nn.Module) -> None:
-    """ConfigError: raw bytes for a model that was trained with a tokenizer, whose ids mean something else to it."""
+def check_own_tokenizer(spec: RunSpec, model: nn.Module, tokenizer: Tokenizer) -> None:
+    """ConfigError: raw bytes for a model that was trained with a tokenizer, whose ids mean something else to it. Of
+    another tokenizer than its own the log tells."""
     what = spec.model
-    if what.kind == "config" or not what.pretrained or spec.data.tokenizer != BYTES:
+    if what.kind == "config" or not what.pretrained:
         return
     name = what.path or what.name
+    if tokenizer.name != BYTES:
+        if what.kind == "path" and has_tokenizer(Path(name)):
+            tell_other_words(name, name, tokenizer)
+        return
     rows = vocab_of(model)
     if (what.kind == "path" and has_tokenizer(Path(name))) or (rows is not None and rows > BYTE_ROWS_MAX):
         raise ConfigError(
             f"the model {name} was trained with a tokenizer, and data.tokenizer is {BYTES!r}: set data.tokenizer = "
             f"{name!r}, or model.pretrained = false to begin from random weights"
+        )
+
+
+def tell_other_words(model: str, own: str, tokenizer: Tokenizer) -> None:
+    """Tell where ids mean something else to a model, as `own` has them, the name of its tokenizer on this host."""
+    if own == tokenizer.name:
+        return
+    try:
+        known = load_tokenizer(own)
+    except DataError as error:
+        log.debug("the tokenizer is not compared with that of the model: %s", error)
+        return
+    same = len(known.words.items() & tokenizer.words.items())
+    if same < SAME_WORDS_MIN * min(len(known.words), len(tokenizer.words)):
+        log.warning(
+            "the model %s was trained with other ids than those of the tokenizer %s: %d of its %d tokens are the same. "
+            "Its weights are of little use so: take the tokenizer that belongs to it, %s",
+            model,
+            tokenizer.name,
+            same,
+            len(known.words),
+            own,
         )
 
 

@@ -145,13 +145,6 @@ class Files:
             yield from cut(f"{name}/{number}", text)
 
 
-def demand_text(place: Place) -> None:
-    """DataError: there are no such files, what is said of them is wrong, or they hold no text, as far as that shows
-    where they are read until some is found."""
-    if not any(piece.text for piece in Files(place).pieces()):
-        raise DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
-
-
 def check_used(place: Place, paths: list[Path]) -> None:
     """DataError: something is said of these files that they do not have."""
     if place.split != Place.split:
@@ -264,11 +257,11 @@ def _check_text(path: Path) -> None:
         if begins.startswith(mark):
             raise DataError(f"the data source {path} is {what}")
     if b"\0" in begins:
-        _tell_once(f"{path} holds zero bytes, as no text does; it is taken as it is", logging.WARNING)
+        tell_once(f"{path} holds zero bytes, as no text does; it is taken as it is", logging.WARNING)
         return
     characters = begins.decode("utf-8", errors="replace")
     if (share := characters.count("\ufffd") / max(1, len(characters))) > NO_UTF8_SHARE_MAX:
-        _tell_once(
+        tell_once(
             f"{path} is hardly text: {share:.0%} of its beginning is no UTF-8. It is taken as it is: convert it to "
             "UTF-8 if it is text, and unpack or remove it if it is none",
             logging.WARNING,
@@ -288,11 +281,11 @@ class _LeftOut:
         if self.suffixes:
             which = ", ".join(f"{suffix} {count}" for suffix, count in self.suffixes.most_common(SUFFIXES_TOLD))
             count = self.suffixes.total()
-            _tell_once(f"{count} files of {root} with other suffixes are left out ({which})", logging.INFO)
+            tell_once(f"{count} files of {root} with other suffixes are left out ({which})", logging.INFO)
         if self.linked:
             which = ", ".join(sorted(self.linked)[:SUFFIXES_TOLD])
             what = f"{len(self.linked)} linked folders of {root} are left out ({which}): copy or mount them"
-            _tell_once(what, logging.WARNING)
+            tell_once(what, logging.WARNING)
 
 
 def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> tuple[list[tuple[str, Path]], _LeftOut]:
@@ -412,7 +405,7 @@ def hash_file(hasher: blake3, path: Path) -> None:
 
 
 @functools.cache
-def _tell_once(what: str, level: int) -> None:
+def tell_once(what: str, level: int) -> None:
     """A folder is listed to check it, and to read it."""
     log.log(level, "%s", what)
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dlc.errors import DataError
 from dlc.train.datasets_io import Stream
-from dlc.train.packing import SLICE_BYTES, is_validation, slices
+from dlc.train.packing import SLICE_BYTES, is_validation, slices, tell_of_unfit
 from dlc.train.sources import Piece, cut, line_text, text_of
 from dlc.train.tokens import Ids, Tokenizer
 
@@ -95,10 +95,15 @@ class StreamSource:
         ]
 
     def _check_shards(self) -> None:
-        """DataError: there is nothing to train on in some, which would end all trainers when they get there."""
+        """DataError: there is nothing to train on in some, which would end all trainers when they get there. Where the
+        tokenizer does not fit what is held out first, the log says so."""
+        before = self.tokenizer.unknown
         barren = [s for s, held in enumerate(self._held) if not held.any_to_train()]
         if barren:
             raise _barren(self._stream, barren)
+        self._held_blocks(1)
+        tokens, text_bytes = sum(held.tokens for held in self._held), sum(held.text_bytes for held in self._held)
+        tell_of_unfit(self.tokenizer, self.tokenizer.unknown - before, tokens, text_bytes)
 
     @property
     def bytes_per_token(self) -> float:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +37,12 @@ class Tokenizer(Protocol):
     """Equal where equal text gives equal ids."""
     end: int
     """Id that ends a document."""
+    words: Mapping[str, int]
+    """Tokens, and their ids."""
     replaced: int
     """Documents so far that held bytes which are no UTF-8; pieces of one follow each other."""
+    unknown: int
+    """Tokens so far that stand for text which the tokenizer does not know."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -59,12 +63,19 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == BYTES else HubTokenizer(name)
 
 
+def is_here(name: str) -> bool:
+    """Whether the tokenizer of that name need not be fetched."""
+    return name == BYTES or not HUB_NAME.fullmatch(name) or Path(name).is_dir()
+
+
 class ByteTokenizer:
     """One token per byte."""
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.identity, self.replaced = BYTES, BYTE_VALUES, BYTES.encode(), 0
+        self.unknown = 0
         self.end = SEPARATOR[0]
+        self.words: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(BYTE_VALUES)}
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
@@ -86,11 +97,17 @@ class HubTokenizer:
         if self._inner.eos_token_id is None:
             raise DataError(f"the tokenizer {name} has no EOS token, which ends a document; set eos_token and save it")
         self.end = int(self._inner.eos_token_id)
-        self.vocab_size = max(self._inner.get_vocab().values()) + 1
+        self.words: Mapping[str, int] = self._inner.get_vocab()
+        self.vocab_size = max(self.words.values()) + 1
         wide = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self.dtype: np.dtype[Any] = np.dtype(wide)
-        self.identity = blake3(f"{self.end}\0{self._inner.backend_tokenizer.to_str()}".encode()).digest()
-        self.replaced = 0
+        told = f"{self.end}\0{self._inner.backend_tokenizer.to_str()}"
+        if getattr(self._inner, "split_special_tokens", False):
+            told += "\0split"  # which stands in tokenizer_config.json alone
+        self.identity = blake3(told.encode()).digest()
+        self.replaced = self.unknown = 0
+        unk = self._inner.unk_token_id
+        self._unk = None if unk == self.end else unk
         self._counted = False
         """In the document whose pieces are given now."""
 
@@ -100,6 +117,8 @@ class HubTokenizer:
             return []  # transformers has no answer to that
         texts = [self._text(piece) for piece in pieces]
         found = self._inner(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if self._unk is not None:
+            self.unknown += sum(ids.count(self._unk) for ids in found)
         ends = [[self.end] if piece.last else [] for piece in pieces]
         return [np.array(ids + end, self.dtype) for ids, end in zip(found, ends, strict=True)]
 

@@ -128,7 +128,7 @@ class Trainer:
         self._engine = Engine(spec, pick_device(device)) if site is None else SiteEngine(spec, site, peer.id)
         self.device, self.model, view = self._engine.device, self._engine.model, self._engine.view
         tokenizer = load_tokenizer(spec.data.tokenizer)
-        check_own_tokenizer(spec, self.model)
+        check_own_tokenizer(spec, self.model, tokenizer)
         check_vocabulary(self.model, tokenizer)  # before the text is tokenised, which may take long
         self._source = open_blocks(spec, tokenizer, cache or folder / TOKENS)
         self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)
