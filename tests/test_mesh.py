@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +203,49 @@ def test_what_a_callback_of_a_group_raises_ends_no_peer(
         with pytest.raises(RoundTimeout, match="of the user's own") as caught:
             dlc.Group(peer, "nobody", expected=raising, matchmaking_s=MEET_S).all_reduce(torch.ones(3))
         assert isinstance(caught.value.__cause__, kind) and peer.members()
+
+
+def test_a_callback_on_the_drivers_thread_that_would_wait_for_others_is_refused() -> None:
+    """It waited for what only its own thread could bring: for ever, and with it everybody who used the peer."""
+    waits, said = list[Callable[[], object]](), queue.SimpleQueue[str]()
+
+    def refused(*_: object) -> None:
+        while waits:
+            try:
+                waits.pop()()
+            except UsageError as error:
+                said.put(str(error))
+
+    with dlc.Peer.join(log=False, on_event=refused) as peer:
+        gossip, moshpit, client, x = (
+            dlc.Gossip(peer),
+            dlc.Moshpit(peer),
+            dlc.ServerClient(peer, torch.ones(64)),
+            torch.ones(4),
+        )
+        group = dlc.Group(peer, "inside", min_size=1, matchmaking_s=0.5)
+        call = dlc.Group(peer, "on its way", target_size=2, matchmaking_s=MEET_S).all_reduce(x, async_op=True)
+        of_group: list[Callable[[], object]] = [
+            lambda: group.all_reduce(x, timeout_s=1.0),
+            lambda: call.wait(1.0),
+            lambda: gossip.step(x, wait_s=0.0),
+            lambda: moshpit.step(x, timeout_s=1.0),
+            lambda: moshpit.average(x, timeout_s=1.0),
+            lambda: client.exchange(timeout_s=1.0),
+            lambda: client.wait(1.0),
+            lambda: client.poll(1.0),
+        ]
+        waits += of_group
+        with dlc.Peer.join([peer.address], log=False):
+            for _ in of_group:
+                assert "cannot wait for the other peers" in said.get(timeout=MEET_S)
+        waits += of_group[:2]
+        formed = dlc.Group(peer, "formed", min_size=1, matchmaking_s=0.5, formed=refused)
+        assert formed.all_reduce(x, timeout_s=LONG_S).complete
+        for _ in range(2):
+            assert "of a group" in said.get(timeout=MEET_S)
+        call.cancel()
+        assert group.all_reduce(x, timeout_s=LONG_S).complete, "nothing was offered"
 
 
 def test_an_endless_time_limit_is_none() -> None:

@@ -120,6 +120,7 @@ class Gossip:
         """
         if self._closed:
             raise UsageError(f"the gossip {self.name!r} is closed, and its mass is gone: make another dlc.Gossip")
+        self._mesh.check_may_wait()
         began, wait_s, keep_s = clock(), seconds("wait_s", wait_s), seconds("keep_s", keep_s)
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):

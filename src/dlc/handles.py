@@ -81,8 +81,9 @@ def outer_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
 class Pending(Unpicklable):
     """A contribution on its way: done when a round of its channel was committed, with or without it."""
 
-    def __init__(self, channel: str) -> None:
-        self.channel = channel
+    def __init__(self, channel: str, check_may_wait: Callable[[], None]) -> None:
+        """`check_may_wait`: raises where a wait could have no end."""
+        self.channel, self._check_may_wait = channel, check_may_wait
         self.report: RoundReport | None = None
         self.counted = False
         self.included: tuple[bool, ...] = ()
@@ -103,10 +104,13 @@ class Pending(Unpicklable):
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         """The round's report; None if it was dropped: this peer's state was replaced, or its samples went to others.
 
-        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left, UsageError in a forked child.
+        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left, UsageError in a forked child, and in a
+        callback of `on_event` where it is not done.
         """
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
+        if not self.done:
+            self._check_may_wait()
         if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             within_s = round(timeout_s or 0.0, 1) or timeout_s
             raise RoundTimeout(f"no round of {self.channel!r} was committed within {within_s:g} s")

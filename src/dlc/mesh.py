@@ -96,6 +96,8 @@ class GroupCall(Unpicklable):
             raise UsageError(FORKED)
         if timeout_s is not None:
             timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
+        if not self.done:
+            self._mesh.check_may_wait()
         if not self._over.wait(timeout_s):
             others = ", ".join(peer[:8] for peer in self.members if peer != self._peer)
             how_far = f"it averages with {others}" if others else "too few have come to form it yet"
@@ -328,6 +330,8 @@ class Group:
         async_op:    return a `GroupCall` at once.
         """
         many = writable_tensors(tensors)
+        if not async_op:
+            self.peer.mesh.check_may_wait()
         numel = sum(t.numel() for t in many)
         vector = flatten_tensors(many, vectors.recycled(numel)) if contributes else None
         handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)

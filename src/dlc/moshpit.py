@@ -165,6 +165,7 @@ class Moshpit:
         """The tensors, all of them as one vector, and the weight; UsageError where they cannot be averaged."""
         if self._closed:
             raise UsageError(f"the Moshpit {self.name!r} is closed: make another dlc.Moshpit")
+        self._mesh.check_may_wait()
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("averaging needs at least one element")

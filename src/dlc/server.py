@@ -221,6 +221,7 @@ class ServerClient:
         """
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)
+        self._served.check_may_wait()
         try:
             self.begin(vector, weight=weight)
             return self.wait(timeout_s)
@@ -254,6 +255,8 @@ class ServerClient:
         """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
         if timeout_s is not None:
             timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
+        if not self.done:
+            self._served.check_may_wait()
         with self._changed:
             self._changed.wait_for(lambda: self.done, timeout_s)
         if self._over is None:
@@ -281,6 +284,8 @@ class ServerClient:
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
+        if not self.done:
+            self._served.check_may_wait()
         with self._changed:
             return self._changed.wait_for(lambda: self.done, min(timeout_s, threading.TIMEOUT_MAX))
 
