@@ -282,6 +282,17 @@ def test_what_interrupts_the_call_of_a_group_gives_it_up(monkeypatch: pytest.Mon
                     call()
 
 
+def test_an_exchange_that_has_begun_is_given_up_a_while_after_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.mesh.STOP_S", 0.2)
+    with late_for_its_partner(LONG_S) as (owner, late):
+        groups = [dlc.Group(peer, "g", target_size=2, matchmaking_s=MEET_S) for peer in (owner, late)]
+        calls = [group.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * LONG_S) for group in groups]
+        calls[0].stopping = lambda: True
+        wait_until(lambda: calls[0].members, LONG_S)
+        with pytest.raises(RoundTimeout, match="given up"):
+            calls[0].wait()
+
+
 def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
     with swarm(4, log=False) as peers, ThreadPoolExecutor(4) as pool:
         know_each_other(peers)
@@ -552,8 +563,9 @@ def scripted(
     pit = object.__new__(dlc.Moshpit)
     pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
-    pit._course, pit._closed = course, False  # type: ignore[assignment]
+    pit._course, pit._closed, pit.stopping = course, False, None  # type: ignore[assignment]
     pit._places = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
+    pit._mesh = SimpleNamespace(check_may_wait=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
     monkeypatch.setattr("dlc.moshpit.GroupCall", Met)
     monkeypatch.setattr(pit, "_leg", lambda: legs[len(made)])

@@ -9,6 +9,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -44,6 +45,8 @@ Formed = Callable[[tuple[str, ...]], None]
 
 EXCHANGE_S_MIN = 2.0
 """An exchange has at least this long, however little a time limit leaves of it."""
+STOP_LOOK_S, STOP_S = 0.1, 5.0
+"""Between two looks at `GroupCall.stopping`; and how long an exchange that has begun goes on after it."""
 
 
 class GroupCall(Unpicklable):
@@ -59,6 +62,8 @@ class GroupCall(Unpicklable):
         self._outcome: Outcome | None = None
         self._report: GroupReport | None = None
         self._error: DlcError | None = None
+        self.stopping: Callable[[], bool] | None = None
+        """Looked at by `wait`: from true on the call is given up, at once while it waits for others to come."""
         self.members: tuple[str, ...] = ()
         """Peer ids of the group, once it is formed."""
         self._mesh.act(self._meet)
@@ -98,7 +103,7 @@ class GroupCall(Unpicklable):
             timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if not self.done:
             self._mesh.check_may_wait()
-        if not self._over.wait(timeout_s):
+        if not self._comes(timeout_s):
             others = ", ".join(peer[:8] for peer in self.members if peer != self._peer)
             how_far = f"it averages with {others}" if others else "too few have come to form it yet"
             raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s: {how_far}")
@@ -110,6 +115,20 @@ class GroupCall(Unpicklable):
                 unflatten_into(self._call.out, self._tensors)
             self._report = self._made(self._outcome)
         return self._report
+
+    def _comes(self, timeout_s: float | None) -> bool:
+        """Whether it is over within that time."""
+        if self.stopping is None:
+            return self._over.wait(timeout_s)
+        end, stop_at = math.inf if timeout_s is None else clock() + timeout_s, math.inf
+        while not self._over.wait(min(STOP_LOOK_S, max(0.0, end - clock()))):
+            if (now := clock()) >= end:
+                return False
+            if self.stopping():
+                stop_at = min(stop_at, now + STOP_S) if self.members else now
+                if now >= stop_at:
+                    self.cancel()
+        return True
 
     def cancel(self) -> None:
         """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""

@@ -74,6 +74,8 @@ class Moshpit:
         matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s, PATIENCE_S_MAX)
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
+        self.stopping: Callable[[], bool] | None = None
+        """As of `dlc.mesh.GroupCall`, for each round."""
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
         self._mesh = peer.mesh
         self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
@@ -200,6 +202,7 @@ class Moshpit:
     def _meet(self, call: Call, told: _Told, formed: Formed | None = None) -> _Met | None:
         """One round; None: it did not come to be, as the others are in later ones."""
         handle = GroupCall(self.peer, call.key, call, [], formed)
+        handle.stopping = self.stopping
         report = None
         try:
             report = handle.wait()
