@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dlc
-from dlc.comm.calls import Call
+from dlc.comm.calls import MISFIT, Call
 from dlc.comm.cells import grid_of
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
@@ -548,7 +548,7 @@ def scripted(
     class Met:
         def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
             self.call, self.group, self.members, self.waited_s = call, f"group of {key}", members[len(made)], 0.0
-            self.without_mine = frozenset[int]()
+            self.without_mine, self.misfits = frozenset[int](), frozenset[str]()
             made.append(call)
 
         def wait(self) -> SimpleNamespace:
@@ -655,6 +655,42 @@ def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:
         two = list(pool.map(lambda pit: pit.step(torch.ones(4)), pits[1:]))
         assert [report.absent for report in two] == [{peers[0].id: "had gone on to a later round"}] * 2
         assert all(len(report.rounds[0].contributors) == 2 for report in two)
+
+
+def test_who_came_with_other_tensors_is_not_told_as_one_who_did_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    """A swarm in which one model differs averaged without it, and nothing said why."""
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        other = peers[1].id
+        pits = [dlc.Moshpit(p, dims=1, matchmaking_s=s) for p, s in zip(peers, (1.0, MEET_S), strict=True)]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in peers), LONG_S)
+
+        def waits(mesh: Mesh, _: float) -> bool:
+            keys = mesh.board.keys("meet/moshpit/")
+            return any(posted.author.peer == other for key in keys for posted in mesh.board.get(key).values())
+
+        averages = pool.submit(pits[1].average, torch.ones(5))
+        wait_until(lambda: peers[0].mesh.ask(waits), LONG_S)
+        x = torch.zeros(4)
+        assert pits[0].average(x).absent == {other: MISFIT} and not x.any()
+        assert f"averages without {other[:8]}, who {MISFIT}" in caplog.text
+        peers[1].leave()
+        with pytest.raises(SwarmClosed):
+            averages.result(LONG_S)
+
+
+def test_a_step_tells_of_other_tensors_too() -> None:
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        pits = [dlc.Moshpit(p, dims=1, matchmaking_s=s) for p, s in zip(peers, (1.0, MEET_S), strict=True)]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in peers), LONG_S)
+        key = "meet/moshpit/moshpit#r0.0/"
+        steps = pool.submit(pits[1].step, torch.ones(5))
+        wait_until(lambda: peers[0].mesh.ask(lambda mesh, now: mesh.board.get(key)), LONG_S)
+        assert pits[0].step(torch.zeros(4)).absent == {peers[1].id: MISFIT}
+        peers[1].leave()
+        with pytest.raises(SwarmClosed):
+            steps.result(LONG_S)
 
 
 def test_time_in_which_there_were_too_few_for_the_grid_is_no_phase_of_training() -> None:

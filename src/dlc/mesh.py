@@ -22,7 +22,7 @@ from torch import Tensor
 from dlc.arguments import above_zero_s, instance, joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
-from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
+from dlc.comm.calls import MISFIT, Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -66,6 +66,8 @@ class GroupCall(Unpicklable):
         """Looked at by `wait`: from true on the call is given up, at once while it waits for others to come."""
         self.members: tuple[str, ...] = ()
         """Peer ids of the group, once it is formed."""
+        self.misfits: frozenset[str] = frozenset()
+        """Peer ids of those who came with another number of elements, or another codec, and so are not in it."""
         self._mesh.act(self._meet)
 
     def _meet(self, mesh: Mesh, now: float) -> list[Effect]:
@@ -162,7 +164,10 @@ class GroupCall(Unpicklable):
         """On the driver thread."""
         key = self._call.key
         if isinstance(news, GroupFormed) and news.key == key:
-            self._began, self.members = clock(), news.peers
+            self._began, self.misfits, self.members = clock(), news.misfits, news.peers
+            if news.misfits:
+                others = ", ".join(sorted(peer[:8] for peer in news.misfits))
+                log.warning("the group %r averages without %s, who %s", self._name, others, MISFIT)
             formed = self._formed
             if formed is not None:
                 try:

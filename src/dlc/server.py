@@ -40,6 +40,7 @@ from dlc.comm.spans import Spans
 from dlc.comm.spanstate import Optimizer
 from dlc.comm.wire import pack, unpack
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.flat import check_writable
 from dlc.peer import Peer
 from dlc.report import Missing, Reason, RoundReport, Share
 from dlc.runspec import OuterSpec
@@ -300,7 +301,9 @@ class ServerClient:
         if not isinstance(out, Tensor) or out.dtype is not torch.float32 or out.shape != (self.numel,):
             what = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UsageError(f"the parameters are float32 ({self.numel},), and cannot be read into {what}")
-        return self._served.ask(lambda client, now: out.copy_(client.theta))
+        check_writable(out)
+        self._served.ask(lambda client, now: out.detach().copy_(client.theta))
+        return out
 
     def history(self) -> bytes:
         """What the parameters that were pulled last are part of: to be kept with them, for a client that begins so."""
