@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import dlc
-from dlc.comm.calls import Call
+from dlc.comm.calls import MISFIT, Call
 from dlc.comm.cells import grid_of
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
@@ -204,6 +205,49 @@ def test_what_a_callback_of_a_group_raises_ends_no_peer(
         assert isinstance(caught.value.__cause__, kind) and peer.members()
 
 
+def test_a_callback_on_the_drivers_thread_that_would_wait_for_others_is_refused() -> None:
+    """It waited for what only its own thread could bring: for ever, and with it everybody who used the peer."""
+    waits, said = list[Callable[[], object]](), queue.SimpleQueue[str]()
+
+    def refused(*_: object) -> None:
+        while waits:
+            try:
+                waits.pop()()
+            except UsageError as error:
+                said.put(str(error))
+
+    with dlc.Peer.join(log=False, on_event=refused) as peer:
+        gossip, moshpit, client, x = (
+            dlc.Gossip(peer),
+            dlc.Moshpit(peer),
+            dlc.ServerClient(peer, torch.ones(64)),
+            torch.ones(4),
+        )
+        group = dlc.Group(peer, "inside", min_size=1, matchmaking_s=0.5)
+        call = dlc.Group(peer, "on its way", target_size=2, matchmaking_s=MEET_S).all_reduce(x, async_op=True)
+        of_group: list[Callable[[], object]] = [
+            lambda: group.all_reduce(x, timeout_s=1.0),
+            lambda: call.wait(1.0),
+            lambda: gossip.step(x, wait_s=0.0),
+            lambda: moshpit.step(x, timeout_s=1.0),
+            lambda: moshpit.average(x, timeout_s=1.0),
+            lambda: client.exchange(timeout_s=1.0),
+            lambda: client.wait(1.0),
+            lambda: client.poll(1.0),
+        ]
+        waits += of_group
+        with dlc.Peer.join([peer.address], log=False):
+            for _ in of_group:
+                assert "cannot wait for the other peers" in said.get(timeout=MEET_S)
+        waits += of_group[:2]
+        formed = dlc.Group(peer, "formed", min_size=1, matchmaking_s=0.5, formed=refused)
+        assert formed.all_reduce(x, timeout_s=LONG_S).complete
+        for _ in range(2):
+            assert "of a group" in said.get(timeout=MEET_S)
+        call.cancel()
+        assert group.all_reduce(x, timeout_s=LONG_S).complete, "nothing was offered"
+
+
 def test_an_endless_time_limit_is_none() -> None:
     with swarm(1, log=False) as (peer,), ThreadPoolExecutor(1) as pool:
         call = dlc.Group(peer, "alone", matchmaking_s=LONG_S).all_reduce(torch.ones(3), async_op=True)
@@ -236,6 +280,17 @@ def test_what_interrupts_the_call_of_a_group_gives_it_up(monkeypatch: pytest.Mon
                 monkeypatch.setattr(GroupCall, "wait", interrupted)
                 with pytest.raises(Alarm):
                     call()
+
+
+def test_an_exchange_that_has_begun_is_given_up_a_while_after_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.mesh.STOP_S", 0.2)
+    with late_for_its_partner(LONG_S) as (owner, late):
+        groups = [dlc.Group(peer, "g", target_size=2, matchmaking_s=MEET_S) for peer in (owner, late)]
+        calls = [group.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * LONG_S) for group in groups]
+        calls[0].stopping = lambda: True
+        wait_until(lambda: calls[0].members, LONG_S)
+        with pytest.raises(RoundTimeout, match="given up"):
+            calls[0].wait()
 
 
 def test_gossip_of_pairs_comes_to_the_mean_and_tells_the_distance() -> None:
@@ -493,7 +548,7 @@ def scripted(
     class Met:
         def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
             self.call, self.group, self.members, self.waited_s = call, f"group of {key}", members[len(made)], 0.0
-            self.without_mine = frozenset[int]()
+            self.without_mine, self.misfits = frozenset[int](), frozenset[str]()
             made.append(call)
 
         def wait(self) -> SimpleNamespace:
@@ -508,8 +563,9 @@ def scripted(
     pit = object.__new__(dlc.Moshpit)
     pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
-    pit._course, pit._closed = course, False  # type: ignore[assignment]
+    pit._course, pit._closed, pit.stopping = course, False, None  # type: ignore[assignment]
     pit._places = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
+    pit._mesh = SimpleNamespace(check_may_wait=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
     monkeypatch.setattr("dlc.moshpit.GroupCall", Met)
     monkeypatch.setattr(pit, "_leg", lambda: legs[len(made)])
@@ -599,6 +655,42 @@ def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:
         two = list(pool.map(lambda pit: pit.step(torch.ones(4)), pits[1:]))
         assert [report.absent for report in two] == [{peers[0].id: "had gone on to a later round"}] * 2
         assert all(len(report.rounds[0].contributors) == 2 for report in two)
+
+
+def test_who_came_with_other_tensors_is_not_told_as_one_who_did_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    """A swarm in which one model differs averaged without it, and nothing said why."""
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        other = peers[1].id
+        pits = [dlc.Moshpit(p, dims=1, matchmaking_s=s) for p, s in zip(peers, (1.0, MEET_S), strict=True)]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in peers), LONG_S)
+
+        def waits(mesh: Mesh, _: float) -> bool:
+            keys = mesh.board.keys("meet/moshpit/")
+            return any(posted.author.peer == other for key in keys for posted in mesh.board.get(key).values())
+
+        averages = pool.submit(pits[1].average, torch.ones(5))
+        wait_until(lambda: peers[0].mesh.ask(waits), LONG_S)
+        x = torch.zeros(4)
+        assert pits[0].average(x).absent == {other: MISFIT} and not x.any()
+        assert f"averages without {other[:8]}, who {MISFIT}" in caplog.text
+        peers[1].leave()
+        with pytest.raises(SwarmClosed):
+            averages.result(LONG_S)
+
+
+def test_a_step_tells_of_other_tensors_too() -> None:
+    with swarm(2, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        know_each_other(peers)
+        pits = [dlc.Moshpit(p, dims=1, matchmaking_s=s) for p, s in zip(peers, (1.0, MEET_S), strict=True)]
+        wait_until(lambda: all(shown(p, "moshpit/moshpit") == 2 for p in peers), LONG_S)
+        key = "meet/moshpit/moshpit#r0.0/"
+        steps = pool.submit(pits[1].step, torch.ones(5))
+        wait_until(lambda: peers[0].mesh.ask(lambda mesh, now: mesh.board.get(key)), LONG_S)
+        assert pits[0].step(torch.zeros(4)).absent == {peers[1].id: MISFIT}
+        peers[1].leave()
+        with pytest.raises(SwarmClosed):
+            steps.result(LONG_S)
 
 
 def test_time_in_which_there_were_too_few_for_the_grid_is_no_phase_of_training() -> None:

@@ -32,7 +32,7 @@ from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
 from dlc.mesh import Group
-from dlc.peer import Member, Peer, Pending, status
+from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
@@ -741,6 +741,26 @@ def test_a_callback_on_the_drivers_thread_that_would_wait_for_others_is_refused(
         assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).complete
         assert said.get(timeout=ROUND_S) == peer.id
         assert peer.all_reduce(torch.ones(4), name="inside", timeout_s=ROUND_S).complete, "nothing was offered"
+
+
+def test_a_callback_on_the_drivers_thread_cannot_wait_for_a_handle_either() -> None:
+    """Without a time limit that was for ever, for everybody who used the peer."""
+    handles, said = list[Reduction](), queue.SimpleQueue[object]()
+
+    def call(event: object) -> None:
+        if handles and isinstance(event, RoundDone) and event.report.channel == "other":
+            try:
+                said.put(handles[0].wait(0.1))
+            except (UsageError, RoundTimeout) as error:
+                said.put(error)
+
+    with Peer.join(on_event=call) as peer, Peer.join([peer.address]) as other:
+        handles.append(peer.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * JOIN_S))
+        together([peer, other], lambda p, i: p.all_reduce(torch.ones(4), name="other", timeout_s=JOIN_S))
+        refused = said.get(timeout=JOIN_S)
+        assert isinstance(refused, UsageError) and "use on_member_change" in str(refused)
+        assert other.all_reduce(torch.ones(4), timeout_s=JOIN_S).complete
+        assert handles[0].wait(JOIN_S).complete
 
 
 def test_a_channel_that_was_not_opened_is_named() -> None:

@@ -49,6 +49,7 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
             ("vector is list: give what is pushed", lambda: a.exchange([0.0])),  # type: ignore[arg-type]
             ("timeout_s is 'soon'", lambda: a.exchange(timeout_s="soon")),  # type: ignore[arg-type]
             ("cannot be read into torch.float32 \\(3,\\)", lambda: a.read(torch.empty(3))),
+            ("its elements share memory", lambda: a.read(torch.empty(1).expand(numel))),
             ("cannot be read into list", lambda: a.read([])),  # type: ignore[arg-type]
         )
         for why, call in wrong:
@@ -71,7 +72,7 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
                 pushes = [pool.submit(c.exchange, torch.full((numel,), -1.0), weight=w, timeout_s=DEADLINE_S)
                           for c, w in ((a, 1.0), (b, 3.0))]  # fmt: skip
                 reports = [push.result() for push in pushes]
-            assert torch.equal(a.read(torch.empty(numel)), began[0] + 1)
+            assert torch.equal(a.read(torch.empty(numel, requires_grad=True)), began[0] + 1)
             assert torch.equal(b.read(torch.empty(numel)), began[0] + 1)
             for report in reports:
                 assert report.counted == 1.0 and report.step == 1 and not report.missing

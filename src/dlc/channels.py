@@ -278,7 +278,7 @@ class Channels(ABC):
             raise UsageError("a contribution must be a contiguous float32 vector on the CPU")
         if filling is not None and filling.numel != vector.numel():
             raise UsageError(f"a filling of {filling.numel} elements for a vector of {vector.numel()}")
-        pending = Pending(channel)
+        pending = Pending(channel, self._check_may_wait)
         weight, norm = float(weight), float(norm)  # an int has other bytes, and so an entry of another hash
 
         def act(node: Node, now: float) -> list[Effect]:

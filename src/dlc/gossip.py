@@ -85,6 +85,8 @@ class Gossip:
         """Of push-sum, that this peer holds now."""
         self.t, self.t_max = 0, T_MAX
         """The step that was made last; and the last that there can be: who tells of one after it is not followed."""
+        self.stopping: Callable[[], bool] | None = None
+        """Looked at while a step waits: from true on it waits no longer."""
         self._key = f"gossip/{name}"
         self._mesh = peer.mesh
         self._machine: Machine | None = None
@@ -120,6 +122,7 @@ class Gossip:
         """
         if self._closed:
             raise UsageError(f"the gossip {self.name!r} is closed, and its mass is gone: make another dlc.Gossip")
+        self._mesh.check_may_wait()
         began, wait_s, keep_s = clock(), seconds("wait_s", wait_s), seconds("keep_s", keep_s)
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
@@ -260,7 +263,7 @@ class Gossip:
                 )
             )
 
-        while self._error is None and clock() < end and waiting():
+        while self._error is None and clock() < end and not (self.stopping and self.stopping()) and waiting():
             self._news.wait(min(0.25, max(0.0, end - clock())))
             self._news.clear()
 

@@ -85,8 +85,9 @@ def no_round(channel: str, within_s: float, why: str = "") -> RoundTimeout:
 class Pending(Unpicklable):
     """A contribution on its way: done when a round of its channel was committed, with or without it."""
 
-    def __init__(self, channel: str) -> None:
-        self.channel = channel
+    def __init__(self, channel: str, check_may_wait: Callable[[], None]) -> None:
+        """`check_may_wait`: raises where a wait could have no end."""
+        self.channel, self._check_may_wait = channel, check_may_wait
         self.report: RoundReport | None = None
         self.counted = False
         self.included: tuple[bool, ...] = ()
@@ -107,10 +108,13 @@ class Pending(Unpicklable):
     def wait(self, timeout_s: float | None = None) -> RoundReport | None:
         """The round's report; None if it was dropped: this peer's state was replaced, or its samples went to others.
 
-        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left, UsageError in a forked child.
+        Raises RoundTimeout after `timeout_s`, SwarmClosed if the peer left, UsageError in a forked child, and in a
+        callback of `on_event` where it is not done.
         """
         if os.getpid() != self._pid:
             raise UsageError(FORKED)
+        if not self.done:
+            self._check_may_wait()
         if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise no_round(self.channel, timeout_s or 0.0)
         if self.error is not None:

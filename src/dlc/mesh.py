@@ -9,6 +9,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from dlc.arguments import above_zero_s, instance, joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
-from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
+from dlc.comm.calls import MISFIT, Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
 from dlc.comm.clock import clock
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -44,6 +45,8 @@ Formed = Callable[[tuple[str, ...]], None]
 
 EXCHANGE_S_MIN = 2.0
 """An exchange has at least this long, however little a time limit leaves of it."""
+STOP_LOOK_S, STOP_S = 0.1, 5.0
+"""Between two looks at `GroupCall.stopping`; and how long an exchange that has begun goes on after it."""
 
 
 class GroupCall(Unpicklable):
@@ -59,8 +62,12 @@ class GroupCall(Unpicklable):
         self._outcome: Outcome | None = None
         self._report: GroupReport | None = None
         self._error: DlcError | None = None
+        self.stopping: Callable[[], bool] | None = None
+        """Looked at by `wait`: from true on the call is given up, at once while it waits for others to come."""
         self.members: tuple[str, ...] = ()
         """Peer ids of the group, once it is formed."""
+        self.misfits: frozenset[str] = frozenset()
+        """Peer ids of those who came with another number of elements, or another codec, and so are not in it."""
         self._mesh.act(self._meet)
 
     def _meet(self, mesh: Mesh, now: float) -> list[Effect]:
@@ -96,7 +103,9 @@ class GroupCall(Unpicklable):
             raise UsageError(FORKED)
         if timeout_s is not None:
             timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
-        if not self._over.wait(timeout_s):
+        if not self.done:
+            self._mesh.check_may_wait()
+        if not self._comes(timeout_s):
             others = ", ".join(peer[:8] for peer in self.members if peer != self._peer)
             how_far = f"it averages with {others}" if others else "too few have come to form it yet"
             raise RoundTimeout(f"the group {self._name!r} is not done within {timeout_s:g} s: {how_far}")
@@ -108,6 +117,20 @@ class GroupCall(Unpicklable):
                 unflatten_into(self._call.out, self._tensors)
             self._report = self._made(self._outcome)
         return self._report
+
+    def _comes(self, timeout_s: float | None) -> bool:
+        """Whether it is over within that time."""
+        if self.stopping is None:
+            return self._over.wait(timeout_s)
+        end, stop_at = math.inf if timeout_s is None else clock() + timeout_s, math.inf
+        while not self._over.wait(min(STOP_LOOK_S, max(0.0, end - clock()))):
+            if (now := clock()) >= end:
+                return False
+            if self.stopping():
+                stop_at = min(stop_at, now + STOP_S) if self.members else now
+                if now >= stop_at:
+                    self.cancel()
+        return True
 
     def cancel(self) -> None:
         """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""
@@ -141,7 +164,10 @@ class GroupCall(Unpicklable):
         """On the driver thread."""
         key = self._call.key
         if isinstance(news, GroupFormed) and news.key == key:
-            self._began, self.members = clock(), news.peers
+            self._began, self.misfits, self.members = clock(), news.misfits, news.peers
+            if news.misfits:
+                others = ", ".join(sorted(peer[:8] for peer in news.misfits))
+                log.warning("the group %r averages without %s, who %s", self._name, others, MISFIT)
             formed = self._formed
             if formed is not None:
                 try:
@@ -328,6 +354,8 @@ class Group:
         async_op:    return a `GroupCall` at once.
         """
         many = writable_tensors(tensors)
+        if not async_op:
+            self.peer.mesh.check_may_wait()
         numel = sum(t.numel() for t in many)
         vector = flatten_tensors(many, vectors.recycled(numel)) if contributes else None
         handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)

@@ -20,7 +20,7 @@ from dlc.arguments import above_zero_s, joined, number, seconds, whole
 from dlc.collectives import refuse_sparse
 from dlc.comm import vectors
 from dlc.comm.board import TTL_S_MAX
-from dlc.comm.calls import Call, GoneOn
+from dlc.comm.calls import MISFIT, Call, GoneOn
 from dlc.comm.cells import Cells, grid_of, lines_of
 from dlc.comm.clock import clock
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -74,6 +74,8 @@ class Moshpit:
         matchmaking_s = above_zero_s("matchmaking_s", matchmaking_s, PATIENCE_S_MAX)
         refuse_sparse(codec)
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
+        self.stopping: Callable[[], bool] | None = None
+        """As of `dlc.mesh.GroupCall`, for each round."""
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
         self._mesh = peer.mesh
         self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
@@ -139,6 +141,8 @@ class Moshpit:
                 met = self._meet(call, told, partial(self._formed, turn, told))
             if met is None or not met.members:
                 told.absent = self._absent(turn, ())
+            if met is not None:
+                told.absent |= dict.fromkeys(met.misfits, MISFIT)
         finally:
             self._round = before
             self._places.trains(before, mates)
@@ -165,6 +169,7 @@ class Moshpit:
         """The tensors, all of them as one vector, and the weight; UsageError where they cannot be averaged."""
         if self._closed:
             raise UsageError(f"the Moshpit {self.name!r} is closed: make another dlc.Moshpit")
+        self._mesh.check_may_wait()
         many = writable_tensors(tensors)
         if not sum(t.numel() for t in many):
             raise UsageError("averaging needs at least one element")
@@ -199,6 +204,7 @@ class Moshpit:
     def _meet(self, call: Call, told: _Told, formed: Formed | None = None) -> _Met | None:
         """One round; None: it did not come to be, as the others are in later ones."""
         handle = GroupCall(self.peer, call.key, call, [], formed)
+        handle.stopping = self.stopping
         report = None
         try:
             report = handle.wait()
@@ -216,7 +222,7 @@ class Moshpit:
         if report is not None:
             told.rounds.append(report)
         assert call.out is not None
-        return _Met(report, call.out, handle.without_mine, handle.group, handle.members)
+        return _Met(report, call.out, handle.without_mine, handle.group, handle.members, handle.misfits)
 
     def _members(self, mesh: Mesh) -> list[PeerId]:
         up = mesh.ground.members.up
@@ -258,7 +264,7 @@ class Moshpit:
                 cycle = cycle if axes else -1
                 continue
             came |= {self.peer.id, *met.members}
-            told.absent |= dict.fromkeys(leg.peers, NOT_THERE)
+            told.absent |= dict.fromkeys(leg.peers, NOT_THERE) | dict.fromkeys(met.misfits, MISFIT)
             complete = unbroken and met.report is not None and met.report.complete and leg.whole(met.report.gathered)
             if met.report is not None:
                 z, weight, label = met.mean, met.report.weight, met.group
@@ -349,6 +355,7 @@ class _Met:
     """Chunks of it."""
     group: str
     members: tuple[PeerId, ...]
+    misfits: frozenset[PeerId]
 
 
 @dataclass

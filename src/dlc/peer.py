@@ -483,8 +483,8 @@ class Peer(Unpicklable, Collectives):
     def _check_may_wait(self) -> None:
         if self._driver.is_current:
             raise UsageError(
-                "a callback of on_event cannot wait for the other peers, as it runs on the thread that talks to them: "
-                "hand the event to a thread of yours, or use on_member_change, whose callbacks have one"
+                "a callback of on_event, or of a group, cannot wait for the other peers, as it runs on the thread that "
+                "talks to them: hand the call to a thread of yours, or use on_member_change, whose callbacks have one"
             )
 
     def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:

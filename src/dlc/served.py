@@ -42,6 +42,10 @@ class Served(Generic[S]):
         self._refuse_closed()
         self._peer._act(lambda node, now: node.serve(lambda: fn(self._service, now), now))
 
+    def check_may_wait(self) -> None:
+        """UsageError: this is the driver thread, on which all that is waited for would have to be done."""
+        self._peer._check_may_wait()
+
     def listen(self, listener: Callable[[ServiceNews], None]) -> None:
         """Called on the driver thread with everything that any service of this peer tells, `Stopped` at the end: it
         must be quick and must not raise."""

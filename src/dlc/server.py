@@ -40,6 +40,7 @@ from dlc.comm.spans import Spans
 from dlc.comm.spanstate import Optimizer
 from dlc.comm.wire import pack, unpack
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.flat import check_writable
 from dlc.peer import Peer
 from dlc.report import Missing, Reason, RoundReport, Share
 from dlc.runspec import OuterSpec
@@ -221,6 +222,7 @@ class ServerClient:
         """
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)
+        self._served.check_may_wait()
         try:
             self.begin(vector, weight=weight)
             return self.wait(timeout_s)
@@ -254,6 +256,8 @@ class ServerClient:
         """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
         if timeout_s is not None:
             timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
+        if not self.done:
+            self._served.check_may_wait()
         with self._changed:
             self._changed.wait_for(lambda: self.done, timeout_s)
         if self._over is None:
@@ -281,6 +285,8 @@ class ServerClient:
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
+        if not self.done:
+            self._served.check_may_wait()
         with self._changed:
             return self._changed.wait_for(lambda: self.done, min(timeout_s, threading.TIMEOUT_MAX))
 
@@ -295,7 +301,9 @@ class ServerClient:
         if not isinstance(out, Tensor) or out.dtype is not torch.float32 or out.shape != (self.numel,):
             what = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UsageError(f"the parameters are float32 ({self.numel},), and cannot be read into {what}")
-        return self._served.ask(lambda client, now: out.copy_(client.theta))
+        check_writable(out)
+        self._served.ask(lambda client, now: out.detach().copy_(client.theta))
+        return out
 
     def history(self) -> bytes:
         """What the parameters that were pulled last are part of: to be kept with them, for a client that begins so."""

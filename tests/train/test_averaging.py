@@ -122,6 +122,43 @@ def test_alone_it_is_the_inner_loop(tmp_path: Path, school: School, options: dic
     assert last < first
 
 
+@pytest.mark.parametrize("kind", ["average", "noloco", "moshpit"])
+def test_who_is_to_stop_waits_for_nobody(tmp_path: Path, school: School, kind: str) -> None:
+    """The first Ctrl-C was heard when `wait_s` was over."""
+    wait_s, update = 10 * DEADLINE_S, "noloco" if kind == "noloco" else "average"
+    moshpit: dict[str, Any] = {"strategy": "moshpit", "gossip": GossipSpec(), "moshpit": MoshpitSpec(2, wait_s=wait_s)}
+    spec = spec_in(
+        tmp_path, **(moshpit if kind == "moshpit" else {"gossip": GossipSpec("random-pairs", update, wait_s=wait_s)})
+    )
+    one = school.add(Pupil(spec, tmp_path / "0"))
+    two = school.add(Pupil(spec, tmp_path / "1", one.peer.address))
+    school.acquainted()
+    trains, waits, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def busy(event: Event) -> None:
+        if event["event"] == "step":
+            trains.set()
+            go_on.wait(DEADLINE_S)
+
+    two.on_event = busy
+    one.on_event = lambda event: waits.set() if event.get("phase") == "waiting" else None
+    slow = school.start(two)
+    assert trains.wait(DEADLINE_S)
+    stopped = school.start(one)
+    try:
+        assert waits.wait(DEADLINE_S)
+        one.stop.set()
+        wait_until(stopped.done, DEADLINE_S, "it ends without the other")
+    finally:
+        two.stop.set()
+        go_on.set()
+        one.peer.leave()
+    summary = stopped.result()
+    assert (summary.reason, summary.t, summary.saved) == ("interrupted", 1, True)
+    assert [event["partners"] for event in one.all("averaging")] == [[]]
+    slow.result(DEADLINE_S)
+
+
 @pytest.mark.parametrize("options", [PLAIN, NOLOCO, MOSHPIT], ids=["average", "noloco", "moshpit"])
 def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options: dict[str, Any]) -> None:
     spec = spec_in(tmp_path, **options)

@@ -185,9 +185,16 @@ def test_who_resumes_draws_on_where_it_was(
 def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(
     server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [100.0]
+
+    def in_vain(helpers: Helpers, timeout_s: float) -> bool:
+        now[0] += 7.0
+        return False
+
     monkeypatch.setattr(served, "STOP_S", 0.0)
+    monkeypatch.setattr(helpers, "poll", in_vain)
     helpers.deaf_from = 2
-    run = Run(FakePeer(server), tmp_path)
+    run = Run(FakePeer(server), tmp_path, clock=lambda: now[0])
     run.on_step = {H + 2: run.stop.set}
     summary = run.go()
     assert (summary.reason, summary.t, summary.setbacks.tokens_dropped) == (
@@ -195,6 +202,7 @@ def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(
         1,
         server.tokens_per_round // 2,
     )
+    assert summary.waited_s == 7.0, "a wait in vain is one, too"
     saved = saver.newest(tmp_path, server)
     assert saved is not None and torch.equal(run.params(), theta_of(saved.image))
 

@@ -365,6 +365,10 @@ def _allreduce(args: argparse.Namespace) -> int:
             f"--links tells the limit between all {len(peers)} hosts of --peers, and --n-peers is {args.n_peers}: list "
             "those that take part, or leave out --links"
         )
+    if args.local is None and (args.n_peers or len(peers)) < 2:
+        raise UsageError(
+            "one host is no all-reduce: list all in --peers, this one included, or say how many come by --n-peers"
+        )
     _check_place(args, key is not None)
     import torch  # takes seconds, so only now that the options are known to be right
 

@@ -43,6 +43,10 @@ class Call:
     gather: bytes = b""
 
 
+MISFIT = "would average another number of elements, or in another codec"
+"""Why somebody who came is in no group with me."""
+
+
 class GoneOn(Exception):
     """For `Call.expected` to raise: those whom it waits for are in a later group, and will not come."""
 
@@ -61,6 +65,8 @@ class MeetingFailed(ServiceNews):
 class GroupFormed(ServiceNews):
     key: str
     peers: tuple[PeerId, ...]
+    misfits: frozenset[PeerId] = frozenset()
+    """Who wanted to come, with another number of elements or another codec."""
 
 
 @dataclass

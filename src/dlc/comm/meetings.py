@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from dlc.comm.board import REPEAT_FIRST_S, TTL_S_MAX, Board
-from dlc.comm.calls import Call, GoneOn, GroupFormed, MeetingFailed
+from dlc.comm.calls import MISFIT, Call, GoneOn, GroupFormed, MeetingFailed
 from dlc.comm.crowd import AGAIN_S, ANSWER_S, GATHER_SHOWN_MAX, Crowd, answer_s, crowd_digest, crowd_nonce
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
@@ -301,7 +301,7 @@ class Meeting:
             why = "of those who came, all who contribute give weight 0"
         if self._misfits:
             names = ", ".join(sorted(peer[:8] for peer in self._misfits))
-            why += f"; {names} would average another number of elements, or in another codec"
+            why += f"; {names} {MISFIT}"
         self.ground.notify(MeetingFailed(self.call.key, why))
 
     def close(self) -> None:
@@ -516,7 +516,8 @@ class Meeting:
     def _start(self, leader: Voter, begin: Begin) -> None:
         self.over, self._state = True, None
         self.board.withdraw(BOARD_PREFIX + self.call.key)
-        self.ground.notify(GroupFormed(begin.key, tuple(seat.voter.peer for seat in begin.seats)))
+        members = tuple(seat.voter.peer for seat in begin.seats)
+        self.ground.notify(GroupFormed(begin.key, members, frozenset(self._misfits.difference(members))))
         self._begun(self, leader, begin, self._finished.get(begin.nonce, ()))
 
 

@@ -81,7 +81,7 @@ class Averaged:
 
 
 class Exchange(Protocol):
-    """With whom one averages, and how."""
+    """With whom one averages, and how. A `step` waits for nobody from the time on that the training is to stop."""
 
     def step(self, t: int, vector: Tensor) -> Averaged:
         """Average `vector` (fp32, CPU, [numel]) in place, as exchange `t`; who fails is no part of the mean."""
@@ -387,15 +387,15 @@ def last_of(spec: RunSpec) -> int:
 
 def exchange_of(peer: Peer, parts: Parts) -> Exchange:
     """What the run names."""
-    spec = parts.spec
+    spec, stopping = parts.spec, parts.calls.stopping
     if spec.strategy == "moshpit":
         from dlc.train.grids import Grids
 
-        return Grids(peer, spec)
+        return Grids(peer, spec, stopping)
     if spec.gossip.update == "noloco":
         from dlc.train.noloco import Pairs
 
-        return Pairs(peer, spec)
+        return Pairs(peer, spec, stopping)
     from dlc.train.gifts import Gifts
 
-    return Gifts(peer, spec)
+    return Gifts(peer, spec, stopping)

@@ -6,7 +6,7 @@ See `dlc.Gossip`. What the inner steps changed since the last exchange enters wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 class Gifts:
     """See `averaging.Exchange`."""
 
-    def __init__(self, peer: Peer, spec: RunSpec) -> None:
+    def __init__(self, peer: Peer, spec: RunSpec, stopping: Callable[[], bool] | None = None) -> None:
         self._gossip = Gossip(peer, NAME, graph=spec.gossip.graph, codec=spec.codec, seed=spec.seed)
-        self._gossip.t_max = last_of(spec)
+        self._gossip.t_max, self._gossip.stopping = last_of(spec), stopping
         self._wait_s = spec.gossip.wait_s
 
     def step(self, t: int, vector: Tensor) -> Averaged:

@@ -7,7 +7,7 @@ nobody failed. Members count with equal weights. What the codec cannot say of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ T_BYTES = 8
 class Grids:
     """See `averaging.Exchange`."""
 
-    def __init__(self, peer: Peer, spec: RunSpec) -> None:
+    def __init__(self, peer: Peer, spec: RunSpec, stopping: Callable[[], bool] | None = None) -> None:
         table = spec.moshpit
         self._me, self._timeout_s = peer.id, table.wait_s + EXCHANGE_S
         self._warned, self._codec, self._last = False, spec.codec, last_of(spec)
@@ -39,6 +39,7 @@ class Grids:
             matchmaking_s=table.wait_s,
             codec=spec.codec,
         )
+        self._moshpit.stopping = stopping
 
     def step(self, t: int, vector: Tensor) -> Averaged:
         before = vector.clone()

@@ -16,7 +16,7 @@ of a peer's d and phi stays in the means that it takes itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -49,8 +49,8 @@ def noloco_step(
 class Pairs:
     """See `averaging.Exchange`."""
 
-    def __init__(self, peer: Peer, spec: RunSpec) -> None:
-        self._peer, self._spec = peer, spec
+    def __init__(self, peer: Peer, spec: RunSpec, stopping: Callable[[], bool] | None = None) -> None:
+        self._peer, self._spec, self._stopping = peer, spec, stopping
         self._places = Places(peer, f"{NAME}/noloco", everybody=True, most=last_of(spec) + 1)
         self._phi = self._m = vectors.empty(0)
 
@@ -109,6 +109,7 @@ class Pairs:
         self._places.waits(turn)
         try:
             call = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S, async_op=True)
+            call.stopping = self._stopping
             report = call.wait()
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):

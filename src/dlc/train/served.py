@@ -170,6 +170,7 @@ class Served:
         report = self._wait(stop)
         if report is None:
             parts.tell.work_dropped(self._position.t, len(losses), tokens)
+            parts.calls.moved(0, 0, parts.clock() - began)
             return
         self._adopt(report)
         if report.set_aside:
