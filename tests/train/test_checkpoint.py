@@ -4,6 +4,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
-from dlc.train import checkpoint, shelf
+from dlc.runspec import RunSpec
+from dlc.train import checkpoint, saver, shelf
 from dlc.train.checkpoint import DamagedError, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import list_checkpoints
 
@@ -135,6 +137,22 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -
     path = tmp_path / "a.safetensors"
     path.symlink_to(path)  # a mode would stop anybody but root
     with pytest.raises(CheckpointError, match="cannot be read .*symbolic links"):
+        load_checkpoint(path)
+
+
+def test_a_named_pipe_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its opening waited for ever for somebody who writes."""
+    path = tmp_path / shelf.FOLDER / "run" / saver.name_of(1)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    found: list[object] = []
+    looked_at = [lambda: saver.newest(tmp_path), lambda: saver.of_another_run(tmp_path, RunSpec())]
+    looking = threading.Thread(target=lambda: found.extend(look() for look in looked_at), daemon=True)
+    looking.start()
+    looking.join(20)
+    assert found == [None, None]
+    assert f"{path} is a named pipe" in caplog.text
+    with pytest.raises(CheckpointError, match="is a named pipe, and no checkpoint: move it away"):
         load_checkpoint(path)
 
 

@@ -76,15 +76,17 @@ def test_at_the_end_each_fragment_has_its_turn_once_more(fragments: int, steps: 
     assert opt.finish() is None and opt.t == len(peer.counted)
 
 
-@pytest.mark.parametrize(("options", "patience_s"), [({}, 0.0), ({"fragments": 2, "patience_s": 3.0}, 3.0)])
-def test_the_last_rounds_have_the_patience_that_was_given(options: dict[str, Any], patience_s: float) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("given_s", "last_s"), [(0.0, END_PATIENCE_S), (3.0, 3.0)])
+def test_the_last_rounds_wait_for_who_ends_a_little_later(fragments: int, given_s: float, last_s: float) -> None:
+    """One without fragments waited as those of the training do: peers 3 s apart ended with different models."""
     peer, net = FakePeer(), build()
-    opt = made(net, peer, **options)
+    opt = made(net, peer, fragments=fragments, patience_s=given_s)
     train(opt, net, range(1))
     opt.finish()
-    assert set(peer.patiences_s) == {patience_s} and len(peer.counted) == options.get("fragments", 1)
+    assert peer.patiences_s == [last_s] * fragments and len(peer.counted) == fragments
     train(opt, net, range(6))
-    assert set(peer.patiences_s) == {patience_s}
+    assert peer.patiences_s[fragments:] == [given_s] * fragments
 
 
 def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:

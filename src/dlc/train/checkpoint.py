@@ -70,6 +70,8 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     """The tensors (on the CPU) and meta data of a checkpoint; CheckpointError where it is missing or damaged."""
     target = Path(path)
     try:
+        if target.is_fifo():  # whose opening waits for somebody who writes
+            raise CheckpointError(f"{target} is a named pipe, and no checkpoint: move it away")
         target.open("rb").close()  # safetensors calls all that stops it "No such file"
         with safe_open(target, framework="pt", device="cpu") as f:
             header = f.metadata() or {}

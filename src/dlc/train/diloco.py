@@ -348,8 +348,8 @@ class DiLoCo:
 
         The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
         to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
-        the steps that its fragment holds, as it is on average before. They wait for the others, who may be ending too,
-        for `patience_s`, or a minute where that is 0.
+        the steps that its fragment holds, as it is on average before. The last rounds wait for the others, who may be
+        ending too, for `patience_s`, or a minute where that is 0.
         """
         self._unhook()
         patience_s = self._outer.patience_s
@@ -358,8 +358,7 @@ class DiLoCo:
             if self._held.any():
                 self._trains()  # also after `unfollow`
             report = self.flush()
-            if len(self._held) > 1:
-                self._outer.patience_s = patience_s or END_PATIENCE_S
+            self._outer.patience_s = patience_s or END_PATIENCE_S
             while self._weight_of_next(last=True):
                 report = self._exchange(wait=True, last=True) or report
             if self._held.any():

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 END_PATIENCE_S = 60.0
-"""Of the rounds that end a training with fragments: they come one after the other, while all predict that the next one
-is a phase of inner steps away, and whoever is a little late would be left out."""
+"""Of the rounds that end a training: whoever is a little late would be left out, and ends with another model. With
+fragments they come one after the other, while all predict that the next one is a phase of inner steps away."""
 
 
 class Held:

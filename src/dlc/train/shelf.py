@@ -176,6 +176,8 @@ def model_bytes(file: Path) -> int:
 def meta_of(file: Path) -> dict[str, Any]:
     """The caller's meta data in the header of a file, not checked against its hash; empty where there is none."""
     try:
+        if file.is_fifo():  # whose opening waits for somebody who writes
+            return {}
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(min(length, HEADER_BYTES_MAX)))
