@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FACES = ("dlc.cli", "dlc.demo", "dlc.bench", "dlc.monitor", "dlc.compat", "dlc.integrations", "dlc.sim")
 PURE = ("wire", "ids", "messages", "measures", "catalogue", "entries", "ledger", "codecs", "grid", "reducer", "choose")
+PURE += ("turns",)
 PURE += ("framing", "straggler", "codecbase", "castcodecs", "blockcodecs", "sparsecodec", "partition", "rates", "spans")
 PURE += ("meshmessages", "spanstate", "servermessages", "claims", "probemessages", "window", "vectors", "strides")
 """Parts of comm/ that are values and functions: no state machine, no input or output."""

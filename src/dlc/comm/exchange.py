@@ -36,6 +36,7 @@ from dlc.comm.patience import Patience
 from dlc.comm.rates import Rates
 from dlc.comm.reducer import WRONG_SIZE, ChunkReducer, Workspace
 from dlc.comm.shapes import named
+from dlc.comm.turns import Turns
 from dlc.comm.wire import pack
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Exchange:
         self._in_flight: dict[Voter, set[int]] = {}
         self._window = WINDOW_CHUNKS_MIN
         """Chunks that may be in flight to one owner under this plan."""
-        self.outbox = Outbox()
+        self.outbox, self._turns = Outbox(), Turns()
         self.patience = Patience(ctx)
         self.rates = Rates()
         self._recipients: tuple[Voter, ...] = ()
@@ -133,6 +134,7 @@ class Exchange:
         roster = (p.voter for p in plan.entry.roster if p.voter != self.ctx.me)
         result_bytes = grid.result_bytes(0, max(1, len(plan.entry.roster)))
         self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), result_bytes, owed_bytes, plan.fill_s)
+        self._turns.begin({owner.peer: len(chunks) for owner, chunks in self._to_send.items()}, len(mine))
         for chunk in mine:
             self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster, plan.norms)
             for sender, contrib in list(parts.get(chunk, {}).items()):
@@ -452,12 +454,23 @@ class Exchange:
         return mine.final(self.grid.span(chunk)[0])
 
     def next_bulk(self, peer: PeerId) -> Bulk | None:
-        """The next message for `peer`: results before contributions, contributions within the owner's window."""
-        ready = self.outbox.next(peer)
-        if ready is not None:
-            if self.plan is not None and isinstance(ready, Contrib | Result):
-                self._count_sent(self.plan.entry.channel, len(ready.payload))
-            return ready
+        """The next message for `peer`: results and contributions by turns, contributions within the owner's window."""
+        contribution = self._next_contribution(peer) if self._contribution_first(peer) else None
+        ready = self.outbox.next(peer) if contribution is None else None
+        if ready is None:
+            return contribution or self._next_contribution(peer)
+        if self.plan is not None and isinstance(ready, Contrib | Result):
+            self._count_sent(self.plan.entry.channel, len(ready.payload))
+        return ready
+
+    def _contribution_first(self, peer: PeerId) -> bool:
+        results = self.outbox.results.get(peer)
+        if not results:
+            return False
+        parts_left = sum(len(chunks) for owner, chunks in self._to_send.items() if owner.peer == peer)
+        return self._turns.contribution_first(peer, parts_left, len(self._owned) + len(results))
+
+    def _next_contribution(self, peer: PeerId) -> Contrib | None:
         if self.grid is None or self.plan is None:
             return None
         mine = self._mine(self.plan)

@@ -106,7 +106,7 @@ class Patience:
             self._late.discard(voter)
 
     def sign(self, voter: Voter) -> None:
-        """Something else came on its bulk lane: its uplink serves results before parts, and is not silent."""
+        """Something else came on its bulk lane: its uplink serves results, too, and is not silent."""
         if voter in self._heard:
             self._heard[voter] = self.ctx.running_s
 
