@@ -74,6 +74,7 @@ def go_to(step: str, cast: Cast) -> None:
         stage.until(
             lambda: any(isinstance(m, msg.Ready) and s == cast.contributor.host.name for _, s, _, m in stage.sent)
         )
+        stage.until(lambda: cast.witness.voter in leading.agenda._ready.get(TRAIN, {}))
         assert leading.phase == WAIT
         return
     if step == "after COMMIT":
