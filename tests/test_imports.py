@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FACES = ("dlc.cli", "dlc.demo", "dlc.bench", "dlc.monitor", "dlc.compat", "dlc.integrations", "dlc.sim")
 PURE = ("wire", "ids", "messages", "measures", "catalogue", "entries", "ledger", "codecs", "grid", "reducer", "choose")
-PURE += ("turns",)
 PURE += ("framing", "straggler", "codecbase", "castcodecs", "blockcodecs", "sparsecodec", "partition", "rates", "spans")
-PURE += ("meshmessages", "spanstate", "servermessages", "claims", "probemessages", "window", "vectors", "strides")
+PURE += ("meshmessages", "spanstate", "servermessages", "claims", "probemessages", "window", "vectors")
+PURE += ("strides", "turns")
 """Parts of comm/ that are values and functions: no state machine, no input or output."""
 LEAVES = ("errors", "options", "runspec", "strategyspec", "pacespec", "report")
 """Modules that everybody may import, and that import only each other."""
