@@ -232,7 +232,7 @@ def test_who_slept_through_its_eviction_and_the_history_comes_back_as_itself() -
         rounds = 0
         while rounds <= HISTORY_ROUNDS_MAX or driver.clock() < began + SHORT.t_evict_s(3, 1.0):
             reports = together([one, two], lambda p, i: average(p))
-            assert all(names(r) == {one.id, two.id} for r in reports)
+            assert all(names(r) == {one.id, two.id} for r in reports), [r.to_dict() for r in reports]
             rounds += 1
         asleep.wake()
         for peer in peers:
