@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import dlc.comm.driver as driver
 import dlc.comm.links as links
 from dlc.comm import tcp
 from dlc.comm.effects import Pace
-from dlc.comm.links import CONGESTION_CONTROL, NEAR_CONGESTION_CONTROL, NEAR_RTT_S
+from dlc.comm.links import CONGESTION_CONTROL, NEAR_CONGESTION_CONTROLS, NEAR_RTT_S
 from dlc.peer import Peer
 from tests.comm.test_transport import WAIT_S, Node, pump
 from tests.helpers import wait_until
@@ -146,17 +146,12 @@ def test_control_links_are_left_as_they_are(pair: tuple[Node, Node]) -> None:
 
 @linux
 @pytest.mark.parametrize(
-    ("loopback", "rtt_s", "control"),
-    [
-        (True, 0.0, NEAR_CONGESTION_CONTROL),
-        (False, NEAR_RTT_S / 2, NEAR_CONGESTION_CONTROL),
-        (False, NEAR_RTT_S, CONGESTION_CONTROL),
-        (False, 0.0, CONGESTION_CONTROL),
-    ],
+    ("loopback", "rtt_s", "near"),
+    [(True, 0.0, True), (False, NEAR_RTT_S / 2, True), (False, NEAR_RTT_S, False), (False, 0.0, False)],
     ids=["loopback", "near", "far", "unknown"],
 )
 def test_bulk_links_ask_for_a_congestion_control(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, loopback: bool, rtt_s: float, control: str
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, loopback: bool, rtt_s: float, near: bool
 ) -> None:
     told = tcp.sample
 
@@ -170,9 +165,106 @@ def test_bulk_links_ask_for_a_congestion_control(
     connect(a, b)
     sock = descriptor(a.transport, b.bulk_address)
     with socket.socket() as fresh:
-        tcp.set_congestion(fresh, control)  # where it is not allowed, both keep the system's
+        if near:
+            assert any(tcp.set_congestion(fresh, name) for name in NEAR_CONGESTION_CONTROLS)
+        else:
+            tcp.set_congestion(fresh, CONGESTION_CONTROL)  # where it is not allowed, both keep the system's
         expected = fresh.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16)
     assert sock.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16) == expected
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors of the connections that began anew."""
+    found: list[int] = []
+    real = tcp.begin_congestion
+
+    def begin(sock: socket.socket, names: Sequence[str]) -> bool:
+        found.append(sock.fileno())
+        return real(sock, names)
+
+    monkeypatch.setattr(tcp, "begin_congestion", begin)
+    return found
+
+
+@linux
+def test_a_near_link_begins_anew_when_it_is_paced_and_goes_on_while_it_is(
+    pair: tuple[Node, Node], begun: list[int]
+) -> None:
+    """One of twelve connections, whose window a probe's losses had made small, made four sites wait: 3.8 s for 3.2."""
+    a, b = pair
+    connect(a, b)
+    mine = [descriptor(a.transport, b.bulk_address).fileno()]
+    assert begun == mine, "it opened"
+    for rate in (5e6, 6e6):
+        assert a.transport.pace(b.bulk_address, rate)
+    assert begun == 2 * mine, "another rate is another plan of the same round"
+    a.transport.pace(b.bulk_address, None)
+    assert begun == 2 * mine
+    a.transport.pace(b.bulk_address, 5e6)
+    assert begun == 3 * mine
+
+
+@linux
+def test_a_link_that_was_always_busy_is_near_if_the_hosts_control_connection_says_so(
+    pair: tuple[Node, Node], begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opened while a probe filled the way, and had the congestion control of far ones for its first round."""
+    a, b = pair
+    told = tcp.sample
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        bulk = tcp.peer_of(sock) == ("127.0.0.1", int(b.bulk_address.rpartition(":")[2]))
+        return replace(found, min_rtt_s=2 * NEAR_RTT_S if bulk else NEAR_RTT_S / 2) if (found := told(sock)) else None
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+    connect(a, b)
+    assert a.transport.pace(b.bulk_address, 5e6, control=b.address), "there is no such connection yet"
+    assert not begun
+    a.transport.send_control(b.address, [b"x"])
+    pump(lambda: b.messages(), a, b)
+    copies: list[socket.socket | None] = []
+    duplicate = tcp.duplicate
+    monkeypatch.setattr(tcp, "duplicate", lambda *where: copies.append(duplicate(*where)) or copies[-1])
+    a.transport.pace(b.bulk_address, None)
+    assert a.transport.pace(b.bulk_address, 5e6, control=b.address)
+    assert begun == [descriptor(a.transport, b.bulk_address).fileno()]
+    assert [copy.fileno() for copy in copies if copy is not None] == [-1], "it was closed after the look"
+
+
+SSTHRESH, SSTHRESH_NONE = 76, 2**31 - 1
+
+
+def ssthresh(sock: socket.socket) -> int:
+    """In segments; SSTHRESH_NONE: slow start goes on until something is lost."""
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, 11, 104)[SSTHRESH : SSTHRESH + 4], sys.byteorder)
+
+
+@pytest.mark.alone
+@linux
+def test_a_connection_that_begins_anew_knows_no_threshold(raw: tuple[socket.socket, socket.socket]) -> None:
+    server, client = raw
+    if not tcp.set_congestion(client, "bbr"):
+        pytest.skip("the system has no BBR, or does not allow it")
+    other, _ = server.accept()
+    with other:
+        other.settimeout(WAIT_S)
+        tcp.pace(client, 5e6)
+        client.setblocking(False)
+        assert ssthresh(client) == SSTHRESH_NONE
+
+        def more() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                client.send(bytes(1 << 20))
+            assert other.recv(1 << 16)
+            return ssthresh(client) < SSTHRESH_NONE
+
+        wait_until(more, WAIT_S, "it knows what the way carries")
+        assert tcp.set_congestion(client, "reno") and ssthresh(client) < SSTHRESH_NONE
+        assert tcp.begin_congestion(client, ("no-such", "reno"))
+    assert ssthresh(client) == SSTHRESH_NONE
+    assert client.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
 # ---------------------------------------------------------------------- the kernel's numbers
@@ -284,7 +376,7 @@ def test_without_the_system_bulk_goes_as_before(pair: tuple[Node, Node], monkeyp
 @linux
 def test_functions_that_the_system_refuses_do_nothing(raw: tuple[socket.socket, socket.socket]) -> None:
     _, client = raw
-    assert not tcp.set_congestion(client, "no-such")
+    assert not tcp.set_congestion(client, "no-such") and not tcp.begin_congestion(client, ("no-such",))
     with socket.socketpair()[0] as local:
         assert tcp.sample(local) is None
 
@@ -436,7 +528,11 @@ def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch
 
         assert paced(3e6) == UNLIMITED, "no link lies between peers of one host"
         monkeypatch.setattr(driver, "on_this_host", lambda address: False)
+        looked: list[links.Link] = []
+        monkeypatch.setattr(links.Link, "path_s", lambda self: looked.append(self) or 0.0)
         assert paced(3e6) == 3_000_000
+        assert [one.lane for one in looked] == ["control", "bulk"], "both connections tell how near it is"
+        assert {one.host for one in looked} == {"127.0.0.1"}
         assert paced(None) == UNLIMITED
 
 

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import pytest
 
 from dlc.comm.partition import Load
-from dlc.comm.rates import POINTS_MAX, STEP_MAX, TOLD_FALL, TOLD_RISE, WINDOW_S, FAST_Bps, Meter, Rates
+from dlc.comm.rates import (
+    POINTS_MAX,
+    STEP_MAX,
+    STEP_MIN,
+    TOLD_CHANGE,
+    TRIAL_REST,
+    WINDOW_S,
+    FAST_Bps,
+    Meter,
+    Rates,
+)
 
 TICK_S = 0.1
 RTT_S = 0.05
@@ -247,19 +257,19 @@ def test_a_rate_beyond_any_link_is_told_as_such() -> None:
 def test_small_changes_are_not_told() -> None:
     site = known(5e6, 5e6)
     told = site.rates.told_up_Bps
-    site.up_Bps = 5e6 * (1 + TOLD_RISE / 2)
-    assert site.round(paced=False, waits_s=0.005) > told
+    site.up_Bps = 5e6 * (1 + TOLD_CHANGE / 2)
+    assert site.round(asked_Bps=0.0, paced=False, waits_s=0.001) > told
     assert site.rates.told_up_Bps == told
-    site.up_Bps = 5e6 * (1 + 2 * TOLD_RISE)
-    site.round(paced=False, waits_s=0.005)
-    assert site.rates.told_up_Bps == site.rates.up.Bps
+    site.up_Bps = 5e6 * (1 + 2 * TOLD_CHANGE)
+    site.round(asked_Bps=0.0, paced=False, waits_s=0.001)
+    assert site.rates.told_up_Bps == site.rates.up.Bps > told
 
 
 def test_an_estimate_that_is_a_little_too_high_is_told_anew() -> None:
     """By a trial, say: what a round found then was not told, and the link was overfilled in each round after it."""
     site = known(5e6, 5.2e6)
     assert site.rates.told_up_Bps == pytest.approx(5.2e6, rel=0.01)
-    assert site.round() < 5.2e6 * (1 - TOLD_FALL)
+    assert site.round() < 5.2e6 * (1 - TOLD_CHANGE)
     assert site.rates.told_up_Bps == site.rates.up.Bps == pytest.approx(5e6, rel=0.025)
 
 
@@ -415,17 +425,66 @@ def test_a_probe_that_showed_too_much_is_corrected_by_the_first_round() -> None:
 def test_a_probe_that_showed_too_little_is_tried_by_smaller_steps_first() -> None:
     site = Site(9e6)
     site.rates.probed(4e6)
-    assert [site.round() for _ in range(3)] == pytest.approx([4e6 * 1.08, 4e6 * 1.08 * 1.16, 6.01e6], rel=0.01)
+    assert [site.round() for _ in range(3)] == pytest.approx([4.08e6, 4.24e6, 4.58e6], rel=0.01)
+    assert [site.round() for _ in range(6)][-1] == pytest.approx(9e6, rel=0.08)
 
 
-def test_a_trial_of_what_a_probe_found_costs_one_round() -> None:
-    """A probe had found 128 of 127 Mbit/s; the trial after it, of 153, overfilled two rounds."""
+def test_a_trial_of_what_a_probe_found_costs_one_round_in_many() -> None:
+    """Between four equal sites a trial of 2 to 8 % took a tenth of a round's time, in each second round."""
     site = Site(5.05e6)
     site.rates.probed(5e6)
-    assert site.round() > 5.3e6
-    assert site.round() == pytest.approx(5.05e6, rel=0.01)
-    for _ in range(6):
-        assert 0.98 * 5.05e6 < site.round() < 1.05 * 5.05e6
+    assert [site.round() for _ in range(2)] == pytest.approx([5.1e6, 5.3e6], rel=0.002), "2 % are free on each link"
+    assert [site.round() for _ in range(3)] == pytest.approx([5.1e6, 5.2e6, 5.1e6], rel=0.002)
+    for _ in range(2):
+        assert [site.round() for _ in range(TRIAL_REST - 1)] == pytest.approx([5.1e6] * (TRIAL_REST - 1), rel=0.002)
+        assert [site.round() for _ in range(2)] == pytest.approx([5.2e6, 5.1e6], rel=0.002), "it may carry more by now"
+
+
+def test_what_was_found_too_much_is_approached_and_no_more() -> None:
+    site = known(5e6, 5e6)
+    site.up_Bps = 4e6
+    site.round()
+    assert site.round() == pytest.approx(4e6, rel=0.01)
+    site.up_Bps = 9e6
+    rising = [site.round() for _ in range(10)]
+    assert max(rising) < 5e6 and rising[4:] == [rising[4]] * 6 and rising[4] == pytest.approx(4.95e6, rel=0.01)
+    assert [site.round() for _ in range(12)][-1] > 7e6, "not for ever"
+
+
+def test_what_no_plan_asked_for_is_not_proved() -> None:
+    """A peer of which the others' links allow a little less than it has: its estimate rose round by round."""
+    site = known(5e6, 5.2e6)
+    found = site.round()
+    assert [site.round(asked_Bps=0.975 * found) for _ in range(10)] == [found] * 10
+
+
+# ------------------------------------------------------------------ packets that always wait
+
+
+def test_a_link_on_which_packets_always_wait_recovers_what_it_lost() -> None:
+    """Large bursts wait for each other where the round trip is short: what one round took was never tried again."""
+    site = known(5e6, 5e6)
+    site.up_Bps = 4.5e6
+    while site.round() > 4.6e6:
+        pass
+    site.up_Bps = 5e6
+    assert 4.9e6 < [site.round(share=1.0, waits_s=0.03) for _ in range(8)][-1] < 5e6
+
+
+def test_a_link_on_which_packets_always_wait_tries_little_and_seldom() -> None:
+    site = known(5e6, 5e6)
+    site.round()
+    before = site.rates.up.Bps
+    site.up_Bps = 9e6
+    rounds = [site.round(share=1.0, waits_s=0.03) for _ in range(2 * TRIAL_REST + 1)]
+    rises = [after / ago for ago, after in zip([before, *rounds], rounds, strict=False) if after != ago]
+    assert len(rises) == 2 and max(rises) == pytest.approx(1 + STEP_MIN)
+
+
+def test_a_link_that_carries_less_than_was_asked_does_not_hold_it() -> None:
+    site = known(5e6, 5e6)
+    site.up_Bps = 4.9e6
+    assert [site.round(share=1.0, waits_s=0.03) for _ in range(2 * TRIAL_REST)][-1] == pytest.approx(5e6, rel=0.005)
 
 
 @pytest.mark.parametrize("factor", [0.8, 0.5])
@@ -441,7 +500,7 @@ def test_a_trial_that_went_well_is_no_longer_taken_back() -> None:
     site = known(6.2e6, 5e6, waits_s=0.001)
     site.round()
     found = site.round(share=1.0, waits_s=0.04)
-    assert found > 5.9e6, "it was used up, and packets waited: no further trial"
+    assert found == pytest.approx(6e6, rel=0.01), "it was used up, and packets waited: no further trial"
     site.up_Bps = 3e6
     assert site.round() == found
 

@@ -432,7 +432,7 @@ class Driver:
     def _pace(self, effect: Pace) -> None:
         record = self._bulk.record_of(effect.peer) if self._bulk is not None else None
         if record is not None and record.bulk and not on_this_host(record.bulk[0]):
-            self.transport.pace(record.bulk[0], effect.rate_Bps)
+            self.transport.pace(record.bulk[0], effect.rate_Bps, control=record.control[0] if record.control else "")
 
     # ---------------------------------------------------------------- calls
 

@@ -74,11 +74,11 @@ CONTROL_PENDING_BYTES_MAX = 16 << 20
 
 CONGESTION_CONTROL = "bbr"
 """Of bulk links to far hosts, where the system has it: random loss does not slow it down."""
-NEAR_CONGESTION_CONTROL = "cubic"
-"""Of those within this host and to near ones, where the system's own may be bbr: that keeps no more on the way than the
-path holds twice, which is less there than what waits while a process or a router is late."""
+NEAR_CONGESTION_CONTROLS = ("cubic", "reno")
+"""The same within this host and to near ones, where the system's own may be bbr: that keeps no more on the way than the
+path holds twice, which is less there than what waits while a process or a router is late. Any system allows reno."""
 NEAR_RTT_S = 0.003
-"""A host is near whose connection took less to open: few routers are between, and next to nothing is lost."""
+"""A host is near to which the shortest round trip is less: few routers are between, and next to nothing is lost."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
@@ -134,6 +134,8 @@ class Link:
         self.starved = False
         """The last attempt failed because this process may open no more files."""
         self._rate_Bps: float | None = None
+        self._fd = -1
+        """The connection's descriptor, which is libzmq's: it may have become another's."""
         self._tcp: socket.socket | None = None
         """Duplicate of the connection's descriptor: closed before libzmq closes its own, or it would stay open."""
         self._acked_bytes = 0
@@ -219,16 +221,33 @@ class Link:
         while self.pending and self.send(self.pending[0]):
             self._pending_bytes -= sum(map(len, self.pending.popleft()))
 
-    def pace(self, rate_Bps: float | None) -> bool:
+    def pace(self, rate_Bps: float | None, path_s: float = 0.0) -> bool:
         """Send at most at this rate (None: without limit), now and after each reconnection.
 
         False if there is no connection to tell it to yet, or the system cannot. Raises ValueError for a rate that is
-        not above 0.
+        not above 0. path_s: another connection's shortest round trip to this host, 0 = unknown; one of the two may have
+        been busy all the time.
         """
         if rate_Bps is not None and not rate_Bps > 0:
             raise ValueError(f"a rate is above 0, not {rate_Bps}")
+        begins = self._rate_Bps is None and rate_Bps is not None
         self._rate_Bps = rate_Bps
-        return self._tcp is not None and tcp.pace(self._tcp, rate_Bps)
+        if self._tcp is None:
+            return False
+        if begins:
+            self._choose_congestion(path_s)
+        return tcp.pace(self._tcp, rate_Bps)
+
+    def path_s(self) -> float:
+        """The shortest round trip of the last minutes, by the kernel; 0 where it is unknown."""
+        if self._tcp is not None:
+            found = tcp.sample(self._tcp)
+        else:
+            copy = tcp.duplicate(self._fd, self._candidates[self._candidate], self._port) if self.up else None
+            found = tcp.sample(copy) if copy is not None else None
+            if copy is not None:
+                copy.close()
+        return found.min_rtt_s if found is not None else 0.0
 
     def tcp_sample(self) -> tcp.TcpSample | None:
         """What the kernel says of the connection; None while there is none, or where it says nothing."""
@@ -300,15 +319,28 @@ class Link:
         self._tcp, self._acked_bytes = tcp.duplicate(fd, host, self._port), 0
         if self._tcp is None:
             return
-        opened = tcp.sample(self._tcp)
-        near = is_loopback(host) or (opened is not None and 0 < opened.min_rtt_s < NEAR_RTT_S)
-        tcp.set_congestion(self._tcp, NEAR_CONGESTION_CONTROL if near else CONGESTION_CONTROL)
+        self._choose_congestion()
         if self._rate_Bps is not None:
             tcp.pace(self._tcp, self._rate_Bps)
 
+    def _choose_congestion(self, path_s: float = 0.0) -> None:
+        """When the connection opens, and when it begins to be paced.
+
+        A near one begins anew then. What a probe lost to shallow buffers left it a small window, which grows by so
+        little in a round that one such connection of twelve made all wait; and a paced one loses next to nothing.
+        """
+        assert self._tcp is not None
+        known_s = [rtt_s for rtt_s in (path_s, self.path_s()) if rtt_s]
+        if is_loopback(self._candidates[self._candidate]) or (known_s and min(known_s) < NEAR_RTT_S):
+            tcp.begin_congestion(self._tcp, NEAR_CONGESTION_CONTROLS)
+        else:
+            tcp.set_congestion(self._tcp, CONGESTION_CONTROL)
+
     def _on_event(self, event: int, value: int, now: float) -> list[LinkEvent]:
-        if event == zmq.EVENT_CONNECTED and self.lane == "bulk":
-            self._keep_descriptor(value)
+        if event == zmq.EVENT_CONNECTED:
+            self._fd = value
+            if self.lane == "bulk":
+                self._keep_descriptor(value)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.up, self.tried, self._failures = True, False, 0
             return [LinkEvent(self.address, "connected", f"reached at {self._candidates[self._candidate]}")]

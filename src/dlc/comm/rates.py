@@ -12,8 +12,10 @@ A round shows a rate only where it asks for it. Hence three rules:
   a queue flow off. One round takes no more than `GIVE` leaves. If packets wait at the lower rate, too, it is not for
   this link that they do (a busy processor, a receiver's link), and a little less is no reason to fall again.
 - *Rising on trial.* Paced at the estimate, a link shows no more than that. So an estimate that was used up, while
-  packets did not wait, rises by a step: the smaller the surer it is, doubled at each further trial. What was used up
-  is proved, the step is not: one odd round takes it back.
+  packets did not wait, or waited and yet all went that was asked for, rises by a step: small where it is nearly sure,
+  doubled at each further trial. What was used up is proved, the step is not: one odd round takes it back. What was
+  found too much is not tried again for `TRIAL_REST` rounds: on a far link a round that asks for 1 or 2 % more than it
+  carries may take a tenth longer.
 
 The way down is seldom asked for all that it carries, since others send as fast as *their* links allow; and its messages
 come in bursts, behind what was lost and sent again, so that the most that was seen may be more than it carries. A peer
@@ -68,21 +70,26 @@ SHORT = 0.95
 """Part of what a round asked for: less was not enough. Paced links get a little less than was asked for."""
 DOWN_SHORT = 0.75
 """The same of the way down, which is counted by whole messages, and goes slowly for other reasons too."""
+HOLDS = 0.99
+"""Part of what a round asked for that it holds where packets wait, but not because it asked for too much: on a busy
+host, say, or as large bursts do for each other where the round trip is short."""
 NOISE = 0.1
-"""Part by which what was seen may exceed the estimate where packets waited, and count for nothing."""
+"""Part by which what was seen may exceed the estimate, and count for nothing, where packets waited, or the link was
+paced at about that."""
 USED_UP = 0.95
 """Part of the estimate that a round must have asked for and seen, to try whether there is more."""
 PACED = 0.98
 """What is seen of what is asked for, on a link that is not short."""
 GIVE = 0.85
 """What one round leaves at least of an estimate that was used up while packets waited."""
-STEP_MAX, STEP_PROBED, STEP_FULL, STEP_MIN = 0.2, 0.08, 0.05, 0.01
-"""Of a trial: 1 + this is the factor by which the estimate rises. On a link that never was short; of which only probes
-have told, which seldom show less than it carries; that was overfilled by a round without pacing, which may have lost
-much of what it carried; that a paced round found short."""
-TOLD_RISE, TOLD_FALL = 0.05, 0.01
-"""A rate is told anew if it is by so much more, or less, than the one told before: what a trial found to be too much
-overfills the link in every round until that is told."""
+STEP_MAX, STEP_FULL, STEP_MIN = 0.2, 0.05, 0.02
+"""Of a trial: 1 + this is the factor by which the estimate rises. On a link that never was short; that was overfilled
+by a round without pacing, which may have lost much of what it carried; of which only probes have told, which seldom
+show less than it carries, or that a paced round found short. The last is what a plan leaves free of each link."""
+TRIAL_REST = 10
+"""Rounds that use up the estimate before what was found too much is tried again."""
+TOLD_CHANGE = 0.01
+"""A rate is told anew if it differs by more from the one told before: what was not told is not tried."""
 
 
 class Sample(Protocol):
@@ -152,26 +159,31 @@ class Estimate:
         """It fell by a little, and packets have waited in every round since."""
         self._proved_Bps = 0.0
         """What the last round that told something used up, if the estimate rose on trial after it; else 0."""
+        self._refuted_Bps, self._rest = 0.0, 0
+        """What was found too much last, 0 = nothing, and how many more rounds that counts."""
         self.fell = False
         """It was once found too high: it is more than a lower bound."""
         self.probed = False
         """It comes from probes, and no round has told anything yet."""
 
-    def learn(self, seen_Bps: float, held_Bps: float, asked_Bps: float, short: bool, flowing: bool) -> None:
+    def learn(self, seen_Bps: float, held_Bps: float, asked_Bps: float, waiting: bool, flowing: bool) -> None:
         """A round is over.
 
         seen_Bps:  the largest rate in it, 0 if it was too short to tell.
         held_Bps:  the largest that it held for MEAN_SHARE of it.
         asked_Bps: what the plan asked of this direction, 0 if nothing in particular.
-        short:     my own link could not take more; packets waited.
-        flowing:   packets were seen not to wait on my link.
+        waiting:   packets waited on my own link.
+        flowing:   packets were seen not to wait there.
         """
         if seen_Bps <= 0:
             return
         before_Bps, before_short_Bps, probed = self.Bps, self._short_Bps, self.probed
         proved_Bps, self._proved_Bps = self._proved_Bps, 0.0
         self._short_Bps, self.probed = 0.0, False
-        if seen_Bps >= before_Bps * (1 + NOISE * short):
+        holds = waiting and 0 < HOLDS * asked_Bps <= held_Bps
+        short = waiting and not holds
+        used_up = asked_Bps >= USED_UP * before_Bps
+        if seen_Bps >= before_Bps * (1 + NOISE * (waiting or used_up)):
             self.Bps = seen_Bps
         elif short and seen_Bps < SHORT * asked_Bps:
             self._short_Bps = seen_Bps
@@ -180,21 +192,41 @@ class Estimate:
                 self.fell = True
             elif proved_Bps:
                 self.Bps = min(before_Bps, max(seen_Bps, proved_Bps))
-        elif short and asked_Bps >= USED_UP * before_Bps:
-            held_Bps = min(before_Bps, max(held_Bps / PACED, GIVE * before_Bps))
+        elif short and used_up:
+            least_Bps = max(proved_Bps, GIVE * before_Bps)
+            held_Bps = min(before_Bps, max(held_Bps if proved_Bps else held_Bps / PACED, least_Bps))
             a_little = held_Bps >= SHORT * before_Bps
-            if not (a_little and self._eased):
+            if proved_Bps or not (a_little and self._eased):
                 self.Bps = held_Bps
             self._eased = self._eased or (a_little and held_Bps < before_Bps)
-        elif flowing and min(asked_Bps, seen_Bps) >= USED_UP * before_Bps:
-            self._proved_Bps = min(asked_Bps, before_Bps)
-            step = min(self._step, STEP_PROBED) if probed else self._step
-            self.Bps = before_Bps * (1 + step)
-            self._step = min(STEP_MAX, 2 * step)
-        self._eased = self._eased and short
+        elif (flowing or holds) and used_up and seen_Bps >= USED_UP * before_Bps:
+            if holds and not self._refuted_Bps:  # perhaps it is for this link that they wait: no trial now
+                self._refuted_Bps, self._rest = before_Bps * (1 + STEP_MIN), TRIAL_REST
+            self._step = min(self._step, STEP_MIN) if probed else self._step
+            self._try(asked_Bps)
+        if self.Bps < before_Bps:
+            self._refuted_Bps, self._rest = before_Bps, TRIAL_REST
+        self._eased = self._eased and waiting
         if short:
             self._step = STEP_MIN if asked_Bps else STEP_FULL
         self.Bps = min(self.Bps, FAST_Bps)
+
+    def _try(self, asked_Bps: float) -> None:
+        """A round has used up the estimate: try a step more, unless that was too much lately."""
+        before_Bps, used_Bps = self.Bps, min(asked_Bps, self.Bps)
+        tried_Bps = used_Bps * (1 + self._step)
+        if self._refuted_Bps:
+            tried_Bps = min(tried_Bps, self._refuted_Bps * (1 - STEP_MIN / 2))
+            if tried_Bps < used_Bps * (1 + STEP_MIN / 2):
+                self._rest -= 1
+                if self._rest > 0:
+                    return
+                self._refuted_Bps, self._step = 0.0, STEP_MIN
+                tried_Bps = used_Bps * (1 + STEP_MIN)
+        if tried_Bps > before_Bps:
+            self._proved_Bps, self.Bps = used_Bps, tried_Bps
+            if asked_Bps >= before_Bps * (1 - STEP_MIN / 2):  # of what no plan has asked for, nothing is proved
+                self._step = min(STEP_MAX, 2 * self._step)
 
 
 class Rates:
@@ -203,7 +235,7 @@ class Rates:
     def __init__(self) -> None:
         self.up, self.down = Estimate(), Estimate()
         self.told_up_Bps, self.told_down_Bps = 0.0, 0.0
-        """What my record says; changed at the end of a round or a probe, by more than TOLD_RISE or TOLD_FALL."""
+        """What my record says; changed at the end of a round or a probe, by more than TOLD_CHANGE."""
         self._measuring = self._of_gifts = False
         self._asked_Bps = Load(0.0, 0.0)
         self._received, self._handed, self._acked = Meter(), Meter(), Meter()
@@ -350,4 +382,4 @@ class Rates:
 
 
 def _told(told_Bps: float, now_Bps: float) -> float:
-    return told_Bps if -TOLD_FALL * told_Bps <= now_Bps - told_Bps <= TOLD_RISE * told_Bps else now_Bps
+    return told_Bps if abs(now_Bps - told_Bps) <= TOLD_CHANGE * told_Bps else now_Bps

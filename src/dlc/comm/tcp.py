@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -184,6 +184,18 @@ def pace(sock: socket.socket, rate_Bps: float | None) -> bool:
 def set_congestion(sock: socket.socket, name: str) -> bool:
     """Use this congestion control, where the system has it and lets us; otherwise the default stays, and False."""
     return _set(sock, socket.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
+
+
+def begin_congestion(sock: socket.socket, names: Sequence[str]) -> bool:
+    """Use the first of these congestion controls that the system lets us, as a new connection does; False: none.
+
+    What losses made of the threshold at which slow start ends (ssthresh) is forgotten. Only the beginning of BBR sets
+    it anew, and setting what is set already is no beginning; hence by way of two others. Where the system has no BBR,
+    the threshold stays.
+    """
+    for name in ("reno", "bbr"):
+        set_congestion(sock, name)
+    return any(set_congestion(sock, name) for name in names)
 
 
 def _set(sock: socket.socket, level: int, option: int, value: bytes) -> bool:

@@ -161,16 +161,18 @@ class Transport:
         """Have a bulk link to `address`, so that the first chunk does not wait for handshakes."""
         self._link("bulk", address, report=False)
 
-    def pace(self, address: str, rate_Bps: float | None) -> bool:
+    def pace(self, address: str, rate_Bps: float | None, control: str = "") -> bool:
         """Send on our bulk link to `address` at most at this rate from now on, reconnections included, until told
-        otherwise or `forget`; None: as fast as it can. Messages that are `reply`s are not paced.
+        otherwise or `forget`; None: as fast as it can. Messages that are `reply`s are not paced. control: the same
+        host's address on the other lane, whose connection knows, too, how far away that is.
 
         False if it takes effect later (the link is not up yet) or never (the system cannot).
         """
         if rate_Bps is None and ("bulk", address) not in self._links:
             return False
         link = self._link("bulk", address, report=False)
-        return link is not None and link.pace(rate_Bps)
+        other = self._links.get(("control", control)) if rate_Bps is not None else None
+        return link is not None and link.pace(rate_Bps, other.path_s() if other is not None else 0.0)
 
     def tcp_sample(self, address: str) -> TcpSample | None:
         """The kernel's numbers of our bulk link to `address`, if it is up and the system has them."""
