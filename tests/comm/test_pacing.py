@@ -223,7 +223,7 @@ def test_a_link_that_was_always_busy_is_near_if_the_hosts_control_connection_say
     assert a.transport.pace(b.bulk_address, 5e6, control=b.address), "there is no such connection yet"
     assert not begun
     a.transport.send_control(b.address, [b"x"])
-    pump(lambda: b.messages(), a, b)
+    pump(lambda: a.transport._links["control", b.address].up, a, b)
     copies: list[socket.socket | None] = []
     duplicate = tcp.duplicate
     monkeypatch.setattr(tcp, "duplicate", lambda *where: copies.append(duplicate(*where)) or copies[-1])
