@@ -26,7 +26,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom
 from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
-from dlc.train import checkpoint, phases, saver
+from dlc.train import checkpoint, phases, saver, trainer
 from dlc.train.saver import Saved
 from dlc.train.setup import schedule_of
 from dlc.train.shelf import list_checkpoints
@@ -404,6 +404,51 @@ def test_what_killed_processes_left_of_the_model_goes_once_it_is_whole(tmp_path:
         (folder / "model.safetensors").write_bytes(b"half")
     train(tmp_path / "a", dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1))
     assert (tmp_path / "a" / "model" / "config.json").exists() and not any(folder.exists() for folder in rest)
+
+
+def test_what_killed_processes_left_of_the_model_goes_before_any_checkpoint_does_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest, save_model = tmp_path / "a" / ".model.tmp-12345", trainer.save_model
+    rest.mkdir(parents=True)
+
+    def crowded(model: Any, folder: Path, tokenizer: Any) -> None:
+        if rest.exists():
+            raise NoRoom("full")
+        save_model(model, folder, tokenizer)
+
+    monkeypatch.setattr(trainer, "save_model", crowded)
+    spec = spec_in(tmp_path, codec="fp16")
+    _, summary = train(tmp_path / "a", spec)
+    assert summary.model is not None
+    kept = [path.name for path in list_checkpoints(saver.folder_of(tmp_path / "a", spec))]
+    assert kept == [saver.name_of(t) for t in range(1, ROUNDS + 1)]
+
+
+def test_a_peer_that_is_killed_in_each_save_leaves_no_more_behind_than_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for want of memory: it would come again from the same checkpoint until the disk was full."""
+    spec = spec_in(tmp_path, codec="fp16")
+    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))
+
+    class Killed(BaseException):
+        pass
+
+    for process in range(3):
+
+        def killed(path: Path, *_: Any, process: int = process) -> None:
+            path.with_name(f".{path.name}.tmp-{process}").write_bytes(b"half")
+            path.with_name(f".tmp{process}").write_bytes(b"half")  # of safetensors
+            raise Killed
+
+        monkeypatch.setattr(saver, "save_checkpoint", killed)
+        with pytest.raises(Killed):
+            saver.Saver(tmp_path, spec, {}, resumed=saver.newest(tmp_path, spec)).save(Frozen(5), saver.Local({}))
+    names = sorted(path.name for path in saver.folder_of(tmp_path, spec).iterdir())
+    assert names == [f".{saver.name_of(5)}.tmp-2", ".tmp2", saver.name_of(4)]
+    found = saver.newest(tmp_path, spec)
+    assert found is not None and found.path == whole
 
 
 def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:

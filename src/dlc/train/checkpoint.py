@@ -132,13 +132,12 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
 
 
 def sweep_model_folder(path: str | Path) -> None:
-    """Delete what killed processes left of `save_model_folder` beside `path`, where a model is. Nobody else may be
-    writing there."""
+    """Delete what killed processes left of `save_model_folder` beside `path`; where no model is there, the old one,
+    which is whole, stays. Nobody else may be writing there."""
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        for kind in ("tmp", "old"):
-            for rest in target.parent.glob(f".{target.name}.{kind}-*"):
-                shutil.rmtree(rest, ignore_errors=True)
+    for kind in ("tmp", "old") if os.path.isdir(target) else ("tmp",):
+        for rest in target.parent.glob(f".{target.name}.{kind}-*"):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def _tells_full(error: OSError | SafetensorError | ValueError) -> bool:

@@ -23,9 +23,9 @@ it counts for less than all others: the one that is saved names it.
 
 A file that is damaged is renamed, so that it takes no place of those that are kept.
 
-A new checkpoint is written before the oldest goes. Where the disk has no room for that, or for the model at the end,
-the oldest go first, but never the newest that is known to be whole. Writing may fail all the same: that is logged, what
-is there stays, and training goes on.
+What a killed process was writing goes first, then a new checkpoint is written, then the oldest goes. Where the disk has
+no room for that, or for the model at the end, the oldest go first, but never the newest that is known to be whole.
+Writing may fail all the same: that is logged, what is there stays, and training goes on.
 """
 
 from __future__ import annotations
@@ -386,6 +386,7 @@ class Saver:
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
         path = self._folder / name_of(frozen.t)
+        self._sweep()
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
             "spec": self._spec.to_toml(),
@@ -459,6 +460,12 @@ class Saver:
         """The other checkpoints of this run, newest first."""
         here, found = os.path.realpath(one), files_in(self._state_dir)  # which a link that leads in a circle has, too
         return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
+
+    def _sweep(self) -> None:
+        """Before anything is written: a process that is killed in each of its saves would fill the disk."""
+        with contextlib.suppress(OSError):  # which is told once this one is written
+            for rest in self._left_over():
+                rest.unlink(missing_ok=True)
 
     def _left_over(self) -> list[Path]:
         """What a killed process was writing: the state directory is ours alone."""
