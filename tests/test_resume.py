@@ -774,6 +774,53 @@ def test_a_full_disk_stops_neither_the_training_nor_the_leave(
     assert older is not None and older.t == 1
 
 
+@pytest.mark.parametrize("stop_at", [None, (AT, 1)], ids=["at the end", "by Ctrl-C"])
+def test_a_disk_that_is_gone_at_the_end_is_told_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop_at: tuple[int, int] | None
+) -> None:
+    """As one over a network may be. Path.exists raises then, and who has come for the end of the run got none."""
+    state, finish, stat = tmp_path / "a", Trainer._finish, os.stat
+
+    def gone(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(state)):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))
+        return stat(path, *args, **options)
+
+    def without_disk(trainer: Trainer, *args: Any) -> Summary:
+        trainer._saver.finish()
+        monkeypatch.setattr(os, "stat", gone)
+        return finish(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_finish", without_disk)
+    spec = spec_in(tmp_path, codec="fp16")
+    _, end = train(state, spec, stop_at=stop_at)
+    t, reason = (ROUNDS, "rounds") if stop_at is None else (AT, "interrupted")
+    assert (end.t, end.reason, end.saved, end.model) == (t, reason, False, None)
+    assert end.checkpoint == named(state, spec, ROUNDS - 1 if stop_at is None else AT)
+    assert f"the model folder {state / 'model'} could not be written" in caplog.text
+
+
+def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system makes a disk that has errors read-only."""
+    unlink = Path.unlink
+
+    def full(*_: object) -> None:
+        raise NoRoom("full")
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        if path.name == saver.name_of(1):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(trainer, "save_model", full)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    _, end = train(tmp_path / "a", spec_in(tmp_path, codec="fp16"))
+    assert (end.reason, end.saved, end.model) == ("rounds", True, None)
+    assert f"{saver.name_of(1)} cannot be deleted (Read-only file system)" in caplog.text
+
+
 def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

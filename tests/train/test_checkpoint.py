@@ -112,6 +112,24 @@ def test_a_disk_is_not_filled_to_find_out_that_it_has_no_room(tmp_path: Path, mo
     shelf.demand_room(path, 1 << 60)  # of a file system that does not tell, nothing is known
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows is asked in another way")
+def test_a_disk_that_does_not_answer_how_much_room_it_has_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    class Model(torch.nn.Module):
+        save_pretrained = pytest.fail
+
+    monkeypatch.setattr("dlc.train.shelf.os.statvfs", broken)
+    with pytest.raises(CheckpointError, match=r"could not be written \(\[Errno 5\] Input/output error\)"):
+        save_checkpoint(tmp_path / "a.safetensors", {"a": torch.zeros(1)}, {})
+    with pytest.raises(CheckpointError, match=r"could not be written \(\[Errno 5\] Input/output error\)"):
+        checkpoint.save_model_folder(Model(), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("shut", ["", "checkpoints", "checkpoints/0123456789ab"])
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     shut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -419,7 +419,7 @@ class Saver:
     def _is_here(self, path: Path | None) -> bool:
         """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another
         peer's."""
-        if path is None or not path.exists():
+        if path is None or not os.path.exists(path):  # where pathlib raises if the disk is gone
             return False
         folder, own = path.parent.resolve(), (self._state_dir, self._state_dir / FOLDER, self._folder)
         return any(folder.is_relative_to(place.resolve()) for place in own)
@@ -443,9 +443,9 @@ class Saver:
                     raise
 
     def _make_room(self, path: Path) -> bool:
-        """Delete what is needed least of this run, if there is such a thing."""
+        """Delete what is needed least of this run, if there is such a thing, and it can be."""
         spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
-        if self.last is not None and self.last.exists():
+        if self.last is not None and os.path.exists(self.last):
             others = self._others(self.last)
             if not self._is_here(self.last):  # another's, who may delete it: one of ours stays
                 others = others[1:]
@@ -453,7 +453,11 @@ class Saver:
         if not spare:
             return False
         log.info("the disk has no room for %s: %s is deleted first", path, spare[0])
-        spare[0].unlink(missing_ok=True)
+        try:
+            spare[0].unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be deleted (%s)", spare[0], error.strerror)
+            return False
         return True
 
     def _others(self, one: Path) -> list[Path]:
