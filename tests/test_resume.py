@@ -26,7 +26,7 @@ from dlc.errors import CheckpointError, ConfigError, NoRoom
 from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
-from dlc.train import checkpoint, phases, saver
+from dlc.train import checkpoint, phases, saver, trainer
 from dlc.train.saver import Saved
 from dlc.train.setup import schedule_of
 from dlc.train.shelf import list_checkpoints
@@ -406,6 +406,51 @@ def test_what_killed_processes_left_of_the_model_goes_once_it_is_whole(tmp_path:
     assert (tmp_path / "a" / "model" / "config.json").exists() and not any(folder.exists() for folder in rest)
 
 
+def test_what_killed_processes_left_of_the_model_goes_before_any_checkpoint_does_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest, save_model = tmp_path / "a" / ".model.tmp-12345", trainer.save_model
+    rest.mkdir(parents=True)
+
+    def crowded(model: Any, folder: Path, tokenizer: Any) -> None:
+        if rest.exists():
+            raise NoRoom("full")
+        save_model(model, folder, tokenizer)
+
+    monkeypatch.setattr(trainer, "save_model", crowded)
+    spec = spec_in(tmp_path, codec="fp16")
+    _, summary = train(tmp_path / "a", spec)
+    assert summary.model is not None
+    kept = [path.name for path in list_checkpoints(saver.folder_of(tmp_path / "a", spec))]
+    assert kept == [saver.name_of(t) for t in range(1, ROUNDS + 1)]
+
+
+def test_a_peer_that_is_killed_in_each_save_leaves_no_more_behind_than_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for want of memory: it would come again from the same checkpoint until the disk was full."""
+    spec = spec_in(tmp_path, codec="fp16")
+    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))
+
+    class Killed(BaseException):
+        pass
+
+    for process in range(3):
+
+        def killed(path: Path, *_: Any, process: int = process) -> None:
+            path.with_name(f".{path.name}.tmp-{process}").write_bytes(b"half")
+            path.with_name(f".tmp{process}").write_bytes(b"half")  # of safetensors
+            raise Killed
+
+        monkeypatch.setattr(saver, "save_checkpoint", killed)
+        with pytest.raises(Killed):
+            saver.Saver(tmp_path, spec, {}, resumed=saver.newest(tmp_path, spec)).save(Frozen(5), saver.Local({}))
+    names = sorted(path.name for path in saver.folder_of(tmp_path, spec).iterdir())
+    assert names == [f".{saver.name_of(5)}.tmp-2", ".tmp2", saver.name_of(4)]
+    found = saver.newest(tmp_path, spec)
+    assert found is not None and found.path == whole
+
+
 def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     train(tmp_path / "a", spec)
@@ -727,6 +772,53 @@ def test_a_full_disk_stops_neither_the_training_nor_the_leave(
     assert "t-00000001.safetensors could not be written" in caplog.text and "address book" in caplog.text
     older = saver.newest(tmp_path / "a")
     assert older is not None and older.t == 1
+
+
+@pytest.mark.parametrize("stop_at", [None, (AT, 1)], ids=["at the end", "by Ctrl-C"])
+def test_a_disk_that_is_gone_at_the_end_is_told_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop_at: tuple[int, int] | None
+) -> None:
+    """As one over a network may be. Path.exists raises then, and who has come for the end of the run got none."""
+    state, finish, stat = tmp_path / "a", Trainer._finish, os.stat
+
+    def gone(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(state)):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))
+        return stat(path, *args, **options)
+
+    def without_disk(trainer: Trainer, *args: Any) -> Summary:
+        trainer._saver.finish()
+        monkeypatch.setattr(os, "stat", gone)
+        return finish(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_finish", without_disk)
+    spec = spec_in(tmp_path, codec="fp16")
+    _, end = train(state, spec, stop_at=stop_at)
+    t, reason = (ROUNDS, "rounds") if stop_at is None else (AT, "interrupted")
+    assert (end.t, end.reason, end.saved, end.model) == (t, reason, False, None)
+    assert end.checkpoint == named(state, spec, ROUNDS - 1 if stop_at is None else AT)
+    assert f"the model folder {state / 'model'} could not be written" in caplog.text
+
+
+def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system makes a disk that has errors read-only."""
+    unlink = Path.unlink
+
+    def full(*_: object) -> None:
+        raise NoRoom("full")
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        if path.name == saver.name_of(1):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(trainer, "save_model", full)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    _, end = train(tmp_path / "a", spec_in(tmp_path, codec="fp16"))
+    assert (end.reason, end.saved, end.model) == ("rounds", True, None)
+    assert f"{saver.name_of(1)} cannot be deleted (Read-only file system)" in caplog.text
 
 
 def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(

@@ -49,10 +49,10 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
         text = json.dumps(meta, sort_keys=True)
     except (TypeError, ValueError) as e:
         raise UsageError(f"the meta data of {target} is not JSON: {e}") from e
-    _demand_room(target, tensors.values())
-    plain = _plain(tensors)
-    header = {META: text, _FORMAT_KEY: str(FORMAT), _HASH_KEY: _content_hash(plain, text)}
     try:
+        _demand_room(target, tensors.values())
+        plain = _plain(tensors)
+        header = {META: text, _FORMAT_KEY: str(FORMAT), _HASH_KEY: _content_hash(plain, text)}
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file(plain, temporary, header)
         _fsync(temporary)
@@ -110,9 +110,9 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         raise UsageError(f"{type(model).__name__} is no transformers model; save its state_dict with save_checkpoint")
-    _demand_room(target, model.parameters())
     temporary, old = _beside(target), target.with_name(f".{target.name}.old-{os.getpid()}")
     try:
+        _demand_room(target, model.parameters())
         target.parent.mkdir(parents=True, exist_ok=True)
         save(temporary)
         also(temporary)
@@ -132,11 +132,11 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
 
 
 def sweep_model_folder(path: str | Path) -> None:
-    """Delete what killed processes left of `save_model_folder` beside `path`, where a model is. Nobody else may be
-    writing there."""
+    """Delete what killed processes left of `save_model_folder` beside `path`; where no model is there, the old one,
+    which is whole, stays. Nobody else may be writing there."""
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        for kind in ("tmp", "old"):
+    with contextlib.suppress(OSError):  # of a disk that is gone, which is told by who writes there
+        for kind in ("tmp", "old") if os.path.isdir(target) else ("tmp",):
             for rest in target.parent.glob(f".{target.name}.{kind}-*"):
                 shutil.rmtree(rest, ignore_errors=True)
 

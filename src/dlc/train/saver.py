@@ -23,9 +23,9 @@ it counts for less than all others: the one that is saved names it.
 
 A file that is damaged is renamed, so that it takes no place of those that are kept.
 
-A new checkpoint is written before the oldest goes. Where the disk has no room for that, or for the model at the end,
-the oldest go first, but never the newest that is known to be whole. Writing may fail all the same: that is logged, what
-is there stays, and training goes on.
+What a killed process was writing goes first, then a new checkpoint is written, then the oldest goes. Where the disk has
+no room for that, or for the model at the end, the oldest go first, but never the newest that is known to be whole.
+Writing may fail all the same: that is logged, what is there stays, and training goes on.
 """
 
 from __future__ import annotations
@@ -386,6 +386,7 @@ class Saver:
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
         path = self._folder / name_of(frozen.t)
+        self._sweep()
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
             "spec": self._spec.to_toml(),
@@ -418,7 +419,7 @@ class Saver:
     def _is_here(self, path: Path | None) -> bool:
         """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another
         peer's."""
-        if path is None or not path.exists():
+        if path is None or not os.path.exists(path):  # where pathlib raises if the disk is gone
             return False
         folder, own = path.parent.resolve(), (self._state_dir, self._state_dir / FOLDER, self._folder)
         return any(folder.is_relative_to(place.resolve()) for place in own)
@@ -442,9 +443,9 @@ class Saver:
                     raise
 
     def _make_room(self, path: Path) -> bool:
-        """Delete what is needed least of this run, if there is such a thing."""
+        """Delete what is needed least of this run, if there is such a thing, and it can be."""
         spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
-        if self.last is not None and self.last.exists():
+        if self.last is not None and os.path.exists(self.last):
             others = self._others(self.last)
             if not self._is_here(self.last):  # another's, who may delete it: one of ours stays
                 others = others[1:]
@@ -452,13 +453,23 @@ class Saver:
         if not spare:
             return False
         log.info("the disk has no room for %s: %s is deleted first", path, spare[0])
-        spare[0].unlink(missing_ok=True)
+        try:
+            spare[0].unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be deleted (%s)", spare[0], error.strerror)
+            return False
         return True
 
     def _others(self, one: Path) -> list[Path]:
         """The other checkpoints of this run, newest first."""
         here, found = os.path.realpath(one), files_in(self._state_dir)  # which a link that leads in a circle has, too
         return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
+
+    def _sweep(self) -> None:
+        """Before anything is written: a process that is killed in each of its saves would fill the disk."""
+        with contextlib.suppress(OSError):  # which is told once this one is written
+            for rest in self._left_over():
+                rest.unlink(missing_ok=True)
 
     def _left_over(self) -> list[Path]:
         """What a killed process was writing: the state directory is ours alone."""

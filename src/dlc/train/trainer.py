@@ -332,6 +332,7 @@ class Trainer:
         folder = self._folder / "model"
         try:
             model = self._engine.whole_model()
+            sweep_model_folder(folder)  # it takes room that the checkpoints would have to make
             self._saver.with_room(folder, lambda: save_model(model, folder, self._source.tokenizer))
             sweep_model_folder(folder)
         except UsageError as error:
