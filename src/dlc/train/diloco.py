@@ -524,7 +524,7 @@ class DiLoCo:
                     offered,
                 )
         self._outer.outgoing.load_residual(residual)
-        self._outer.share = float(state.get("share", 1.0))
+        self._outer.share = float(state.get("share", self._outer.share))
 
     def _stands_at(self, image: Tensor) -> bool:
         """Whether the inner steps began at the outer state of this image."""
