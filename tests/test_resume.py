@@ -27,6 +27,7 @@ from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.train import checkpoint, phases, saver, trainer
+from dlc.train.outer_loop import OuterLoop
 from dlc.train.saver import Saved
 from dlc.train.setup import schedule_of
 from dlc.train.shelf import list_checkpoints
@@ -155,6 +156,35 @@ def test_what_other_fragments_have_not_exchanged_is_resumed_too(
     another, other_end = train(tmp_path / "c", spec, saved.as_of("another"))
     assert other_end.digest != end.digest
     assert told() == [f"what fragments, or mixing, had left of the inner steps before round {AT + 1} is lost"]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "mixing", "fragments"),
+    [
+        ("none", 0.0, 3),
+        ("delayed", 0.0, 2),
+        ("eager", 0.0, 3),
+        ("delayed", 0.5, 1),
+        ("eager", 0.5, 2),
+    ],
+)
+def test_with_an_overlap_who_resumes_at_the_end_of_a_round_that_no_step_overtook_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, mixing: float, fragments: int
+) -> None:
+    """Neither what other fragments hold nor what mixing left was saved where there is an overlap."""
+    wait = OuterLoop.wait
+    monkeypatch.setattr(OuterLoop, "wait", lambda loop, timeout_s: wait(loop, 60.0))
+    rounds, at = 3 * fragments, fragments + 1
+    spec = dataclasses.replace(
+        spec_in(tmp_path), rounds=3, sync_every=H * fragments, overlap=overlap, mixing=mixing, fragments=fragments
+    )
+    whole, end = train(tmp_path / "a", spec)
+    assert len(whole) == rounds * H
+    saved = saver.chosen(named(tmp_path / "a", spec, at), spec)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    resumed, same_end = train(tmp_path / "b", spec, saved)
+    assert losses(resumed) == losses(whole, since=at) and len(resumed) == (rounds - at) * H
+    assert (same_end.digest, same_end.validation_loss) == (end.digest, end.validation_loss)
 
 
 def test_who_is_stopped_in_the_middle_of_a_phase_goes_on_bit_for_bit_from_the_round_before(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@
     offered     those of them that are on their way to one
     held        of each fragment: those of its own that are in none
     local       the parameters as those made them, fp32; None where there are none
+    start       what the parameters were when those began, fp32; None where that is theta, or there are none
+    share       of the last mean that was this peer's, for overlap = "eager"
     residual    what int8, int4 or topk still owe; None with other codecs
     outer       theta and the outer moments of the swarm, and the log of the run: as of `DiLoCo.state_dict(outer=True)`
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 FILE = "dlc.safetensors"
 """In the folder of a checkpoint."""
+VECTORS = ("residual", "local", "start")
 State = dict[str, Any]
 
 
@@ -111,9 +114,9 @@ def write(folder: Path, state: State, model: nn.Module) -> None:
     """Into the folder of a checkpoint with this model. CheckpointError: it could not be written."""
     outer = state["outer"]
     tensors = {"log": outer["log"], "image": outer["image"]}
-    tensors |= {name: state[name] for name in ("residual", "local") if state[name] is not None}
+    tensors |= {name: state[name] for name in VECTORS if state[name] is not None}
     meta = {"t": state["t"], "outer_t": outer["t"], "model": _digest(model)}
-    meta |= {name: state[name] for name in ("inner_step", "steps", "offered", "held")}
+    meta |= {name: state[name] for name in ("inner_step", "steps", "offered", "held", "share")}
     save_checkpoint(folder / FILE, tensors, meta)
 
 
@@ -131,9 +134,9 @@ def read(folder: Path, model: nn.Module | None = None) -> State | None:
         return None
     outer = {"t": meta["outer_t"], "log": tensors["log"], "image": tensors["image"]}
     steps = {name: meta.get(name, 0) for name in ("inner_step", "steps", "offered")}  # files of before have none
-    steps["held"] = meta.get("held", [])
-    own = {name: tensors.get(name) for name in ("residual", "local")}
-    return {"inner": None, "t": meta["t"], "outer": outer, **steps, **own}
+    held, share = meta.get("held", []), meta.get("share", 1.0)
+    own = {name: tensors.get(name) for name in VECTORS}
+    return {"inner": None, "t": meta["t"], "outer": outer, **steps, "held": held, "share": share, **own}
 
 
 def demand(state: State | None, checkpoint: str | Path) -> State:

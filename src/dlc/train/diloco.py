@@ -458,8 +458,9 @@ class DiLoCo:
 
         The outer state is the swarm's, and a peer that comes back takes it from there. outer: have it in, with the
         run's log, for a whole swarm that is stopped and started again (see `resume`), and the parameters as the steps
-        since the last round made them: 4 bytes per parameter more than right after a round. inner: False has None in
-        place of the inner optimizer's state, where a framework saves that.
+        since the last round made them: 4 bytes per parameter more than right after a round, and another 4 where they
+        have fewer bits than fp32, for what they were when these steps began. inner: False has None in place of the
+        inner optimizer's state, where a framework saves that.
 
         As in torch, tensors are not copied: save them, or `deepcopy`, before the next step.
         """
@@ -470,12 +471,14 @@ class DiLoCo:
             "residual": self._outer.outgoing.residual,
             "steps": self._steps,
             "offered": self._offered,
+            "share": self._outer.share,
         }
         if outer:
             frozen = self._peer.checkpoint(self._channel)
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
             state["local"] = self._outer.local() if kept else None
+            state["start"] = self._outer.start() if kept else None
             state["held"] = self._held.amounts()
         return state
 
@@ -493,16 +496,17 @@ class DiLoCo:
         """
         if not {"inner", "inner_step"} <= state.keys():
             raise CheckpointError("this is no state of dlc.DiLoCo: give what its own state_dict() returned")
-        residual, local = state.get("residual"), state.get("local")
+        residual, local, start = state.get("residual"), state.get("local"), state.get("start")
         self._outer.outgoing.check_residual(residual)
-        if local is not None:
-            self._outer.check_local(local)
+        for vector in (local, start):
+            if vector is not None:
+                self._outer.check_local(vector)
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
         if self._steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
         if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
-            self._outer.take_up(local.cpu())
+            self._outer.take_up(local.cpu(), start.cpu() if start is not None else None)
             self._steps, self._skipped = int(state["steps"]), 0
             if not self._held.load(state.get("held", ())):
                 self._held.drop()
@@ -520,6 +524,7 @@ class DiLoCo:
                     offered,
                 )
         self._outer.outgoing.load_residual(residual)
+        self._outer.share = float(state.get("share", self._outer.share))
 
     def _stands_at(self, image: Tensor) -> bool:
         """Whether the inner steps began at the outer state of this image."""

@@ -46,6 +46,15 @@ class Origin:
     def _start(self) -> Tensor:
         return self.base if self._rounded is None else self._rounded
 
+    def rounded(self) -> Tensor | None:
+        """A copy of start; None where it is base."""
+        return self._rounded.clone() if self._rounded is not None else None
+
+    def set_rounded(self, start: Tensor) -> None:
+        """Take back what `rounded` gave."""
+        if self._rounded is not None:
+            self._rounded.copy_(start)
+
     def renew(self) -> None:
         """base := theta."""
         self._lent = self._state.lend()

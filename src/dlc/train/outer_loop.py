@@ -102,8 +102,8 @@ class OuterLoop:
         self._hook, self.patience_s = hook, patience_s
         self._fragments = Fragments.strided(view.sizes(), fragments) if fragments > 1 else Fragments.whole(view.numel)
         self._eager = overlap == "eager"
-        self._share = 1.0
-        """Our part of a mean, as it was last."""
+        self.share = 1.0
+        """Our part of a mean, as it was last: what `eager` foresees."""
         self._overlay: Overlay | None = None
         self._mixing = mixing
         self._whole = fragments == 1 and not mixing
@@ -184,22 +184,33 @@ class OuterLoop:
             return None
         return self._without_overlay()
 
+    def start(self) -> Tensor | None:
+        """A copy of what the parameters held where the inner steps began, for `take_up`; None where that is theta.
+
+        Parameters of fewer bits than fp32 did not hold theta, and from what they held `rebase` and fragments keep d."""
+        return self._origin.rounded()
+
     def check_local(self, local: Tensor) -> None:
-        """CheckpointError: what `local` gave is of another model, or not finite."""
+        """CheckpointError: what `local`, or `start`, gave is of another model, or not finite."""
         if local.dtype != torch.float32 or local.shape != (self._fragments.numel,) or not finite(local):
             raise CheckpointError(
                 f"the saved parameters are {local.dtype} {tuple(local.shape)}, this model needs finite float32 "
                 f"({self._fragments.numel},): they belong to another model, or are damaged"
             )
 
-    def take_up(self, local: Tensor) -> None:
-        """Go on from theta with the parameters that `local` gave, in place of what is here. Not during an offer.
+    def take_up(self, local: Tensor, start: Tensor | None = None) -> None:
+        """Go on from theta with the parameters that `local` gave, and what `start` did, in place of what is here. Not
+        during an offer.
 
         CheckpointError, with nothing changed: see `check_local`.
         """
         self.check_local(local)
+        if start is not None:
+            self.check_local(start)
         self.adopt()
         self._origin.scatter(local.clone())
+        if start is not None:
+            self._origin.set_rounded(start)
 
     # ---------------------------------------------------------------- between inner steps
 
@@ -384,7 +395,7 @@ class OuterLoop:
     def _foresee(self, fragment: int, offered: Tensor) -> None:
         """Put the offered fragment of the model where our part of the mean will take theta."""
         ahead = torch.empty_like(offered)
-        if not self.state.foresee(self.position.t + 1, offered * self._share, ahead):
+        if not self.state.foresee(self.position.t + 1, offered * self.share, ahead):
             return  # that round is past: what became of the offer is learned by waiting for it
         local = self._origin.gather()
         before = self._fragments.take(local, fragment).clone()
@@ -480,7 +491,7 @@ class OuterLoop:
         more = len(work.blocks) > len(offered.blocks)
         if counted and report is not None:
             rest = Work(work.blocks[len(offered.blocks) :], work.upto)
-            self._share = share_of(report, self._peer.id)
+            self.share = share_of(report, self._peer.id)
             if more or not self._whole:
                 kept = self._go_on(offer, rest)
                 self._done_with(offer)

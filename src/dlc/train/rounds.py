@@ -89,7 +89,8 @@ class Rounds:
             held = saved.own[_HELD].tolist() if _HELD in saved.own else [1]
             if ahead is not None and mine and here:
                 self.outer.take_up(ahead)
-                self.phases.held.load(held)
+                if _HELD in saved.own:
+                    self.phases.held.load(held)
             elif any(held):
                 log.info("what fragments, or mixing, had left of the inner steps before round %d is lost", saved.t)
         return position
@@ -144,11 +145,11 @@ class Rounds:
 
     def _ahead_of_theta(self) -> Tensor | None:
         """The parameters, where all steps are counted and the model is not at theta: other fragments have their turn
-        later. With overlap the steps that are ahead are not counted, and cannot be told from the rest."""
-        spec = self._parts.spec
-        if spec.fragments == 1 or spec.overlap != "none" or self.phases.ahead or self.phases.at_work:
+        later, or mixing has left a part undone. Steps of the next phase are not counted, and cannot be told from the
+        rest."""
+        if self.phases.ahead or self.phases.at_work:
             return None
-        if not self.phases.held.any():
+        if not (self._parts.spec.mixing or self.phases.held.any()):
             return None
         return self.outer.local()
 

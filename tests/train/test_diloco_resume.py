@@ -1,0 +1,124 @@
+"""A `dlc.DiLoCo` that goes on from `state_dict(outer=True)`: as if it had never stopped, bit for bit on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dlc.train.outer_loop
+from dlc.errors import CheckpointError
+from dlc.flat import FlatView
+from dlc.integrations import saved
+from dlc.report import Missing, RoundReport, Share
+from dlc.train.diloco import DiLoCo
+from tests.train.fake_peer import OTHER, FakePeer
+
+H, STEPS = 6, 21
+State = dict[str, Any]
+
+
+class Two(FakePeer):
+    """Another peer is in each round, with three times our weight. With an overlap a round takes as long as a step."""
+
+    def __init__(self, overlap: str, start_t: int = 0) -> None:
+        super().__init__(start_t=start_t)
+        self.lossy = True
+        if overlap != "none":
+            self.slices = [1] * STEPS
+
+    def report(self, contributors: tuple[Share, ...], missing: tuple[Missing, ...]) -> RoundReport:
+        (mine,) = contributors
+        told = super().report((mine, Share(OTHER.peer, 3 * mine.weight, 1.0)), missing)
+        return dataclasses.replace(told, weight=4 * mine.weight)
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+def build(dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def made(net: nn.Module, peer: FakePeer, resume: State | None = None, **options: Any) -> DiLoCo:
+    if options["overlap"] != "none":
+        options["overlap_steps"] = 1
+    inner = torch.optim.AdamW(net.parameters(), lr=0.05)
+    opt = DiLoCo(net, inner, peer, sync_every=H, codec="int8", resume=resume, **options)
+    if resume is not None:
+        opt.load_state_dict(resume)
+    return opt
+
+
+def train(opt: DiLoCo, net: nn.Module, since: int = 0) -> Iterator[Tensor]:
+    """The parameters after each step."""
+    view = FlatView.of(net)
+    for step in range(since, STEPS):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        net(inputs.to(next(net.parameters()).dtype)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        yield view.gather(torch.empty(view.numel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("overlap", "mixing"), [("none", 0.0), ("delayed", 0.0), ("delayed", 0.5), ("eager", 0.0), ("eager", 0.5)]
+)
+def test_who_resumes_while_no_round_is_on_its_way_goes_on_bit_for_bit(
+    overlap: str, mixing: float, fragments: int, dtype: torch.dtype
+) -> None:
+    """Parameters in bf16 began where they were put, not at theta; eager began with our whole part of the mean."""
+    options = {"overlap": overlap, "mixing": mixing, "fragments": fragments}
+    net = build(dtype)
+    opt = made(net, Two(overlap), **options)
+    whole, states = list[Tensor](), dict[int, State]()
+    for params in train(opt, net):
+        whole.append(params)
+        if opt.t and not opt._outer.waiting:
+            states[len(whole)] = copy.deepcopy(opt.state_dict(outer=True))
+    assert len(states) >= 3
+    for at, state in states.items():
+        other = build(dtype, seed=1)
+        again = made(other, Two(overlap, start_t=state["t"]), state, **options)
+        for step, params in enumerate(train(again, other, since=at), at):
+            assert torch.equal(params, whole[step]), f"saved after {at} steps, another model after {step + 1}"
+
+
+def test_what_a_framework_saves_is_all_that_belongs_to_the_bits(tmp_path: Path) -> None:
+    options = {"overlap": "eager", "mixing": 0.5, "fragments": 2}
+    net = build(torch.bfloat16)
+    opt, whole = made(net, Two("eager"), **options), list[Tensor]()
+    at, state = 0, State()
+    for params in train(opt, net):
+        whole.append(params)
+        if not at and opt.t == 3 and not opt._outer.waiting:
+            at, state = len(whole), copy.deepcopy(opt.state_dict(outer=True))
+            saved.write(tmp_path, state, net)
+    kept = saved.read(tmp_path)
+    assert kept is not None and 0 < at < STEPS
+    other = build(torch.bfloat16, seed=1)
+    again = made(other, Two("eager", start_t=3), {**kept, "inner": state["inner"]}, **options)
+    assert all(map(torch.equal, train(again, other, since=at), whole[at:]))
+
+
+def test_where_the_inner_steps_began_is_checked_before_anything_changes() -> None:
+    net = build(torch.bfloat16)
+    opt = made(net, Two("none"), overlap="none", fragments=2)
+    *_, before = train(opt, net)
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    for start in (state["start"][1:], torch.full_like(state["start"], torch.nan)):
+        with pytest.raises(CheckpointError, match="another model, or are damaged"):
+            opt.load_state_dict({**state, "start": start})
+    assert torch.equal(FlatView.of(net).gather(torch.empty_like(before)), before)
