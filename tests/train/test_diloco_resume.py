@@ -122,3 +122,15 @@ def test_where_the_inner_steps_began_is_checked_before_anything_changes() -> Non
         with pytest.raises(CheckpointError, match="another model, or are damaged"):
             opt.load_state_dict({**state, "start": start})
     assert torch.equal(FlatView.of(net).gather(torch.empty_like(before)), before)
+
+
+def test_a_state_that_does_not_tell_the_share_of_the_last_mean_leaves_it_as_it_is() -> None:
+    net = build(torch.float32)
+    opt = made(net, Two("eager"), overlap="eager")
+    *_, _ = train(opt, net)
+    state = opt.state_dict()
+    assert state["share"] == opt._outer.share == 0.25
+    opt.load_state_dict({**state, "share": 0.5})
+    assert opt._outer.share == 0.5
+    opt.load_state_dict({name: value for name, value in state.items() if name != "share"})
+    assert opt._outer.share == 0.5
