@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,16 @@ import torch
 import dlc.comm.driver as driver
 import dlc.comm.links as links
 from dlc.comm import tcp
+from dlc.comm.clock import clock
 from dlc.comm.effects import Pace
-from dlc.comm.links import CONGESTION_CONTROL, NEAR_CONGESTION_CONTROLS, NEAR_RTT_S
+from dlc.comm.links import (
+    CONGESTION_CONTROL,
+    NEAR_CONGESTION_CONTROLS,
+    NEAR_RTT_S,
+    RENEW_BYTES_MIN,
+    WINDOW_BYTES_MIN,
+    WINDOW_SPARE,
+)
 from dlc.peer import Peer
 from tests.comm.test_transport import WAIT_S, Node, pump
 from tests.helpers import wait_until
@@ -173,6 +182,28 @@ def test_bulk_links_ask_for_a_congestion_control(
     assert sock.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16) == expected
 
 
+@linux
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("far", [True, False])
+def test_a_system_that_does_not_let_far_links_have_bbr_is_told_of_once(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, far: bool, allowed: bool
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(tcp, "set_congestion", lambda sock, name: asked.append(name) or allowed)
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: not far)
+    monkeypatch.setattr(tcp, "sample", lambda sock: None)
+    a, b = pair
+    connect(a, b)
+    connect(b, a)
+    a.transport.pace(b.bulk_address, 5e6)
+    a.transport.send_control(b.address, [b"x"])
+    pump(lambda: b.messages(), a, b)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (2 if far and not allowed else 0), "by each of both"
+    assert all("tcp_allowed_congestion_control" in message for message in told)
+    assert asked.count(CONGESTION_CONTROL) >= 3 * far
+
+
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The descriptors of the connections that began anew."""
@@ -267,6 +298,145 @@ def test_a_connection_that_begins_anew_knows_no_threshold(raw: tuple[socket.sock
     assert client.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
+# ---------------------------------------------------------------------- windows that losses left
+
+NARROW = tcp.TcpSample(
+    RENEW_BYTES_MIN, 0.1, 0.1, 0.0, True, 0.0, 9, queued_bytes=0, threshold_bytes=WINDOW_BYTES_MIN - 1
+)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[tcp.TcpSample], None]:
+    """Sets what the kernel says of every connection from then on. No link leads to this host."""
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+
+    def tell(sample: tcp.TcpSample) -> None:
+        monkeypatch.setattr(tcp, "sample", lambda sock: sample)
+
+    return tell
+
+
+@linux
+def test_a_link_whose_window_losses_made_small_is_connected_anew(
+    pair: tuple[Node, Node], kernel: Callable[[tcp.TcpSample], None]
+) -> None:
+    """Between four far sites without BBR the first round took 6.7 s of 3.15: one connection of twelve, whose slow start
+    a probe's losses ended at 36 segments, had 64 after six seconds, and needed 117."""
+    a, b = pair
+    connect(a, b)
+    assert a.transport.send_bulk(b.bulk_address, [b"before"])
+    pump(lambda: b.messages("bulk"), a, b)
+    kernel(NARROW)
+    before = descriptor(a.transport, b.bulk_address)
+    a.transport.renew_bulk()
+    assert before.fileno() == -1 and not link(a.transport, b.bulk_address).up
+    kernel(replace(NARROW, bytes_acked=1000))
+    pump(lambda: link(a.transport, b.bulk_address).up, a, b)
+    after = descriptor(a.transport, b.bulk_address)
+    a.transport.renew_bulk()
+    assert descriptor(a.transport, b.bulk_address) is after, "once"
+    assert a.transport.send_bulk(b.bulk_address, [b"after"])
+    pump(lambda: len(b.messages("bulk")) == 2, a, b)
+    assert b.messages("bulk") == [[b"before"], [b"after"]]
+
+
+@linux
+@pytest.mark.parametrize(
+    ("sample", "last_Bps", "paced", "anew"),
+    [
+        (NARROW, None, False, True),
+        (NARROW, 1e4, False, True),
+        (NARROW, 1e4, True, False),
+        (replace(NARROW, bytes_acked=RENEW_BYTES_MIN - 1), None, False, False),
+        (replace(NARROW, queued_bytes=1), None, False, False),
+        (replace(NARROW, threshold_bytes=math.inf), None, False, False),
+        (replace(NARROW, threshold_bytes=1e9), None, False, True),
+        (replace(NARROW, threshold_bytes=WINDOW_BYTES_MIN), 1e4, False, False),
+        (replace(NARROW, threshold_bytes=1e6), 10e6, False, True),
+        (replace(NARROW, threshold_bytes=WINDOW_SPARE * 1e6), 10e6, False, False),
+    ],
+    ids=[
+        "no round told what it needs",
+        "less than any needs",
+        "a round is on its way",
+        "it is new",
+        "something is on its way",
+        "nothing was lost",
+        "a probe lost something",
+        "enough for a slow one",
+        "what the rate has on the way and nothing to spare",
+        "enough for its rate",
+    ],
+)
+def test_a_link_is_connected_anew_only_where_that_is_better(
+    pair: tuple[Node, Node],
+    kernel: Callable[[tcp.TcpSample], None],
+    sample: tcp.TcpSample,
+    last_Bps: float | None,
+    paced: bool,
+    anew: bool,
+) -> None:
+    a, b = pair
+    connect(a, b)
+    if last_Bps is not None:
+        a.transport.pace(b.bulk_address, last_Bps)
+        if not paced:
+            a.transport.pace(b.bulk_address, None)
+    kernel(sample)
+    before = descriptor(a.transport, b.bulk_address)
+    a.transport.renew_bulk()
+    assert (before.fileno() == -1) == anew
+
+
+@linux
+def test_links_within_this_host_and_control_links_stay(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    a.transport.send_control(b.address, [b"x"])
+    connect(a, b)
+    pump(lambda: b.messages(), a, b)
+    monkeypatch.setattr(tcp, "sample", lambda sock: NARROW)
+    before = descriptor(a.transport, b.bulk_address)
+    a.transport.renew_bulk()
+    assert descriptor(a.transport, b.bulk_address) is before
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+    a.transport.renew_bulk()
+    assert before.fileno() == -1
+    assert a.transport._links["control", b.address].up
+
+
+@linux
+def test_peers_connect_anew_when_a_round_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, rested_s = tcp.sample, list[float]()
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        return replace(found, threshold_bytes=1.0) if (found := told(sock)) else None
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+    with swarm(2) as peers:
+        one, two = peers
+        mine, renew = one._driver, one._driver.transport.renew_bulk
+
+        def note() -> None:
+            rested_s.append(clock() - mine._bulk_at)
+            renew()
+
+        monkeypatch.setattr(mine.transport, "renew_bulk", note)
+        wait_until(lambda: sample_of(one, two) is not None, WAIT_S, "the link")
+        address = bulk_address(one, two)
+        before = descriptor(mine.transport, address)
+        for round_ in (1.0, 2.0):
+            vectors = [torch.full((50_000,), round_), torch.full((50_000,), 3 * round_)]
+            together(peers, lambda peer, i, v=vectors: peer.all_reduce(v[i], codec="fp32", timeout_s=2 * WAIT_S))
+            assert all(torch.equal(vector, torch.full((50_000,), 2 * round_)) for vector in vectors)
+            wait_until(lambda old=before: link(mine.transport, address)._tcp is not old, WAIT_S, "it begins anew")
+            wait_until(lambda: link(mine.transport, address).up, WAIT_S, "it is there again")
+            before = descriptor(mine.transport, address)
+        assert min(rested_s) >= driver.SAMPLE_TAIL_S, "never while bulk moves"
+
+
 # ---------------------------------------------------------------------- the kernel's numbers
 
 
@@ -304,17 +474,24 @@ class Told:
         return self.info[:room]
 
 
-def info(length: int, app_limited: bool = True, min_rtt_us: int = 20_000, sacked: int = 0) -> bytes:
+def info(
+    length: int, app_limited: bool = True, min_rtt_us: int = 20_000, sacked: int = 0, threshold: int = 40
+) -> bytes:
     told = bytearray(248)
     told[7] = (
         (0x01 if sys.byteorder == "little" else 0x80) if app_limited else 0x06 if sys.byteorder == "little" else 0x60
     )
     for offset, code, value in (
         (16, "I", 1448),
+        (24, "I", 3),
         (28, "I", sacked),
         (68, "I", 25_000),
+        (76, "I", threshold),
+        (80, "I", 40),
         (100, "I", 7),
         (120, "Q", 10**12),
+        (128, "Q", 99),
+        (144, "I", 1000),
         (148, "I", min_rtt_us),
         (160, "Q", 6_250_000),
         (168, "Q", 1_500_000),
@@ -327,9 +504,21 @@ def info(length: int, app_limited: bool = True, min_rtt_us: int = 20_000, sacked
 def test_tcp_info_of_every_length_is_read(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(tcp, "AVAILABLE", True)
     found = tcp.sample(Told(info(length)))  # type: ignore[arg-type]
-    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7)
+    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 99, 3 * 1448 + 1000, 40 * 1448)
     other = tcp.sample(Told(info(length, app_limited=False, min_rtt_us=UNLIMITED)))  # type: ignore[arg-type]
     assert other is not None and not other.app_limited and other.min_rtt_s == 0
+
+
+@pytest.mark.parametrize(
+    ("threshold", "n_bytes"), [(SSTHRESH_NONE, math.inf), (50, 50 * 1448), (29, 30 * 1448), (0, 30 * 1448)]
+)
+def test_slow_start_ends_at_the_threshold_or_where_the_window_was(
+    monkeypatch: pytest.MonkeyPatch, threshold: int, n_bytes: float
+) -> None:
+    """After an idle time Linux has three quarters of the window, 40 segments here, as threshold, if that is more."""
+    monkeypatch.setattr(tcp, "AVAILABLE", True)
+    found = tcp.sample(Told(info(176, threshold=threshold)))  # type: ignore[arg-type]
+    assert found is not None and found.threshold_bytes == n_bytes
 
 
 def test_what_came_behind_a_loss_counts_and_the_count_never_falls(

@@ -416,6 +416,8 @@ class Driver:
             if record is not None and record.bulk:
                 self._addresses[record.bulk[0]] = peer
                 self.transport.open_bulk(record.bulk[0])
+        if now >= self._bulk_at + SAMPLE_TAIL_S:
+            self.transport.renew_bulk()
 
     def _sample(self, now: float) -> None:
         """Tell the machine what the kernel says of the bulk links, while bulk moves."""

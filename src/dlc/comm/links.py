@@ -34,6 +34,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import math
 import random
 import socket
 from collections import deque
@@ -79,6 +80,12 @@ NEAR_CONGESTION_CONTROLS = ("cubic", "reno")
 path holds twice, which is less there than what waits while a process or a router is late. Any system allows reno."""
 NEAR_RTT_S = 0.003
 """A host is near to which the shortest round trip is less: few routers are between, and next to nothing is lost."""
+
+RENEW_BYTES_MIN = 64 << 10
+"""A connection that has carried less is as good as new."""
+WINDOW_BYTES_MIN = 128 << 10
+WINDOW_SPARE = 1.25
+"""A window of so many bytes, and of this times what is on the way at the rate of the last round, is enough."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
@@ -133,7 +140,11 @@ class Link:
         """Whether some attempt has failed since the link was last up (or made)."""
         self.starved = False
         """The last attempt failed because this process may open no more files."""
+        self.lossy = False
+        """A way to a far host for which the system refuses CONGESTION_CONTROL."""
         self._rate_Bps: float | None = None
+        self._last_rate_Bps = math.inf
+        """The last that was not None; inf: there was none."""
         self._fd = -1
         """The connection's descriptor, which is libzmq's: it may have become another's."""
         self._tcp: socket.socket | None = None
@@ -232,6 +243,8 @@ class Link:
             raise ValueError(f"a rate is above 0, not {rate_Bps}")
         begins = self._rate_Bps is None and rate_Bps is not None
         self._rate_Bps = rate_Bps
+        if rate_Bps is not None:
+            self._last_rate_Bps = rate_Bps
         if self._tcp is None:
             return False
         if begins:
@@ -248,6 +261,22 @@ class Link:
             if copy is not None:
                 copy.close()
         return found.min_rtt_s if found is not None else 0.0
+
+    def renew(self, now: float) -> list[LinkEvent]:
+        """Connect anew if that begins better than what losses have made of this connection. For a link at rest.
+
+        After an idle time slow start begins again in any case, but ends at the threshold that losses have set, of a
+        probe, say, which overfills the path on purpose. Beyond it the window grows by a segment or so in a round trip:
+        between far hosts that took a whole round. BBR knows no threshold.
+        """
+        sample = self.tcp_sample()
+        if self._rate_Bps is not None or sample is None or sample.queued_bytes or sample.bytes_acked < RENEW_BYTES_MIN:
+            return []
+        needed_bytes = max(WINDOW_BYTES_MIN, WINDOW_SPARE * self._last_rate_Bps * sample.min_rtt_s)
+        if sample.threshold_bytes >= needed_bytes or is_loopback(self._candidates[self._candidate]):
+            return []
+        self.close()
+        return self._open(now)
 
     def tcp_sample(self) -> tcp.TcpSample | None:
         """What the kernel says of the connection; None while there is none, or where it says nothing."""
@@ -334,7 +363,7 @@ class Link:
         if is_loopback(self._candidates[self._candidate]) or (known_s and min(known_s) < NEAR_RTT_S):
             tcp.begin_congestion(self._tcp, NEAR_CONGESTION_CONTROLS)
         else:
-            tcp.set_congestion(self._tcp, CONGESTION_CONTROL)
+            self.lossy = not tcp.set_congestion(self._tcp, CONGESTION_CONTROL)
 
     def _on_event(self, event: int, value: int, now: float) -> list[LinkEvent]:
         if event == zmq.EVENT_CONNECTED:

@@ -10,6 +10,7 @@ before it lets libzmq close its own, and at once when libzmq says that the conne
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -29,15 +30,19 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
 _UNLIMITED = 2**32 - 1
-_INFO = struct.Struct("=7xB8xI8xI36xI28xI16xQQ12xI8xQQ")
+_INFO = struct.Struct("=7xB8xI4xII36xI4xII16xI16xQQ8xII8xQQ")
 """struct tcp_info up to tcpi_busy_time, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
-Those that are read: byte 7 (one of whose bits says application-limited), tcpi_snd_mss (byte 16), tcpi_sacked (28),
-tcpi_rtt (68), tcpi_total_retrans (100), tcpi_bytes_acked (120), tcpi_bytes_received (128), tcpi_min_rtt (148),
-tcpi_delivery_rate (160), tcpi_busy_time (168)."""
+Those that are read: byte 7 (one of whose bits says application-limited), tcpi_snd_mss (byte 16), tcpi_unacked (24),
+tcpi_sacked (28), tcpi_rtt (68), tcpi_snd_ssthresh (76), tcpi_snd_cwnd (80), tcpi_total_retrans (100), tcpi_bytes_acked
+(120), tcpi_bytes_received (128), tcpi_notsent_bytes (144), tcpi_min_rtt (148), tcpi_delivery_rate (160),
+tcpi_busy_time (168)."""
 _APP_LIMITED = 0x01 if sys.byteorder == "little" else 0x80
 _INFO_BYTES = 256
 """More than any kernel's struct has so far; what comes after tcpi_busy_time is not looked at."""
 _NO_RTT_US = 2**32 - 1
+_NO_THRESHOLD = 2**31 - 1
+_KEPT_WINDOW = 0.75
+"""Of the congestion window becomes the threshold when a connection has idled, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,10 @@ class TcpSample:
     """Segments sent once more."""
     bytes_received: int = 0
     """From the other side, since the connection was made."""
+    queued_bytes: int = 0
+    """Not acknowledged yet, or not even sent."""
+    threshold_bytes: float = math.inf
+    """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits."""
 
 
 def duplicate(fd: int, host: str, port: int) -> socket.socket | None:
@@ -142,9 +151,22 @@ def sample(sock: socket.socket) -> TcpSample | None:
         return None
     if len(info) < _INFO.size:
         return None
-    flags, mss, sacked, rtt_us, retransmits, acked, received, min_rtt_us, delivery_Bps, busy_us = _INFO.unpack_from(
-        info
-    )
+    (
+        flags,
+        mss,
+        unacked,
+        sacked,
+        rtt_us,
+        threshold,
+        window,
+        retransmits,
+        acked,
+        received,
+        unsent_bytes,
+        min_rtt_us,
+        delivery_Bps,
+        busy_us,
+    ) = _INFO.unpack_from(info)
     return TcpSample(
         bytes_acked=acked + sacked * mss,
         rtt_s=rtt_us / 1e6,
@@ -154,6 +176,8 @@ def sample(sock: socket.socket) -> TcpSample | None:
         busy_s=busy_us / 1e6,
         retransmits=retransmits,
         bytes_received=received,
+        queued_bytes=unacked * mss + unsent_bytes,
+        threshold_bytes=max(threshold, _KEPT_WINDOW * window) * mss if threshold < _NO_THRESHOLD else math.inf,
     )
 
 

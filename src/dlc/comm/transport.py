@@ -108,7 +108,7 @@ class Transport:
         self._serial = itertools.count()
         self._links: dict[tuple[Lane, str], Link] = {}
         self._events: list[LinkEvent | Reached] = []
-        self._closed = self._starved = False
+        self._closed = self._starved = self._lossy = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -173,6 +173,13 @@ class Transport:
         link = self._link("bulk", address, report=False)
         other = self._links.get(("control", control)) if rate_Bps is not None else None
         return link is not None and link.pace(rate_Bps, other.path_s() if other is not None else 0.0)
+
+    def renew_bulk(self) -> None:
+        """Connect those of our bulk links anew that losses have left a small window. To be called while bulk rests:
+        what others send back on such a connection is lost."""
+        for (lane, _), link in self._links.items():
+            if lane == "bulk":
+                self._note(link, link.renew(self._clock()))
 
     def tcp_sample(self, address: str) -> TcpSample | None:
         """The kernel's numbers of our bulk link to `address`, if it is up and the system has them."""
@@ -312,6 +319,14 @@ class Transport:
             log.warning(
                 "no link to %s can be made: this process may open no more files (told once). Rounds go on without what "
                 "such links would carry; stop it, and start it with a higher limit (`ulimit -n`)",
+                link.address,
+            )
+        if link.lossy and not self._lossy:
+            self._lossy = True
+            log.warning(
+                "Linux does not let this process use BBR, as bulk links to far hosts want, %s among them (told once). "
+                "Rounds with them take longer, and far longer where packets are lost. Root on this host allows it with "
+                '`modprobe tcp_bbr` and `sysctl -w net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"`',
                 link.address,
             )
         if link.lane == "control":
