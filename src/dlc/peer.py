@@ -32,6 +32,7 @@ from dlc.arguments import function, instance, seconds
 from dlc.channels import has_seat, why_of
 from dlc.collectives import Collectives
 from dlc.comm.addresses import on_this_host, parse_address
+from dlc.comm.bundle import STREAMS
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
@@ -191,7 +192,10 @@ class Peer(Unpicklable, Collectives):
         # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
         former = known_addresses(state) if resume is not None and not listed and not found else {}
         awaited = tuple(former.values()) if former else listed
-        transport = Transport(listen, security=security, insecure=insecure, ident=ident, bulk_port=_bulk_port(listen))
+        bulk_port = _bulk_port(listen)
+        transport = Transport(
+            listen, security=security, insecure=insecure, ident=ident, bulk_port=bulk_port, streams=STREAMS
+        )
         intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
         driver = Driver(transport, voter, lambda event: None)
         peer = cls(driver, intro, on_event)

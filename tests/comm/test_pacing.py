@@ -62,7 +62,7 @@ def connect(a: Node, b: Node) -> None:
 
 
 def link(transport: object, address: str) -> links.Link:
-    return transport._links["bulk", address]  # type: ignore[attr-defined, no-any-return]
+    return transport._bundles[address].links[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def descriptor(transport: object, address: str) -> socket.socket:
@@ -134,7 +134,7 @@ def test_a_rate_outlives_the_connection(pair: tuple[Node, Node]) -> None:
 def test_lifting_a_limit_opens_no_link(pair: tuple[Node, Node]) -> None:
     a, b = pair
     assert not a.transport.pace(b.bulk_address, None)
-    assert not a.transport._links
+    assert not a.transport._links()
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
@@ -150,7 +150,7 @@ def test_control_links_are_left_as_they_are(pair: tuple[Node, Node]) -> None:
     a.transport.send_control(b.address, [b"x"])
     connect(a, b)
     pump(lambda: b.messages(), a, b)
-    assert a.transport._links["control", b.address]._tcp is None
+    assert a.transport._controls[b.address]._tcp is None
 
 
 @linux
@@ -254,7 +254,7 @@ def test_a_link_that_was_always_busy_is_near_if_the_hosts_control_connection_say
     assert a.transport.pace(b.bulk_address, 5e6, control=b.address), "there is no such connection yet"
     assert not begun
     a.transport.send_control(b.address, [b"x"])
-    pump(lambda: a.transport._links["control", b.address].up, a, b)
+    pump(lambda: a.transport._controls[b.address].up, a, b)
     copies: list[socket.socket | None] = []
     duplicate = tcp.duplicate
     monkeypatch.setattr(tcp, "duplicate", lambda *where: copies.append(duplicate(*where)) or copies[-1])
@@ -403,7 +403,7 @@ def test_links_within_this_host_and_control_links_stay(
     monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
     a.transport.renew_bulk()
     assert before.fileno() == -1
-    assert a.transport._links["control", b.address].up
+    assert a.transport._controls[b.address].up
 
 
 @linux
@@ -444,15 +444,16 @@ def test_peers_connect_anew_when_a_round_is_over(monkeypatch: pytest.MonkeyPatch
 @linux
 def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     a, b = pair
-    assert a.transport.tcp_sample(b.bulk_address) is None
+    assert a.transport.way_sample(b.bulk_address) is None
     connect(a, b)
-    first, began = a.transport.tcp_sample(b.bulk_address), time.monotonic()
+    first, began = link(a.transport, b.bulk_address).tcp_sample(), time.monotonic()
     assert first is not None and 0 < first.bytes_acked < 10_000 and first.app_limited
     seconds_for(a, b, 1_000_000)
     a.transport.pace(b.bulk_address, 5e6)
     seconds_for(a, b, 2_000_000)
-    last = a.transport.tcp_sample(b.bulk_address)
-    assert last is not None
+    last, whole = link(a.transport, b.bulk_address).tcp_sample(), a.transport.way_sample(b.bulk_address)
+    assert last is not None and whole is not None
+    assert last.bytes_acked <= whole.bytes_acked < last.bytes_acked + 10_000 and whole.min_rtt_s == last.min_rtt_s
     moved = last.bytes_acked - first.bytes_acked
     assert 3_000_000 <= moved < 3_500_000, "with a little for framing"
     assert 0 < last.min_rtt_s < 1 and last.min_rtt_s <= last.rtt_s
@@ -460,7 +461,7 @@ def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     assert 0.2 < last.busy_s - first.busy_s <= time.monotonic() - began + 0.1
     assert last.retransmits >= 0
     a.transport.forget(b.bulk_address)
-    assert a.transport.tcp_sample(b.bulk_address) is None
+    assert a.transport.way_sample(b.bulk_address) is None
 
 
 class Told:
@@ -532,7 +533,7 @@ def test_what_came_behind_a_loss_counts_and_the_count_never_falls(
     told.close = lambda: None  # type: ignore[attr-defined]
 
     def acked() -> int:
-        sample = a.transport.tcp_sample(b.bulk_address)
+        sample = a.transport.way_sample(b.bulk_address)
         assert sample is not None
         return sample.bytes_acked
 
@@ -558,7 +559,7 @@ def test_without_the_system_bulk_goes_as_before(pair: tuple[Node, Node], monkeyp
     connect(a, b)
     assert link(a.transport, b.bulk_address)._tcp is None
     assert not a.transport.pace(b.bulk_address, 5e6)
-    assert a.transport.tcp_sample(b.bulk_address) is None
+    assert a.transport.way_sample(b.bulk_address) is None
     seconds_for(a, b, 1_000_000)
 
 
@@ -679,9 +680,9 @@ def bulk_address(peer: Peer, of: Peer) -> str:
     return record.bulk[0]
 
 
-def sample_of(peer: Peer, of: Peer) -> tcp.TcpSample | None:
+def sample_of(peer: Peer, of: Peer) -> tcp.WaySample | None:
     address = bulk_address(peer, of)
-    return peer._ask(lambda node, now: peer._driver.transport.tcp_sample(address))
+    return peer._ask(lambda node, now: peer._driver.transport.way_sample(address))
 
 
 @linux

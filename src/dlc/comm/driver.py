@@ -31,7 +31,7 @@ from dlc.comm.framing import Frame, decode, encode
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Route, Writable
 from dlc.comm.messages import PROOFS, Bulk, Message, Record, Welcome
-from dlc.comm.tcp import TcpSample
+from dlc.comm.tcp import WaySample
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError, SwarmClosed
 
@@ -79,7 +79,7 @@ class BulkSource(Protocol):
     def record_of(self, peer: PeerId) -> Record | None: ...
     def refused(self, peer: PeerId, now: float) -> list[Effect]: ...
     def bulk_peers(self) -> set[PeerId]: ...
-    def link_samples(self, samples: Mapping[PeerId, TcpSample], now: float) -> None: ...
+    def link_samples(self, samples: Mapping[PeerId, WaySample], now: float) -> None: ...
     def work_aside(self, aside: Callable[[Callable[[], None], list[Effect]], None]) -> None: ...
     def breathe(self, now: float, sender: Voter | None = None, message: Message | None = None) -> list[Effect]: ...
 
@@ -426,7 +426,7 @@ class Driver:
         self._sample_at = now + SAMPLE_S
         samples = {}
         for address, peer in self._addresses.items():
-            sample = self.transport.tcp_sample(address)
+            sample = self.transport.way_sample(address)
             if sample is not None:
                 samples[peer] = sample
         self._bulk.link_samples(samples, now)

@@ -50,7 +50,7 @@ from dlc.comm.service import Services
 from dlc.comm.slot import Slot
 from dlc.comm.state import State
 from dlc.comm.straggler import NEVER_S
-from dlc.comm.tcp import TcpSample
+from dlc.comm.tcp import WaySample
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.waiting import Waits
 from dlc.comm.wire import HEADER_BYTES_MAX, Packed, pack
@@ -212,7 +212,7 @@ class Node:
         voters = electorate if self.me in electorate else ()
         return {v.peer for v in voters if v != self.me and self.members.alive(v)} | self.services.bulk_peers()
 
-    def link_samples(self, samples: Mapping[PeerId, TcpSample], now: float) -> None:
+    def link_samples(self, samples: Mapping[PeerId, WaySample], now: float) -> None:
         """What the kernel says of the connections that my bulk leaves by; about every 100 ms while bulk moves."""
         self.exchange.rates.samples(samples, now)
         if self.probes is not None:

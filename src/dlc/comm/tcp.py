@@ -72,6 +72,17 @@ class TcpSample:
     """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits."""
 
 
+@dataclass(frozen=True, slots=True)
+class WaySample:
+    """What the kernel says of several connections to one host, together."""
+
+    bytes_acked: int
+    """By all of them, and by those whose place they took: it only grows."""
+    rtt_s: float
+    """Smoothed, of the connection whose packets wait least, as is the next."""
+    min_rtt_s: float
+
+
 def duplicate(fd: int, host: str, port: int) -> socket.socket | None:
     """A duplicate of the connected socket `fd`, if it leads to the numeric address `host`:`port`.
 

@@ -11,9 +11,9 @@ and looks at the control ROUTER again before every bulk message. Nothing here bl
 it is given) and `close`. Links are made on demand, each watches itself (`links`), and are kept until `forget`.
 
 Messages travel on a connection that somebody opened: `send_*` uses ours, `reply` uses theirs. Order is kept within one
-lane and one connection; nothing is delivered twice; what is inside a connection that breaks is lost, and the caller's
-protocol repeats itself. Frames received may be memoryviews of libzmq's own memory: they stay valid as long as they are
-referenced, and hold that memory as long.
+lane and one connection, of which bulk may take several to one address (`bundle`); nothing is delivered twice; what is
+inside a connection that breaks is lost, and the caller's protocol repeats itself. Frames received may be memoryviews of
+libzmq's own memory: they stay valid as long as they are referenced, and hold that memory as long.
 
 Without a run key a transport listens on loopback only, unless `insecure` says that this is meant.
 """
@@ -33,6 +33,7 @@ from typing import Any
 import zmq
 
 from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, leads_here, look_up, parse_address
+from dlc.comm.bundle import Bundle
 from dlc.comm.door import Door, strangers_max
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
@@ -48,7 +49,7 @@ from dlc.comm.lanes import (
 )
 from dlc.comm.links import Link, set_lane_options
 from dlc.comm.security import LinkSecurity, ZapHandler
-from dlc.comm.tcp import TcpSample
+from dlc.comm.tcp import WaySample
 from dlc.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ VIEW_BYTES_MIN = 4096
 """Frames shorter than this are copied to bytes: cheaper than a view, and they do not hold libzmq's buffers."""
 LINKS_MAX = 4096
 """Links to others, both lanes: addresses come from records that other peers sign, so there must be an end."""
+WIDE_LINKS_MAX = 128
+"""Of both lanes, above which a far host has one bulk link: each takes five of the files that a process may open."""
 SOCKETS_MAX = 4 * LINKS_MAX
 """Three for each link, and those of closed ones that libzmq has not taken away yet."""
 IDENT_BYTES_MAX = 200
@@ -77,7 +80,8 @@ class Transport:
     """Sockets of one peer. All methods but `wake` belong to one thread at a time.
 
     listen: `host:port`; port 0 takes a free one. bulk_port: port of the bulk lane, on the same host, 0 likewise.
-    ident: bytes that no other process uses (peer id and incarnation). Raises UsageError if it cannot listen there.
+    ident: bytes that no other process uses (peer id and incarnation). streams: bulk links to an address for which the
+    system refuses BBR (bundle.py). Raises UsageError if it cannot listen there.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Transport:
         insecure: bool = False,
         ident: bytes,
         bulk_port: int = 0,
+        streams: int = 1,
         io_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,10 +108,12 @@ class Transport:
         self.dropped = 0
         """Messages dropped because they had too many frames, or none."""
         self._ident = ident
+        self._streams = streams
         self._security = security
         self._clock = clock
         self._serial = itertools.count()
-        self._links: dict[tuple[Lane, str], Link] = {}
+        self._controls: dict[str, Link] = {}
+        self._bundles: dict[str, Bundle] = {}
         self._events: list[LinkEvent | Reached] = []
         self._closed = self._starved = self._lossy = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -136,14 +143,14 @@ class Transport:
     def send_control(self, address: str, frames: Frames) -> bool:
         """Send on our control link to `address`, now or when it comes up; False if too much is waiting already."""
         _check(frames, CONTROL_FRAME_BYTES_MAX)
-        link = self._link("control", address)
+        link = self._control_link(address)
         return link is not None and link.send_or_keep(frames)
 
     def send_bulk(self, address: str, frames: Frames) -> bool:
         """Send on our bulk link to `address` if it is up and has room; else False, and `poll` can wait for room."""
         _check(frames, BULK_FRAME_BYTES_MAX)
-        link = self._link("bulk", address)
-        return link is not None and link.send(frames)
+        bundle = self._bundle(address)
+        return bundle is not None and bundle.send(frames)
 
     def reply(self, route: Route, frames: Frames) -> bool:
         """Send on the connection that a message came in on; False if it is gone or full."""
@@ -159,7 +166,7 @@ class Transport:
 
     def open_bulk(self, address: str) -> None:
         """Have a bulk link to `address`, so that the first chunk does not wait for handshakes."""
-        self._link("bulk", address, report=False)
+        self._bundle(address)
 
     def pace(self, address: str, rate_Bps: float | None, control: str = "") -> bool:
         """Send on our bulk link to `address` at most at this rate from now on, reconnections included, until told
@@ -168,28 +175,28 @@ class Transport:
 
         False if it takes effect later (the link is not up yet) or never (the system cannot).
         """
-        if rate_Bps is None and ("bulk", address) not in self._links:
+        if rate_Bps is None and address not in self._bundles:
             return False
-        link = self._link("bulk", address, report=False)
-        other = self._links.get(("control", control)) if rate_Bps is not None else None
-        return link is not None and link.pace(rate_Bps, other.path_s() if other is not None else 0.0)
+        bundle = self._bundle(address)
+        other = self._controls.get(control) if rate_Bps is not None else None
+        return bundle is not None and bundle.pace(rate_Bps, other.path_s() if other is not None else 0.0)
 
     def renew_bulk(self) -> None:
         """Connect those of our bulk links anew that losses have left a small window. To be called while bulk rests:
         what others send back on such a connection is lost."""
-        for (lane, _), link in self._links.items():
-            if lane == "bulk":
+        for link in self._links():
+            if link.lane == "bulk":
                 self._note(link, link.renew(self._clock()))
 
-    def tcp_sample(self, address: str) -> TcpSample | None:
-        """The kernel's numbers of our bulk link to `address`, if it is up and the system has them."""
-        link = self._links.get(("bulk", address))
-        return link.tcp_sample() if link is not None else None
+    def way_sample(self, address: str) -> WaySample | None:
+        """The kernel's numbers of our bulk links to `address`, if one is up and the system has them."""
+        bundle = self._bundles.get(address)
+        return bundle.sample() if bundle is not None else None
 
     def forget(self, address: str) -> None:
         """Close our links to `address`; what waits for it is dropped. Using the address again makes new links."""
-        for lane in ("control", "bulk"):
-            link = self._links.pop((lane, address), None)
+        control, bundle = self._controls.pop(address, None), self._bundles.pop(address, None)
+        for link in (control, *(bundle.links if bundle is not None else ())):
             if link is not None:
                 link.close()
 
@@ -201,7 +208,7 @@ class Transport:
         The list may be empty before the time is over (after `wake`, or after work of the transport's own).
         """
         for address in want_write:
-            self._link("bulk", address, report=False)
+            self._bundle(address)
         now = self._clock()
         self._advance(now)
         wait_s = 0.0 if self._events else self._wait_s(timeout_s, now)
@@ -214,8 +221,8 @@ class Transport:
         events[:0] = self._events
         self._events = []
         for address in want_write:
-            link = self._links.get(("bulk", address))
-            if link is not None and link.socket is not None and ready.get(link.socket, 0) & _POLLOUT:
+            bundle = self._bundles.get(address)
+            if bundle is not None and any(ready.get(link.socket, 0) & _POLLOUT for link in bundle.links):
                 events.append(Writable(address))
         return events
 
@@ -236,16 +243,17 @@ class Transport:
             return
         self._closed = True
         deadline = self._clock() + linger_s
-        for link in self._links.values():
+        for link in self._controls.values():
             if link.pending:
                 link.once_more()
-        while self._clock() < deadline and any(link.pending and not link.tried for link in self._links.values()):
+        while self._clock() < deadline and any(link.pending and not link.tried for link in self._controls.values()):
             self._advance(self._clock())
             self._serve(self._wait(CLOSE_POLL_S, ()), self._clock())
         left_s = max(deadline - self._clock(), 0.0)
-        for (lane, _), link in self._links.items():
-            link.close(left_s if lane == "control" else 0.0)
-        self._links.clear()
+        for link in self._links():
+            link.close(left_s if link.lane == "control" else 0.0)
+        self._controls.clear()
+        self._bundles.clear()
         self._door.close()
         self._control.close(round(left_s * 1000))
         self._bulk.close(0)
@@ -290,28 +298,45 @@ class Transport:
                 self._events.append(Reached(host))
                 self._reached = True
 
-    def _link(self, lane: Lane, address: str, report: bool = True) -> Link | None:
-        link = self._links.get((lane, address))
-        if link is None:
-            routing_id = lane[:1].encode() + self._ident + next(self._serial).to_bytes(8, "big")
-            try:
-                if len(self._links) >= LINKS_MAX:
-                    raise UsageError(f"{LINKS_MAX} links are open already")
-                link = Link(
-                    self._context,
-                    address,
-                    lane,
-                    routing_id=routing_id,
-                    security=self._security,
-                    resolver=self._resolver,
-                )
-            except UsageError as error:  # addresses come from other peers' records: no reason to stop
-                if report:
-                    self._events.append(LinkEvent(address, "refused", str(error)))
-                return None
-            self._links[lane, address] = link
+    def _links(self) -> list[Link]:
+        return [*self._controls.values(), *(link for bundle in self._bundles.values() for link in bundle.links)]
+
+    def _control_link(self, address: str) -> Link | None:
+        link = self._controls.get(address)
+        if link is None and (link := self._make("control", address)) is not None:
+            self._controls[address] = link
             self._note(link, link.advance(self._clock()))
         return link
+
+    def _bundle(self, address: str) -> Bundle | None:
+        bundle = self._bundles.get(address)
+        if bundle is None and (link := self._make("bulk", address)) is not None:
+            bundle = self._bundles[address] = Bundle(link)
+            self._note(link, link.advance(self._clock()))
+        return bundle
+
+    def _make(self, lane: Lane, address: str) -> Link | None:
+        routing_id = lane[:1].encode() + self._ident + next(self._serial).to_bytes(8, "big")
+        try:
+            if len(self._links()) >= LINKS_MAX:
+                raise UsageError(f"{LINKS_MAX} links are open already")
+            return Link(
+                self._context,
+                address,
+                lane,
+                routing_id=routing_id,
+                security=self._security,
+                resolver=self._resolver,
+            )
+        except UsageError as error:  # addresses come from other peers' records: no reason to stop
+            if lane == "control":
+                self._events.append(LinkEvent(address, "refused", str(error)))
+            return None
+
+    def _widen(self, address: str) -> None:
+        """More connections beside one that is slow alone; they open at the next `poll`."""
+        if address in self._bundles and len(self._links()) < WIDE_LINKS_MAX:
+            self._bundles[address].widen(self._streams, lambda: self._make("bulk", address))
 
     def _note(self, link: Link, events: list[LinkEvent]) -> None:
         if link.starved and not self._starved:
@@ -325,19 +350,21 @@ class Transport:
             self._lossy = True
             log.warning(
                 "Linux does not let this process use BBR, as bulk links to far hosts want, %s among them (told once). "
-                "Rounds with them take longer, and far longer where packets are lost. Root on this host allows it with "
+                "Bulk takes several connections to each of them instead, and rounds take longer. Root on this host allows it with "
                 '`modprobe tcp_bbr` and `sysctl -w net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"`',
                 link.address,
             )
+        if link.lossy and any(event.kind == "connected" for event in events):
+            self._widen(link.address)
         if link.lane == "control":
             self._events += events
 
     def _advance(self, now: float) -> None:
-        for link in self._links.values():
+        for link in self._links():
             self._note(link, link.advance(now))
 
     def _wait_s(self, timeout_s: float, now: float) -> float:
-        deadlines = [deadline for link in self._links.values() if (deadline := link.deadline()) is not None]
+        deadlines = [deadline for link in self._links() if (deadline := link.deadline()) is not None]
         return max(min([timeout_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
     def _wait(self, timeout_s: float, want_write: Collection[str], bulk: bool = True) -> dict[Any, int]:
@@ -348,10 +375,11 @@ class Transport:
         if self._zap is not None:
             watched.append((self._zap.socket, _POLLIN))
         watched += [(monitor, _POLLIN) for monitor in self._door.monitors]
-        for (lane, address), link in self._links.items():
+        for link in self._links():
             if link.socket is not None:
-                write = link.pending if lane == "control" else address in wanted
-                read = _POLLIN if bulk or lane == "control" else 0
+                control = link.lane == "control"
+                write = link.pending if control else link.address in wanted
+                read = _POLLIN if bulk or control else 0
                 if read or write:
                     watched.append((link.socket, read | (_POLLOUT if write else 0)))
                 watched.append((link.monitor, _POLLIN))
@@ -367,10 +395,10 @@ class Transport:
             self._look_at_door()
         self._door.inspect(now)
         for host, hosts, problem in self._resolver.answers():
-            for link in self._links.values():
+            for link in self._links():
                 if link.host == host:
                     self._note(link, link.resolved(hosts, problem, now))
-        for link in self._links.values():
+        for link in self._links():
             if link.monitor is not None and link.monitor in ready:
                 self._note(link, link.read_monitor(now))
             if link.pending:
@@ -380,15 +408,16 @@ class Transport:
         room = CONTROL_MESSAGES_MAX
         if self._control in ready:
             room = self._take(self._control, "control", None, room, events)
-        for (lane, address), link in self._links.items():
-            if lane == "control" and link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
+        for address, link in self._controls.items():
+            if link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
                 room = self._take(link.socket, "control", address, room, events)
 
     def _take_bulk(self, ready: dict[Any, int], events: list[Event]) -> None:
         sources: list[tuple[zmq.Socket[bytes], str | None]] = [(self._bulk, None)] if self._bulk in ready else []
-        for (lane, to), link in self._links.items():
-            if lane == "bulk" and link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
-                sources.append((link.socket, to))
+        for to, bundle in self._bundles.items():
+            for link in bundle.links:
+                if link.socket is not None and ready.get(link.socket, 0) & _POLLIN:
+                    sources.append((link.socket, to))
         room = BULK_MESSAGES_MAX
         for sock, address in sources:
             while room and self._take(sock, "bulk", address, 1, events) == 0:
