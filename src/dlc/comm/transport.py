@@ -350,7 +350,7 @@ class Transport:
             self._lossy = True
             log.warning(
                 "Linux does not let this process use BBR, as bulk links to far hosts want, %s among them (told once). "
-                "Bulk takes several connections to each of them instead, and rounds take longer. Root on this host allows it with "
+                "Several connections to each take its place, and rounds take longer. Root on this host allows it with "
                 '`modprobe tcp_bbr` and `sysctl -w net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"`',
                 link.address,
             )
