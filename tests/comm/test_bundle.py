@@ -8,13 +8,14 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 import dlc.comm.transport as transport_module
 from dlc.comm import tcp
-from dlc.comm.bundle import STREAMS, Bundle
+from dlc.comm.bundle import BUFFERED, STREAMS, STREAMS_MAX, Bundle
 from dlc.comm.links import CONGESTION_CONTROL, Link
 from dlc.comm.transport import Transport
 from tests.comm.test_transport import WAIT_S, Node, pump
@@ -36,6 +37,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     monkeypatch.setattr(tcp, "set_congestion", choose)
     monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
     monkeypatch.setattr("dlc.comm.links.NEAR_RTT_S", 0.0)
+    monkeypatch.setattr("dlc.comm.bundle.NEAR_RTT_S", 0.0)
     return lambda refuse: refused.__setitem__(0, refuse)
 
 
@@ -165,6 +167,95 @@ def test_the_number_of_links_has_an_end(
     a, b = node("a"), node("b")
     connect(a, b, STREAMS - 1)
     send(a, b, [b"x"] * 10)
+
+
+FREE = tcp.TcpSample(10**6, 0.1, 0.1, 0.0, True, busy_s=2.0, retransmits=0, buffered_s=0.0)
+HELD = replace(FREE, buffered_s=2.0 * BUFFERED + 0.01)
+
+
+@pytest.fixture
+def kernel(far: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> Callable[[tcp.TcpSample], None]:
+    """Sets what the kernel says of every connection from then on; BBR is allowed."""
+    far(False)
+
+    def tell(sample: tcp.TcpSample) -> None:
+        monkeypatch.setattr(tcp, "sample", lambda sock: sample)
+
+    return tell
+
+
+def test_there_are_more_connections_where_buffers_held_them_back(
+    kernel: Callable[[tcp.TcpSample], None], node: Callable[..., Node]
+) -> None:
+    """With buffers for half of the rate, four far sites took 7.8 s a round for 3.0; with four connections 3.6."""
+    a, b = node("a"), node("b")
+    connect(a, b, 1)
+    kernel(HELD)
+    assert a.transport.mend_bulk()
+    kernel(FREE)
+    connect(a, b, STREAMS)
+    assert not a.transport.mend_bulk()
+    kernel(replace(HELD, busy_s=4.0))
+    assert a.transport.mend_bulk(), "still not enough"
+    kernel(FREE)
+    connect(a, b, STREAMS_MAX)
+    send(a, b, [b"x"] * 10)
+    kernel(replace(HELD, busy_s=9.0, buffered_s=9.0))
+    assert not a.transport.mend_bulk(), "but there is an end"
+
+
+@pytest.mark.parametrize(
+    ("sample", "streams"),
+    [
+        (replace(HELD, buffered_s=2.0 * BUFFERED - 0.01), STREAMS),
+        (replace(HELD, min_rtt_s=0.001), STREAMS),
+        (replace(HELD, busy_s=0.4, buffered_s=0.4), STREAMS),
+        (HELD, 1),
+    ],
+    ids=["next to nothing", "near", "too short to tell", "not wanted"],
+)
+def test_one_connection_does_where_buffers_are_large_enough(
+    kernel: Callable[[tcp.TcpSample], None],
+    node: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+    sample: tcp.TcpSample,
+    streams: int,
+) -> None:
+    monkeypatch.setattr("dlc.comm.bundle.NEAR_RTT_S", 0.003)
+    a, b = node("a", streams), node("b")
+    connect(a, b, 1)
+    kernel(sample)
+    assert not a.transport.mend_bulk() and len(bundle(a, b).links) == 1
+
+
+def test_only_what_came_since_the_last_look_counts(
+    kernel: Callable[[tcp.TcpSample], None], node: Callable[..., Node]
+) -> None:
+    a, b = node("a"), node("b")
+    connect(a, b, 1)
+    kernel(replace(FREE, busy_s=10.0))
+    assert not a.transport.mend_bulk()
+    kernel(replace(FREE, busy_s=10.4, buffered_s=0.4))
+    assert not a.transport.mend_bulk(), "too short, and kept for later"
+    kernel(replace(FREE, busy_s=10.6, buffered_s=0.4))
+    assert a.transport.mend_bulk()
+    kernel(replace(FREE, busy_s=1.0, buffered_s=0.05))
+    assert not bundle(a, b).held_back(), "other connections, which began at 0"
+    kernel(replace(FREE, busy_s=2.0, buffered_s=0.3))
+    assert bundle(a, b).held_back()
+
+
+def test_who_has_more_connections_measures_the_link_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with swarm(2) as peers:
+        one = peers[0]
+        node_ = one._ask(lambda node, now: node)
+        assert node_.probes is not None
+        begun: list[None] = []
+        monkeypatch.setattr(node_.probes, "begin_anew", lambda: begun.append(None))
+        more = iter([True])
+        monkeypatch.setattr(one._driver.transport, "mend_bulk", lambda: next(more, False))
+        wait_until(lambda: begun, WAIT_S, "the driver tells of it")
+        assert len(begun) == 1
 
 
 def test_rounds_over_several_connections_have_the_right_means(far: object) -> None:

@@ -159,6 +159,19 @@ def test_who_met_only_a_slow_receiver_measures_again_when_others_come() -> None:
     assert net.told("p1") == pytest.approx(100 * MBIT, rel=0.15)
 
 
+def test_who_sends_by_more_connections_measures_again() -> None:
+    """Buffers of one connection for half of what the link carries: the first round would be planned for that half."""
+    net = ProbeNet([(50 * MBIT, 900 * MBIT)] + [(900 * MBIT, 900 * MBIT)] * 4)
+    net.until(net.known, 30.0)
+    assert net.told("p0") == pytest.approx(50 * MBIT, rel=0.15)
+    net.hosts["p0"].up_Bps = 100 * MBIT
+    net.run(30.0)
+    assert net.told("p0") == pytest.approx(50 * MBIT, rel=0.15), "nobody has told it"
+    net.sites["p0"].probes.begin_anew()
+    net.run(30.0)
+    assert net.told("p0") == pytest.approx(100 * MBIT, rel=0.15)
+
+
 def test_a_slow_link_is_told_too() -> None:
     net = ProbeNet([(0.4 * MBIT, 0.4 * MBIT), (100 * MBIT, 100 * MBIT), (100 * MBIT, 100 * MBIT)])
     net.until(net.known, 30.0)

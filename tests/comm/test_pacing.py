@@ -328,12 +328,12 @@ def test_a_link_whose_window_losses_made_small_is_connected_anew(
     pump(lambda: b.messages("bulk"), a, b)
     kernel(NARROW)
     before = descriptor(a.transport, b.bulk_address)
-    a.transport.renew_bulk()
+    a.transport.mend_bulk()
     assert before.fileno() == -1 and not link(a.transport, b.bulk_address).up
     kernel(replace(NARROW, bytes_acked=1000))
     pump(lambda: link(a.transport, b.bulk_address).up, a, b)
     after = descriptor(a.transport, b.bulk_address)
-    a.transport.renew_bulk()
+    a.transport.mend_bulk()
     assert descriptor(a.transport, b.bulk_address) is after, "once"
     assert a.transport.send_bulk(b.bulk_address, [b"after"])
     pump(lambda: len(b.messages("bulk")) == 2, a, b)
@@ -384,7 +384,7 @@ def test_a_link_is_connected_anew_only_where_that_is_better(
             a.transport.pace(b.bulk_address, None)
     kernel(sample)
     before = descriptor(a.transport, b.bulk_address)
-    a.transport.renew_bulk()
+    a.transport.mend_bulk()
     assert (before.fileno() == -1) == anew
 
 
@@ -398,10 +398,10 @@ def test_links_within_this_host_and_control_links_stay(
     pump(lambda: b.messages(), a, b)
     monkeypatch.setattr(tcp, "sample", lambda sock: NARROW)
     before = descriptor(a.transport, b.bulk_address)
-    a.transport.renew_bulk()
+    a.transport.mend_bulk()
     assert descriptor(a.transport, b.bulk_address) is before
     monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
-    a.transport.renew_bulk()
+    a.transport.mend_bulk()
     assert before.fileno() == -1
     assert a.transport._controls[b.address].up
 
@@ -417,13 +417,13 @@ def test_peers_connect_anew_when_a_round_is_over(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
     with swarm(2) as peers:
         one, two = peers
-        mine, renew = one._driver, one._driver.transport.renew_bulk
+        mine, mend = one._driver, one._driver.transport.mend_bulk
 
-        def note() -> None:
+        def note() -> bool:
             rested_s.append(clock() - mine._bulk_at)
-            renew()
+            return mend()
 
-        monkeypatch.setattr(mine.transport, "renew_bulk", note)
+        monkeypatch.setattr(mine.transport, "mend_bulk", note)
         wait_until(lambda: sample_of(one, two) is not None, WAIT_S, "the link")
         address = bulk_address(one, two)
         before = descriptor(mine.transport, address)
@@ -496,16 +496,18 @@ def info(
         (148, "I", min_rtt_us),
         (160, "Q", 6_250_000),
         (168, "Q", 1_500_000),
+        (176, "Q", 300_000),
+        (184, "Q", 200_000),
     ):
         struct.pack_into("=" + code, told, offset, value)
     return bytes(told[:length])
 
 
-@pytest.mark.parametrize("length", [176, 192, 248], ids=["Linux 4.10", "4.18", "6.x"])
+@pytest.mark.parametrize("length", [192, 232, 248], ids=["Linux 4.10", "5.4", "6.x"])
 def test_tcp_info_of_every_length_is_read(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(tcp, "AVAILABLE", True)
     found = tcp.sample(Told(info(length)))  # type: ignore[arg-type]
-    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 99, 3 * 1448 + 1000, 40 * 1448)
+    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 0.5, 99, 3 * 1448 + 1000, 40 * 1448)
     other = tcp.sample(Told(info(length, app_limited=False, min_rtt_us=UNLIMITED)))  # type: ignore[arg-type]
     assert other is not None and not other.app_limited and other.min_rtt_s == 0
 
@@ -518,7 +520,7 @@ def test_slow_start_ends_at_the_threshold_or_where_the_window_was(
 ) -> None:
     """After an idle time Linux has three quarters of the window, 40 segments here, as threshold, if that is more."""
     monkeypatch.setattr(tcp, "AVAILABLE", True)
-    found = tcp.sample(Told(info(176, threshold=threshold)))  # type: ignore[arg-type]
+    found = tcp.sample(Told(info(192, threshold=threshold)))  # type: ignore[arg-type]
     assert found is not None and found.threshold_bytes == n_bytes
 
 
@@ -544,7 +546,7 @@ def test_what_came_behind_a_loss_counts_and_the_count_never_falls(
     assert acked() == 10**12 + 101 * 1448
 
 
-@pytest.mark.parametrize("length", [0, 104, 168, 175])
+@pytest.mark.parametrize("length", [0, 104, 168, 191])
 def test_a_kernel_that_tells_less_tells_nothing(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(tcp, "AVAILABLE", True)
     assert tcp.sample(Told(info(length))) is None  # type: ignore[arg-type]

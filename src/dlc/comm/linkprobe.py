@@ -128,6 +128,10 @@ class LinkProbes:
         elif now >= self._due and self._guest is None and self._quiet():
             self._ask(others)
 
+    def begin_anew(self) -> None:
+        """What the probes until now have shown is less than my link carries."""
+        self._met = frozenset()
+
     def _others(self) -> list[Voter]:
         """Whom a probe would go to, sorted; nobody where none is wanted."""
         ground = self.ground

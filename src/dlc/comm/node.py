@@ -212,6 +212,11 @@ class Node:
         voters = electorate if self.me in electorate else ()
         return {v.peer for v in voters if v != self.me and self.members.alive(v)} | self.services.bulk_peers()
 
+    def links_widened(self) -> None:
+        """My bulk has more connections to somebody than before."""
+        if self.probes is not None:
+            self.probes.begin_anew()
+
     def link_samples(self, samples: Mapping[PeerId, WaySample], now: float) -> None:
         """What the kernel says of the connections that my bulk leaves by; about every 100 ms while bulk moves."""
         self.exchange.rates.samples(samples, now)

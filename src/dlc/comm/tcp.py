@@ -30,15 +30,15 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
 _UNLIMITED = 2**32 - 1
-_INFO = struct.Struct("=7xB8xI4xII36xI4xII16xI16xQQ8xII8xQQ")
-"""struct tcp_info up to tcpi_busy_time, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
+_INFO = struct.Struct("=7xB8xI4xII36xI4xII16xI16xQQ8xII8xQQQQ")
+"""struct tcp_info up to tcpi_sndbuf_limited, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
 Those that are read: byte 7 (one of whose bits says application-limited), tcpi_snd_mss (byte 16), tcpi_unacked (24),
 tcpi_sacked (28), tcpi_rtt (68), tcpi_snd_ssthresh (76), tcpi_snd_cwnd (80), tcpi_total_retrans (100), tcpi_bytes_acked
 (120), tcpi_bytes_received (128), tcpi_notsent_bytes (144), tcpi_min_rtt (148), tcpi_delivery_rate (160),
-tcpi_busy_time (168)."""
+tcpi_busy_time (168), tcpi_rwnd_limited (176), tcpi_sndbuf_limited (184)."""
 _APP_LIMITED = 0x01 if sys.byteorder == "little" else 0x80
 _INFO_BYTES = 256
-"""More than any kernel's struct has so far; what comes after tcpi_busy_time is not looked at."""
+"""More than any kernel's struct has so far; what comes after tcpi_sndbuf_limited is not looked at."""
 _NO_RTT_US = 2**32 - 1
 _NO_THRESHOLD = 2**31 - 1
 _KEPT_WINDOW = 0.75
@@ -64,6 +64,9 @@ class TcpSample:
     """Time in which something was sent and not acknowledged yet, or waited in the kernel to be sent."""
     retransmits: int
     """Segments sent once more."""
+    buffered_s: float = 0.0
+    """Part of `busy_s` in which a buffer was full, of this host for what it sends or of the other for what it receives,
+    and the path could have taken more."""
     bytes_received: int = 0
     """From the other side, since the connection was made."""
     queued_bytes: int = 0
@@ -177,6 +180,8 @@ def sample(sock: socket.socket) -> TcpSample | None:
         min_rtt_us,
         delivery_Bps,
         busy_us,
+        receiver_us,
+        sender_us,
     ) = _INFO.unpack_from(info)
     return TcpSample(
         bytes_acked=acked + sacked * mss,
@@ -186,6 +191,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         app_limited=bool(flags & _APP_LIMITED),
         busy_s=busy_us / 1e6,
         retransmits=retransmits,
+        buffered_s=(receiver_us + sender_us) / 1e6,
         bytes_received=received,
         queued_bytes=unacked * mss + unsent_bytes,
         threshold_bytes=max(threshold, _KEPT_WINDOW * window) * mss if threshold < _NO_THRESHOLD else math.inf,

@@ -33,7 +33,7 @@ from typing import Any
 import zmq
 
 from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, leads_here, look_up, parse_address
-from dlc.comm.bundle import Bundle
+from dlc.comm.bundle import STREAMS_MAX, Bundle
 from dlc.comm.door import Door, strangers_max
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
@@ -81,7 +81,7 @@ class Transport:
 
     listen: `host:port`; port 0 takes a free one. bulk_port: port of the bulk lane, on the same host, 0 likewise.
     ident: bytes that no other process uses (peer id and incarnation). streams: bulk links to an address for which the
-    system refuses BBR (bundle.py). Raises UsageError if it cannot listen there.
+    system refuses BBR, or buffers are too small (bundle.py). Raises UsageError if it cannot listen there.
     """
 
     def __init__(
@@ -181,12 +181,19 @@ class Transport:
         other = self._controls.get(control) if rate_Bps is not None else None
         return bundle is not None and bundle.pace(rate_Bps, other.path_s() if other is not None else 0.0)
 
-    def renew_bulk(self) -> None:
-        """Connect those of our bulk links anew that losses have left a small window. To be called while bulk rests:
-        what others send back on such a connection is lost."""
-        for link in self._links():
-            if link.lane == "bulk":
+    def mend_bulk(self) -> bool:
+        """Connect those of our bulk links anew that losses have left a small window, and have more where buffers held
+        them back; whether there are more. To be called while bulk rests: what others send back on such a connection is
+        lost."""
+        more = False
+        for address, bundle in self._bundles.items():
+            before = len(bundle.links)
+            if self._streams > 1 and bundle.held_back():
+                self._widen(address, min(self._streams * before, STREAMS_MAX))
+            more = more or len(bundle.links) > before
+            for link in bundle.links[:before]:
                 self._note(link, link.renew(self._clock()))
+        return more
 
     def way_sample(self, address: str) -> WaySample | None:
         """The kernel's numbers of our bulk links to `address`, if one is up and the system has them."""
@@ -333,10 +340,10 @@ class Transport:
                 self._events.append(LinkEvent(address, "refused", str(error)))
             return None
 
-    def _widen(self, address: str) -> None:
-        """More connections beside one that is slow alone; they open at the next `poll`."""
+    def _widen(self, address: str, streams: int) -> None:
+        """More connections beside those that are slow; they open at the next `poll`."""
         if address in self._bundles and len(self._links()) < WIDE_LINKS_MAX:
-            self._bundles[address].widen(self._streams, lambda: self._make("bulk", address))
+            self._bundles[address].widen(streams, lambda: self._make("bulk", address))
 
     def _note(self, link: Link, events: list[LinkEvent]) -> None:
         if link.starved and not self._starved:
@@ -355,7 +362,7 @@ class Transport:
                 link.address,
             )
         if link.lossy and any(event.kind == "connected" for event in events):
-            self._widen(link.address)
+            self._widen(link.address, self._streams)
         if link.lane == "control":
             self._events += events
 
