@@ -27,11 +27,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlc.addressbook import AddressBook
 from dlc.addresses import addresses_of, advertised, default_listen
 from dlc.arguments import function, instance, seconds
 from dlc.channels import has_seat, why_of
 from dlc.collectives import Collectives
-from dlc.comm.addresses import on_this_host, parse_address
+from dlc.comm.addresses import on_this_host
 from dlc.comm.bundle import STREAMS
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
@@ -93,6 +94,7 @@ class Peer(Unpicklable, Collectives):
         super().__init__()
         self._driver, self._intro = driver, intro
         self._on_event = on_event
+        self._book = AddressBook(intro.state)
         self._node: Node | None = None
         self._mesh: Mesh | None = None
         self._listeners: list[Callable[[ServiceNews], None]] = []
@@ -102,8 +104,6 @@ class Peer(Unpicklable, Collectives):
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._reached_host = ""
         """See `_reached`."""
-        self._book_stays = False
-        """The address book could not be written, and that was told."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -190,7 +190,7 @@ class Peer(Unpicklable, Collectives):
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
         ident = f"{voter.peer}.{voter.inc}".encode()
         # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
-        former = known_addresses(state) if resume is not None and not listed and not found else {}
+        former = AddressBook(state).known() if resume is not None and not listed and not found else {}
         awaited = tuple(former.values()) if former else listed
         bulk_port = _bulk_port(listen)
         transport = Transport(
@@ -202,7 +202,7 @@ class Peer(Unpicklable, Collectives):
         peer._former = former
         waits = role == OBSERVER and log and not listed and (spec is None or spec.strategy not in WITHOUT_LOG)
         try:
-            known = () if found else tuple(known_addresses(state).values())[:KNOWN_MAX]
+            known = () if found else tuple(peer._book.known().values())[:KNOWN_MAX]
             if waits:
                 lobby: Lobby = Desk(intro.record(), run or "", known)
             else:
@@ -443,14 +443,7 @@ class Peer(Unpicklable, Collectives):
 
     def _save_address_book(self) -> None:
         known = self._ask(lambda node, now: [r for r in node.members.records() if r.voter != node.me])
-        book = {r.voter.peer: {"addresses": list(r.control), "left": r.left} for r in known}
-        try:
-            self._intro.state.save_address_book(book)
-            self._book_stays = False
-        except OSError as error:  # a full disk: the run is worth more than the address book
-            if not self._book_stays:
-                log.warning("the address book could not be written (%s); the old one stays", error)
-            self._book_stays = True
+        self._book.save(known)
 
     def __enter__(self) -> Peer:
         return self
@@ -575,20 +568,6 @@ def _leave(peer: weakref.ref[Peer]) -> None:
     """At the end of the script."""
     if (left := peer()) is not None:
         left.leave()
-
-
-def known_addresses(state: PeerState) -> dict[str, str]:
-    """By peer id, where those were that this peer knew, but for those that left: whom it looks for when it starts."""
-    found: dict[str, str] = {}
-    for peer, known in state.load_address_book().items():
-        try:
-            address = known["addresses"][0]
-            parse_address(address)
-        except (TypeError, KeyError, IndexError, AttributeError, UsageError):
-            continue  # not of our making
-        if not known.get("left"):
-            found[peer] = address
-    return found
 
 
 def _bulk_port(listen: str) -> int:

@@ -14,7 +14,7 @@ from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import get_codec
 from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
-from dlc.comm.exchange import STRAY_CHUNKS_MAX, WINDOW_CHUNKS_MIN, Exchange, Offered, result_hash
+from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import (
@@ -146,19 +146,6 @@ def test_a_part_that_is_refused_is_told_with_its_reason(exchange: Exchange) -> N
     exchange.begin(plan(), (ME, OTHER), {})
     exchange.receive_contrib(OTHER, part(exchange, 0, float("nan")))
     assert exchange.held[0].header.excluded == (Excluded(OTHER, NOT_FINITE),)
-
-
-def test_no_more_is_on_its_way_to_an_owner_than_fits_its_window(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dlc.comm.exchange.WINDOW_BYTES", 0)
-    offer(exchange, torch.zeros(NUMEL))
-    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
-    sent = list(iter(lambda: exchange.next_bulk(OTHER.peer), None))
-    assert [bulk.chunk for bulk in sent if isinstance(bulk, Contrib)] == list(range(WINDOW_CHUNKS_MIN))
-    assert exchange.receive_result(result(exchange))
-    (more,) = iter(lambda: exchange.next_bulk(OTHER.peer), None)
-    assert isinstance(more, Contrib) and more.chunk == WINDOW_CHUNKS_MIN
 
 
 def test_results_that_are_ready_early_do_not_keep_a_contribution_back(exchange: Exchange) -> None:

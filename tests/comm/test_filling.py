@@ -16,6 +16,7 @@ from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, Part
 from dlc.comm.exchange import Exchange, Offered
 from dlc.comm.filling import FILL_S_MAX, Filling
+from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import Contrib, GridSpec, Plan, Ready
@@ -231,30 +232,8 @@ def test_an_owner_goes_on_without_its_own_part_if_that_never_comes(exchange: Exc
 def test_nothing_that_is_not_final_is_encoded(exchange: Exchange) -> None:
     """Whatever asks for it."""
     offer(exchange)
-    exchange.begin(the_plan(OTHER), (ME, OTHER), {})
     with pytest.raises(RuntimeError, match="must not be sent"):
-        exchange._encode(exchange.offered["a"], 0)
-
-
-def test_a_chunk_that_was_final_goes_out_though_its_maker_stops_just_then(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On its own thread, between the look at the front and the encoding; the same for the part that I own."""
-    filling, _ = offer(exchange)
-    exchange.begin(the_plan(OTHER), (ME, OTHER), {})
-    fill(exchange, NUMEL - CHUNK)
-    sendable = exchange._sendable
-
-    def stops_then(mine: Offered, chunk: int) -> bool:
-        found = sendable(mine, chunk)
-        filling.stop()
-        return found
-
-    monkeypatch.setattr(exchange, "_sendable", stops_then)
-    message = exchange.next_bulk(OTHER.peer)
-    assert isinstance(message, Contrib) and message.chunk == NUMEL // CHUNK - 1
-    assert torch.equal(get_codec("fp32").decode(message.payload, CHUNK), torch.ones(CHUNK))
-    assert filling.stopped and not sent(exchange)
+        exchange.offered["a"].contrib(Grid(NUMEL, CHUNK, "fp32"), 0)
 
 
 def test_a_plan_that_would_wait_without_end_is_implausible(exchange: Exchange) -> None:

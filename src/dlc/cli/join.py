@@ -219,9 +219,9 @@ def _tell_other_run(folder: Path, spec: RunSpec) -> None:
 
 
 def _tell_awaited(state: StateDir) -> None:
-    from dlc.peer import known_addresses
+    from dlc.addressbook import AddressBook
 
-    if known := known_addresses(state):
+    if known := AddressBook(state).known():
         log.info(
             "no --peers are given: looking for those that this peer knew when it stopped, at %s, or for them to come "
             "here; --found goes on without them, once it has waited for those of the last round (timeouts.evict_s)",

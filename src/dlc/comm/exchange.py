@@ -4,26 +4,24 @@ Each roster member sends chunk c of its frozen vector to the owner named in the 
 for those that still may come; sums them in roster order, encodes the mean once, and sends the same bytes to everybody.
 A member holds a candidate result until the slot is decided; nothing here is applied.
 
-  contribution   offered (frozen, or becoming so: `filling.py`) -> sent within the owner's window -> acknowledged by the
-                 chunk's result
+  contribution   offered (frozen, or becoming so: `filling.py`) -> sent within the owner's window (`sender.py`) ->
+                 acknowledged by the chunk's result
   owned chunk    open -> closed: all parts in, or every missing member is dead or late
   result         wanted -> held: from its owner, from any holder by hash, or kept from an earlier plan
 
 Bulk is *pulled*: the driver asks `next_bulk(peer)` when the link to that peer can take a message, so that nothing but
 the frozen vector and the held results waits in memory. Contributions of a base stay valid for every plan of that base.
-All members of a plan send chunks in one order: an owner could wait for ever for windows that are full of other chunks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 
 from blake3 import blake3
 
 from dlc.comm.context import Context
-from dlc.comm.encoded import payload_of
 from dlc.comm.entries import Part, forget_oldest
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
@@ -35,15 +33,12 @@ from dlc.comm.owners import asked_Bps, shape_of
 from dlc.comm.patience import Patience
 from dlc.comm.rates import Rates
 from dlc.comm.reducer import WRONG_SIZE, ChunkReducer, Workspace
+from dlc.comm.sender import Sender, in_order, window_chunks
 from dlc.comm.shapes import named
-from dlc.comm.turns import Turns
 from dlc.comm.wire import pack
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 16 << 20
-"""Contributions on their way to one owner whose results have not come back: bounds what an owner must hold per peer."""
-WINDOW_CHUNKS_MIN = 4
 STRAY_CHUNKS_MAX = 64
 STRAY_BYTES_MAX = 64 << 20
 """Contributions kept per sender before the plan that asks for them is known here: more than any window."""
@@ -79,20 +74,20 @@ class Exchange:
         self._owned: dict[int, ChunkReducer] = {}
         self._workspace: tuple[Grid, Workspace] | None = None
         """Kept from round to round: fresh buffers for every chunk would be page faults for every chunk."""
-        self._to_send: dict[Voter, deque[int]] = {}
-        self._in_flight: dict[Voter, set[int]] = {}
-        self._window = WINDOW_CHUNKS_MIN
-        """Chunks that may be in flight to one owner under this plan."""
-        self.outbox, self._turns = Outbox(), Turns()
+        self.outbox = Outbox()
+        self._sender = Sender(ctx, self.outbox)
+        self._window = 0
+        """Chunks that others may have in flight to me under this plan."""
         self.patience = Patience(ctx)
         self.rates = Rates()
         self._recipients: tuple[Voter, ...] = ()
+        self._spec: GridSpec | None = None
+        """How the plan's vector is cut and encoded."""
         self._plan_base = b""
         """Of the plan's channel."""
         self._parts_of: dict[Voter, tuple[int, Part]] = {}
         """The plan's roster by voter: (index, part)."""
         self._fixed: dict[int, bytes] = {}
-        self._sent_again: set[int] = set()
         self._early: list[Result] = []
         self._early_bytes = 0
 
@@ -100,26 +95,28 @@ class Exchange:
 
     def begin(self, plan: Plan, recipients: Iterable[Voter], keep: dict[int, Result]) -> None:
         """Start (or restart) the data plane for `plan`. `keep`: results in hand that the plan fixes, by chunk."""
-        now = self.ctx.now
-        self.plan, self.grid = plan, grid_of(plan.entry) if plan.assignment else None
+        now, entry = self.ctx.now, plan.entry
+        self.plan, self.grid = plan, grid_of(entry) if plan.assignment else None
+        self._spec = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
         self.held = dict(keep)
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
-        self._plan_base = self.log.state.base(plan.entry.channel)
-        self._parts_of = {part.voter: (index, part) for index, part in enumerate(plan.entry.roster)}
+        self._plan_base = self.log.state.base(entry.channel)
+        self._parts_of = {part.voter: (index, part) for index, part in enumerate(entry.roster)}
         self.gained, self.reduce_since, self.last_gain = 0, now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self.outbox.keep(self._still_wanted, self._reachable)
-        self._owned, self._to_send, self._in_flight = {}, {}, {}
+        self._owned = {}
+        self._sender.end()
         if self.grid is not None:
-            self._traffic(plan.entry.channel).ballots += 1
+            self._traffic(entry.channel).ballots += 1
             shape = shape_of(self.ctx, plan, (*self._recipients, self.ctx.me))
             if shape is not None:
                 self.rates.begin(now, asked_Bps(shape, self.ctx.me))
             if self._workspace is None or self._workspace[0] != self.grid:
                 self._workspace = (self.grid, Workspace(self.grid))
-            self._window = self.window_chunks(self.grid)
-            self._queue_contributions(plan)
+            self._window = window_chunks(self.grid)
+            self._sender.begin(plan, self._plan_base, self.grid, self._mine, keep)
             self._own(plan, self.grid)
         early = self._early
         self._early, self._early_bytes = [], 0
@@ -129,12 +126,11 @@ class Exchange:
     def _own(self, plan: Plan, grid: Grid) -> None:
         """Open the chunks that the plan gives me, with the parts that came before it."""
         parts = self._parts.get((plan.entry.channel, self._plan_base), {})
-        mine = [c for c, owner in _in_order(plan) if owner >= 0 and plan.owners[owner] == self.ctx.me]
+        mine = [c for c, owner in in_order(plan) if owner >= 0 and plan.owners[owner] == self.ctx.me]
         owed_bytes = sum(grid.wire_bytes(chunk) for chunk in mine)
         roster = (p.voter for p in plan.entry.roster if p.voter != self.ctx.me)
         result_bytes = grid.result_bytes(0, max(1, len(plan.entry.roster)))
         self.patience.begin(roster, len(self._recipients), grid.wire_bytes(0), result_bytes, owed_bytes, plan.fill_s)
-        self._turns.begin({owner.peer: len(chunks) for owner, chunks in self._to_send.items()}, len(mine))
         for chunk in mine:
             self._owned[chunk] = ChunkReducer(grid, chunk, plan.entry.roster, plan.norms)
             for sender, contrib in list(parts.get(chunk, {}).items()):
@@ -150,50 +146,24 @@ class Exchange:
         record = self.ctx.members.record(peer)
         return record is not None and self.ctx.members.alive(record.voter)
 
-    def _queue_contributions(self, plan: Plan) -> None:
-        me, entry = self.ctx.me, plan.entry
-        self._to_send, self._in_flight, self._sent_again = {}, {}, set()
-        mine = self._mine(plan)
-        part = next((p for p in entry.roster if p.voter == me), None)
-        if part is None:
-            return
-        if mine is None or mine.given_up or (part.weight, part.upto) != (mine.ready.weight, mine.ready.upto):
-            self._tell_absent(plan, part)
-            return
-        mine.started = self.ctx.now if mine.started is None else mine.started
-        for chunk, owner in _in_order(plan):
-            if owner >= 0 and plan.owners[owner] != me:
-                self._to_send.setdefault(plan.owners[owner], deque()).append(chunk)
-
-    def _tell_absent(self, plan: Plan, part: Part) -> None:
-        """What the plan names I have no more, or never will: nobody need wait for it. An empty part says so."""
-        first = {owner: chunk for chunk, owner in reversed(list(enumerate(plan.assignment))) if owner >= 0}
-        for index, chunk in first.items():
-            owner = plan.owners[index]
-            if owner != self.ctx.me:
-                empty = Contrib(plan.entry.channel, self._plan_base, chunk, part.weight, part.upto)
-                self.outbox.serve(owner.peer, empty)
-
     def filled(self) -> None:
         """More of what I offer is final, or nothing more will be."""
         for offered in self.offered.values():
             filling = offered.filling
             if offered.first_final is None and filling is not None and filling.front < filling.numel:
                 offered.first_final = self.ctx.now
-        plan = self.plan
-        mine = self._mine(plan) if plan is not None else None
-        if plan is None or mine is None:
+        mine = self._mine
+        if mine is None:
             return
-        if mine.given_up and self._to_send:
-            self._to_send, self._in_flight = {}, {}
-            self._tell_absent(plan, self._parts_of[self.ctx.me][1])
+        if mine.given_up:
+            self._sender.give_up()
         self.close_due()
 
-    def _mine(self, plan: Plan) -> Offered | None:
+    @property
+    def _mine(self) -> Offered | None:
         """My contribution, if it has the plan's grid: it may have been withdrawn for another since I was ready."""
-        mine, entry = self.offered.get(plan.entry.channel), plan.entry
-        grid = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
-        return mine if mine is not None and mine.ready.grid == grid else None
+        mine = self.offered.get(self.plan.entry.channel) if self.plan is not None else None
+        return mine if mine is not None and mine.ready.grid == self._spec else None
 
     def reset(self) -> None:
         """The slot is over: candidates and plan are dropped; contributions live as long as their base."""
@@ -203,7 +173,7 @@ class Exchange:
         self.plan, self.grid = None, None
         self.rates.end()
         self.held, self.hashes, self._owned, self._fixed = {}, {}, {}, {}
-        self._to_send, self._in_flight = {}, {}
+        self._sender.end()
         self._early, self._early_bytes = [], 0
 
     # ---------------------------------------------------------------- receiving
@@ -320,8 +290,7 @@ class Exchange:
         chunk = result.header.chunk
         self.held[chunk], self.hashes[chunk] = result, digest
         self.last_gain = self.ctx.now
-        for in_flight in self._in_flight.values():
-            in_flight.discard(chunk)
+        self._sender.done(chunk)
 
     # ---------------------------------------------------------------- reducing
 
@@ -349,7 +318,7 @@ class Exchange:
         own: Offered | None = None
         for index in reducer.missing():
             part = roster[index]
-            mine = self._mine(self.plan) if part.voter == self.ctx.me else None
+            mine = self._mine if part.voter == self.ctx.me else None
             if mine is not None and (part.weight, part.upto) == (mine.ready.weight, mine.ready.upto):
                 if mine.final(reducer.grid.span(chunk)[0]):
                     own = mine
@@ -361,7 +330,7 @@ class Exchange:
                 return
             reasons[part.voter] = reason
         if own is not None:
-            self._take(self.ctx.me, self._encode(own, chunk))
+            self._take(self.ctx.me, own.contrib(reducer.grid, chunk))
         self._close(chunk, reducer, reasons)
 
     def _given_up(self, part: Part) -> str | None:
@@ -421,86 +390,23 @@ class Exchange:
 
     # ---------------------------------------------------------------- sending
 
-    def window_chunks(self, grid: Grid) -> int:
-        return max(WINDOW_CHUNKS_MIN, WINDOW_BYTES // max(1, grid.wire_bytes(0)))
-
     def send_again(self, chunk: int) -> None:
         """Nothing moves and this chunk's result is missing: my part may have been lost with a connection. Once only."""
-        for owner, in_flight in self._in_flight.items():
-            if chunk in in_flight and chunk not in self._sent_again:
-                self._sent_again.add(chunk)
-                in_flight.discard(chunk)
-                self._to_send[owner].append(chunk)
+        self._sender.send_again(chunk)
 
     def pending(self) -> set[PeerId]:
         """Peers for which `next_bulk` has something now."""
-        return {*self.outbox.peers(), *self._owners_with_room()}
-
-    def _owners_with_room(self) -> Iterator[PeerId]:
-        """Those who lack parts of mine, and whose window is not full."""
-        if not self._to_send:
-            return
-        assert self.plan is not None
-        mine = self.offered.get(self.plan.entry.channel)
-        for owner, chunks in self._to_send.items():
-            if chunks and len(self._in_flight.get(owner, ())) < self._window and self._sendable(mine, chunks[0]):
-                yield owner.peer
-
-    def _sendable(self, mine: Offered | None, chunk: int) -> bool:
-        """It need not wait until more of my contribution is final."""
-        if mine is None or mine.filling is None or chunk in self.held:
-            return True
-        assert self.grid is not None
-        return mine.final(self.grid.span(chunk)[0])
+        return self._sender.pending(self._mine)
 
     def next_bulk(self, peer: PeerId) -> Bulk | None:
         """The next message for `peer`: results and contributions by turns, contributions within the owner's window."""
-        contribution = self._next_contribution(peer) if self._contribution_first(peer) else None
-        ready = self.outbox.next(peer) if contribution is None else None
-        if ready is None:
-            return contribution or self._next_contribution(peer)
-        if self.plan is not None and isinstance(ready, Contrib | Result):
-            self._count_sent(self.plan.entry.channel, len(ready.payload))
-        return ready
-
-    def _contribution_first(self, peer: PeerId) -> bool:
-        results = self.outbox.results.get(peer)
-        if not results:
-            return False
-        parts_left = sum(len(chunks) for owner, chunks in self._to_send.items() if owner.peer == peer)
-        return self._turns.contribution_first(peer, parts_left, len(self._owned) + len(results))
-
-    def _next_contribution(self, peer: PeerId) -> Contrib | None:
-        if self.grid is None or self.plan is None:
-            return None
-        mine = self._mine(self.plan)
-        for owner, chunks in self._to_send.items():
-            in_flight = self._in_flight.setdefault(owner, set())
-            while owner.peer == peer and chunks and mine is not None and len(in_flight) < self._window:
-                if not self._sendable(mine, chunks[0]):
-                    break
-                chunk = chunks.popleft()
-                if chunk in self.held:
-                    continue
-                in_flight.add(chunk)
-                contrib = self._encode(mine, chunk)
-                self._count_sent(self.plan.entry.channel, len(contrib.payload))
-                return contrib
-        return None
-
-    def _encode(self, mine: Offered, chunk: int) -> Contrib:
-        assert self.grid is not None
-        start, _ = self.grid.span(chunk)
-        # Its maker may stop it at any moment, on another thread: what was final is so still, and may go.
-        if mine.filling is not None and start < mine.filling.front:
-            raise RuntimeError(f"chunk {chunk} is not final: it must not be sent")
-        payload = payload_of(mine.vector, self.grid, chunk)
-        ready = mine.ready
-        return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload)
+        message = self._sender.next_bulk(peer, self._mine, len(self._owned))
+        if self.plan is not None and isinstance(message, Contrib | Result):
+            self._count_sent(self.plan.entry.channel, len(message.payload))
+        return message
 
     def _count_sent(self, channel: str, size: int) -> None:
-        more = not self.outbox.empty or next(self._owners_with_room(), None) is not None
-        self.rates.sent(self.ctx.now, size, more)
+        self.rates.sent(self.ctx.now, size, more=not self._sender.idle(self._mine))
         self._traffic(channel).bytes_sent += size
 
     def _count_received(self, channel: str, size: int) -> None:
@@ -534,12 +440,6 @@ class Exchange:
 
     def results(self) -> tuple[Result, ...]:
         return tuple(self.held[c] for c in range(len(self.held)))
-
-
-def _in_order(plan: Plan) -> Iterable[tuple[int, int]]:
-    """(chunk, index of its owner) in the order in which all members send and close them."""
-    chunks = list(enumerate(plan.assignment))
-    return reversed(chunks) if plan.fill_s > 0 else chunks
 
 
 def result_hash(result: Result) -> bytes:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlc.comm.encoded import Encoded
+from dlc.comm.encoded import Encoded, payload_of
 from dlc.comm.filling import Filling
+from dlc.comm.grid import Grid
 from dlc.comm.log import Sink
-from dlc.comm.messages import Ready
+from dlc.comm.messages import Contrib, Ready
 
 
 @dataclass
@@ -44,6 +45,15 @@ class Offered:
     def final(self, start: int) -> bool:
         """Its elements from `start` on may be used."""
         return self.filling is None or self.filling.covers(start)
+
+    def contrib(self, grid: Grid, chunk: int) -> Contrib:
+        """This chunk of it, encoded; `grid` is its own. RuntimeError: the chunk is not final."""
+        start, _ = grid.span(chunk)
+        # Its maker may stop it at any moment, on another thread: what was final is so still, and may go.
+        if self.filling is not None and start < self.filling.front:
+            raise RuntimeError(f"chunk {chunk} is not final: it must not be sent")
+        ready = self.ready
+        return Contrib(ready.channel, ready.base, chunk, ready.weight, ready.upto, payload_of(self.vector, grid, chunk))
 
 
 @dataclass

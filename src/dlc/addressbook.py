@@ -1,0 +1,47 @@
+"""Whom a peer knew when it was last here: addresses of members, kept in its state directory for the next start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from dlc.comm.addresses import parse_address
+from dlc.comm.messages import Record
+from dlc.errors import UsageError
+from dlc.statedir import PeerState
+
+log = logging.getLogger(__name__)
+
+
+class AddressBook:
+    """Of one peer. `state` holds it; what is in there may be damaged, or of somebody else's making."""
+
+    def __init__(self, state: PeerState) -> None:
+        self._state = state
+        self._stays = False
+        """It could not be written, and that was told."""
+
+    def known(self) -> dict[str, str]:
+        """HOST:PORT by peer id, where those were that this peer knew, but for those that left: whom it looks for when
+        it starts."""
+        found: dict[str, str] = {}
+        for peer, known in self._state.load_address_book().items():
+            try:
+                address = known["addresses"][0]
+                parse_address(address)
+            except (TypeError, KeyError, IndexError, AttributeError, UsageError):
+                continue  # not of our making
+            if not known.get("left"):
+                found[peer] = address
+        return found
+
+    def save(self, others: Iterable[Record]) -> None:
+        """In place of what it held. Where it cannot be written, that is told once, and what it held stays."""
+        book = {r.voter.peer: {"addresses": list(r.control), "left": r.left} for r in others}
+        try:
+            self._state.save_address_book(book)
+            self._stays = False
+        except OSError as error:  # a full disk: the run is worth more than the address book
+            if not self._stays:
+                log.warning("the address book could not be written (%s); the old one stays", error)
+            self._stays = True
