@@ -27,7 +27,10 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from dlc.errors import DataError, DlcError
 from dlc.report import RoundReport
@@ -65,6 +68,7 @@ EXPECTED_S_MIN = 2.0
 PATIENCE_S_MIN = 0.1
 EXCHANGES_KEPT = 8
 """Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
+_BEGUN = "begun"
 
 
 class Phases:
@@ -114,6 +118,16 @@ class Phases:
     def at_work(self) -> bool:
         """Something is done that no round has counted."""
         return len(self._done) > 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Where a round has just counted this peer: the inner steps that are ahead of it, for `take_up`. Empty where
+        there are none."""
+        return {**self._done.tensors(), _BEGUN: torch.tensor(self._begun, device="cpu")} if self.at_work else {}
+
+    def take_up(self, done: Progress, named: Mapping[str, Tensor]) -> None:
+        """Go on after the inner steps that `tensors` gave, which are `done`."""
+        if len(done):
+            self._done, self._begun, self._in_step = done, min(len(done), int(named[_BEGUN])), True
 
     def close(self) -> None:
         """End the loader's thread; no step can follow."""
