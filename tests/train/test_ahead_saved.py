@@ -19,8 +19,8 @@ from dlc.runspec import RunSpec
 from dlc.train import saver
 from dlc.train.progress import Progress
 from dlc.train.saver import Saved
-from tests.train.fake_peer import OTHER, FakePeer, FakePosition
-from tests.train.test_ahead import PER_STEP, spec, trained
+from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
+from tests.train.test_ahead import PER_STEP, far, spec, trained
 from tests.train.test_trainer import H, Run
 
 __all__ = ["spec", "trained"]
@@ -76,6 +76,32 @@ def test_who_goes_on_from_steps_ahead_counts_them_once(delayed: RunSpec, tmp_pat
     assert again.peer.uptos == [2 * H * PER_STEP, 3 * H * PER_STEP]
     assert [event["step"] for event in again.all("step")] == list(range(H + AHEAD, 3 * H))
     assert again.peer.weights == [H * PER_STEP * 16] * 2
+
+
+def test_steps_beyond_a_long_round_are_gone_on_from_without_an_overlap_too(spec: RunSpec, tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec, rounds=3)
+    run = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=9)
+    run.peer.slices, run.peer.round_s = [AHEAD], -1000.0  # committed long before the steps ended
+    run.peer.others = [far(0)]
+    run.go()
+    again = Run(Resumed(spec, H * PER_STEP), tmp_path, resume=saver.read(run.trainer._saver._folder / saver.name_of(1)))
+    again.go()
+    rest = [(event["step"], event["loss"]) for event in again.all("step")]
+    assert rest == [(event["step"], event["loss"]) for event in run.all("step")][H + AHEAD :]
+    assert rest[0][0] == H + AHEAD and again.peer.state.digest() == run.peer.state.digest()
+
+
+@pytest.mark.parametrize(("inner", "first"), [(1, AHEAD), (H - 1, H - 1)])
+def test_who_goes_on_from_steps_ahead_is_no_further_back_than_the_others(
+    delayed: RunSpec, tmp_path: Path, inner: int, first: int
+) -> None:
+    """Else those who were not stopped would wait for it."""
+    saved = saved_ahead(delayed, tmp_path)
+    again = Run(Resumed(delayed, H * PER_STEP), tmp_path, resume=saved)
+    again.peer.others = [FakeMember(status={"t": 1, "inner": inner, "of": H, "step_s": 1000.0})]
+    again.go()
+    assert again.all("step")[0]["step"] == H + first
+    assert again.peer.weights[0] == (AHEAD + H - first) * PER_STEP * 16
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Phases:
     def take_up(self, done: Progress, named: Mapping[str, Tensor]) -> None:
         """Go on after the inner steps that `tensors` gave, which are `done`."""
         if len(done):
-            self._done, self._begun, self._in_step = done, min(len(done), int(named[_BEGUN])), True
+            self._done, self._begun = done, min(len(done), int(named[_BEGUN]))
 
     def close(self) -> None:
         """End the loader's thread; no step can follow."""
@@ -159,12 +159,11 @@ class Phases:
         return len(self._done) > 0
 
     def _first_step(self, t: int) -> int:
-        """Where to start a phase: at the inner step of the others, if they are in one and we were not with them."""
-        if self._in_step:
+        """Where to start a phase: after what we have begun of it, and no earlier than at the inner step of the others,
+        if they are in one and we were not with them."""
+        if self._in_step or self._spec.sync_mode == "deadline":  # their steps are no measure of ours, their deadline is
             return self._begun
-        if self._spec.sync_mode == "deadline":
-            return 0  # their steps are no measure of ours, their deadline is
-        return min(self._others.inner(t) or 0, self._h - 1)
+        return max(self._begun, min(self._others.inner(t) or 0, self._h - 1))
 
     def _too_early(self) -> bool:
         """Most of the others have more than one of our steps before them: who is ready now would only wait."""
@@ -175,7 +174,7 @@ class Phases:
         """A round passed without us: our work so far goes on from its theta."""
         self._supply.forget()
         if not len(self._done):
-            self._in_step = False  # begin where the others are now
+            self._in_step, self._begun = False, 0  # begin where the others are now
             return False
         if not self._outer.rebase(self._done.work):
             self.drop()
@@ -194,6 +193,7 @@ class Phases:
         self.held.drop()
         self._supply.forget()
         self._in_step = self._passed = False
+        self._begun = 0
         if lost:
             self.ahead = True
             self._tell.work_dropped(self._outer.position.t, lost, tokens, others=True)
