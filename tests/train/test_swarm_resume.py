@@ -18,10 +18,11 @@ from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import saver
 from dlc.train.others import Others
 from dlc.train.phases import Phases
+from dlc.train.rounds import Rounds
 from dlc.train.saver import Saved
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
-from tests.swarm import DEADLINE_S, PATIENT, free_addresses
+from tests.swarm import DEADLINE_S, PATIENT, ROUND_S, free_addresses
 from tests.test_resume import Late
 from tests.train.test_trainer import LLAMA
 
@@ -36,6 +37,7 @@ def steps_during_a_round_are_as_many_as_may_be(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Peer, "contribute", lambda peer, *args, **more: Late(partial(contribute, peer, *args, **more)))
     monkeypatch.setattr(Phases, "_patience_s", lambda phases: DEADLINE_S)
     monkeypatch.setattr(Phases, "_somebody_is_late", lambda phases: False)
+    monkeypatch.setattr(Phases, "_announce", lambda phases, group, tokens: None)
     monkeypatch.setattr(Others, "inner", lambda others, t: None)  # who begins a moment later begins at the first step
 
 
@@ -89,6 +91,8 @@ class Pair:
         folder, saved = self._folders[i], self._saved[i]
         options: dict[str, Any] = {"eval_blocks": 2, "checkpoint_every": 1, "keep": 100}
         trainer = Trainer(peer, folder, device="cpu", on_event=take, peer_events=heard, resume=saved, **options)
+        assert isinstance(trainer.strategy, Rounds)
+        trainer.strategy.outer.patience_s = ROUND_S  # each round waits for both
         return trainer
 
 
