@@ -12,6 +12,8 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from dlc.cli.join import join_swarm
 from dlc.cli.options import parser
 from dlc.comm.entries import SavedLog
 from dlc.comm.wire import unpack
-from dlc.errors import CheckpointError, ConfigError, NoRoom
+from dlc.errors import CheckpointError, ConfigError, NoRoom, RoundTimeout
+from dlc.handles import Pending
 from dlc.peer import Peer, Resume
+from dlc.report import RoundReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.train import checkpoint, phases, saver, trainer
@@ -122,6 +126,7 @@ def test_who_resumes_at_a_rounds_end_has_the_same_loss_curve_bit_for_bit(tmp_pat
     assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
     assert same_end.validation_loss == end.validation_loss
 
+    saved = saver.read(named(tmp_path / "c", spec, AT))  # the image before was the state's memory
     without, _ = train(tmp_path / "c", spec, dataclasses.replace(saved, rng={}))
     assert losses(without) != losses(whole, since=AT), "the random state plays no part: the test proves nothing"
 
@@ -153,7 +158,8 @@ def test_what_other_fragments_have_not_exchanged_is_resumed_too(
     longer, _ = train(tmp_path / "d", spec, saver.newest(tmp_path / "d", spec))
     assert [step["t"] for step in longer] == [t for t in range(2 * AT + 1, 2 * ROUNDS) for _ in range(H)] and not told()
 
-    another, other_end = train(tmp_path / "c", spec, saved.as_of("another"))
+    saved = saver.read(named(tmp_path / "c", spec, AT + 1))
+    another, other_end = train(tmp_path / "c", spec, dataclasses.replace(saved, peer="another"))
     assert other_end.digest != end.digest
     assert told() == [f"what fragments, or mixing, had left of the inner steps before round {AT + 1} is lost"]
 
@@ -185,6 +191,68 @@ def test_with_an_overlap_who_resumes_at_the_end_of_a_round_that_no_step_overtook
     resumed, same_end = train(tmp_path / "b", spec, saved)
     assert losses(resumed) == losses(whole, since=at) and len(resumed) == (rounds - at) * H
     assert (same_end.digest, same_end.validation_loss) == (end.digest, end.validation_loss)
+
+
+class Late:
+    """A contribution that is not on its way before all steps that may overlap it are made."""
+
+    def __init__(self, contribute: Callable[[], Pending]) -> None:
+        self._contribute = contribute
+        self._pending: Pending | None = None
+
+    def wait(self, timeout_s: float) -> RoundReport | None:
+        if not timeout_s:
+            raise RoundTimeout("it waits for inner steps")
+        self._pending = self._pending or self._contribute()
+        return self._pending.wait(60.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "mixing", "fragments"),
+    [
+        ("delayed", 0.0, 1),
+        ("delayed", 0.5, 2),
+        ("eager", 0.0, 3),
+        ("eager", 0.5, 1),
+    ],
+)
+def test_inner_steps_that_are_ahead_of_the_round_are_resumed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, mixing: float, fragments: int
+) -> None:
+    """They were trained anew, with an inner optimizer and a random state that had made them."""
+    contribute = Peer.contribute
+    monkeypatch.setattr(
+        Peer, "contribute", lambda peer, *args, **terms: Late(partial(contribute, peer, *args, **terms))
+    )
+    rounds, at, begun = 3 * fragments, fragments + 1, H - 1
+    spec = dataclasses.replace(
+        spec_in(tmp_path),
+        rounds=3,
+        sync_every=H * fragments,
+        overlap=overlap,
+        overlap_steps=begun,
+        mixing=mixing,
+        fragments=fragments,
+    )
+    whole, end = train(tmp_path / "a", spec)
+    assert [step["step"] for step in whole] == list(range(rounds * H))
+    saved = saver.chosen(named(tmp_path / "a", spec, at), spec)
+    assert not saved.ahead
+    for copy in ("b", "c"):
+        shutil.copytree(tmp_path / "a", tmp_path / copy)
+    resumed, same_end = train(tmp_path / "b", spec, saved)
+    assert losses(resumed) == losses(whole)[at * H + begun :]
+    assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
+    assert same_end.validation_loss == end.validation_loss
+
+    own = saver.read(named(tmp_path / "c", spec, at))
+    stopped, summary = train(tmp_path / "c", spec, own, stop_at=(at, H))
+    assert losses(stopped) == losses(resumed)[:1] and summary.setbacks.tokens_dropped > 0
+    rest, same_end = train(tmp_path / "c", spec, saver.read(own.path))
+    assert losses(rest) == losses(resumed) and same_end.digest == end.digest
 
 
 def test_who_is_stopped_in_the_middle_of_a_phase_goes_on_bit_for_bit_from_the_round_before(tmp_path: Path) -> None:

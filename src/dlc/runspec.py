@@ -356,8 +356,7 @@ class RunSpec:
     the first ones of the next phase; the mean is applied when it is there, and what they changed is kept on top of it
     and part of the next round. "eager": the same, but they go on from where the peer's own part of the mean will
     take the parameters, and what the others' parts change is put right then (4 bytes of host memory more per
-    parameter). Steps that are ahead of the round of a checkpoint are not in it: who resumes there trains them anew,
-    not bit for bit."""
+    parameter). A checkpoint has the steps that are ahead of its round, too."""
     overlap_steps: int = 0
     """How many inner steps go on during a round before it is waited for. 0: as many as there are between two rounds.
     Only with overlap."""

@@ -61,12 +61,23 @@ def test_who_comes_back_in_time_goes_on_with_its_lease() -> None:
     assert before is not None and lease is not None and lease.away == 0 and lease.ranges == before.ranges
 
 
-def test_another_process_of_the_peer_ends_the_lease_at_once() -> None:
-    a, again, b = VOTERS[0], VOTERS[1], VOTERS[2]
-    ledger = Ledger(length=10).seated([a, b]).seated([again, b])
-    assert ledger.lease(a) is None
-    lease = ledger.lease(again)
+def test_another_process_of_the_peer_has_its_lease_at_once() -> None:
+    """Where all were started again, each trained what another had begun."""
+    a, again, b, b_again = VOTERS[:4]
+    ledger = Ledger(length=10).seated([a, b]).committed([(a, 4), (b, 13)])
+    for seats in ([again, b_again], [again, b]):
+        later = ledger.seated(seats)
+        assert later.lease(a) is None and not later.valid(a, 7) and not later.pool
+        ranges = [lease.ranges for lease in later.leases]
+        assert ranges == [(Range(4, 10), Range(20, 30)), (Range(13, 20), Range(30, 40))]
+
+
+def test_of_two_older_processes_the_first_is_succeeded_and_what_the_other_had_goes_to_the_pool() -> None:
+    a, again, third = *VOTERS[:2], Voter("a", 3)
+    ledger = Ledger(length=10).seated([a, again]).seated([third])
+    lease = ledger.lease(third)
     assert lease is not None and lease.ranges == (Range(0, 10), Range(20, 30))
+    assert ledger.pool == (Range(10, 20), Range(30, 40)) and len(ledger.leases) == 1
 
 
 def test_take_crosses_ranges_and_upto_advances_over_both() -> None:

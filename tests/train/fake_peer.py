@@ -268,8 +268,8 @@ class FakePeer:
     def report(self, contributors: tuple[Share, ...], missing: tuple[Missing, ...]) -> RoundReport:
         self.rounds += 1
         self.head = self.rounds.to_bytes(2, "big")
-        head, seconds = self.head.hex(), self.round_s
-        return RoundReport("train", self.state.t, head, contributors, missing, 1.0, 10, 20, seconds, seconds, 0.1, 1)
+        head, seconds, weight = self.head.hex(), self.round_s, sum(share.weight for share in contributors)
+        return RoundReport("train", self.state.t, head, contributors, missing, weight, 10, 20, seconds, seconds, 0.1, 1)
 
     def members(self) -> list[FakeMember]:
         return [FakeMember(ME.peer, me=True), *self.others]

@@ -308,7 +308,7 @@ class Peer:
         residual = residual.clone() if residual is not None else None
         self.view.scatter(torch.zeros(self.view.numel))
         self.loop, self.share = self._opened(residual), 1.0
-        self.loop.take_up(local)
+        assert self.loop.take_up(local, self.loop.position.digest, Work())
         if self.options.dtype != torch.float32:  # theta is what it is: the rounding of what was saved is part of d
             self.d = self.loop._measure().double().numpy()
         self.check("starts again")

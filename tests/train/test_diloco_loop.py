@@ -14,6 +14,7 @@ from dlc.flat import FlatView
 from dlc.handles import Resume
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo, NotFinite
+from dlc.train.offers import Work
 from dlc.train.origin import Origin
 from tests.train.fake_peer import FakePeer
 
@@ -643,7 +644,7 @@ def test_steps_between_two_rounds_are_lost_where_the_run_has_gone_on_and_the_log
     assert torch.equal(params(other), peer.theta()) and again.inner_step == 0
     assert "2 inner steps that were in no round when this state was saved are lost" in caplog.text
     with pytest.raises(CheckpointError, match="another model"):
-        opt._outer.take_up(torch.zeros(3))
+        opt._outer.take_up(torch.zeros(3), peer.state.digest(), Work())
 
 
 @pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"weight": 0.0}, {"weight": float("nan")}])

@@ -134,3 +134,38 @@ def test_a_state_that_does_not_tell_the_share_of_the_last_mean_leaves_it_as_it_i
     assert opt._outer.share == 0.5
     opt.load_state_dict({name: value for name, value in state.items() if name != "share"})
     assert opt._outer.share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("share", wrong) for wrong in (float("nan"), -0.25, 1.5, "a quarter", None)),
+        *(
+            (name, wrong)
+            for name in ("inner_step", "steps", "offered")
+            for wrong in (float("nan"), -1, 0.5, "two", None)
+        ),
+        *(("held", wrong) for wrong in ([-1, 1], [float("inf"), 1], ["one"], 7)),
+    ],
+)
+def test_a_number_of_a_state_that_cannot_be_is_refused_before_anything_changes(name: str, wrong: object) -> None:
+    net = build(torch.float32)
+    opt = made(net, Two("eager"), overlap="eager", fragments=2)
+    *_, before = train(opt, net)
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    momentum = copy.deepcopy(opt.inner.state_dict())
+    fresh = torch.optim.AdamW(net.parameters(), lr=0.01).state_dict()
+    with pytest.raises(CheckpointError, match=f"{name} of the saved state is .*, and must be"):
+        opt.load_state_dict({**state, "inner": fresh, name: wrong})
+    assert torch.equal(FlatView.of(net).gather(torch.empty_like(before)), before)
+    assert str(opt.inner.state_dict()) == str(momentum) and opt._outer.share == state["share"]
+
+
+def test_parameters_without_the_outer_state_that_they_began_at_are_no_state() -> None:
+    net = build(torch.float32)
+    opt = made(net, Two("none"), overlap="none", fragments=2)
+    *_, _ = train(opt, net)
+    state = opt.state_dict(outer=True)
+    assert state["local"] is not None
+    with pytest.raises(CheckpointError, match="no state of dlc.DiLoCo"):
+        opt.load_state_dict({name: value for name, value in state.items() if name != "outer"})

@@ -318,7 +318,7 @@ def test_saved_parameters_of_another_model_are_not_taken_up(wrong: Tensor) -> No
     m.step()
     m.loop.check_local(torch.zeros(8))
     with pytest.raises(CheckpointError):
-        m.loop.take_up(wrong)
+        m.loop.take_up(wrong, m.peer.state.digest(), Work())
     assert torch.equal(m.local(), torch.full((8,), 1 + STEP)), "nothing has changed"
 
 

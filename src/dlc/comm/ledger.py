@@ -115,18 +115,21 @@ class Ledger:
 
     def seated(self, trainers: Iterable[Voter]) -> Ledger:
         """The table after the next entry, with these trainers: those who run short of ranges get new ones, others keep
-        theirs for a while, but for those of an older process of a trainer's peer."""
+        theirs for a while, but for those of an older process of a trainer's peer, which go to the new one."""
         if self.length == 0:
             return self
         seats = sorted(set(trainers))
-        peers = {voter.peer for voter in seats}
+        processes = {voter.peer: voter for voter in seats}
         held = {lease.voter: lease.ranges for lease in self.leases if lease.voter in seats}
         pool = list(self.pool)
         away = []
         for lease in self.leases:
-            if lease.voter in held:
+            if lease.voter in seats:
                 continue
-            if lease.ranges and lease.away < AWAY_ENTRIES and lease.voter.peer not in peers:
+            successor = processes.get(lease.voter.peer)
+            if successor is not None and successor not in held:
+                held[successor] = lease.ranges
+            elif successor is None and lease.ranges and lease.away < AWAY_ENTRIES:
                 away.append(dataclasses.replace(lease, away=lease.away + 1))
             else:
                 pool.extend(lease.ranges)

@@ -53,6 +53,7 @@ from dlc.train.offers import NotFinite, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
+from dlc.train.scalars import saved_count, saved_counts, saved_share
 from dlc.train.swarm import TrainPeer
 from dlc.train.trained import Trained
 
@@ -211,7 +212,7 @@ class DiLoCo:
     def _resume(self, state: Mapping[str, Any], timeout_s: float | None) -> None:
         """Before the channel is open: the outer state of a swarm that was stopped, if the run stands where it did."""
         saved = outer_part(state)
-        t = int(saved["t"])
+        t = saved_count(saved, "t")
         here = rounds_made(self._peer, self._channel, timeout_s)
         if here == t:
             self._outer.state.restore(saved["image"].cpu().numpy().data.toreadonly())
@@ -491,12 +492,16 @@ class DiLoCo:
         the log says so, they are not counted, but the next round is due when it would have been. Steps that this
         object has made since its last round are dropped, and a round that is on its way is waited for.
 
-        CheckpointError, with nothing changed: its residual, or the parameters, are of another model; ValueError, from
-        the inner optimizer, with nothing changed: it is of other parameter groups.
+        CheckpointError, with nothing changed: its residual, or the parameters, are of another model, or one of its
+        numbers cannot be; ValueError, from the inner optimizer, with nothing changed: it is of other parameter groups.
         """
-        if not {"inner", "inner_step"} <= state.keys():
-            raise CheckpointError("this is no state of dlc.DiLoCo: give what its own state_dict() returned")
         residual, local, start = state.get("residual"), state.get("local"), state.get("start")
+        if not {"inner", "inner_step"} <= state.keys() or (local is not None and "outer" not in state):
+            raise CheckpointError("this is no state of dlc.DiLoCo: give what its own state_dict() returned")
+        inner_step, offered = saved_count(state, "inner_step"), saved_count(state, "offered")
+        steps = saved_count(state, "steps") if "steps" in state else inner_step
+        held = saved_counts(state, "held")
+        share = saved_share(state.get("share", self._outer.share))
         self._outer.outgoing.check_residual(residual)
         for vector in (local, start):
             if vector is not None:
@@ -505,17 +510,14 @@ class DiLoCo:
             self.inner.load_state_dict(state["inner"])
         if self._steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
-        if local is not None and not self._steps and self._stands_at(state["outer"]["image"]):
-            self._outer.take_up(local.cpu(), start.cpu() if start is not None else None)
-            self._steps, self._skipped = int(state["steps"]), 0
-            if not self._held.load(state.get("held", ())):
+        if local is not None and not self._steps and self._taken_up(local, start, state["outer"]["image"]):
+            self._steps, self._skipped = steps, 0
+            if not self._held.load(held):
                 self._held.drop()
                 self._held.add(self._steps)
         else:
-            inner_step = max(0, int(state["inner_step"]))
             self._skipped = min(inner_step, self._period - 1)
-            offered = int(state.get("offered", 0))
-            if lost := int(state.get("steps", inner_step)) - offered:
+            if lost := steps - offered:
                 log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
             if offered:
                 log.warning(
@@ -524,11 +526,15 @@ class DiLoCo:
                     offered,
                 )
         self._outer.outgoing.load_residual(residual)
-        self._outer.share = float(state.get("share", self._outer.share))
+        self._outer.share = share
 
-    def _stands_at(self, image: Tensor) -> bool:
-        """Whether the inner steps began at the outer state of this image."""
-        return blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest() == self._outer.position.digest
+    def _taken_up(self, local: Tensor, start: Tensor | None, image: Tensor) -> bool:
+        """The model goes on from `local`, if these inner steps began at the outer state of this image."""
+        of = blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest()
+        if of != self._outer.position.digest:
+            return False
+        self._dropped()
+        return self._outer.take_up(local.cpu(), of, Work(), start.cpu() if start is not None else None)
 
 
 _TRAINED: weakref.WeakKeyDictionary[TrainPeer, set[str]] = weakref.WeakKeyDictionary()

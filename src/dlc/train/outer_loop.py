@@ -198,19 +198,24 @@ class OuterLoop:
                 f"({self._fragments.numel},): they belong to another model, or are damaged"
             )
 
-    def take_up(self, local: Tensor, start: Tensor | None = None) -> None:
-        """Go on from theta with the parameters that `local` gave, and what `start` did, in place of what is here. Not
-        during an offer.
+    def take_up(self, local: Tensor, of: bytes, work: Work, start: Tensor | None = None) -> bool:
+        """Go on from theta with the parameters that `local` gave, and what `start` did, in place of what is here: `of`
+        is the digest of the state where they did, and `work` what is in them that no round has counted. Not during an
+        offer.
 
-        CheckpointError, with nothing changed: see `check_local`.
+        False, with the model at theta: that is another by now, or the lease of `work` is gone. CheckpointError, with
+        nothing changed: see `check_local`.
         """
         self.check_local(local)
         if start is not None:
             self.check_local(start)
-        self.adopt()
+        position = self.adopt()
+        if position.digest != of or not self._stands(position, work):
+            return False
         self._origin.scatter(local.clone())
         if start is not None:
             self._origin.set_rounded(start)
+        return True
 
     # ---------------------------------------------------------------- between inner steps
 

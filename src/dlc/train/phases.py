@@ -27,7 +27,10 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from dlc.errors import DataError, DlcError
 from dlc.report import RoundReport
@@ -65,6 +68,7 @@ EXPECTED_S_MIN = 2.0
 PATIENCE_S_MIN = 0.1
 EXCHANGES_KEPT = 8
 """Rounds of which the usual time of an exchange is taken: a few, because links and swarms change."""
+_BEGUN = "begun"
 
 
 class Phases:
@@ -115,6 +119,16 @@ class Phases:
         """Something is done that no round has counted."""
         return len(self._done) > 0
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Where a round has just counted this peer: the inner steps that are ahead of it, for `take_up`. Empty where
+        there are none."""
+        return {**self._done.tensors(), _BEGUN: torch.tensor(self._begun, device="cpu")} if self.at_work else {}
+
+    def take_up(self, done: Progress, named: Mapping[str, Tensor]) -> None:
+        """Go on after the inner steps that `tensors` gave, which are `done`."""
+        if len(done):
+            self._done, self._begun = done, min(len(done), int(named[_BEGUN]))
+
     def close(self) -> None:
         """End the loader's thread; no step can follow."""
         self._supply.close()
@@ -145,12 +159,11 @@ class Phases:
         return len(self._done) > 0
 
     def _first_step(self, t: int) -> int:
-        """Where to start a phase: at the inner step of the others, if they are in one and we were not with them."""
-        if self._in_step:
+        """Where to start a phase: after what we have begun of it, and no earlier than at the inner step of the others,
+        if they are in one and we were not with them."""
+        if self._in_step or self._spec.sync_mode == "deadline":  # their steps are no measure of ours, their deadline is
             return self._begun
-        if self._spec.sync_mode == "deadline":
-            return 0  # their steps are no measure of ours, their deadline is
-        return min(self._others.inner(t) or 0, self._h - 1)
+        return max(self._begun, min(self._others.inner(t) or 0, self._h - 1))
 
     def _too_early(self) -> bool:
         """Most of the others have more than one of our steps before them: who is ready now would only wait."""
@@ -161,7 +174,7 @@ class Phases:
         """A round passed without us: our work so far goes on from its theta."""
         self._supply.forget()
         if not len(self._done):
-            self._in_step = False  # begin where the others are now
+            self._in_step, self._begun = False, 0  # begin where the others are now
             return False
         if not self._outer.rebase(self._done.work):
             self.drop()
@@ -180,6 +193,7 @@ class Phases:
         self.held.drop()
         self._supply.forget()
         self._in_step = self._passed = False
+        self._begun = 0
         if lost:
             self.ahead = True
             self._tell.work_dropped(self._outer.position.t, lost, tokens, others=True)

@@ -20,14 +20,16 @@ from dlc.train.offers import NotFinite
 from dlc.train.others import Others
 from dlc.train.outer_loop import OuterLoop
 from dlc.train.phases import Phases
+from dlc.train.progress import Progress
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saver import Local, Saved
+from dlc.train.scalars import saved_share
 from dlc.train.strategy import CHANNEL, Parts
 from dlc.train.swarm import Frozen, Position
 
 log = logging.getLogger(__name__)
 
-_PARAMETERS, _HELD = "parameters", "held"
+_PARAMETERS, _HELD, _SHARE = "parameters", "held", "share"
 
 
 class Rounds:
@@ -71,10 +73,10 @@ class Rounds:
 
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
-        ahead = saved.own.get(_PARAMETERS) if saved is not None else None
         if saved is not None:
-            if ahead is not None:
-                self.outer.check_local(ahead)
+            done, share = Progress.of(saved.own), saved_share(saved.own.get(_SHARE, self.outer.share))
+            if _PARAMETERS in saved.own:
+                self.outer.check_local(saved.own[_PARAMETERS])
             self.outer.state.restore(saved.image, any_end=saved.spec != spec)
             self.phases.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
@@ -84,16 +86,29 @@ class Rounds:
             lease_len=spec.blocks_per_lease,
             residual=saved.residual if saved is not None else None,
         )
-        if saved is not None and (spec.fragments > 1 or spec.mixing):
-            mine, here = saved.peer in ("", self._parts.peer.id), position.digest == saved.digest
-            held = saved.own[_HELD].tolist() if _HELD in saved.own else [1]
-            if ahead is not None and mine and here:
-                self.outer.take_up(ahead)
-                if _HELD in saved.own:
-                    self.phases.held.load(held)
-            elif any(held):
-                log.info("what fragments, or mixing, had left of the inner steps before round %d is lost", saved.t)
-        return position
+        return position if saved is None else self._take_up(saved, done, share)
+
+    def _take_up(self, saved: Saved, done: Progress, share: float) -> Position:
+        """What a checkpoint has of this peer alone, as far as it is of use: where the swarm has gone on, or the samples
+        are another's now, the model stays at theta."""
+        spec, own, phases = self._parts.spec, saved.own, self.phases
+        mine, phases.ahead = saved.peer in ("", self._parts.peer.id), saved.ahead
+        if mine:
+            self.outer.share = share
+        held = own[_HELD].tolist() if _HELD in own else [1]
+        if _PARAMETERS in own and mine and self.outer.take_up(own[_PARAMETERS], saved.digest, done.work):
+            phases.take_up(done, own)
+            if _HELD in own:
+                phases.held.load(held)
+            return self.position
+        if len(done):
+            phases.ahead = True
+            gone = "the run has gone on since, or their samples were given to others"
+            why = gone if mine else "the checkpoint is another peer's"
+            log.info("%d inner steps that were ahead of round %d are lost: %s", len(done), saved.t, why)
+        if (spec.fragments > 1 or spec.mixing) and any(held):
+            log.info("what fragments, or mixing, had left of the inner steps before round %d is lost", saved.t)
+        return self.position
 
     def ready(self) -> bool:
         if self.phases.at_work:
@@ -135,21 +150,20 @@ class Rounds:
         return self._parts.peer.checkpoint(CHANNEL)
 
     def local(self) -> Local:
-        rng = random_state(self._parts.engine.device)
-        ahead = self.phases.ahead or self.phases.at_work
+        spec, phases, rng = self._parts.spec, self.phases, random_state(self._parts.engine.device)
         parameters = self._at_end if self._finished else self._ahead_of_theta()
-        own = {} if parameters is None else {_PARAMETERS: parameters}
-        if self._parts.spec.fragments > 1:
-            own[_HELD] = torch.tensor(self._held or self.phases.held.amounts(), device="cpu")
-        return Local(self.phases.inner.tensors(), self.outer.outgoing.residual, rng, own, ahead)
+        ahead = phases.ahead or (phases.at_work and parameters is None)
+        own = {} if parameters is None else {_PARAMETERS: parameters, **phases.tensors()}
+        if spec.fragments > 1 or phases.at_work:
+            own[_HELD] = torch.tensor(self._held or phases.held.amounts(), device="cpu")
+        if spec.overlap == "eager":
+            own[_SHARE] = torch.tensor(self.outer.share, dtype=torch.float64, device="cpu")
+        return Local(phases.inner.tensors(), self.outer.outgoing.residual, rng, own, ahead)
 
     def _ahead_of_theta(self) -> Tensor | None:
-        """The parameters, where all steps are counted and the model is not at theta: other fragments have their turn
-        later, or mixing has left a part undone. Steps of the next phase are not counted, and cannot be told from the
-        rest."""
-        if self.phases.ahead or self.phases.at_work:
-            return None
-        if not (self._parts.spec.mixing or self.phases.held.any()):
+        """The parameters, where the model is not at theta: steps of the next phase are made already, other fragments
+        have their turn later, or mixing has left a part undone. None, too, where steps were dropped."""
+        if self.phases.ahead or not (self._parts.spec.mixing or self.phases.held.any()):
             return None
         return self.outer.local()
 

@@ -6,15 +6,15 @@
     image    outer state: theta, moments    (OuterState.export)
     inner.*  the inner optimizer's state, local to this peer
     residual what encoding lost of this peer's contributions; only with a codec that keeps it (Outgoing.residual)
-    own.*    what a strategy without a common state keeps of this peer (Strategy.local); with fragments or mixing
-             the parameters, which are ahead of theta by what had no turn yet, or was left undone
+    own.*    what a strategy keeps of this peer alone (Strategy.local). Of "diloco", where the parameters are ahead of
+             theta, these: by the inner steps that an overlap had made ahead of the round, which are told with them, by
+             what other fragments had no turn for yet, or by what mixing left undone
     rng.*    the random state of this peer's inner steps (rng.random_state)
 
 The log holds the position in the data (the leases, and how far each is committed); the learning rate is a function of
 the round. So one peer that goes on from a round's end trains on as if it had never stopped, bit for bit on the CPU.
-Inner steps that are dropped, as on Ctrl-C, or that an overlap had made ahead of the round, have moved the inner
-optimizer and the random state: what would be saved after them does not take the place of a checkpoint of that same
-round that was saved before.
+Inner steps that are dropped, as on Ctrl-C, have moved the inner optimizer and the random state: what would be saved
+after them does not take the place of a checkpoint of that same round that was saved before.
 
 A checkpoint is never needed for safety: it lets a whole swarm be stopped and resumed. Runs that differ in any option
 have folders of their own. A run goes on from its own checkpoints, and from those of one that differs in nothing but its

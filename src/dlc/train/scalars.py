@@ -1,0 +1,46 @@
+"""Numbers in what was saved: a CheckpointError that names one that cannot be, in place of training on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dlc.arguments import real
+from dlc.errors import CheckpointError
+
+COUNT_MAX = 2**53
+"""Up to here each whole number is a float, as some formats keep numbers."""
+
+
+def saved_count(state: Mapping[str, Any], name: str) -> int:
+    """A number of inner steps, or of tokens; 0 where there is none of that name. CheckpointError: it is not one."""
+    return _count(name, state.get(name, 0))
+
+
+def saved_counts(state: Mapping[str, Any], name: str) -> list[int]:
+    """Several of them. CheckpointError: one is not."""
+    given = state.get(name, ())
+    if not isinstance(given, Iterable):
+        raise CheckpointError(_told(name, given, "a list of whole numbers"))
+    return [_count(name, one) for one in given]
+
+
+def saved_share(value: object) -> float:
+    """This peer's part of a mean. CheckpointError: it is none."""
+    if not 0 <= (share := real(value)) <= 1:
+        raise CheckpointError(_told("share", value, "a number from 0 to 1"))
+    return share
+
+
+def _count(name: str, value: object) -> int:
+    count = real(value)
+    if not (0 <= count <= COUNT_MAX and count.is_integer()):
+        raise CheckpointError(_told(name, value, "a whole number, 0 or more"))
+    return int(count)
+
+
+def _told(name: str, value: object, kind: str) -> str:
+    return (
+        f"{name} of the saved state is {value!r:.60}, and must be {kind}: the state is damaged, or was changed after "
+        "it was saved; go on from another one"
+    )

@@ -1,0 +1,206 @@
+"""What a checkpoint keeps of inner steps that are ahead of its round, and when they are not gone on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlc.train.outer_loop
+from dlc.comm.ledger import Range
+from dlc.errors import CheckpointError
+from dlc.report import Missing, RoundReport, Share
+from dlc.runspec import RunSpec
+from dlc.train import saver
+from dlc.train.progress import Progress
+from dlc.train.saver import Saved
+from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
+from tests.train.test_ahead import PER_STEP, far, spec, trained
+from tests.train.test_trainer import H, Run
+
+__all__ = ["spec", "trained"]
+
+AHEAD = 2
+LOST = f"{AHEAD} inner steps that were ahead of round 1 are lost: "
+GONE = LOST + "the run has gone on since, or their samples were given to others"
+
+
+@pytest.fixture(autouse=True)
+def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+
+
+class Resumed(FakePeer):
+    """It has the lease of before, from block `lo` on. `passed`: a round has been committed meanwhile."""
+
+    def __init__(self, spec: RunSpec, lo: int, passed: bool = False) -> None:
+        super().__init__(spec)
+        self.lo, self.passed = lo, passed
+
+    def open(self, *args: Any, **terms: Any) -> FakePosition:
+        super().open(*args, **terms)
+        (lease,) = self.ledger.leases
+        first, *rest = lease.ranges
+        lease = dataclasses.replace(lease, ranges=(Range(self.lo, first.hi), *rest))
+        self.ledger = dataclasses.replace(self.ledger, leases=(lease,))
+        if self.passed:
+            self.pass_round(torch.full((self.state.numel,), 0.5))
+        return self.position("train")
+
+
+def saved_ahead(spec: RunSpec, folder: Path) -> Saved:
+    """After a round during which two steps were made."""
+    run = Run(FakePeer(spec), folder, checkpoint_every=1)
+    run.peer.slices = [AHEAD]
+    run.on_step = {H + AHEAD + 1: run.stop.set}
+    assert run.go().t == 1
+    return saver.read(saver.folder_of(folder, spec) / saver.name_of(1))
+
+
+@pytest.fixture
+def delayed(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(spec, rounds=3, overlap="delayed")
+
+
+def test_who_goes_on_from_steps_ahead_counts_them_once(delayed: RunSpec, tmp_path: Path, trained: list[int]) -> None:
+    saved = saved_ahead(delayed, tmp_path)
+    trained.clear()
+    again = Run(Resumed(delayed, H * PER_STEP), tmp_path, resume=saved)
+    again.go()
+    assert trained == list(range((H + AHEAD) * PER_STEP, 3 * H * PER_STEP))
+    assert again.peer.uptos == [2 * H * PER_STEP, 3 * H * PER_STEP]
+    assert [event["step"] for event in again.all("step")] == list(range(H + AHEAD, 3 * H))
+    assert again.peer.weights == [H * PER_STEP * 16] * 2
+
+
+def test_steps_beyond_a_long_round_are_gone_on_from_without_an_overlap_too(spec: RunSpec, tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec, rounds=3)
+    run = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=9)
+    run.peer.slices, run.peer.round_s = [AHEAD], -1000.0  # committed long before the steps ended
+    run.peer.others = [far(0)]
+    run.go()
+    again = Run(Resumed(spec, H * PER_STEP), tmp_path, resume=saver.read(run.trainer._saver._folder / saver.name_of(1)))
+    again.go()
+    rest = [(event["step"], event["loss"]) for event in again.all("step")]
+    assert rest == [(event["step"], event["loss"]) for event in run.all("step")][H + AHEAD :]
+    assert rest[0][0] == H + AHEAD and again.peer.state.digest() == run.peer.state.digest()
+
+
+@pytest.mark.parametrize(("inner", "first"), [(1, AHEAD), (H - 1, H - 1)])
+def test_who_goes_on_from_steps_ahead_is_no_further_back_than_the_others(
+    delayed: RunSpec, tmp_path: Path, inner: int, first: int
+) -> None:
+    """Else those who were not stopped would wait for it."""
+    saved = saved_ahead(delayed, tmp_path)
+    again = Run(Resumed(delayed, H * PER_STEP), tmp_path, resume=saved)
+    again.peer.others = [FakeMember(status={"t": 1, "inner": inner, "of": H, "step_s": 1000.0})]
+    again.go()
+    assert again.all("step")[0]["step"] == H + first
+    assert again.peer.weights[0] == (AHEAD + H - first) * PER_STEP * 16
+
+
+@pytest.mark.parametrize(
+    ("lo", "passed", "peer", "told"),
+    [
+        (0, False, "", GONE),
+        (H * PER_STEP, True, "", GONE),
+        (H * PER_STEP, False, "another", LOST + "the checkpoint is another peer's"),
+    ],
+)
+def test_steps_ahead_of_which_another_may_train_the_samples_are_lost(
+    delayed: RunSpec,
+    tmp_path: Path,
+    trained: list[int],
+    caplog: pytest.LogCaptureFixture,
+    lo: int,
+    passed: bool,
+    peer: str,
+    told: str,
+) -> None:
+    caplog.set_level(logging.INFO, logger="dlc.train.rounds")
+    saved = saved_ahead(delayed, tmp_path)
+    trained.clear()
+    again = Run(Resumed(delayed, lo, passed), tmp_path, resume=dataclasses.replace(saved, peer=peer or saved.peer))
+    starts: list[bool] = []
+    validate = again.trainer._validate
+
+    def look() -> float:
+        starts.append(torch.equal(again.params(), again.peer.theta()))
+        return validate()
+
+    again.trainer._validate = look  # type: ignore[method-assign]
+    again.go()
+    assert starts[0], "the model was not the swarm's"
+    assert trained[0] == lo and sum(again.peer.weights) == 16 * len(trained)
+    assert [record.getMessage() for record in caplog.records if record.name == "dlc.train.rounds"] == [told]
+
+
+def test_where_steps_ahead_were_lost_the_checkpoint_that_has_them_stays(delayed: RunSpec, tmp_path: Path) -> None:
+    saved = saved_ahead(delayed, tmp_path)
+    again = Run(Resumed(delayed, 0), tmp_path, resume=saved)
+    again.stop.set()
+    assert again.go().t == 1
+    assert "steps" in saver.read(saved.path).own
+
+
+def test_a_checkpoint_that_does_not_tell_of_steps_ahead_is_gone_on_from(
+    delayed: RunSpec, tmp_path: Path, trained: list[int]
+) -> None:
+    """As they were written before: the inner optimizer has made steps that are trained anew."""
+    saved = dataclasses.replace(saved_ahead(delayed, tmp_path), own={}, ahead=True)
+    trained.clear()
+    Run(Resumed(delayed, H * PER_STEP), tmp_path, resume=saved).go()
+    assert trained == list(range(H * PER_STEP, 3 * H * PER_STEP))
+
+
+class Two(FakePeer):
+    """Another peer is in each round, with three times our weight."""
+
+    def report(self, contributors: tuple[Share, ...], missing: tuple[Missing, ...]) -> RoundReport:
+        return super().report((*contributors, Share(OTHER.peer, 3 * contributors[0].weight, 1.0)), missing)
+
+
+def test_eager_goes_on_with_the_share_that_it_had_of_the_last_mean(delayed: RunSpec, tmp_path: Path) -> None:
+    eager = dataclasses.replace(delayed, overlap="eager")
+    Run(Two(eager), tmp_path, checkpoint_every=1).go()
+    path = saver.folder_of(tmp_path, eager) / saver.name_of(2)
+
+    def resumed(**changes: Any) -> Run:
+        saved = saver.read(path)
+        return Run(Two(eager), tmp_path, resume=dataclasses.replace(saved, own={**saved.own, **changes}))
+
+    again = resumed()
+    again.trainer.strategy.open(again.trainer._resume)
+    assert again.trainer.strategy.outer.share == 0.25  # type: ignore[attr-defined]
+    for wrong in (torch.nan, -0.25, 1.5):
+        with pytest.raises(CheckpointError, match="share of the saved state is .*, and must be a number from 0 to 1"):
+            resumed(share=torch.tensor(wrong)).go()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": torch.tensor([[2, 32], [1, 16]])},
+        {"steps": torch.tensor([[-1, 32], [5, 16]])},
+        {"steps": torch.tensor([2, 2])},
+        {"blocks": torch.tensor([[4, 5, 6, 7]])},
+        {"losses": torch.tensor([1.0])},
+    ],
+)
+def test_saved_steps_whose_parts_do_not_fit_are_refused(wrong: dict[str, Tensor]) -> None:
+    done = Progress()
+    done.add([4, 5], 32, 2.0)
+    done.add([6, 7], 32, 3.0)
+    named = done.tensors()
+    again = Progress.of(named)
+    assert (again.work, again.tokens, again.counted(2)) == (done.work, 64, 2.5)
+    assert not len(Progress.of({})) and not Progress().tensors()
+    with pytest.raises(CheckpointError, match="do not fit each other"):
+        Progress.of({**named, **wrong})
+    with pytest.raises(CheckpointError, match="do not fit each other"):
+        Progress.of({"steps": named["steps"]})
