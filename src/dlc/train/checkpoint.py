@@ -38,6 +38,10 @@ class DamagedError(CheckpointError):
     """The file is not what was written."""
 
 
+class UnreadableError(CheckpointError):
+    """The file system does not let it be read: it may be whole."""
+
+
 def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Write a checkpoint in place of `path`. `meta` is JSON; tensors of any device, dtype and strides.
 
@@ -67,7 +71,8 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
 
 
 def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and meta data of a checkpoint; CheckpointError where it is missing or damaged."""
+    """The tensors (on the CPU) and meta data of a checkpoint. CheckpointError: it is none of this format; DamagedError:
+    not what was written; UnreadableError: missing, or kept back by the file system."""
     target = Path(path)
     try:
         if target.is_fifo():  # whose opening waits for somebody who writes
@@ -77,7 +82,7 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
             header = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict
     except OSError as e:
-        raise CheckpointError(f"the checkpoint {target} cannot be read ({e})") from e
+        raise UnreadableError(f"the checkpoint {target} cannot be read ({e})") from e
     except SafetensorError as e:
         raise DamagedError(f"the checkpoint {target} cannot be read ({e})") from e
     if header.get(_FORMAT_KEY) != str(FORMAT):

@@ -47,8 +47,15 @@ from torch import Tensor
 from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of
+from dlc.train.checkpoint import (
+    DamagedError,
+    UnreadableError,
+    bytes_tensor,
+    left_over,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of, strays_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -134,7 +141,9 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Those of another version of
-    dlc are logged; damaged ones are renamed, too. CheckpointError: a folder of them may not be read."""
+    dlc are logged; damaged ones are renamed, too. CheckpointError: a folder of them may not be read, or the file that
+    may be the newest: a run that began anew, or went on from an older one, would have lost it."""
+    _tell_strays(state_dir)
     files, unclear = files_in(state_dir), set[Path]()
     if spec is not None:
         files, unclear = _of_run(files, spec, folder_of(state_dir, spec))
@@ -142,6 +151,11 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     for path in newest_first(files):
         try:
             saved = read(path)
+        except UnreadableError as error:
+            raise CheckpointError(
+                f"{error}, and may be the newest of this run: let this user read it, or mend its disk; or move that "
+                "file out of its folder (--resume never moves all of them), and the run goes on without it"
+            ) from error
         except (CheckpointError, ConfigError) as error:
             unread += path not in unclear or isinstance(error, DamagedError)
             log.warning("%s; %s", error, _passed_over(path, error))
@@ -161,6 +175,12 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             state_dir / FOLDER,
         )
     return None
+
+
+def _tell_strays(path: Path) -> None:
+    """Once, where checkpoints are looked for: later nobody asks for them."""
+    for stray, kind in strays_of(path).items():
+        log.warning("%s is %s, and no checkpoint: it is passed over, and left alone", stray, kind)
 
 
 def _of_run(files: list[Path], spec: RunSpec, own: Path) -> tuple[list[Path], set[Path]]:
@@ -211,6 +231,8 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 
 def _read_newest(path: Path) -> Saved:
     """As `chosen`. Beside a peer that trains, the file that was the newest may be gone before it is read."""
+    if os.path.isdir(path):
+        _tell_strays(path)
     while True:
         file, *others = files_of(path)
         older = [other for other in others if other.parent == file.parent]
