@@ -249,6 +249,30 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
     assert found is not None and found.path == path
 
 
+def test_of_what_is_damaged_the_newest_stays_once_a_new_one_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that damages files would be filled with them, start by start."""
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, folders = dataclasses.replace(spec, rounds=ROUNDS + 3), [saver.folder_of(tmp_path, spec)]
+    saved = None
+    for t in range(2, 8):
+        one = spec if t < 6 else longer
+        path = saver.Saver(tmp_path, one, {}, resumed=saved).save(Frozen(t), saver.Local({}))
+        assert path is not None
+        if t in (3, 4, 6):
+            path.write_bytes(path.read_bytes()[:-1])
+        saved = saver.newest(tmp_path, longer)
+        assert saved is not None and saved.t == (t - 1 if t in (3, 6) else t - 2 if t == 4 else t)
+    folders.append(saver.folder_of(tmp_path, longer))
+    left = [saver.name_of(5), saver.name_of(6) + ".damaged", saver.name_of(7)]
+    assert sorted(path.name for folder in folders for path in folder.iterdir()) == left
+    (folders[0] / (saver.name_of(9) + ".damaged")).mkdir()  # which is none of ours
+    caplog.clear()
+    assert saver.Saver(tmp_path, longer, {}, resumed=saved).save(Frozen(8), saver.Local({})) is not None
+    assert not caplog.messages and (folders[1] / (saver.name_of(6) + ".damaged")).exists()
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("length", ["same", "longer"])
 @pytest.mark.parametrize("older", [False, True])

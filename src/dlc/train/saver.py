@@ -22,7 +22,8 @@ length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the 
 so what is of a later round than the one that is saved, hence of a history that was given up, is moved away. Until then
 it counts for less than all others: the one that is saved names it.
 
-A file that is damaged is renamed, so that it takes no place of those that are kept.
+A file that is damaged is renamed, so that it takes no place of those that are kept; once a new one is whole, the newest
+of those that are damaged stays, and no other.
 
 What a killed process was writing goes first, then a new checkpoint is written, then the oldest goes. Where the disk has
 no room for that, or for the model at the end, the oldest go first, but never the newest that is known to be whole.
@@ -37,7 +38,7 @@ import os
 import secrets
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
 DAMAGED = ".damaged"
 """At the end of the name of a file that is damaged."""
+DAMAGED_KEPT = 1
+"""The newest, to see what became of it: a disk that damages one file will damage more."""
 NAMED_MAX = 5
 """Parameters named in an error."""
 _INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
@@ -433,7 +436,9 @@ class Saver:
         try:
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
-            for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
+            others = self._others(path)
+            damaged = _damaged_in({self._folder, *(other.parent for other in others)})
+            for old in [*others[self._kept - 1 :], *self._left_over(), *damaged[DAMAGED_KEPT:]]:
                 old.unlink(missing_ok=True)
         except (CheckpointError, OSError) as error:
             log.warning("%s is written, but older ones are not cleared away: %s", path, error)
@@ -467,7 +472,7 @@ class Saver:
 
     def _make_room(self, path: Path) -> bool:
         """Delete what is needed least of this run, if there is such a thing, and it can be."""
-        spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
+        spare = [*self._left_over(), *reversed(_damaged_in({self._folder}))]
         if self.last is not None and os.path.exists(self.last):
             others = self._others(self.last)
             if not self._is_here(self.last):  # another's, who may delete it: one of ours stays
@@ -502,6 +507,12 @@ class Saver:
         """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what
         was made last."""
         return path.parent == self._folder or _same_but_length(path, self._spec)
+
+
+def _damaged_in(folders: Iterable[Path]) -> list[Path]:
+    """The files there that turned out damaged, newest first: that of the last round."""
+    found = [path for folder in folders for path in folder.glob(NAMES + DAMAGED) if path.is_file()]
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
