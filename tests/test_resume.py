@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import socket
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -939,6 +940,64 @@ def test_a_disk_that_is_gone_at_the_end_is_told_and_no_crash(
     assert (end.t, end.reason, end.saved, end.model) == (t, reason, False, None)
     assert end.checkpoint == named(state, spec, ROUNDS - 1 if stop_at is None else AT)
     assert f"the model folder {state / 'model'} could not be written" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no folder in which a file is open")
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_state_directory_that_is_removed_in_the_middle_is_made_anew_and_never_anothers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    taken: bool,
+) -> None:
+    """It was made with the modes of any folder, without lock or key; and another's was written into."""
+    state, config, finish = tmp_path / "a", tmp_path / "RUN.toml", Trainer._finish
+    config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
+    keys, others = list[bytes](), list[StateDir]()
+
+    def removed(trainer: Trainer, *args: Any) -> Summary:
+        trainer._saver.finish()
+        keys.append((state / "identity.key").read_bytes())
+        shutil.rmtree(state)
+        if taken:
+            others.append(StateDir(state))
+        return finish(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_finish", removed)
+    status = main(["join", "--config", str(config), "--state-dir", str(state), "--device", "cpu"])
+    if taken:
+        others[0].close()
+        assert status == 4 and "another process uses the state directory" in caplog.text
+        assert "the end was not saved whole" in capsys.readouterr().err
+        assert sorted(path.name for path in state.iterdir()) == ["identity.key", "lock"]
+        assert (state / "identity.key").read_bytes() != keys[0]
+    else:
+        assert status == 0 and f"the lock in {state} was gone" in caplog.text
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        assert (state / "identity.key").read_bytes() == keys[0]
+        assert len([*state.glob("checkpoints/*/t-*")]) == 1 and (state / "model" / "config.json").is_file()
+        assert "validation_loss" in (state / "metrics" / "metrics.jsonl").read_text()
+
+
+def test_a_folder_of_checkpoints_that_two_peers_have_is_refused_to_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a link: each would sweep away what the other writes."""
+    spec, config, first, second = spec_in(tmp_path), tmp_path / "RUN.toml", tmp_path / "a", tmp_path / "b"
+    config.write_text(dataclasses.replace(spec, rounds=1).to_toml())
+    for state in (first, second):
+        state.mkdir()
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        (state / "checkpoints").symlink_to(tmp_path / "disk", target_is_directory=True)
+    command = ["join", "--config", str(config), "--device", "cpu", "--state-dir"]
+    holding = StateDir(first)
+    holding.hold(first / "checkpoints")
+    assert main([*command, str(second)]) == 2
+    said = capsys.readouterr().err
+    assert f"another process uses the folder {second / 'checkpoints'}, which is {tmp_path / 'disk'}" in said
+    holding.close()
+    assert main([*command, str(second)]) == 0
 
 
 def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(

@@ -443,7 +443,7 @@ class Peer(Unpicklable, Collectives):
         try:
             self._intro.state.save_address_book(book)
             self._book_stays = False
-        except OSError as error:  # a full disk: the run is worth more than the address book
+        except (OSError, UsageError) as error:  # a full disk: the run is worth more than the address book
             if not self._book_stays:
                 log.warning("the address book could not be written (%s); the old one stays", error)
             self._book_stays = True

@@ -366,6 +366,7 @@ class Saver:
     """Writes checkpoints of one run, one at a time, in a thread beside the training.
 
     resumed: the one that the training goes on from.
+    before_write: sees that the state directory still is this peer's; UsageError: nothing may be written.
     """
 
     def __init__(
@@ -377,10 +378,11 @@ class Saver:
         data: str = "",
         resumed: Saved | None = None,
         peer: str = "",
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
-        self._state_dir, self._spec, self._kept = state_dir, spec, kept
+        self._state_dir, self._spec, self._kept, self._before_write = state_dir, spec, kept, before_write
         self._folder = folder_of(state_dir, spec)
         self._layout, self._data, self._peer = list(layout.items()), data, peer
         self._thread: threading.Thread | None = None
@@ -412,6 +414,11 @@ class Saver:
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
         path = self._folder / name_of(frozen.t)
+        try:
+            self._before_write()
+        except UsageError as error:
+            log.warning("%s could not be written: %s; training goes on", path, error)
+            return None
         self._sweep()
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
