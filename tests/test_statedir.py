@@ -190,6 +190,31 @@ def test_no_run_name_leads_out_of_the_base(tmp_path: Path, run: str) -> None:
     state.close()
 
 
+def test_the_directory_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = StateDir("peer")
+    monkeypatch.chdir("elsewhere")
+    state.next_incarnation(0)
+    state.save_address_book({"a": 1})
+    state.close()
+    assert state.path == tmp_path / "peer" and (tmp_path / "peer" / "peers.json").is_file()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others keep a directory that a process is in")
+def test_a_relative_path_where_the_process_is_in_no_directory_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the state directory peer cannot be used: No such file or directory"):
+        StateDir("peer")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "peer")

@@ -63,7 +63,10 @@ class StateDir:
     def __init__(self, path: Path | str) -> None:
         if not str(path):  # to pathlib that is the folder where the process runs
             raise UsageError("the state directory is an empty path: give the path of a folder")
-        self._path = Path(path)
+        try:
+            self._path = Path(path).absolute()  # who uses a library may change the working directory
+        except OSError as error:
+            raise _unusable(path, error) from None
         self._locks = {self._path: self._locked()}
         """By folder; that of the directory first."""
         self._boots = 0
@@ -150,7 +153,7 @@ class StateDir:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Where it is, absolute."""
         return self._path
 
     @property
