@@ -267,7 +267,9 @@ def test_the_counter_is_synced_before_it_is_used(tmp_path: Path, monkeypatch: py
     state.close()
 
 
-@pytest.mark.parametrize(("name", "content"), [("identity.key", b"short"), ("boot", b"many"), ("boot", b"")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("identity.key", b"short"), ("boot", b"many"), ("boot", b""), ("boot", b"\xff")]
+)
 def test_damage_is_named_and_the_lock_let_go(tmp_path: Path, name: str, content: bytes) -> None:
     StateDir(tmp_path).close()
     (tmp_path / name).write_bytes(content)
@@ -278,6 +280,15 @@ def test_damage_is_named_and_the_lock_let_go(tmp_path: Path, name: str, content:
                 state.next_incarnation(0)
             finally:
                 state.close()
+
+
+def test_a_counter_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """Who moved the directory away, as that says, would begin as a new peer, for want of a permission."""
+    state = StateDir(tmp_path)
+    (tmp_path / "boot").mkdir()
+    with pytest.raises(UsageError, match=r"boot cannot be read: .*; let this user read"):
+        state.next_incarnation(0)
+    state.close()
 
 
 def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:

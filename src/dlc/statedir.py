@@ -169,8 +169,10 @@ class StateDir:
             text = path.read_text("ascii")
         except FileNotFoundError:
             text = "0"
-        except (OSError, UnicodeDecodeError) as error:
-            text = f"({error})"
+        except UnicodeDecodeError:
+            text = ""
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}; let this user read and write it") from None
         if not re.fullmatch(r"[0-9]{1,10}\n?", text) or int(text) + 1 >= BOOTS_MAX:
             raise _damaged(path, "a number of starts")
         counter = int(text) + 1
