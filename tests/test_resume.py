@@ -11,6 +11,8 @@ import logging
 import os
 import queue
 import shutil
+import socket
+import stat
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -310,9 +312,117 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
             raise OSError(errno.EMFILE, "Too many open files")
 
         patch.setattr(checkpoint, "safe_open", exhausted)
-        assert saver.newest(tmp_path, spec) is None
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            saver.newest(tmp_path, spec)
     found = saver.newest(tmp_path, spec)
     assert found is not None and found.path == path
+
+
+def test_of_what_is_damaged_the_newest_stays_once_a_new_one_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that damages files would be filled with them, start by start."""
+    spec = spec_in(tmp_path, codec="fp16")
+    longer, folders = dataclasses.replace(spec, rounds=ROUNDS + 3), [saver.folder_of(tmp_path, spec)]
+    saved = None
+    for t in range(2, 8):
+        one = spec if t < 6 else longer
+        path = saver.Saver(tmp_path, one, {}, resumed=saved).save(Frozen(t), saver.Local({}))
+        assert path is not None
+        if t in (3, 4, 6):
+            path.write_bytes(path.read_bytes()[:-1])
+        saved = saver.newest(tmp_path, longer)
+        assert saved is not None and saved.t == (t - 1 if t in (3, 6) else t - 2 if t == 4 else t)
+    folders.append(saver.folder_of(tmp_path, longer))
+    left = [saver.name_of(5), saver.name_of(6) + ".damaged", saver.name_of(7)]
+    assert sorted(path.name for folder in folders for path in folder.iterdir()) == left
+    (folders[0] / (saver.name_of(9) + ".damaged")).mkdir()  # which is none of ours
+    caplog.clear()
+    assert saver.Saver(tmp_path, longer, {}, resumed=saved).save(Frozen(8), saver.Local({})) is not None
+    assert not caplog.messages and (folders[1] / (saver.name_of(6) + ".damaged")).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("length", ["same", "longer"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_file_that_may_not_be_read_is_not_taken_for_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    length: str,
+    older: bool,
+) -> None:
+    """The run would begin anew at round 0, or go on from an older one, and its checkpoints would take that file's
+    place."""
+    spec, state, config = dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1), tmp_path / "a", tmp_path / "R"
+    for t in (3, 4) if older else (4,):
+        saver.Saver(state, spec, {}).save(Frozen(t), saver.Local({}))
+    shut = named(state, spec, 4)
+    config.write_text(dataclasses.replace(spec, rounds=1 if length == "same" else 6).to_toml())
+    opened = Path.open
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        if path == shut:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)  # a mode would stop anybody but root
+    command = ["join", "--config", str(config), "--state-dir", str(state), "--device", "cpu", "--found"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert f"the checkpoint {shut} cannot be read ([Errno {number}] {os.strerror(number)}" in said
+    assert "let this user read it, or mend its disk; or move that file out of its folder" in said
+    assert not (state / "model").exists() and len(list_checkpoints(shut.parent)) == 1 + older, "all is as it was"
+    if length == "same" and not older:
+        assert main([*command, "--resume", "never"]) == 0, "which the error names"
+        assert (state / "checkpoints" / "old-1" / shut.parent.name / shut.name).exists()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a named pipe", "a link that leads nowhere", "no file"])
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_told_once_and_takes_no_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A folder cannot be deleted as a file is, so that each save warned of it."""
+    spec = spec_in(tmp_path, codec="fp16")
+    for t in (2, 4):
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
+    stray = named(tmp_path, spec, 3)
+    monkeypatch.chdir(stray.parent)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as bound:
+        match kind:
+            case "a folder":
+                stray.mkdir()
+            case "a named pipe":
+                os.mkfifo(stray)
+            case "a link that leads nowhere":
+                stray.symlink_to("nowhere")
+            case _:
+                bound.bind(stray.name)
+    newest = saver.newest(tmp_path, spec)
+    assert newest is not None and newest.t == 4
+    assert caplog.messages == [f"{stray} is {kind}, and no checkpoint: it is passed over, and left alone"]
+    caplog.clear()
+    writer = saver.Saver(tmp_path, spec, {}, kept=2, resumed=newest)
+    for t in (5, 6, 7):
+        assert writer.save(Frozen(t), saver.Local({})) is not None
+    assert not caplog.messages
+    assert [path.name for path in list_checkpoints(stray.parent)] == [saver.name_of(t) for t in (3, 6, 7)]
+    assert os.path.lexists(stray)
+    assert saver.chosen(tmp_path, None).t == 7 and f"{stray} is {kind}" in caplog.text, "by `dlc export`, too"
+
+
+@pytest.mark.parametrize("level", ["all", "of one run"])
+def test_a_folder_on_a_disk_that_is_not_mounted_is_not_taken_for_an_empty_one(tmp_path: Path, level: str) -> None:
+    """The run would begin anew at round 0, and none of its checkpoints could be written."""
+    spec, state, disk = spec_in(tmp_path, codec="fp16"), tmp_path / "state", tmp_path / "disk"
+    link = state / "checkpoints" if level == "all" else saver.folder_of(state, spec)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(disk, target_is_directory=True)
+    with pytest.raises(CheckpointError, match=f"{link} cannot be read: it is a link to {disk}, where no folder is"):
+        saver.newest(state, spec)
+    disk.mkdir()
+    assert saver.newest(state, spec) is None
 
 
 def test_what_another_version_wrote_is_told_and_keeps_its_name_and_of_another_run_it_is_no_loss(
@@ -804,11 +914,13 @@ def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: py
     later = whole.with_name(saver.name_of(5))
     later.symlink_to(later.name)
     newest = saver.newest(tmp_path, spec)
-    assert newest is not None and newest.path == whole and str(later) in caplog.text
+    assert newest is not None and newest.path == whole
+    assert f"{later} is a link that leads in a circle, and no checkpoint" in caplog.text
     writer = saver.Saver(tmp_path, spec, {}, kept=1, resumed=newest)
     for t in (6, 7):
         assert writer.save(Frozen(t), saver.Local({})) is not None
-    assert [path.name for path in list_checkpoints(whole.parent)] == [saver.name_of(7)]
+    names = [path.name for path in list_checkpoints(whole.parent)]
+    assert names == [saver.name_of(5), saver.name_of(7)], "it takes no place, and is left alone"
 
 
 def test_where_the_newest_of_a_folder_is_damaged_an_older_one_is_named(tmp_path: Path) -> None:
@@ -896,6 +1008,64 @@ def test_a_disk_that_is_gone_at_the_end_is_told_and_no_crash(
     assert (end.t, end.reason, end.saved, end.model) == (t, reason, False, None)
     assert end.checkpoint == named(state, spec, ROUNDS - 1 if stop_at is None else AT)
     assert f"the model folder {state / 'model'} could not be written" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no folder in which a file is open")
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_state_directory_that_is_removed_in_the_middle_is_made_anew_and_never_anothers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    taken: bool,
+) -> None:
+    """It was made with the modes of any folder, without lock or key; and another's was written into."""
+    state, config, finish = tmp_path / "a", tmp_path / "RUN.toml", Trainer._finish
+    config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
+    keys, others = list[bytes](), list[StateDir]()
+
+    def removed(trainer: Trainer, *args: Any) -> Summary:
+        trainer._saver.finish()
+        keys.append((state / "identity.key").read_bytes())
+        shutil.rmtree(state)
+        if taken:
+            others.append(StateDir(state))
+        return finish(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_finish", removed)
+    status = main(["join", "--config", str(config), "--state-dir", str(state), "--device", "cpu"])
+    if taken:
+        others[0].close()
+        assert status == 4 and "another process uses the state directory" in caplog.text
+        assert "the end was not saved whole" in capsys.readouterr().err
+        assert sorted(path.name for path in state.iterdir()) == ["identity.key", "lock"]
+        assert (state / "identity.key").read_bytes() != keys[0]
+    else:
+        assert status == 0 and f"the lock in {state} was gone" in caplog.text
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        assert (state / "identity.key").read_bytes() == keys[0]
+        assert len([*state.glob("checkpoints/*/t-*")]) == 1 and (state / "model" / "config.json").is_file()
+        assert "validation_loss" in (state / "metrics" / "metrics.jsonl").read_text()
+
+
+def test_a_folder_of_checkpoints_that_two_peers_have_is_refused_to_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a link: each would sweep away what the other writes."""
+    spec, config, first, second = spec_in(tmp_path), tmp_path / "RUN.toml", tmp_path / "a", tmp_path / "b"
+    config.write_text(dataclasses.replace(spec, rounds=1).to_toml())
+    for state in (first, second):
+        state.mkdir()
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        (state / "checkpoints").symlink_to(tmp_path / "disk", target_is_directory=True)
+    command = ["join", "--config", str(config), "--device", "cpu", "--state-dir"]
+    holding = StateDir(first)
+    holding.hold(first / "checkpoints")
+    assert main([*command, str(second)]) == 2
+    said = capsys.readouterr().err
+    assert f"another process uses the folder {second / 'checkpoints'}, which is {tmp_path / 'disk'}" in said
+    holding.close()
+    assert main([*command, str(second)]) == 0
 
 
 def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(

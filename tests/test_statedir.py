@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import IO
 
 import pytest
 
+import dlc.folderlock as folderlock
 import dlc.statedir as statedir
 from dlc.comm.roles import HELPER, OBSERVER, TRAINER
 from dlc.errors import StateDirBusy, UsageError
@@ -58,6 +60,99 @@ def test_the_same_process_is_refused_too_and_close_releases(tmp_path: Path) -> N
     StateDir(tmp_path).close()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no folder in which a file is open")
+def test_a_directory_that_is_removed_in_use_is_made_anew_for_the_same_peer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "peer"
+    state = StateDir(path)
+    state.hold(path / "checkpoints")
+    before = state.next_incarnation(5)
+    state.keep()
+    assert not caplog.messages
+    shutil.rmtree(path)
+    for _ in range(2):
+        state.keep()
+    assert [message for message in caplog.messages if f"the lock in {path} was gone" in message] == caplog.messages
+    assert len(caplog.messages) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o700
+    with pytest.raises(StateDirBusy):
+        StateDir(path)
+    other = StateDir(tmp_path / "other")
+    with pytest.raises(StateDirBusy):
+        other.hold(path / "checkpoints")
+    other.close()
+    state.close()
+    again = StateDir(path)
+    assert again.identity.peer == state.identity.peer and again.next_incarnation(0) > before
+    again.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no folder in which a file is open")
+def test_a_directory_that_is_anothers_by_now_is_left_to_it(tmp_path: Path) -> None:
+    """Somebody removed it, and what was started next took it."""
+    path = tmp_path / "peer"
+    state = StateDir(path)
+    shutil.rmtree(path)
+    other = StateDir(path)
+    for _ in range(2):
+        with pytest.raises(StateDirBusy, match="another process uses"):
+            state.keep()
+    other.keep()
+    other.close()
+    for _ in range(2):
+        with pytest.raises(StateDirBusy, match=f"{path} is another peer's now"):
+            state.keep()
+    state.close()
+    again = StateDir(path)
+    assert again.identity.peer == other.identity.peer
+    again.close()
+
+
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/0123456789ab"])
+def test_a_folder_that_another_state_directory_has_too_is_refused(tmp_path: Path, linked: str) -> None:
+    """By links: each would delete what the other writes."""
+    first, second = StateDir(tmp_path / "a"), StateDir(tmp_path / "b")
+    first.hold(tmp_path / "a" / linked)
+    (tmp_path / "b" / linked).parent.mkdir(exist_ok=True)
+    (tmp_path / "b" / linked).symlink_to(tmp_path / "a" / linked, target_is_directory=True)
+    with pytest.raises(StateDirBusy, match=f"uses the folder {tmp_path / 'b' / linked}, which is {tmp_path / 'a'}"):
+        second.hold(tmp_path / "b" / linked)
+    first.close()
+    second.hold(tmp_path / "b" / linked)
+    second.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+def test_checkpoints_on_a_file_system_without_locks_are_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some clusters have it: it was no error before, and is none as long as each peer has its own."""
+    state = StateDir(tmp_path)
+
+    def refuse(file: IO[bytes], operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folderlock.fcntl, "flock", refuse)
+        state.hold(tmp_path / "checkpoints")
+    (said,) = caplog.messages
+    assert f"{tmp_path / 'checkpoints'} cannot be locked (its file system keeps no locks" in said
+    state.keep()
+    state.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no file that is always full")
+def test_a_lock_without_room_for_its_line_holds_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to("/dev/full")
+    lock = folderlock.FolderLock(tmp_path)
+    assert not lock.lost()
+    with pytest.raises(BlockingIOError):
+        folderlock.FolderLock(tmp_path)
+    (tmp_path / "lock").unlink()
+    assert lock.lost()
+    lock.close()
+
+
 def test_peers_of_one_host_get_a_directory_each(tmp_path: Path) -> None:
     first, second = free_state_dir(tmp_path, "run"), free_state_dir(tmp_path, "run")
     assert (first.path, second.path) == (tmp_path / "run" / "peer-0", tmp_path / "run" / "peer-1")
@@ -93,6 +188,31 @@ def test_no_run_name_leads_out_of_the_base(tmp_path: Path, run: str) -> None:
     state = free_state_dir(base, run)
     assert state.path.resolve().parent.parent == base.resolve()
     state.close()
+
+
+def test_the_directory_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = StateDir("peer")
+    monkeypatch.chdir("elsewhere")
+    state.next_incarnation(0)
+    state.save_address_book({"a": 1})
+    state.close()
+    assert state.path == tmp_path / "peer" and (tmp_path / "peer" / "peers.json").is_file()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others keep a directory that a process is in")
+def test_a_relative_path_where_the_process_is_in_no_directory_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the state directory peer cannot be used: No such file or directory"):
+        StateDir("peer")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
@@ -147,7 +267,9 @@ def test_the_counter_is_synced_before_it_is_used(tmp_path: Path, monkeypatch: py
     state.close()
 
 
-@pytest.mark.parametrize(("name", "content"), [("identity.key", b"short"), ("boot", b"many"), ("boot", b"")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("identity.key", b"short"), ("boot", b"many"), ("boot", b""), ("boot", b"\xff")]
+)
 def test_damage_is_named_and_the_lock_let_go(tmp_path: Path, name: str, content: bytes) -> None:
     StateDir(tmp_path).close()
     (tmp_path / name).write_bytes(content)
@@ -158,6 +280,15 @@ def test_damage_is_named_and_the_lock_let_go(tmp_path: Path, name: str, content:
                 state.next_incarnation(0)
             finally:
                 state.close()
+
+
+def test_a_counter_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """Who moved the directory away, as that says, would begin as a new peer, for want of a permission."""
+    state = StateDir(tmp_path)
+    (tmp_path / "boot").mkdir()
+    with pytest.raises(UsageError, match=r"boot cannot be read: .*; let this user read"):
+        state.next_incarnation(0)
+    state.close()
 
 
 def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
@@ -177,7 +308,7 @@ def test_a_file_system_without_locks_is_a_usage_error_and_nothing_stays_open(
         files.append(file)
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(statedir.fcntl, "flock", refuse)
+    monkeypatch.setattr(folderlock.fcntl, "flock", refuse)
     with pytest.raises(UsageError, match=r"keeps no locks.*--state-dir DIR") as error:
         StateDir(tmp_path)
     assert str(tmp_path) in str(error.value) and os.strerror(number) in str(error.value)

@@ -41,7 +41,7 @@ class AddressBook:
         try:
             self._state.save_address_book(book)
             self._stays = False
-        except OSError as error:  # a full disk: the run is worth more than the address book
+        except (OSError, UsageError) as error:  # a full disk, another's folder: the run is worth more than the book
             if not self._stays:
                 log.warning("the address book could not be written (%s); the old one stays", error)
             self._stays = True

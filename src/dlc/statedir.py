@@ -1,6 +1,6 @@
 """What one peer keeps on disk between its starts, and the lock that makes it the only one.
 
-    <dir>/lock           held (flock, msvcrt) as long as the process uses the directory
+    <dir>/lock           held as long as the process uses the directory (folderlock)
     <dir>/identity.key   private Ed25519 key, readable by its owner only
     <dir>/boot           number of starts so far; on disk *before* the incarnation made of it is used
     <dir>/peers.json     address book
@@ -9,6 +9,9 @@ Every file is written beside its place, synced, and moved there, so a crash or a
 the directory is safe: the peer comes back under a new id. Two processes with one identity would not be, hence the
 lock. A damaged key or counter stops the start with a message, because going on would break "an incarnation is never
 used twice"; a damaged address book is only worth a warning.
+
+Where somebody removes the directory while it is in use, `keep` makes it anew, before something is written there: the
+same peer, with the same lock.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import logging
 import os
 import re
 import sys
+import threading
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dlc.comm.identity import PRIVATE_KEY_BYTES, Identity
 from dlc.comm.roles import TRAINER
 from dlc.errors import StateDirBusy, UsageError
+from dlc.folderlock import FolderLock
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +63,15 @@ class StateDir:
     def __init__(self, path: Path | str) -> None:
         if not str(path):  # to pathlib that is the folder where the process runs
             raise UsageError("the state directory is an empty path: give the path of a folder")
-        self._path = Path(path)
         try:
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = (self._path / "lock").open("ab")
+            self._path = Path(path).absolute()  # who uses a library may change the working directory
         except OSError as error:
             raise _unusable(path, error) from None
-        try:
-            locked = _try_lock(lock)
-        except OSError as error:
-            lock.close()
-            no_locks = OSError(error.errno, f"its file system keeps no locks ({error.strerror})")
-            raise _unusable(path, no_locks) from None
-        if not locked:
-            lock.close()
-            raise StateDirBusy(
-                f"another process uses the state directory {path}; stop it, or give this peer a directory of its own"
-            )
-        self._lock: IO[bytes] | None = lock
+        self._locks = {self._path: self._locked()}
+        """By folder; that of the directory first."""
+        self._boots = 0
+        """As last counted here; 0: not yet."""
+        self._keeping = threading.Lock()
         try:
             self._identity = self._load_identity()
         except OSError as error:
@@ -85,9 +81,79 @@ class StateDir:
             self.close()
             raise
 
+    def _locked(self) -> FolderLock:
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return FolderLock(self._path)
+        except BlockingIOError:
+            raise StateDirBusy(
+                f"another process uses the state directory {self._path}; stop it, or give this peer a directory of its "
+                "own"
+            ) from None
+        except OSError as error:
+            raise _unusable(self._path, error) from None
+
+    def hold(self, folder: Path) -> None:
+        """Lock `folder`, too, which may be a link, or lie behind one, so that other state directories have it as well.
+        It is made if it is missing; where it cannot be locked, the log says so.
+
+        Raises StateDirBusy if another process uses it.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._locks[folder] = FolderLock(folder)
+        except FileExistsError:  # it is no folder, which is told by who looks into it
+            return
+        except BlockingIOError:
+            raise StateDirBusy(
+                f"another process uses the folder {folder}, which is {os.path.realpath(folder)}; stop it, or give this "
+                "peer a folder of its own"
+            ) from None
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("%s cannot be locked (%s): see to it that no other peer uses that folder", folder, why)
+
+    def keep(self) -> None:
+        """Before something is written there, long after the start: see that it still is this peer's. Where somebody
+        removed it, it is made anew, which the log says. From any thread.
+
+        Raises StateDirBusy if another process uses it now, UsageError if it cannot be made.
+        """
+        with self._keeping:
+            lost = [folder for folder, lock in self._locks.items() if lock.lost()]
+            for folder in lost:
+                before = self._locks[folder]
+                if folder == self._path:
+                    self._take_back()
+                else:
+                    self.hold(folder)
+                before.close()
+            if lost:
+                log.warning(
+                    "the lock in %s was gone, as where somebody removes the folder of a peer that runs: that folder is "
+                    "made anew if it was missing, and locked again; what else was in it may be lost",
+                    lost[0],
+                )
+
+    def _take_back(self) -> None:
+        """The directory itself, with what makes it this peer's."""
+        lock = self._locked()
+        try:
+            if self._load_identity(self._identity).peer != self._identity.peer:
+                raise StateDirBusy(f"the state directory {self._path} is another peer's now; give this one another")
+            if self._boots and not (self._path / "boot").exists():
+                self._count(self._boots)
+        except OSError as error:
+            lock.close()
+            raise _unusable(self._path, error) from None
+        except UsageError:
+            lock.close()
+            raise
+        self._locks[self._path] = lock
+
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Where it is, absolute."""
         return self._path
 
     @property
@@ -103,16 +169,22 @@ class StateDir:
             text = path.read_text("ascii")
         except FileNotFoundError:
             text = "0"
-        except (OSError, UnicodeDecodeError) as error:
-            text = f"({error})"
+        except UnicodeDecodeError:
+            text = ""
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}; let this user read and write it") from None
         if not re.fullmatch(r"[0-9]{1,10}\n?", text) or int(text) + 1 >= BOOTS_MAX:
             raise _damaged(path, "a number of starts")
         counter = int(text) + 1
         try:
-            _write_atomically(path, f"{counter}\n".encode())
+            self._count(counter)
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        self._boots = counter
         return counter << 32 | random32
+
+    def _count(self, starts: int) -> None:
+        _write_atomically(self._path / "boot", f"{starts}\n".encode())
 
     def load_address_book(self) -> dict[str, Any]:
         """What was saved last; empty if nothing was, or if it cannot be read (then the log says so)."""
@@ -130,22 +202,23 @@ class StateDir:
         return book
 
     def save_address_book(self, book: dict[str, Any]) -> None:
-        """Replace the address book; raises OSError (the old one stays) if the disk is full."""
+        """Replace the address book. Raises OSError if the disk is full, UsageError as `keep`; the old one stays."""
+        self.keep()
         _write_atomically(self._path / "peers.json", json.dumps(book, indent=1, sort_keys=True).encode())
 
     def close(self) -> None:
         """Let another process use the directory. May be called twice."""
-        if self._lock is not None:
-            _unlock(self._lock)
-            self._lock.close()
-            self._lock = None
+        for lock in self._locks.values():
+            lock.close()
+        self._locks = {}
 
-    def _load_identity(self) -> Identity:
+    def _load_identity(self, new: Identity | None = None) -> Identity:
+        """What is there; where nothing is, `new`, or else one that is made."""
         path = self._path / "identity.key"
         try:
             private = path.read_bytes()
         except FileNotFoundError:
-            identity = Identity.generate()
+            identity = new or Identity.generate()
             _write_atomically(path, identity.private_bytes())
             return identity
         if len(private) != PRIVATE_KEY_BYTES:
@@ -251,31 +324,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _try_lock(file: IO[bytes]) -> bool:
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-    def _unlock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def _try_lock(file: IO[bytes]) -> bool:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _unlock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train import checkpoint, saver, shelf
-from dlc.train.checkpoint import DamagedError, left_over, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import DamagedError, UnreadableError, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import list_checkpoints
 
 
@@ -155,6 +155,16 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -
     path = tmp_path / "a.safetensors"
     path.symlink_to(path)  # a mode would stop anybody but root
     with pytest.raises(CheckpointError, match="cannot be read .*symbolic links"):
+        load_checkpoint(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="no file that opens, and cannot be read")
+def test_a_file_on_a_disk_with_errors_is_read_before_it_is_mapped(tmp_path: Path) -> None:
+    """What cannot be read of a mapped file is no error, but the end of the process. The memory of one begins with what
+    nobody may read."""
+    path = tmp_path / "a.safetensors"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(UnreadableError, match="cannot be read .*Input/output error"):
         load_checkpoint(path)
 
 

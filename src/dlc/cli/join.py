@@ -37,7 +37,7 @@ from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
-from dlc.train.shelf import expanded, file_of
+from dlc.train.shelf import FOLDER, expanded, file_of
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -155,6 +155,8 @@ def _take_part(
 ) -> None:
     from dlc.train import saver
 
+    if args.role == TRAINER:
+        state.hold(state.path / FOLDER)
     if args.resume == NEVER and (aside := saver.set_aside(state.path)) is not None:
         log.info("the checkpoints that were here are set aside in %s", aside)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -177,11 +179,12 @@ def _take_part(
             take_part = help_out if args.role == HELPER else look_on
             take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
+        state.hold(saver.folder_of(state.path, peer.spec))
         if named is not None and (aside := saver.set_later_aside(state.path, named, peer.spec)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)
         if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
             _tell_awaited(state)
-        _train(args, peer, state.path, saved, events, interrupts, group)
+        _train(args, peer, state, saved, events, interrupts, group)
 
 
 def _check_parts(spec: RunSpec, group: Group | None) -> None:
@@ -278,7 +281,7 @@ def join_swarm(
 def _train(
     args: argparse.Namespace,
     peer: Peer,
-    folder: Path,
+    state: StateDir,
     saved: Saved | None,
     events: queue.SimpleQueue[object],
     interrupts: Interrupts,
@@ -292,12 +295,13 @@ def _train(
     from dlc.train.trainer import Trainer
 
     disable_progress_bar()  # of saving a model; it would tear the live table
+    folder = state.path
     json_lines = JsonLines(muted=not args.json)
     live = not args.json and draws()
     sinks: list[Sink] = [
         json_lines,
         LogLines(steps=not live),
-        Metrics(folder / "metrics"),
+        Metrics(folder / "metrics", state.keep),
         *_asked_for(args, peer, folder),
     ]
 
@@ -324,6 +328,7 @@ def _train(
             eval_every=args.eval_every,
             checkpoint_every=args.checkpoint_every,
             keep=args.keep,
+            before_write=state.keep,
         )
         if live:
             sinks.append(LiveTable(peer.members, peer.spec.exchanges))

@@ -182,8 +182,8 @@ class Bars:
 class Metrics:
     """metrics.jsonl."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = MetricsWriter(folder)
+    def __init__(self, folder: Path, before_write: Callable[[], None] = lambda: None) -> None:
+        self._writer = MetricsWriter(folder, before_write=before_write)
 
     def take(self, event: Event) -> None:
         match event["event"]:

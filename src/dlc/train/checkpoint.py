@@ -29,6 +29,8 @@ from dlc.train.shelf import META, demand_room
 FORMAT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write ends by where others filled the disk meanwhile, or where a quota has it."""
+READ_BYTES = 4 << 20
+"""At a time, where a file is read to see whether it can be."""
 READ_WRITE = 0o666
 """Of the bits of a mode, those that a file has which is no program."""
 _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
@@ -36,6 +38,10 @@ _FORMAT_KEY, _HASH_KEY = "dlc_format", "dlc_blake3"
 
 class DamagedError(CheckpointError):
     """The file is not what was written."""
+
+
+class UnreadableError(CheckpointError):
+    """The file system does not let it be read: it may be whole."""
 
 
 def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -67,17 +73,18 @@ def save_checkpoint(path: str | Path, tensors: dict[str, Tensor], meta: dict[str
 
 
 def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and meta data of a checkpoint; CheckpointError where it is missing or damaged."""
+    """The tensors (on the CPU) and meta data of a checkpoint. CheckpointError: it is none of this format; DamagedError:
+    not what was written; UnreadableError: missing, or kept back by the file system."""
     target = Path(path)
     try:
         if target.is_fifo():  # whose opening waits for somebody who writes
             raise CheckpointError(f"{target} is a named pipe, and no checkpoint: move it away")
-        target.open("rb").close()  # safetensors calls all that stops it "No such file"
+        _read_through(target)
         with safe_open(target, framework="pt", device="cpu") as f:
             header = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # safe_open is no dict
     except OSError as e:
-        raise CheckpointError(f"the checkpoint {target} cannot be read ({e})") from e
+        raise UnreadableError(f"the checkpoint {target} cannot be read ({e})") from e
     except SafetensorError as e:
         raise DamagedError(f"the checkpoint {target} cannot be read ({e})") from e
     if header.get(_FORMAT_KEY) != str(FORMAT):
@@ -87,6 +94,15 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         raise DamagedError(f"the checkpoint {target} is damaged: its content does not match its hash")
     meta: dict[str, Any] = json.loads(text)
     return tensors, meta
+
+
+def _read_through(path: Path) -> None:
+    """OSError: what stops it. safetensors calls all of that "No such file"; and of a disk with errors it would not come
+    back: it maps the file into memory, and what cannot be read there ends the process (SIGBUS)."""
+    buffer = bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
 
 
 def left_over(folder: str | Path) -> list[Path]:

@@ -8,7 +8,7 @@ One JSON object a line, each written at once and whole, so that a live table or 
 
 A peer that goes on from a checkpoint appends: of steps and rounds that it makes again, the later line counts.
 Values that are not finite stand as null (JSON has no NaN). Metrics never stop a training: a full disk is logged once,
-and the next line is tried again.
+and the next line is tried again. Where somebody removes the file, it is begun anew.
 """
 
 from __future__ import annotations
@@ -23,17 +23,28 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from dlc.errors import UsageError
+
 log = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends to `folder`/metrics.jsonl."""
+    """Appends to `folder`/metrics.jsonl.
 
-    def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+    before_write: called before the file is made; UsageError: it may not be.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = Path(folder) / FILE_NAME
-        self._clock = clock
+        self._clock, self._before_write = clock, before_write
         self._fd: int | None = None
         self._line_torn = False
         self._told = False
@@ -59,7 +70,10 @@ class MetricsWriter:
     def _write(self, record: dict[str, Any]) -> None:
         try:
             line = (json.dumps(_jsonable(record), allow_nan=False) + "\n").encode()
+            if self._fd is not None and not os.fstat(self._fd).st_nlink:
+                self.close()
             if self._fd is None:
+                self._before_write()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 end = os.fstat(self._fd).st_size
@@ -70,7 +84,7 @@ class MetricsWriter:
             self._line_torn = os.write(self._fd, line) != len(line)
             if self._line_torn:
                 self._tell(f"{self.path} is not complete: the disk is full")
-        except OSError as e:
+        except (OSError, UsageError) as e:
             self._tell(f"{self.path} is not complete: {e}")
 
     def _tell(self, message: str) -> None:

@@ -22,7 +22,8 @@ length (`runspec.LENGTH`): that is how a run gets more rounds. Of all these the 
 so what is of a later round than the one that is saved, hence of a history that was given up, is moved away. Until then
 it counts for less than all others: the one that is saved names it.
 
-A file that is damaged is renamed, so that it takes no place of those that are kept.
+A file that is damaged is renamed, so that it takes no place of those that are kept; once a new one is whole, the newest
+of those that are damaged stays, and no other.
 
 What a killed process was writing goes first, then a new checkpoint is written, then the oldest goes. Where the disk has
 no room for that, or for the model at the end, the oldest go first, but never the newest that is known to be whole.
@@ -37,7 +38,7 @@ import os
 import secrets
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,15 @@ from torch import Tensor
 from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
-from dlc.train.checkpoint import DamagedError, bytes_tensor, left_over, load_checkpoint, save_checkpoint
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of
+from dlc.train.checkpoint import (
+    DamagedError,
+    UnreadableError,
+    bytes_tensor,
+    left_over,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, files_of, meta_of, newest_first, spec_of, strays_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -57,6 +65,8 @@ KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
 DAMAGED = ".damaged"
 """At the end of the name of a file that is damaged."""
+DAMAGED_KEPT = 1
+"""The newest, to see what became of it: a disk that damages one file will damage more."""
 NAMED_MAX = 5
 """Parameters named in an error."""
 _INNER, _OWN, _RESIDUAL, _RNG = "inner.", "own.", "residual", "rng."
@@ -134,7 +144,9 @@ def folder_of(state_dir: Path, spec: RunSpec) -> Path:
 
 def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     """The newest checkpoint that can be read and that leads to `spec`, or else of any run. Those of another version of
-    dlc are logged; damaged ones are renamed, too. CheckpointError: a folder of them may not be read."""
+    dlc are logged; damaged ones are renamed, too. CheckpointError: a folder of them may not be read, or the file that
+    may be the newest: a run that began anew, or went on from an older one, would have lost it."""
+    _tell_strays(state_dir)
     files, unclear = files_in(state_dir), set[Path]()
     if spec is not None:
         files, unclear = _of_run(files, spec, folder_of(state_dir, spec))
@@ -142,6 +154,11 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
     for path in newest_first(files):
         try:
             saved = read(path)
+        except UnreadableError as error:
+            raise CheckpointError(
+                f"{error}, and may be the newest of this run: let this user read it, or mend its disk; or move that "
+                "file out of its folder (--resume never moves all of them), and the run goes on without it"
+            ) from error
         except (CheckpointError, ConfigError) as error:
             unread += path not in unclear or isinstance(error, DamagedError)
             log.warning("%s; %s", error, _passed_over(path, error))
@@ -161,6 +178,12 @@ def newest(state_dir: Path, spec: RunSpec | None = None) -> Saved | None:
             state_dir / FOLDER,
         )
     return None
+
+
+def _tell_strays(path: Path) -> None:
+    """Once, where checkpoints are looked for: later nobody asks for them."""
+    for stray, kind in strays_of(path).items():
+        log.warning("%s is %s, and no checkpoint: it is passed over, and left alone", stray, kind)
 
 
 def _of_run(files: list[Path], spec: RunSpec, own: Path) -> tuple[list[Path], set[Path]]:
@@ -211,6 +234,8 @@ def chosen(path: Path, spec: RunSpec | None) -> Saved:
 
 def _read_newest(path: Path) -> Saved:
     """As `chosen`. Beside a peer that trains, the file that was the newest may be gone before it is read."""
+    if os.path.isdir(path):
+        _tell_strays(path)
     while True:
         file, *others = files_of(path)
         older = [other for other in others if other.parent == file.parent]
@@ -341,6 +366,7 @@ class Saver:
     """Writes checkpoints of one run, one at a time, in a thread beside the training.
 
     resumed: the one that the training goes on from.
+    before_write: sees that the state directory still is this peer's; UsageError: nothing may be written.
     """
 
     def __init__(
@@ -352,10 +378,11 @@ class Saver:
         data: str = "",
         resumed: Saved | None = None,
         peer: str = "",
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         if kept < 1:
             raise UsageError(f"at least one checkpoint must be kept, not {kept}")
-        self._state_dir, self._spec, self._kept = state_dir, spec, kept
+        self._state_dir, self._spec, self._kept, self._before_write = state_dir, spec, kept, before_write
         self._folder = folder_of(state_dir, spec)
         self._layout, self._data, self._peer = list(layout.items()), data, peer
         self._thread: threading.Thread | None = None
@@ -387,6 +414,11 @@ class Saver:
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
         path = self._folder / name_of(frozen.t)
+        try:
+            self._before_write()
+        except UsageError as error:
+            log.warning("%s could not be written: %s; training goes on", path, error)
+            return None
         self._sweep()
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
         meta = {
@@ -411,7 +443,9 @@ class Saver:
         try:
             if (aside := _move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
-            for old in [*self._others(path)[self._kept - 1 :], *self._left_over()]:
+            others = self._others(path)
+            damaged = _damaged_in({self._folder, *(other.parent for other in others)})
+            for old in [*others[self._kept - 1 :], *self._left_over(), *damaged[DAMAGED_KEPT:]]:
                 old.unlink(missing_ok=True)
         except (CheckpointError, OSError) as error:
             log.warning("%s is written, but older ones are not cleared away: %s", path, error)
@@ -445,7 +479,7 @@ class Saver:
 
     def _make_room(self, path: Path) -> bool:
         """Delete what is needed least of this run, if there is such a thing, and it can be."""
-        spare = [*self._left_over(), *self._folder.glob(NAMES + DAMAGED)]
+        spare = [*self._left_over(), *reversed(_damaged_in({self._folder}))]
         if self.last is not None and os.path.exists(self.last):
             others = self._others(self.last)
             if not self._is_here(self.last):  # another's, who may delete it: one of ours stays
@@ -480,6 +514,12 @@ class Saver:
         """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what
         was made last."""
         return path.parent == self._folder or _same_but_length(path, self._spec)
+
+
+def _damaged_in(folders: Iterable[Path]) -> list[Path]:
+    """The files there that turned out damaged, newest first: that of the last round."""
+    found = [path for folder in folders for path in folder.glob(NAMES + DAMAGED) if path.is_file()]
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

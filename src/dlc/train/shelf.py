@@ -3,11 +3,13 @@ torch."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import struct
 import sys
 import tomllib
@@ -33,6 +35,8 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """What can be a name on the hub; everything else is a path."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A model folder with one of them is not of bytes, though its tokenizer may turn out to be of no use here."""
+NO_FILES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
+"""What may have the name of a checkpoint all the same."""
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -48,7 +52,24 @@ def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list
 
 def files_in(state_dir: Path) -> list[Path]:
     """All of a trainer's checkpoints there. CheckpointError: they may not be read, which must not be taken for none."""
-    return _of_runs(state_dir / FOLDER)
+    return [path for path in _of_runs(state_dir / FOLDER) if not no_file(path)]
+
+
+def strays_of(path: Path) -> dict[Path, str]:
+    """What has the name of a checkpoint in the folder `path` or its checkpoint folders and is no file, with what it is.
+    It counts for nothing, and is left alone. CheckpointError: as `files_in`."""
+    return {found: kind for found in _named(path) if (kind := no_file(found)) and os.path.lexists(found)}
+
+
+def no_file(path: Path) -> str:
+    """What it is where it is no file, nor a link to one; empty where it is one, or may be."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link that leads nowhere"
+    except OSError as error:
+        return "a link that leads in a circle" if error.errno == errno.ELOOP else ""
+    return "" if stat.S_ISREG(mode) else NO_FILES.get(stat.S_IFMT(mode), "no file")
 
 
 def _of_runs(checkpoints: Path) -> list[Path]:
@@ -71,7 +92,12 @@ def _listed(folder: Path) -> list[Path]:
     try:
         return [folder / name for name in os.listdir(os.path.join(folder, os.curdir))]  # the dot: it may be searched
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        if not folder.is_symlink():
+            return []
+        raise CheckpointError(
+            f"the checkpoints in {folder} cannot be read: it is a link to {os.readlink(folder)}, where no folder is; "
+            "mount the disk that it is on, make that folder, or remove the link"
+        ) from None
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {folder} cannot be read ({error.strerror}): let this user read that folder, or name "
@@ -94,10 +120,15 @@ def files_of(path: Path) -> list[Path]:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
     if not is_folder:
         return [path]
-    found = [*_of_one_run(path), *_of_runs(path), *files_in(path)]
+    found = [file for file in _named(path) if not no_file(file)]
     if not found:
         raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
     return newest_first(found)
+
+
+def _named(path: Path) -> list[Path]:
+    """What has the name of a checkpoint in the folder `path`, or in its checkpoint folders."""
+    return [*_of_one_run(path), *_of_runs(path), *_of_runs(path / FOLDER)]
 
 
 def model_folder(name: str | Path) -> Path | None:

@@ -101,6 +101,7 @@ class Trainer:
     cache:        folder of tokenised text, which peers of one host may share; else one in `folder`.
     eval_every, checkpoint_every: in rounds; 0 for only at the end.
     keep:         how many checkpoints stay on the disk, at least 1.
+    before_write: sees that `folder` still is this peer's; UsageError: no checkpoint and no model may be written.
 
     The global random state of torch is set: to that of the checkpoint, or else to a stream of this peer's own.
 
@@ -122,6 +123,7 @@ class Trainer:
         eval_every: int = 0,
         checkpoint_every: int = CHECKPOINT_EVERY,
         keep: int = KEPT,
+        before_write: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec = peer.spec
@@ -136,11 +138,13 @@ class Trainer:
             check_same_model(resume, view)
             resume = resume.as_of(peer.id)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
+        self._before_write = before_write
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._same_data = SameData(self._source.fingerprint(), spec.data.source)
         if resume is not None:
             self._same_data.goes_on(resume)
-        self._saver = Saver(folder, spec, view.layout(), keep, self._same_data.mine, resume, peer.id)
+        told = (self._same_data.mine, resume, peer.id)
+        self._saver = Saver(folder, spec, view.layout(), keep, *told, before_write=before_write)
         about = {FIELD: self._same_data.mine}
         self._tell = Teller(peer, on_event, peer_events, clock, self._engine.utilisation(), about)
         calls = Calls(
@@ -332,6 +336,7 @@ class Trainer:
         folder = self._folder / "model"
         try:
             model = self._engine.whole_model()
+            self._before_write()
             sweep_model_folder(folder)  # it takes room that the checkpoints would have to make
             self._saver.with_room(folder, lambda: save_model(model, folder, self._source.tokenizer))
             sweep_model_folder(folder)
