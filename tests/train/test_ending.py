@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dlc
 import dlc.train.outer_loop
+from dlc.errors import SwarmClosed
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
 from dlc.train.held import END_PATIENCE_S
@@ -183,6 +184,29 @@ def test_steps_that_count_are_not_told(dtype: torch.dtype, caplog: pytest.LogCap
     third.finish()
     assert not caplog.messages
     second.unfollow()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "delayed"}, {"fragments": 3}])
+def test_who_has_left_makes_no_further_steps(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """They went on, uncounted, and the end told them as changes of the parameters that it had undone."""
+    net = build()
+    with swarm(1) as (peer,):
+        opt = made(net, peer, **options)
+        train(opt, net, range(7))
+        opt.flush()
+        caplog.clear()
+        before = opt.inner_step
+        peer.leave()
+        with pytest.raises(SwarmClosed, match=f"the peer has left; .* with {before + 1} inner steps"):
+            train(opt, net, range(7, 8))
+        there = flat(net)
+        for call in (lambda: train(opt, net, range(8, 9)), opt.finish, opt.reload):
+            with pytest.raises(SwarmClosed, match=f"with {before + 1} inner steps"):
+                call()
+            assert torch.equal(flat(net), there)
+        opt.unfollow()
+        opt.inner.step()
+    assert not caplog.messages and opt.state_dict()["steps"] == before + 1
 
 
 def test_peers_that_end_together_have_the_mean_of_all_fragments() -> None:
