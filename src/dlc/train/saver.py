@@ -99,8 +99,9 @@ class Saved:
 
     def leads_to(self, spec: RunSpec) -> bool:
         """Whether a run of `spec` goes on from here: it is of that run, or of one of another length, and not past the
-        end of this one."""
-        return self.spec == spec or (spec.same_but_length(self.spec) and not spec.over(self.t, self.tokens))
+        end of this one. Where only a schedule is longer the run is over as it was, and nothing of it made anew."""
+        same_limits = (spec.rounds, spec.tokens) == (self.spec.rounds, self.spec.tokens)
+        return spec.same_but_length(self.spec) and (same_limits or not spec.over(self.t, self.tokens))
 
 
 @dataclass(frozen=True)
