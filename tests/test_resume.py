@@ -564,6 +564,9 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
     assert [found(rounds=rounds) for rounds in (6, 0, 5)] == [path] * 3
     assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == found(inner=inner) == path
     assert not caplog.text
+    turned = saver.Saved(path, dataclasses.replace(spec, fragments=3), 18, b"", memoryview(b""), {}, None, {}, {})
+    assert turned.leads_to(dataclasses.replace(turned.spec, rounds=6)), "though its last turns were as many"
+    assert not turned.leads_to(dataclasses.replace(turned.spec, rounds=4))
     for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
         assert found(**changes) is None and f"{path} is at or past the end of this run" in caplog.text
         with pytest.raises(CheckpointError, match="saved after round 5 and 500 tokens"):
