@@ -90,6 +90,25 @@ def test_the_last_rounds_wait_for_who_ends_a_little_later(fragments: int, given_
     assert peer.patiences_s[fragments:] == [given_s] * fragments
 
 
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("given_s", "planned"), [(0.0, False), (0.0, True), (3.0, False)])
+def test_what_is_on_its_way_at_the_end_waits_as_the_last_rounds_do(
+    given_s: float, planned: bool, fragments: int, overlap: str
+) -> None:
+    """It kept the patience of the training, so that who ended seconds later was left out of it."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, patience_s=given_s, fragments=fragments, overlap=overlap)
+    peer.planned, peer.slices = planned, [0] * (fragments - 1) + [99]
+    train(opt, net, range(6))
+    assert peer.patiences_s == [given_s] * fragments
+    peer.slices = []
+    opt.finish()
+    assert peer.withdrawn == (not planned and not given_s)
+    assert set(peer.patiences_s[fragments:]) <= {given_s or END_PATIENCE_S}
+    assert len(peer.counted) == opt.t == 2 * fragments - 1 and torch.equal(flat(net), peer.theta())
+
+
 def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A turn that passes without this peer does not come back before others of which there is nothing to offer."""
     peer, net = FakePeer(), build()

@@ -372,8 +372,10 @@ class DiLoCo:
 
         The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
         to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
-        the steps that its fragment holds, as it is on average before. The last rounds wait for the others, who may be
-        ending too, for `patience_s`, or a minute where that is 0.
+        the steps that its fragment holds, as it is on average before. These rounds wait for the others, who may be
+        ending too, for `patience_s`, or a minute where that is 0. One that `step` has waited for does not: where the
+        last step was a `sync_every`-th, peers that make it seconds apart may end with different models, unless they
+        have `patience_s`.
         """
         self._unhook()
         patience_s = self._outer.patience_s
@@ -382,8 +384,10 @@ class DiLoCo:
             with self._member():
                 if self._held.any():
                     self._trains()  # also after `unfollow`
-                report = self.flush()
                 self._outer.patience_s = patience_s or END_PATIENCE_S
+                if not patience_s and self._outer.waiting and self._overlaps:
+                    self._offer_anew()
+                report = self.flush()
                 while self._weight_of_next(last=True):
                     report = self._exchange(wait=True, last=True) or report
         finally:
@@ -402,6 +406,13 @@ class DiLoCo:
             )
         self._trained.tell_of_gone()
         return report
+
+    def _offer_anew(self) -> None:
+        """What is on its way to a round waits for others as long as is set now, along with the steps since, unless a
+        plan names it."""
+        with contextlib.suppress(NotFinite):  # what is on its way is finite, and stays
+            self._outer.grow(self._steps * self.weight, self._work)
+        self._offered = len(self._outer.offered.blocks)
 
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
