@@ -59,6 +59,8 @@ from dlc.train.trained import Trained
 log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
+PLANNED_S = 1.0
+"""After an offer, where the others are ready too, a plan names it: taken back at that moment it would be left out."""
 
 
 def skipped(inner: torch.optim.Optimizer) -> bool:
@@ -385,7 +387,7 @@ class DiLoCo:
                 if self._held.any():
                     self._trains()  # also after `unfollow`
                 self._outer.patience_s = patience_s or END_PATIENCE_S
-                if not patience_s and self._outer.waiting and self._overlaps:
+                if not patience_s and self._outer.waiting and self._overlaps and not self._outer.wait(PLANNED_S):
                     self._offer_anew()
                 report = self.flush()
                 while self._weight_of_next(last=True):
