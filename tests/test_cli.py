@@ -269,11 +269,14 @@ def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(("given", "first"), [("default_int_handler", "SIG_DFL"), ("SIG_IGN", "SIG_IGN")])
+@pytest.mark.parametrize(
+    ("given", "first"), [("default_int_handler", "dlc.ending.end_at_once"), ("SIG_IGN", "signal.SIG_IGN")]
+)
 def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback(given: str, first: str) -> None:
     """It ends the process until there is somebody to tell; where it was ignored, as by a shell's `&`, it stays so."""
     code = f"""
 import signal, sys
+import dlc.ending
 from dlc.__main__ import main
 class Look:
     def find_spec(self, name, path, target=None):
@@ -283,10 +286,28 @@ seen, sys.argv = [], ["dlc", "key"]
 sys.meta_path.insert(0, Look())
 signal.signal(signal.SIGINT, signal.{given})
 assert main() == 0
-assert seen == [signal.{first}], seen
+assert seen == [{first}], seen
 assert signal.getsignal(signal.SIGINT) is signal.{given}
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_exit_code_130() -> None:
+    """As later on; who starts it without a shell was told that a signal had ended it."""
+    code = """
+import os, signal, sys
+from dlc.__main__ import main
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "dlc.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["dlc", "key"]
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("words", ["key", "join --print-config"])

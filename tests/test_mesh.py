@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import queue
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import dlc
-from dlc.comm.calls import MISFIT, Call
+from dlc.comm.calls import MISFIT, Call, GroupFormed
 from dlc.comm.cells import grid_of
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
@@ -546,7 +547,7 @@ def scripted(
     made: list[Call] = []
 
     class Met:
-        def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object) -> None:
+        def __init__(self, peer: object, key: str, call: Call, answers: object, formed: object, warned: object) -> None:
             self.call, self.group, self.members, self.waited_s = call, f"group of {key}", members[len(made)], 0.0
             self.without_mine, self.misfits = frozenset[int](), frozenset[str]()
             made.append(call)
@@ -563,7 +564,7 @@ def scripted(
     pit = object.__new__(dlc.Moshpit)
     pit.peer, pit.name, pit.codec, pit.matchmaking_s = SimpleNamespace(id="a"), "m", "fp32", 1.0  # type: ignore[assignment]
     course = SimpleNamespace(begin_cycle=lambda: None, passed=lambda: len(made) == len(legs))
-    pit._course, pit._closed, pit.stopping = course, False, None  # type: ignore[assignment]
+    pit._course, pit._closed, pit.stopping, pit._misfits = course, False, None, set()  # type: ignore[assignment]
     pit._places = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
     pit._mesh = SimpleNamespace(check_may_wait=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(pit, "_show", lambda: None)
@@ -677,6 +678,22 @@ def test_who_came_with_other_tensors_is_not_told_as_one_who_did_not_come(caplog:
         peers[1].leave()
         with pytest.raises(SwarmClosed):
             averages.result(LONG_S)
+
+
+def test_a_misfit_is_warned_of_once_and_told_in_each_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer of another model was in the log in every round."""
+    told = GroupCall._told
+
+    def with_misfit(self: GroupCall, news: Any) -> None:
+        told(self, dataclasses.replace(news, misfits=frozenset({"other"})) if isinstance(news, GroupFormed) else news)
+
+    monkeypatch.setattr(GroupCall, "_told", with_misfit)
+    with swarm(1, log=False) as (peer,):
+        pit = dlc.Moshpit(peer, matchmaking_s=0.1)
+        assert [pit.step(torch.ones(4)).absent for _ in range(3)] == [{"other": MISFIT}] * 3
+    assert [message.endswith(f"averages without other, who {MISFIT}") for message in caplog.messages] == [True]
 
 
 def test_a_step_tells_of_other_tensors_too() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from dlc.cli.sinks import sentence
 from dlc.report import Missing, RoundReport, Share
+from dlc.server import ServerReport
 
 ANNA, BERT, CARL, DORA = ("anna" * 8, "bert" * 8, "carl" * 8, "dora" * 8)
 REPORT = RoundReport(
@@ -49,6 +50,13 @@ def test_summary_of_one_that_only_looked_on_tells_no_time_and_no_bytes() -> None
     """It said that each round took 0.00 s."""
     looked_on = dataclasses.replace(REPORT, missing=(), ballots=1, paths={})
     assert sentence({"event": "looked_on", **looked_on.to_dict()}) == "train round 12: 2 of 2 peers, weight 30720"
+
+
+def test_summary_of_a_round_of_a_parameter_server_tells_no_waiting_that_it_does_not_know() -> None:
+    """It said "waiting 0.00" however long others were waited for."""
+    served = ServerReport(3, {}, (Share(ANNA, 8.0, 1.0),), (), {}, 0, 0, 0, 0, seconds=4.5)
+    said = served.to_round("train", "anna-1").summary()
+    assert said.startswith("train round 3: 1 of 1 peers, weight 8; 4.50 s; sent")
 
 
 def test_summary_of_a_smooth_round_is_short() -> None:

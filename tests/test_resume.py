@@ -696,6 +696,27 @@ def test_a_run_that_is_over_is_given_more_rounds_bit_for_bit(tmp_path: Path) -> 
     assert newest is not None and newest.spec == spec and newest.t == ROUNDS
 
 
+@pytest.mark.parametrize("resume", ["auto", "this one"])
+def test_a_longer_schedule_alone_makes_no_round_of_a_run_that_is_over_anew(
+    resume: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It began anew at round 0, or at an older checkpoint, and its end was moved away."""
+    spec, config = dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=AT), tmp_path / "RUN.toml"
+    inner = dataclasses.replace(spec.inner, total_steps=9 * H)
+    longer = dataclasses.replace(spec, inner=inner)
+    ends = list[Saved]()
+    words = ["join", "--config", str(config), "--state-dir", str(tmp_path / "a"), "--device", "cpu"]
+    for run in (spec, longer):
+        config.write_text(run.to_toml())
+        given = [] if resume == "auto" or not ends else ["--resume", str(ends[0].path)]
+        assert main([*words, "--log-level", "warning", *given]) == 0
+        newest = saver.newest(tmp_path / "a", run)
+        assert newest is not None
+        ends.append(newest)
+    assert [(end.t, end.digest) for end in ends] == [(AT, ends[0].digest)] * 2 and ends[0].path.exists()
+    assert caplog.messages == ["the run has had its rounds: to train on, raise rounds in RUN.toml, on every peer"]
+
+
 def test_a_schedule_that_ends_with_the_run_is_stretched(tmp_path: Path) -> None:
     spec = dataclasses.replace(spec_in(tmp_path), outer=OuterSpec(schedule="cosine"))
     train(tmp_path, dataclasses.replace(spec, rounds=AT))
@@ -719,8 +740,11 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
 
     inner = dataclasses.replace(spec.inner, total_steps=99)
     assert [found(rounds=rounds) for rounds in (6, 0, 5)] == [path] * 3
-    assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == path
+    assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == found(inner=inner) == path
     assert not caplog.text
+    turned = saver.Saved(path, dataclasses.replace(spec, fragments=3), 18, b"", memoryview(b""), {}, None, {}, {})
+    assert turned.leads_to(dataclasses.replace(turned.spec, rounds=6)), "though its last turns were as many"
+    assert not turned.leads_to(dataclasses.replace(turned.spec, rounds=4))
     for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
         assert found(**changes) is None and f"{path} is at or past the end of this run" in caplog.text
         with pytest.raises(CheckpointError, match="saved after round 5 and 500 tokens"):

@@ -52,9 +52,18 @@ STOP_LOOK_S, STOP_S = 0.1, 5.0
 class GroupCall(Unpicklable):
     """An all-reduce on its way; for one thread. The tensors belong to it until `wait` has returned."""
 
-    def __init__(self, peer: Peer, name: str, call: Call, tensors: list[Tensor], formed: Formed | None = None) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        name: str,
+        call: Call,
+        tensors: list[Tensor],
+        formed: Formed | None = None,
+        warned: set[str] | None = None,
+    ) -> None:
+        """warned: of which misfits no warning is due any more; the others are added to it."""
         self._mesh, self._name, self._call, self._tensors, self._formed = peer.mesh, name, call, tensors, formed
-        self._peer = peer.id
+        self._peer, self._warned = peer.id, set[str]() if warned is None else warned
         self._since = clock()
         self._began = self._ended = 0.0
         self._over, self._ending = threading.Event(), threading.Lock()
@@ -165,8 +174,9 @@ class GroupCall(Unpicklable):
         key = self._call.key
         if isinstance(news, GroupFormed) and news.key == key:
             self._began, self.misfits, self.members = clock(), news.misfits, news.peers
-            if news.misfits:
-                others = ", ".join(sorted(peer[:8] for peer in news.misfits))
+            if more := news.misfits - self._warned:
+                self._warned |= more
+                others = ", ".join(sorted(peer[:8] for peer in more))
                 log.warning("the group %r averages without %s, who %s", self._name, others, MISFIT)
             formed = self._formed
             if formed is not None:

@@ -79,6 +79,8 @@ class Moshpit:
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
         self._mesh = peer.mesh
         self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
+        self._misfits = set[PeerId]()
+        """Who has been told of."""
         self._round = 0
         """Of `step`: the next one."""
         self._show_at = 0.0
@@ -203,7 +205,7 @@ class Moshpit:
 
     def _meet(self, call: Call, told: _Told, formed: Formed | None = None) -> _Met | None:
         """One round; None: it did not come to be, as the others are in later ones."""
-        handle = GroupCall(self.peer, call.key, call, [], formed)
+        handle = GroupCall(self.peer, call.key, call, [], formed, self._misfits)
         handle.stopping = self.stopping
         report = None
         try:

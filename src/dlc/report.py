@@ -76,7 +76,8 @@ class RoundReport:
     waiting_s: float
     """Part of `seconds` before the plan, waiting for other peers, and before any of what this one offered was final."""
     reduce_s: float
-    """Part of `seconds` from the plan to the last byte of the result."""
+    """Part of `seconds` from the plan to the last byte of the result; all of them with a parameter server, where the
+    two cannot be told apart."""
     ballots: int
     """Ballots that it took; 1 means that no owner or coordinator failed."""
     paths: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
@@ -108,8 +109,10 @@ class RoundReport:
         counted = f"{len(self.contributors)} of {len(known)} peers"
         parts = [f"{self.channel} round {self.t}: {counted}, weight {self.weight:g}"]
         if own:
+            told_apart = self.reduce_s < self.seconds
+            split = f" (waiting {self.waiting_s:.2f}, reduce {self.reduce_s:.2f})" if told_apart else ""
             parts += [
-                f"{self.seconds:.2f} s (waiting {self.waiting_s:.2f}, reduce {self.reduce_s:.2f})",
+                f"{self.seconds:.2f} s{split}",
                 f"sent {self.bytes_sent / 1e6:.2f} MB, received {self.bytes_received / 1e6:.2f} MB",
             ]
         if self.ballots > 1:

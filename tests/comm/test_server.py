@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -90,7 +91,9 @@ def test_one_helper_alone_serves_and_says_that_it_has_no_standby() -> None:
     net = swarm(1, 1)
     net.exchange({"t0": ones()})
     assert torch.equal(net.processes["t0"].service.theta, torch.ones(NUMEL))
-    assert any("no standby" in getattr(n, "text", "") for n in net.processes["h0"].news)
+    said = [n.text for n in net.processes["h0"].news if "no standby" in getattr(n, "text", "")]
+    alone = [int(span) for text in said for span in re.findall(r"\d+", text)]
+    assert sorted(alone) == sorted(net.processes["h0"].service.seats) and len(alone) > len(said), "not a line for each"
 
 
 STEPS: dict[str, type] = {

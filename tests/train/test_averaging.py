@@ -655,6 +655,18 @@ def test_who_loses_its_partner_in_the_midst_takes_the_step_of_the_pair_as_far_as
     assert {name for (name,) in which} not in ({"neither"}, {"both"}), "some chunks are of both, some are not"
 
 
+def test_who_is_to_stop_tells_nobody_as_missing() -> None:
+    """The last line of a training named the others, and this peer itself."""
+    spec = RunSpec(strategy="moshpit", codec="fp32", moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))
+    with swarm(2, log=False) as peers:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        one, _ = [Grids(peer, spec, lambda: True) for peer in peers]
+        wait_until(lambda: peers[0].mesh.ask(on_the_grid) == 2, DEADLINE_S, "both are on the grid")
+        averaged = one.step(1, torch.ones(10))
+    assert (averaged.t, averaged.partners, averaged.missing) == (1, (), {})
+
+
 def test_members_of_a_group_go_on_from_the_same_number() -> None:
     """Two that came at the same time each counted its own: one stayed an exchange behind the other to the end."""
     spec = RunSpec(strategy="moshpit", codec="fp32", moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dlc
 import dlc.train.outer_loop
+from dlc.errors import SwarmClosed
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
 from dlc.train.held import END_PATIENCE_S
@@ -87,6 +88,25 @@ def test_the_last_rounds_wait_for_who_ends_a_little_later(fragments: int, given_
     assert peer.patiences_s == [last_s] * fragments and len(peer.counted) == fragments
     train(opt, net, range(6))
     assert peer.patiences_s[fragments:] == [given_s] * fragments
+
+
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("given_s", "planned"), [(0.0, False), (0.0, True), (3.0, False)])
+def test_what_is_on_its_way_at_the_end_waits_as_the_last_rounds_do(
+    given_s: float, planned: bool, fragments: int, overlap: str
+) -> None:
+    """It kept the patience of the training, so that who ended seconds later was left out of it."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, patience_s=given_s, fragments=fragments, overlap=overlap)
+    peer.planned, peer.slices = planned, [0] * (fragments - 1) + [99]
+    train(opt, net, range(6))
+    assert peer.patiences_s == [given_s] * fragments
+    peer.slices = []
+    opt.finish()
+    assert peer.withdrawn == (not planned and not given_s)
+    assert set(peer.patiences_s[fragments:]) <= {given_s or END_PATIENCE_S}
+    assert len(peer.counted) == opt.t == 2 * fragments - 1 and torch.equal(flat(net), peer.theta())
 
 
 def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,6 +203,29 @@ def test_steps_that_count_are_not_told(dtype: torch.dtype, caplog: pytest.LogCap
     third.finish()
     assert not caplog.messages
     second.unfollow()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "delayed"}, {"fragments": 3}])
+def test_who_has_left_makes_no_further_steps(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """They went on, uncounted, and the end told them as changes of the parameters that it had undone."""
+    net = build()
+    with swarm(1) as (peer,):
+        opt = made(net, peer, **options)
+        train(opt, net, range(7))
+        opt.flush()
+        caplog.clear()
+        before = opt.inner_step
+        peer.leave()
+        with pytest.raises(SwarmClosed, match=f"the peer has left; .* with {before + 1} inner steps"):
+            train(opt, net, range(7, 8))
+        there = flat(net)
+        for call in (lambda: train(opt, net, range(8, 9)), opt.finish, opt.reload):
+            with pytest.raises(SwarmClosed, match=f"with {before + 1} inner steps"):
+                call()
+            assert torch.equal(flat(net), there)
+        opt.unfollow()
+        opt.inner.step()
+    assert not caplog.messages and opt.state_dict()["steps"] == before + 1
 
 
 def test_peers_that_end_together_have_the_mean_of_all_fragments() -> None:

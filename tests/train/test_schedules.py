@@ -32,6 +32,16 @@ def test_the_outer_rate_too(fragments: int) -> None:
     assert longer(spec, outer=dataclasses.replace(outer, total_rounds=100)) == []
 
 
+def test_that_last_turns_of_fragments_are_rounds_of_the_new_length_is_told() -> None:
+    """A run of 5 rounds that was given 9, and then 12, trained fewer tokens than one of 12, and nothing said so."""
+    spec = dataclasses.replace(RUN, fragments=5, rounds=5, inner=InnerSpec(total_steps=1000))
+    more = dataclasses.replace(spec, rounds=9)
+    (said,) = changed(spec, more, 5 * 5 + 4)
+    assert "have had 4 of the exchanges" in said and "16 are left, not 20; rounds = 10 makes up for that" in said
+    assert not changed(spec, more, 5 * 5 - 1), "it was stopped before its end"
+    assert not changed(spec, dataclasses.replace(spec, rounds=0), 5 * 5 + 4), "there is no end"
+
+
 def test_a_warm_up_that_the_run_does_not_outlast_is_told() -> None:
     assert doubts(RunSpec()) == doubts(RUN) == doubts(dataclasses.replace(RUN, rounds=10)) == []
     (said,) = doubts(dataclasses.replace(RUN, rounds=9))

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.options import parser
+from dlc.ending import INTERRUPTED, end_at_once
 from dlc.errors import DlcError, JoinError, UsageError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OK, USAGE, NOT_JOINED, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
+OK, USAGE, NOT_JOINED, FAILED = 0, 2, 3, 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and all came twice
     logging.getLogger("dlc").setLevel(args.log_level.upper())
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, end_at_once):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = _run(args)
         sys.stdout.flush()

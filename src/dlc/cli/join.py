@@ -404,12 +404,14 @@ def _tell_resumed(spec: RunSpec, saved: Saved) -> None:
     from dlc.train.schedules import changed
 
     log.info("going on from round %d, checkpoint %s", saved.t, saved.path)
-    if saved.spec != spec:
-        log.info("the run has another length than then: %s", "; ".join(spec.differences(saved.spec, "now", "then")))
-        for sentence in changed(saved.spec, spec, saved.t):
-            log.warning("%s", sentence)
-    elif limit := spec.over(saved.t, saved.tokens):
-        log.info("the run has had its %s: to train on, raise %s in RUN.toml, on every peer", limit, limit)
+    if differ := spec.differences(saved.spec, "now", "then"):
+        log.info("the run has another length than then: %s", "; ".join(differ))
+    if limit := spec.over(saved.t, saved.tokens):
+        tell = log.warning if differ else log.info
+        tell("the run has had its %s: to train on, raise %s in RUN.toml, on every peer", limit, limit)
+        return
+    for sentence in changed(saved.spec, spec, saved.t):
+        log.warning("%s", sentence)
 
 
 def _given_spec(args: argparse.Namespace) -> RunSpec | None:

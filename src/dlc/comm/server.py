@@ -83,6 +83,8 @@ class SpanServer(Host):
         """Who cuts the vector in another way, and is to be told how it is cut here."""
         self._others: set[Voter] = set()
         """Helpers that move the parameters in another way."""
+        self._alone: list[int] = []
+        """Spans of mine that have just lost their standby, or found none."""
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
         self._helpers: tuple[PeerId, ...] = ()
@@ -202,6 +204,7 @@ class SpanServer(Host):
                 seat.owner.look()
             else:
                 self._look_at_other(span, seat, wanted)
+        self._tell_alone()
 
     def _ask_views(self) -> None:
         """Everybody, until a majority has answered; those who come later, too."""
@@ -224,6 +227,15 @@ class SpanServer(Host):
     def _tell_misfits(self) -> None:
         self.cast(sorted(self._misfits), self._views())
         self._misfits.clear()
+
+    def _tell_alone(self) -> None:
+        """In one line: a helper that is the only one has all of them."""
+        if not self._alone:
+            return
+        which = ", ".join(map(str, self._alone))
+        what = f"span {which} has" if len(self._alone) == 1 else f"spans {which} have"
+        self.tell(Notice(f"{what} no standby now: start another helper", True))
+        self._alone.clear()
 
     def _informed(self) -> bool:
         known = self.known()
@@ -284,7 +296,7 @@ class SpanServer(Host):
             self._claims.make(span, seat, owner.state, self.me, None)
         elif not owner.solo:
             owner.solo = True
-            self.tell(Notice(f"span {span} has no standby now: start another helper", True))
+            self._alone.append(span)
             owner.make()
             owner.apply()
 

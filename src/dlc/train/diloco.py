@@ -31,7 +31,7 @@ import contextlib
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -60,6 +60,8 @@ from dlc.train.trained import Trained
 log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
+PLANNED_S = 1.0
+"""After an offer, where the others are ready too, a plan names it: taken back at that moment it would be left out."""
 
 
 def skipped(inner: torch.optim.Optimizer) -> bool:
@@ -164,6 +166,8 @@ class DiLoCo:
         self._follows: tuple[RemovableHandle, ...] | None = None
         self._begun = False
         """A step of `inner` that nobody has counted yet, while this follows it."""
+        self._closed = ""
+        """Why nothing can be exchanged any more."""
         self._peer, self._channel = peer, channel
         self._trained = Trained(model, inner)
         self._outer = OuterLoop(
@@ -269,8 +273,8 @@ class DiLoCo:
         NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
         can be offered, or the others use another codec or chunk_elems. The parameters are the swarm's again when either
         is raised, so a caller may go on; after NotFinite the inner optimizer's moments begin anew, while buffers (such
-        as BatchNorm's) are the caller's to reset. SwarmClosed: the peer has left. UsageError, with nothing done:
-        `follow` was called.
+        as BatchNorm's) are the caller's to reset. SwarmClosed: the peer has left; the parameters stay as this step made
+        them, and every further one raises it with nothing done. UsageError, with nothing done: `follow` was called.
 
         A wait that something interrupted (Ctrl-C in a notebook) is taken up by the next step, before anything else.
         """
@@ -284,10 +288,30 @@ class DiLoCo:
     def _caught_up(self) -> None:
         """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
         self._trained.check_mine()
-        if self._outer.waiting and not self._overlaps:
-            self._settle(wait=True)
-            if self._outer.displaced and not self._outer.resume(self._work):
-                self._dropped()
+        with self._member():
+            if self._outer.waiting and not self._overlaps:
+                self._settle(wait=True)
+                if self._outer.displaced and not self._outer.resume(self._work):
+                    self._dropped()
+
+    @contextlib.contextmanager
+    def _member(self) -> Iterator[None]:
+        """What needs the swarm. SwarmClosed: the peer has left, in which case nothing is begun from the second time on:
+        steps would go on that no round could ever count."""
+        if self._closed:
+            raise SwarmClosed(self._closed)
+        try:
+            yield
+        except SwarmClosed as closed:
+            if self._closed:
+                raise
+            held = f", with {self._steps} inner steps that this peer has seen in no round" if self._steps else ""
+            self._closed = (
+                f"{closed}; the parameters stay as they are{held}: to train on in the swarm, join again and make a new "
+                "dlc.DiLoCo, which sets them to the swarm's; to train on alone, call unfollow() and step the inner "
+                "optimizer itself"
+            )
+            raise SwarmClosed(self._closed) from closed
 
     def _before_step(self, *_: object) -> None:
         self._begun = True
@@ -301,20 +325,22 @@ class DiLoCo:
 
     def _stepped(self) -> RoundReport | None:
         """Count an inner step, and do what is due after it."""
-        self._trains()
         self._steps += 1
         self._held.add(1)
-        report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._outer.waiting else None
-        if not self._outer.waiting:
-            if self._steps + self._skipped >= self._period:
-                report = self._exchange(wait=not self._overlaps) or report
-            elif self._outer.moved() and not self._outer.rebase(self._work):
-                self._dropped()
-        return report
+        with self._member():
+            self._trains()
+            report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._outer.waiting else None
+            if not self._outer.waiting:
+                if self._steps + self._skipped >= self._period:
+                    report = self._exchange(wait=not self._overlaps) or report
+                elif self._outer.moved() and not self._outer.rebase(self._work):
+                    self._dropped()
+            return report
 
     def flush(self) -> RoundReport | None:
         """Wait for the round that is on its way, if there is one: before the model is saved or measured at the end."""
-        return self._settle(wait=True) if self._outer.waiting else None
+        with self._member():
+            return self._settle(wait=True) if self._outer.waiting else None
 
     def follow(self) -> None:
         """From now on each step that somebody else makes with `inner` counts: a Trainer, or an accelerated optimizer.
@@ -344,47 +370,62 @@ class DiLoCo:
 
     def finish(self) -> RoundReport | None:
         """End the training: offer the steps that are in no round yet, wait for it, and leave the model at the swarm's
-        newest parameters. Undoes `follow`. Raises as `step` does, and returns the report of the last round that counted
-        this peer meanwhile; None also if there was nothing to offer.
+        newest parameters. To be called before the peer leaves. Undoes `follow`. Raises as `step` does, and returns the
+        report of the last round that counted this peer meanwhile; None also if there was nothing to offer.
 
         The peer stays a member, and no round waits for it before it makes another step. With K fragments these are up
         to K rounds, one after the other, so that each fragment has its turn once more; the weight of each is a K-th of
-        the steps that its fragment holds, as it is on average before. The last rounds wait for the others, who may be
-        ending too, for `patience_s`, or a minute where that is 0.
+        the steps that its fragment holds, as it is on average before. These rounds wait for the others, who may be
+        ending too, for `patience_s`, or a minute where that is 0. One that `step` has waited for does not: where the
+        last step was a `sync_every`-th, peers that make it seconds apart may end with different models, unless they
+        have `patience_s`.
         """
         self._unhook()
         patience_s = self._outer.patience_s
         try:
             self._trained.check_mine()
-            if self._held.any():
-                self._trains()  # also after `unfollow`
-            report = self.flush()
-            self._outer.patience_s = patience_s or END_PATIENCE_S
-            while self._weight_of_next(last=True):
-                report = self._exchange(wait=True, last=True) or report
-            if self._held.any():
-                log.warning("%s: rounds have passed without this peer", self._held.left_over("steps"))
-            elif self._outer.strayed():
-                log.warning(
-                    "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted; "
-                    "they are set to the swarm's now, in which that is not"
-                )
+            with self._member():
+                if self._held.any():
+                    self._trains()  # also after `unfollow`
+                self._outer.patience_s = patience_s or END_PATIENCE_S
+                if not patience_s and self._outer.waiting and self._overlaps and not self._outer.wait(PLANNED_S):
+                    self._offer_anew()
+                report = self.flush()
+                while self._weight_of_next(last=True):
+                    report = self._exchange(wait=True, last=True) or report
         finally:
             self._outer.patience_s = patience_s
             self._ends()
             self._trained.release()
-        self._outer.adopt()
+        strayed = not self._held.any() and self._outer.strayed()
+        with self._member():
+            self._outer.adopt()
+        if self._held.any():
+            log.warning("%s: rounds have passed without this peer", self._held.left_over("steps"))
+        elif strayed:
+            log.warning(
+                "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted; they "
+                "are set to the swarm's now, in which that is not"
+            )
         self._trained.tell_of_gone()
         return report
+
+    def _offer_anew(self) -> None:
+        """What is on its way to a round waits for others as long as is set now, along with the steps since, unless a
+        plan names it."""
+        with contextlib.suppress(NotFinite):  # what is on its way is finite, and stays
+            self._outer.grow(self._steps * self.weight, self._work)
+        self._offered = len(self._outer.offered.blocks)
 
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
         self._trained.check_free()
         self.flush()
         self._skipped = 0
+        with self._member():
+            self._outer.adopt()
         self._dropped()
         self._trained.claim()
-        self._outer.adopt()
 
     @property
     def _work(self) -> Work:
@@ -408,14 +449,15 @@ class DiLoCo:
             self._trained.tell_of_others()
         while weight := self._weight_of_next(last):
             try:
-                self._outer.offer(weight, self._work)
+                with self._member():
+                    self._outer.offer(weight, self._work)
             except NotFinite:
                 self.inner.state.clear()  # moments that are not finite would spoil the model with the next step
                 raise
             finally:
                 if self._outer.waiting:
                     self._offered = self._steps
-                else:
+                elif not self._closed:
                     self._dropped()
             if not wait:
                 return None
@@ -431,6 +473,8 @@ class DiLoCo:
                 return None
         try:
             settled = self._outer.settle(self._work)
+        except SwarmClosed:
+            raise  # without the swarm's parameters there is nothing to set them to
         except BaseException:
             log.warning("the end of a round was interrupted: inner steps that it did not count are dropped")
             self._offered = 0

@@ -15,6 +15,7 @@ from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.errors import UsageError
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
+from dlc.report import MoshpitReport
 from dlc.runspec import RunSpec
 from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, last_of
 
@@ -53,15 +54,22 @@ class Grids:
         self._warned = False
         self._keep_unsaid(vector, before)
         missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
+        if not self._gave_up(report):
+            failed = {self._me: "; ".join(report.failed)} if report.failed else {}
+            missing = dict(report.absent) | missing | failed
         return Averaged(
             t=max([t, *(self._number(word) for group in report.rounds for word in group.gathered.values())]),
             partners=tuple(s.peer for group in report.rounds for s in group.contributors if s.peer != self._me),
-            missing=dict(report.absent) | missing | ({self._me: "; ".join(report.failed)} if report.failed else {}),
+            missing=missing,
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             seconds=report.seconds,
             waiting_s=report.waiting_s,
         )
+
+    def _gave_up(self, report: MoshpitReport) -> bool:
+        """The training is to stop, so that nobody was waited for: nobody failed to come."""
+        return not report.rounds and self._moshpit.stopping is not None and self._moshpit.stopping()
 
     def _keep_unsaid(self, vector: Tensor, before: Tensor) -> None:
         """Add what the codec rounded off of mine; but where nobody gave anything, and all of it is there still."""

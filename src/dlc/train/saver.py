@@ -109,8 +109,15 @@ class Saved:
 
     def leads_to(self, spec: RunSpec) -> bool:
         """Whether a run of `spec` goes on from here: it is of that run, or of one of another length, and not past the
-        end of this one."""
-        return self.spec == spec or (spec.same_but_length(self.spec) and not spec.over(self.t, self.tokens))
+        end of this one. A run that is over and gets no lower limit is not begun anew: it got a longer schedule alone,
+        or fewer exchanges more than its last turns were."""
+        lower = _lower(spec.rounds, self.spec.rounds) or _lower(spec.tokens, self.spec.tokens)
+        return spec.same_but_length(self.spec) and not (lower and spec.over(self.t, self.tokens))
+
+
+def _lower(limit: int, before: int) -> bool:
+    """0: there is none."""
+    return limit > 0 and (before == 0 or limit < before)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The learning rates of a run as people are told of them: what is odd about them, and what another length changes."""
+"""The learning rates of a run as people are told of them: what is odd about them, and what another length changes, of
+which there is more to tell with fragments."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def doubts(spec: RunSpec) -> list[str]:
 
 
 def changed(before: RunSpec, now: RunSpec, t: int) -> list[str]:
-    """What another length does to the learning rates of a run that goes on after round `t`, a sentence for each."""
+    """What another length does to a run that goes on after round `t`: to each of its learning rates, and, with
+    fragments, to its inner steps; a sentence for each."""
     said = []
     inner = schedule_of(before)(t * before.steps_per_round), schedule_of(now)(t * now.steps_per_round)
     if _differ(*inner):
@@ -43,6 +45,13 @@ def changed(before: RunSpec, now: RunSpec, t: int) -> list[str]:
     if _differ(*outer):
         keep = f"outer.total_rounds = {before.rounds}" if not now.outer.total_rounds else ""
         said.append(_sentence("outer", *outer, keep))
+    turns = t - before.exchanges
+    if before.exchanges and now.exchanges and turns > 0:
+        said.append(
+            f"last turns of fragments, without inner steps, have had {turns} of the exchanges that are more now: "
+            f"{now.exchanges - t} are left, not {now.exchanges - before.exchanges}; "
+            f"rounds = {now.rounds + 1} makes up for that"
+        )
     return said
 
 
