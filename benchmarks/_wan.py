@@ -104,6 +104,12 @@ class Wan:
         """The words before a command that put it into a site. Whoever starts it sees that it ends."""
         return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._spaces[self._index(site)]}", "--"]
 
+    def set_ipv4(self, name: str, value: str) -> None:
+        """Set `net.ipv4.NAME` in all sites, for the connections that are made from then on."""
+        for site in self.names:
+            write = ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"]
+            subprocess.run([*self.enter(site), *write], check=True)
+
     def popen(self, site: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command in a site; it is killed when the calling thread ends, and when this network is closed."""
         return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *self.enter(site), *argv], **options)

@@ -39,6 +39,7 @@ from _hivemind_sites import MISSING, PYTHON, HivemindSites, Place
 from _wan import Site, Wan, available
 from _workers import LIMIT_S, WORKER, Workers, say
 
+from dlc.comm import tcp
 from dlc.comm.codecs import get_codec
 from dlc.comm.partition import Member, optimum
 from dlc.comm.security import generate_run_key
@@ -171,6 +172,12 @@ class Engines:
         return {"contributors": self.options.n}
 
 
+def refuse_bbr() -> None:
+    """As a system does that does not allow it."""
+    allowed = tcp.set_congestion
+    tcp.set_congestion = lambda sock, name: name != "bbr" and allowed(sock, name)
+
+
 def vector_of(rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
@@ -181,11 +188,14 @@ def worker_main(arguments: list[str]) -> None:
         parser.add_argument(name, required=True)
     parser.add_argument("--peers", default="")
     parser.add_argument("--announce", type=float, required=True)
+    parser.add_argument("--no-bbr", action="store_true")
     for name in ("--numel", "--rank", "--n"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
     options.peers = [p for p in options.peers.split(",") if p]
     torch.set_num_threads(1)
+    if options.no_bbr:
+        refuse_bbr()
     try:
         engines = Engines(options)
         say("ready")
@@ -256,7 +266,7 @@ class Bench:
                 "--meet",
                 f"{first}:{GLOO_PORT}",
             ]
-            words += ["--announce", str(self.options.announce)]
+            words += ["--announce", str(self.options.announce), *["--no-bbr"] * self.options.no_bbr]
             words += ["--rank", str(rank), "--n", str(len(self.sites)), "--numel", str(self.numel)]
             words += ["--peers", f"{first}:{PORT}"] if rank else []
             self.workers.start(site, *words, within=self.wan.enter(site))
@@ -314,6 +324,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as until:
         workers = until.enter_context(Workers(__file__))
         wan = until.enter_context(network(case, options.scale, options.loss))
+        if options.no_bbr:
+            wan.set_ipv4("tcp_congestion_control", "cubic")
+        if options.send_buffer:
+            wan.set_ipv4("tcp_wmem", f"4096 16384 {options.send_buffer}")
         bench = Bench(case, options, wan, workers)
         bench.start(until)
         before = wan.stats()
@@ -361,6 +375,10 @@ def main() -> int:
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before the first round (default 20)")
     parser.add_argument(
         "--announce", type=float, default=0.0, help="announce our rounds so many seconds before (default 0: do not)"
+    )
+    parser.add_argument("--no-bbr", action="store_true", help="as where the system has cubic, and refuses BBR")
+    parser.add_argument(
+        "--send-buffer", type=int, default=0, help="most bytes of a connection's (default the system's)"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
