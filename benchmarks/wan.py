@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
 import statistics
 import sys
 import threading
@@ -173,9 +174,13 @@ class Engines:
 
 
 def refuse_bbr() -> None:
-    """As a system does that does not allow it."""
-    allowed = tcp.set_congestion
-    tcp.set_congestion = lambda sock, name: name != "bbr" and allowed(sock, name)
+    """As a system does that does not allow it, and whose own is cubic."""
+    choose = tcp.set_congestion
+
+    def refuse(sock: socket.socket, name: str) -> bool:
+        return choose(sock, "cubic" if name == "bbr" else name) and name != "bbr"
+
+    tcp.set_congestion = refuse
 
 
 def vector_of(rank: int, numel: int) -> torch.Tensor:
@@ -324,8 +329,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as until:
         workers = until.enter_context(Workers(__file__))
         wan = until.enter_context(network(case, options.scale, options.loss))
-        if options.no_bbr:
-            wan.set_ipv4("tcp_congestion_control", "cubic")
         if options.send_buffer:
             wan.set_ipv4("tcp_wmem", f"4096 16384 {options.send_buffer}")
         bench = Bench(case, options, wan, workers)
@@ -376,7 +379,7 @@ def main() -> int:
     parser.add_argument(
         "--announce", type=float, default=0.0, help="announce our rounds so many seconds before (default 0: do not)"
     )
-    parser.add_argument("--no-bbr", action="store_true", help="as where the system has cubic, and refuses BBR")
+    parser.add_argument("--no-bbr", action="store_true", help="ours has cubic, as where the system refuses BBR")
     parser.add_argument(
         "--send-buffer", type=int, default=0, help="most bytes of a connection's (default the system's)"
     )
