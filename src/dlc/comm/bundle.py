@@ -21,9 +21,9 @@ STREAMS = 4
 """A round between four far sites without BBR took 8 s where one segment in a thousand was lost, 4.1 s with four, 4.4 s
 with eight."""
 STREAMS_MAX = 16
-BUFFERED = 0.1
-"""Part of the time in which buffers held a connection back: up to 0.02 where they were large enough, 0.3 to 0.55 in a
-probe and up to 0.28 in a round where they held half of what was needed."""
+BUFFERED = 0.2
+"""Part of the time in which buffers held connections back: up to 0.02 where they were large enough, 0.25 to 0.55 in a
+probe where they took half of what was needed, and up to 0.15 with four in place of one, but for one way of twelve."""
 BUSY_S_MIN = 0.5
 """Connections that were busy for less tell nothing of that."""
 
@@ -50,8 +50,8 @@ class Bundle:
             self.pace(self._rate_Bps)
 
     def held_back(self) -> bool:
-        """Whether buffers held a connection to a far host back, since this was asked last, and there may be more."""
-        found = False
+        """Whether buffers held the connections to a far host back, since this was asked last, and there may be more."""
+        all_busy_s = all_buffered_s = 0.0
         for link in self.links:
             sample = link.tcp_sample()
             if sample is None:
@@ -62,8 +62,9 @@ class Bundle:
             busy_s, buffered_s = sample.busy_s - busy_s, sample.buffered_s - buffered_s
             if busy_s >= BUSY_S_MIN:
                 self._busy_s[link] = sample.busy_s, sample.buffered_s
-                found = found or (buffered_s > BUFFERED * busy_s and sample.min_rtt_s >= NEAR_RTT_S)
-        return found and len(self.links) < STREAMS_MAX
+                if sample.min_rtt_s >= NEAR_RTT_S:
+                    all_busy_s, all_buffered_s = all_busy_s + busy_s, all_buffered_s + buffered_s
+        return all_buffered_s > BUFFERED * all_busy_s and len(self.links) < STREAMS_MAX
 
     def send(self, frames: Frames) -> bool:
         """On the next connection that is up and has room; False: none has."""

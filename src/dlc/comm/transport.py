@@ -189,7 +189,7 @@ class Transport:
         for address, bundle in self._bundles.items():
             before = len(bundle.links)
             if self._streams > 1 and bundle.held_back():
-                self._widen(address, min(self._streams * before, STREAMS_MAX))
+                self._widen(address, min(max(self._streams, 2 * before), STREAMS_MAX))
             more = more or len(bundle.links) > before
             for link in bundle.links[:before]:
                 self._note(link, link.renew(self._clock()))
