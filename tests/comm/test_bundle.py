@@ -107,6 +107,18 @@ def test_one_connection_does_where_there_is_no_reason_for_more(
     assert len(bundle(a, b).links) == 1
 
 
+def test_a_host_that_turns_out_to_be_near_needs_no_more(
+    far: object, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the connection opened while a probe filled the way."""
+    a, b = node("a", 1), node("b")
+    (link,) = connect(a, b, 1)
+    assert link.lossy
+    monkeypatch.setattr("dlc.comm.links.NEAR_RTT_S", 1e9)
+    a.transport.pace(b.bulk_address, 5e6)
+    assert not link.lossy
+
+
 def test_all_together_are_paced_at_the_rate(far: object, node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     assert not a.transport.pace(b.bulk_address, 8e6), "there is no connection yet"

@@ -361,6 +361,7 @@ class Link:
         assert self._tcp is not None
         known_s = [rtt_s for rtt_s in (path_s, self.path_s()) if rtt_s]
         if is_loopback(self._candidates[self._candidate]) or (known_s and min(known_s) < NEAR_RTT_S):
+            self.lossy = False
             tcp.begin_congestion(self._tcp, NEAR_CONGESTION_CONTROLS)
         else:
             self.lossy = not tcp.set_congestion(self._tcp, CONGESTION_CONTROL)
