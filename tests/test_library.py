@@ -16,6 +16,7 @@ from torch import nn
 
 import dlc
 import dlc.comm.node
+from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, UsageError
 from dlc.train.outer_loop import OuterLoop
 from tests.helpers import wait_until
@@ -327,14 +328,20 @@ def test_no_round_waits_for_a_peer_that_has_ended_its_training_and_stays() -> No
             missing.append(len(report.missing))
         return missing
 
+    def rests() -> bool:
+        """The second peer knows that the first one does not train."""
+        return bool(peers[1]._ask(lambda node, now: node.record_of(peers[0].id).eta_s) == NEVER_S)
+
     with swarm(2) as peers, ThreadPoolExecutor(2) as pool:
         opts = list(pool.map(begin, peers, nets))
         assert list(pool.map(train_on, opts, nets, [data[:2]] * 2)) == [[0, 0], [0, 0]]
         opts[0].finish()
+        wait_until(rests, ROUND_S, "the other hears of it")
         rest = pool.submit(train_on, opts[1], nets[1], data[2:])
         assert rest.result(ROUND_S) == [1] * len(data[2:])
-        rest = pool.submit(train_on, opts[1], nets[1], data[:1])
-        assert train_on(opts[0], nets[0], data[:1]) == rest.result(ROUND_S) == [0], "it trains once more"
+        back = pool.submit(train_on, opts[0], nets[0], data[:1])
+        wait_until(lambda: not rests(), ROUND_S, "the other hears of it: a round that it begins earlier is its own")
+        assert train_on(opts[1], nets[1], data[:1]) == back.result(ROUND_S) == [0], "it trains once more"
         opts[0].finish()
         last = pool.submit(peers[1].barrier, "end", timeout_s=10 * ROUND_S)
         peers[0].barrier("end", timeout_s=10 * ROUND_S)  # the other came first, and a round is not begun without us
