@@ -18,8 +18,8 @@ from dlc.comm.links import NEAR_RTT_S, Link
 from dlc.comm.tcp import WaySample
 
 STREAMS = 4
-"""A round between four far sites without BBR took 8 s where one segment in a thousand was lost, 4.1 s with four, 4.4 s
-with eight."""
+"""A round between four far sites without BBR took 8 to 12 s where one segment in a thousand was lost, 4.1 to 4.3 s with
+four, 4.4 s with eight."""
 STREAMS_MAX = 16
 BUFFERED = 0.2
 """Part of the time in which buffers held connections back: up to 0.02 where they were large enough, 0.25 to 0.55 in a
