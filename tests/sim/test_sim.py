@@ -339,6 +339,37 @@ def test_a_first_state_that_only_its_holder_had_is_not_opened_with_when_that_has
     good(plan)
 
 
+def test_the_last_one_left_opens_the_training_though_the_state_of_another_channel_is_gone() -> None:
+    """It lacked the second state, which went with its holders, and held no other, as the training was not open yet: it
+    never went on (832390 as it is today)."""
+    everyone = (0, 1, 2, 3)
+    plan = Scenario(
+        832390,
+        (
+            Start(0.24725022722519507, everyone),
+            Start(0.23781559716851208, everyone),
+            Start(0.6079250666264895, everyone, role="helper"),
+            Start(1.061453392206719, everyone),
+        ),
+        (
+            Fault(9.23853526574511, "leave", who=61228, other=28825),
+            Fault(10.710945589514562, "crash", who=59562, other=1142, target="Plan", part=0.5324537746752418),
+            Fault(11.240952939839557, "crash", who=27385, other=54285),
+        ),
+        Weather(latency_max_s=0.02, jitter=1.0, loss=0.0, duplicates=0.0, spike=0.002),
+        n_chunks=1,
+        chunk_elems=4,
+        codec="fp16",
+        inner_s=2.958300677620443,
+        uplink_Bps=1e6,
+        equal_states=False,
+        channels=("train", "second", "reduce"),
+        misfits=True,
+        orphans=True,
+    )
+    good(plan)
+
+
 def with_second(plan: Scenario) -> Scenario:
     """The same with second states of several kinds."""
     channels = tuple(dict.fromkeys((*plan.channels, SECOND)))

@@ -21,6 +21,8 @@ def out_of_reach(ctx: Context, log: Log) -> set[str]:
 
 def in_step(ctx: Context, log: Log) -> bool:
     """I may be given a vote, and coordinate: every state that I have a use for is in step here. Where whoever held some
-    of them is gone, one of the others is enough: the rest of the run is not to wait for what may never come."""
+    of them is gone, one of the others is enough, or one that is still to be opened: the rest of the run is not to wait
+    for what may never come."""
     lacking = log.lacking()
-    return not lacking or (any(map(log.holds, log.attached)) and lacking == out_of_reach(ctx, log))
+    more = any(log.holds(channel) or not log.is_open(channel) for channel in log.attached)
+    return not lacking or (more and lacking == out_of_reach(ctx, log))
