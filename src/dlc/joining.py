@@ -131,7 +131,7 @@ def introduce(
     changed = threading.Event()
 
     def on_link(event: LinkEvent) -> None:
-        if event.kind in ("refused", "handshake_failed", "auth_failed"):
+        if event.kind in ("refused", "unreached", "handshake_failed", "auth_failed"):
             failures[event.address] = event
         changed.set()
 

@@ -9,10 +9,17 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from dlc.comm import links
+from dlc.comm import links, tcp
 from dlc.comm.addresses import Resolver
 from dlc.comm.lanes import CONNECT_TIMEOUT_S, LinkEvent
-from dlc.comm.links import CONTROL_PENDING_BYTES_MAX, CONTROL_PENDING_MAX, RETRY_MAX_S, RETRY_MIN_S, Link
+from dlc.comm.links import (
+    CONTROL_PENDING_BYTES_MAX,
+    CONTROL_PENDING_MAX,
+    RETRY_MAX_S,
+    RETRY_MIN_S,
+    STALLED_TIMEOUTS,
+    Link,
+)
 
 
 class Asked:
@@ -124,7 +131,7 @@ def test_an_attempt_of_which_nothing_is_heard_is_given_up(link: Tried) -> None:
     overdue = link.deadline()
     assert overdue is not None and overdue > 5.0 + CONNECT_TIMEOUT_S
     assert link.advance(overdue - 0.1) == []
-    assert [event.kind for event in link.advance(overdue)] == ["refused"]
+    assert [event.kind for event in link.advance(overdue)] == ["unreached"]
 
 
 def test_all_addresses_of_a_name_are_tried_before_it_fails_and_is_looked_up_again(context: zmq.Context[Any]) -> None:
@@ -140,7 +147,7 @@ def test_all_addresses_of_a_name_are_tried_before_it_fails_and_is_looked_up_agai
     link.advance(9.0)
     assert link.asked.hosts == ["somewhere"] * 2
     (event,) = link.resolved([], "no such name", 9.0)
-    assert (event.kind, event.detail) == ("refused", "no such name")
+    assert (event.kind, event.detail) == ("unreached", "no such name")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +175,20 @@ def test_whose_address_gives_no_answer_is_told_from_where_nobody_listens(link: T
     assert "nobody listens" in event.detail
     link.advance(10.0)
     (event,) = link._on_event(zmq.EVENT_CLOSED, 0, 10.0 + CONNECT_TIMEOUT_S)
-    assert event.detail == "no answer"
+    assert (event.kind, event.detail) == ("unreached", "no answer"), "which says less than that nobody listens"
     link.up = True
     assert link._on_event(zmq.EVENT_CLOSED, 0, 20.0) == [], "an earlier attempt's socket"
+
+
+@pytest.mark.parametrize("timeouts", [0, STALLED_TIMEOUTS - 1, STALLED_TIMEOUTS])
+def test_a_connection_on_which_the_kernel_gets_no_answer_is_made_anew(
+    link: Tried, monkeypatch: pytest.MonkeyPatch, timeouts: int
+) -> None:
+    link.advance(0.0)
+    link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 1.0)
+    sample = tcp.TcpSample(1000, 0.1, 0.1, 1e6, False, 1.0, 20, timeouts=timeouts)
+    monkeypatch.setattr(link, "tcp_sample", lambda: sample if link.up else None)
+    assert link.revive(9.0) == []
+    stalled = timeouts >= STALLED_TIMEOUTS
+    assert link.up is not stalled and len(link.tries) == 1 + stalled
+    assert link.revive(9.1) == [] and len(link.tries) == 1 + stalled, "it is being tried"

@@ -479,6 +479,7 @@ def info(
     length: int, app_limited: bool = True, min_rtt_us: int = 20_000, sacked: int = 0, threshold: int = 40
 ) -> bytes:
     told = bytearray(248)
+    told[2] = 4
     told[7] = (
         (0x01 if sys.byteorder == "little" else 0x80) if app_limited else 0x06 if sys.byteorder == "little" else 0x60
     )
@@ -507,7 +508,7 @@ def info(
 def test_tcp_info_of_every_length_is_read(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(tcp, "AVAILABLE", True)
     found = tcp.sample(Told(info(length)))  # type: ignore[arg-type]
-    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 0.5, 99, 3 * 1448 + 1000, 40 * 1448)
+    assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 0.5, 99, 3 * 1448 + 1000, 4, 40 * 1448)
     other = tcp.sample(Told(info(length, app_limited=False, min_rtt_us=UNLIMITED)))  # type: ignore[arg-type]
     assert other is not None and not other.app_limited and other.min_rtt_s == 0
 

@@ -17,8 +17,9 @@ import dlc.comm.addresses as addresses
 import dlc.comm.lanes as lanes
 import dlc.comm.links as links
 import dlc.comm.transport as transport_module
+from dlc.comm import tcp
 from dlc.comm.addresses import leads_here, parse_address
-from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Writable
+from dlc.comm.lanes import BULK_KEEPALIVE, CONTROL_KEEPALIVE, Event, Incoming, LinkEvent, Reached, Writable
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import UsageError
@@ -420,7 +421,7 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again(
     name = f"later.example:{b.transport.control_port}"
     a.transport.send_control(name, [b"x"])
     pump(lambda: b.messages() and len(a.link_kinds(name)) == 3, a, b)
-    assert a.link_kinds(name) == ["refused", "refused", "connected"] and asked == ["later.example"] * 3
+    assert a.link_kinds(name) == ["unreached", "unreached", "connected"] and asked == ["later.example"] * 3
 
 
 @pytest.mark.parametrize("bad", ["", "host", ":1", "host:", "host:x", "host:65536", "::1:5", "a b:1", "[::1]", "h/x:1"])
@@ -430,7 +431,7 @@ def test_a_malformed_address_is_refused_without_raising(node: Callable[..., Node
     a = node("a")
     assert not a.transport.send_control(bad, [b"x"]) and not a.transport.send_bulk(bad, [b"x"])
     pump(lambda: a.link_kinds(bad), a, want={a: [bad]})
-    assert set(a.link_kinds(bad)) == {"refused"}
+    assert set(a.link_kinds(bad)) == {"unreached"}
 
 
 def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
@@ -567,7 +568,7 @@ def test_a_link_for_which_there_are_not_enough_sockets_fails_and_is_tried_again(
         found = link.advance(0.0)
         if link.socket is None:
             assert [(event.kind, event.detail) for event in found] == [
-                ("refused", "no attempt could be made: Too many open files")
+                ("unreached", "no attempt could be made: Too many open files")
             ]
             assert link.deadline() is not None and link.monitor is None
         else:
@@ -608,3 +609,23 @@ def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node:
         route = [e.route for e in b.events if isinstance(e, Incoming)][-1]
         assert route is not None and b.transport.reply(route, [b"to the later"])
         assert after.poll(WAIT_S * 1000) and after.recv() == b"to the later"
+
+
+@pytest.mark.skipif(not tcp.AVAILABLE, reason="/proc/self/fd and TCP_USER_TIMEOUT are Linux's")
+def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
+    node: Callable[..., Node],
+) -> None:
+    a, b = node("a"), node("b")
+    a.transport.send_control(b.address, [b"x"])
+    a.transport.open_bulk(b.bulk_address)
+    pump(lambda: b.messages() and a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
+    ports, told_s = (b.transport.control_port, b.transport.bulk_port), dict[tuple[int, str], int]()
+    with contextlib.closing(tcp.Spare()) as spare:
+        for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+            with spare.duplicate(fd) as sock:
+                ends = {"b": sock.getsockname()[1], "a": sock.getpeername()[1]} if sock is not None else {}
+                for end, port in ends.items():
+                    if sock is not None and port in ports:
+                        told_s[port, end] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
+    silent_s = zip(ports, (CONTROL_KEEPALIVE.silent_s, BULK_KEEPALIVE.silent_s), strict=True)
+    assert told_s == {(port, end): seconds for port, seconds in silent_s for end in "ab"}

@@ -417,6 +417,7 @@ class Driver:
             if record is not None and record.bulk:
                 self._addresses[record.bulk[0]] = peer
                 self.transport.open_bulk(record.bulk[0])
+        self.transport.revive_bulk()
         if now >= self._bulk_at + SAMPLE_TAIL_S and self.transport.mend_bulk():
             self._bulk.links_widened()
 

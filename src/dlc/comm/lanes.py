@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["control", "bulk"]
-LinkKind = Literal["connected", "disconnected", "refused", "handshake_failed", "auth_failed"]
+LinkKind = Literal["connected", "disconnected", "refused", "unreached", "handshake_failed", "auth_failed"]
 Frames = Sequence[bytes | memoryview]
 
 CONNECT_TIMEOUT_S = 5.0
@@ -29,10 +29,29 @@ CONTROL_RECEIVE_HWM = 256
 CONTROL_FRAME_BYTES_MAX = (4 << 20) + 4096
 BULK_FRAME_BYTES_MAX = (8 << 20) + 4096
 """Longest frame, payload and header; libzmq drops a connection that announces more, before it allocates."""
-KEEPALIVE_IDLE_S = 30
-KEEPALIVE_INTERVAL_S = 10
-KEEPALIVE_COUNT = 3
-"""A connection whose other end vanished without a word is closed by the kernel after a minute."""
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """How the kernel finds out that the other end of a connection vanished without a word, or the way to it.
+
+    Where something is on its way, silence for `silent_s` is enough. Else the kernel would send it once more for a
+    quarter of an hour, ever more seldom, and after a cut of 45 s find half a minute late that there is a way again.
+    """
+
+    idle_s: int
+    interval_s: int
+    count: int
+
+    @property
+    def silent_s(self) -> int:
+        return self.idle_s + self.count * self.interval_s
+
+
+CONTROL_KEEPALIVE = Keepalive(idle_s=5, interval_s=2, count=3)
+BULK_KEEPALIVE = Keepalive(idle_s=30, interval_s=10, count=3)
+"""Longer: a peer that computes at length takes no chunks meanwhile, which looks alike to the kernel where many are on
+their way. `Link.revive` tells it apart, and is sooner."""
 
 
 @dataclass(frozen=True)

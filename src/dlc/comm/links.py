@@ -1,7 +1,7 @@
 """One outgoing connection: a DEALER that is opened, watched and opened again for ever.
 
     WAITING --retry time--> RESOLVING --numeric addresses--> CONNECTING --handshake succeeded--> UP
-       ^______ refused, handshake_failed, auth_failed ___________|                               |
+       ^______ refused, unreached, ..._failed ___________________|                               |
        |______________________________________ disconnected _____________________________________|
 
 What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
@@ -9,8 +9,8 @@ What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
 | what happened                    | events                                                     | kind             |
 |----------------------------------|------------------------------------------------------------|------------------|
 | nobody listens there             | CONNECT_DELAYED, CLOSED                                    | refused          |
-| no answer at all                 | the same, after the connect timeout                        | refused          |
-| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | refused          |
+| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | the same, or the |
+| no answer at all                 | CONNECT_DELAYED, CLOSED, after the connect timeout         | next: unreached  |
 | other run key or run name        | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EPIPE, ECONNRESET)  | auth_failed      |
 | refused by the other side's ZAP  | CONNECTED, HANDSHAKE_FAILED_AUTH (400)                     | auth_failed      |
 | only one side has a key          | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (mechanism mismatch), | auth_failed      |
@@ -47,16 +47,15 @@ from dlc.comm import tcp
 from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, parse_address
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
+    BULK_KEEPALIVE,
     BULK_RECEIVE_HWM,
     BULK_SEND_HWM,
     CONNECT_TIMEOUT_S,
     CONTROL_FRAME_BYTES_MAX,
+    CONTROL_KEEPALIVE,
     CONTROL_RECEIVE_HWM,
     CONTROL_SEND_HWM,
     HANDSHAKE_TIMEOUT_S,
-    KEEPALIVE_COUNT,
-    KEEPALIVE_IDLE_S,
-    KEEPALIVE_INTERVAL_S,
     Frames,
     Lane,
     LinkEvent,
@@ -87,6 +86,9 @@ WINDOW_BYTES_MIN = 128 << 10
 WINDOW_SPARE = 1.25
 """A window of so many bytes, and of this times what is on the way at the rate of the last round, is enough."""
 
+STALLED_TIMEOUTS = 5
+"""So often in a row something was sent once more, and no answer came: for 6 s, or 31 round trips of more than 0.2 s."""
+
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH; not named by pyzmq."""
@@ -101,10 +103,12 @@ def set_lane_options(sock: zmq.Socket[Any], lane: Lane) -> None:
     sock.rcvhwm = CONTROL_RECEIVE_HWM if control else BULK_RECEIVE_HWM
     sock.maxmsgsize = CONTROL_FRAME_BYTES_MAX if control else BULK_FRAME_BYTES_MAX
     sock.handshake_ivl = int(HANDSHAKE_TIMEOUT_S * 1000)
+    alive = CONTROL_KEEPALIVE if control else BULK_KEEPALIVE
     sock.tcp_keepalive = 1
-    sock.tcp_keepalive_idle = KEEPALIVE_IDLE_S
-    sock.tcp_keepalive_intvl = KEEPALIVE_INTERVAL_S
-    sock.tcp_keepalive_cnt = KEEPALIVE_COUNT
+    sock.tcp_keepalive_idle = alive.idle_s
+    sock.tcp_keepalive_intvl = alive.interval_s
+    sock.tcp_keepalive_cnt = alive.count
+    sock.tcp_maxrt = 1000 * alive.silent_s
 
 
 _MONITORED = zmq.EVENT_ALL & ~zmq.EVENT_MONITOR_STOPPED
@@ -175,7 +179,7 @@ class Link:
         """Start what is due: a look-up, or an attempt to connect; or give an attempt up."""
         if self._retry_at is None:
             if not self.up and not self._resolving and now >= self._opened_at + _OVERDUE_S:
-                return self._fail("refused", "nothing was heard of the attempt to connect", now)
+                return self._fail("unreached", "nothing was heard of the attempt to connect", now)
             return []
         if now < self._retry_at:
             return []
@@ -193,7 +197,7 @@ class Link:
         self._resolving = False
         self._candidates, self._candidate = hosts, 0
         if not hosts:
-            return self._fail("refused", problem, now)
+            return self._fail("unreached", problem, now)
         self._retry_at = None
         return self._open(now)
 
@@ -278,6 +282,15 @@ class Link:
         self.close()
         return self._open(now)
 
+    def revive(self, now: float) -> list[LinkEvent]:
+        """Connect anew where the kernel gets no answer: it would send once more after ever longer times, and on the old
+        connection only, which a firewall on the way may have forgotten. What was on its way is lost."""
+        sample = self.tcp_sample()
+        if sample is None or sample.timeouts < STALLED_TIMEOUTS:
+            return []
+        self.close()
+        return self._open(now)
+
     def tcp_sample(self) -> tcp.TcpSample | None:
         """What the kernel says of the connection; None while there is none, or where it says nothing."""
         sample = tcp.sample(self._tcp) if self.up and self._tcp is not None else None
@@ -329,7 +342,7 @@ class Link:
             self.socket.connect(f"tcp://{join_address(host, self._port)}")
         except zmq.ZMQError as error:  # too many open files, an address that libzmq does not take
             self.starved = error.errno in (errno.EMFILE, errno.ENFILE)
-            return self._fail("refused", f"no attempt could be made: {error.strerror}", now)
+            return self._fail("unreached", f"no attempt could be made: {error.strerror}", now)
         return []
 
     def _watch(self) -> None:
@@ -389,8 +402,9 @@ class Link:
                 return self._fail("disconnected", "the connection ended", now)
             return self._fail("auth_failed", "it closed the connection during the handshake: another run key?", now)
         if event == zmq.EVENT_CLOSED and not self.up:
-            silent = now - self._opened_at >= CONNECT_TIMEOUT_S
-            return self._fail("refused", "no answer" if silent else "nobody listens there, or no way to it", now)
+            if now - self._opened_at >= CONNECT_TIMEOUT_S:
+                return self._fail("unreached", "no answer", now)
+            return self._fail("refused", "nobody listens there, or no way to it", now)
         return []
 
     def _fail(self, kind: LinkKind, detail: str, now: float) -> list[LinkEvent]:

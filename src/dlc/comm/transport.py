@@ -195,6 +195,12 @@ class Transport:
                 self._note(link, link.renew(self._clock()))
         return more
 
+    def revive_bulk(self) -> None:
+        """Connect those of our bulk links anew on which the kernel gets no answer."""
+        for bundle in self._bundles.values():
+            for link in bundle.links:
+                self._note(link, link.revive(self._clock()))
+
     def way_sample(self, address: str) -> WaySample | None:
         """The kernel's numbers of our bulk links to `address`, if one is up and the system has them."""
         bundle = self._bundles.get(address)
@@ -337,7 +343,7 @@ class Transport:
             )
         except UsageError as error:  # addresses come from other peers' records: no reason to stop
             if lane == "control":
-                self._events.append(LinkEvent(address, "refused", str(error)))
+                self._events.append(LinkEvent(address, "unreached", str(error)))
             return None
 
     def _widen(self, address: str, streams: int) -> None:

@@ -1,0 +1,93 @@
+"""Two sites lose sight of each other for so long that TCP would try again only much later, and find the way again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from dlc.comm.lanes import CONTROL_KEEPALIVE
+from dlc.comm.security import generate_run_key
+from tests.helpers import benchmark_module, wait_until
+
+wan_module = benchmark_module("_wan")
+REASON = wan_module.available()
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+BULK_BYTES_MIN = 1 << 20
+"""More than all else that is said."""
+AVERAGE = """
+import sys, torch
+from pathlib import Path
+import dlc
+from dlc.errors import SwarmClosed
+
+ESTABLISHED, LISTENING = "01", "0A"
+
+def opened():
+    "Both ports of each connection that this site has opened; no other process is here."
+    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = [(int(ours[9:], 16), int(theirs[9:], 16), state) for ours, theirs, state in rows]
+    listening = {ours for ours, _, state in ends if state == LISTENING}
+    return {(ours, theirs) for ours, theirs, state in ends if state == ESTABLISHED and ours not in listening}
+
+key, listen, peers = sys.argv[1:]
+with dlc.Peer.join([p for p in peers.split(",") if p], run="cuts", key=key, listen=listen) as peer:
+    while True:
+        try:
+            report = peer.all_reduce(torch.ones(4_000_000), name="x", timeout_s=600)
+        except SwarmClosed:  # the other side has gone on meanwhile
+            continue
+        whole = report.complete and len(report.contributors) == 2
+        print(report.t if whole else 0, *(f"{ours}-{theirs}" for ours, theirs in opened()), flush=True)
+"""
+
+
+class Averaging:
+    """A site, and what it told last of a round in which all of both was."""
+
+    def __init__(self, net: Any, name: str) -> None:
+        arguments = [KEY, f"{net.address(name)}:7000", f"{net.address('a')}:7000" if name != "a" else ""]
+        command = [sys.executable, "-c", AVERAGE, *arguments]
+        self.t, self.connections = 0, set[str]()
+        process = net.popen(name, command, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            t, *connections = line.split()
+            if int(t):
+                self.connections, self.t = set(connections), int(t)
+
+
+KEY = generate_run_key()
+
+
+def test_after_a_cut_connections_are_made_anew_in_place_of_those_on_which_tcp_waits() -> None:
+    """After a cut of 45 s peers saw each other half a minute late, by when one of them had gone on alone; and after one
+    of 30 s, in the middle of a round, chunks waited for 25 s more."""
+    site = wan_module.Site
+    with wan_module.Wan({name: site(up_mbit=16, down_mbit=16, delay_ms=5) for name in "ab"}, seed=1) as net:
+        sites = [Averaging(net, name) for name in "ab"]
+        wait_until(lambda: all(one.t for one in sites), what="a round of both")
+        before = [one.connections for one in sites]
+
+        def sent() -> int:
+            return min(one["sent"] for one in net.stats().values())
+
+        moved = sent() + BULK_BYTES_MIN
+        wait_until(lambda: sent() > moved, what="chunks move")
+        net.cut("a", "b")
+        end = time.monotonic() + CONTROL_KEEPALIVE.silent_s + 3
+        wait_until(lambda: time.monotonic() > end, what="a cut for so long")
+        last = max(one.t for one in sites)
+        net.heal("a", "b")
+        wait_until(lambda: all(one.t > last for one in sites), what="another round of both")
+        after = [one.connections for one in sites]
+    assert all(len(ends) >= 2 for ends in (*before, *after)), "one of each lane"
+    assert not any(old & new for old, new in zip(before, after, strict=True))
