@@ -49,7 +49,7 @@ from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
 from dlc.train.held import END_PATIENCE_S, Held
-from dlc.train.offers import NotFinite, Work, check_terms, step_weight
+from dlc.train.offers import NotFinite, Settled, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
@@ -268,7 +268,8 @@ class DiLoCo:
         returns its report; others return None.
 
         With overlap the report comes with the first step after the round. None also stands for a contribution that an
-        owner refused.
+        owner refused, or of which nothing is known, as this peer's state was replaced meanwhile (it was away for long):
+        its steps are dropped then, and the log says so.
 
         NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
         can be offered, or the others use another codec or chunk_elems. The parameters are the swarm's again when either
@@ -485,6 +486,7 @@ class DiLoCo:
             self._steps -= self._offered
             self._held.counted(settled.report.t, self._steps)
         elif not settled.kept:
+            self._tell_lost(settled)
             self._dropped()
         self._offered = 0
         if self._outer.displaced and self._overlaps:
@@ -493,6 +495,15 @@ class DiLoCo:
             return None
         self.last_report = settled.report
         return settled.report
+
+    def _tell_lost(self, settled: Settled) -> None:
+        log.warning(
+            "up to %d inner steps are lost, and the parameters are the swarm's now: %s",
+            max(self._held.amounts()),
+            "an owner refused what was offered, as it was not finite"
+            if settled.report is not None
+            else "this peer's state was replaced by that of the others, and whether a round counted them is not known",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -555,7 +566,7 @@ class DiLoCo:
         if self._steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
         if local is not None and not self._steps and self._taken_up(local, start, state["outer"]["image"]):
-            self._steps, self._skipped = steps, 0
+            self._steps, self._skipped = steps, max(0, inner_step + offered - steps)
             if not self._held.load(held):
                 self._held.drop()
                 self._held.add(self._steps)
