@@ -67,6 +67,14 @@ def test_a_weight_that_no_round_could_have_is_refused_when_it_is_set() -> None:
     assert peer.weights == [6.0]
 
 
+def test_sync_every_cannot_be_set_later_as_rounds_would_be_due_as_before() -> None:
+    model = build()
+    opt = DiLoCo(model, sgd(model), FakePeer(), sync_every=2)
+    with pytest.raises(AttributeError):
+        opt.sync_every = 3  # type: ignore[misc]
+    assert opt.sync_every == 2
+
+
 def test_an_optimizer_wrapped_by_accelerate_is_refused() -> None:
     """Its step makes none where gradients are accumulated, and each was counted as one."""
     accelerate = pytest.importorskip("accelerate")

@@ -145,7 +145,7 @@ class DiLoCo:
         if isinstance(inner, DiLoCo):
             raise UsageError("inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside, its .inner")
         self.inner = inner
-        self.sync_every = sync_every
+        self._sync_every = sync_every
         self.weight = weight
         self.last_report: RoundReport | None = None
         """Of the last round that counted this peer."""
@@ -232,6 +232,11 @@ class DiLoCo:
                 f"the state is of round {t}, but this run has made none: join with resume=dlc.Resume.of(state), or "
                 "leave resume= away to start anew from the model's parameters"
             )
+
+    @property
+    def sync_every(self) -> int:
+        """As it was given. To be read only: rounds are due by it, on all peers alike."""
+        return self._sync_every
 
     @property
     def weight(self) -> float:
