@@ -23,7 +23,7 @@ from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
-from dlc.comm.events import RoundDone
+from dlc.comm.events import HistoryLost, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.lobby import Lobby
@@ -706,6 +706,19 @@ def test_a_step_that_fails_in_a_call_of_ones_own_ends_the_peer() -> None:
             peer.contribute("train", torch.ones(8), weight=1.0)
         with pytest.raises(SwarmClosed, match="stopped on an error: no memory for the outer step"):
             peer.checkpoint("train")
+
+
+def test_what_a_healed_split_has_set_aside_is_in_the_log_of_who_listens_to_no_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard = queue.SimpleQueue[object]()
+    lost = HistoryLost(2, 200.0)
+    for on_event in (None, heard.put):
+        with Peer.join(on_event=on_event) as peer:
+            peer._driver.ask(lambda now, peer=peer: peer._event(lost))  # type: ignore[misc]
+    assert lost in [heard.get() for _ in range(heard.qsize())]
+    (line,) = [m for m in caplog.messages if "another history" in m]
+    assert "2 rounds of ours, of weight 200 in all, are set aside" in line
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])

@@ -42,6 +42,7 @@ from dlc.comm.events import (
     BadImage,
     BulkLost,
     ContributionDropped,
+    HistoryLost,
     MemberDown,
     MemberLeft,
     MemberUp,
@@ -528,6 +529,14 @@ class Peer(Unpicklable, Collectives):
         elif isinstance(event, BulkLost):
             names = ", ".join(v.peer[:8] for v in event.voters)
             log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
+        elif isinstance(event, HistoryLost):
+            if event.rounds and self._on_event is None:  # else whoever listens says so
+                log.warning(
+                    "the swarm goes by another history, as after a split: %d rounds of ours, of weight %g in all, are "
+                    "set aside",
+                    event.rounds,
+                    event.tokens,
+                )
         elif isinstance(event, BadImage):
             log.warning("the state that %s sent is not the one it named; another is asked", event.donor.peer[:8])
         elif isinstance(event, StateMisfit):

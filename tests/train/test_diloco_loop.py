@@ -67,6 +67,14 @@ def test_a_weight_that_no_round_could_have_is_refused_when_it_is_set() -> None:
     assert peer.weights == [6.0]
 
 
+def test_sync_every_cannot_be_set_later_as_rounds_would_be_due_as_before() -> None:
+    model = build()
+    opt = DiLoCo(model, sgd(model), FakePeer(), sync_every=2)
+    with pytest.raises(AttributeError):
+        opt.sync_every = 3  # type: ignore[misc]
+    assert opt.sync_every == 2
+
+
 def test_an_optimizer_wrapped_by_accelerate_is_refused() -> None:
     """Its step makes none where gradients are accumulated, and each was counted as one."""
     accelerate = pytest.importorskip("accelerate")
@@ -485,14 +493,22 @@ def test_a_contribution_that_missed_its_round_is_offered_again_unchanged() -> No
     assert torch.equal(params(model), start - peer.vectors[0])
 
 
-def test_a_refused_contribution_is_dropped() -> None:
+@pytest.mark.parametrize(
+    ("miss", "why"), [("refused: not finite", "an owner refused"), ("dropped", "state was replaced")], ids=str
+)
+def test_a_contribution_that_is_refused_or_of_unknown_fate_is_dropped_and_the_log_says_so(
+    miss: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     peer, model = FakePeer(), build()
-    opt = DiLoCo(model, sgd(model), peer, sync_every=1)
+    opt = DiLoCo(model, sgd(model), peer, sync_every=2)
     start = params(model)
-    peer.misses = ["refused: not finite"]
-    backward(model, 0)
-    assert opt.step() is None and len(peer.vectors) == 1
-    assert torch.equal(params(model), start)
+    peer.misses = [miss]
+    for step in range(2):
+        backward(model, step)
+        assert opt.step() is None
+    assert len(peer.vectors) == 1 and torch.equal(params(model), start)
+    (line,) = caplog.messages
+    assert line.startswith("up to 2 inner steps are lost") and why in line
 
 
 def test_values_that_are_not_finite_are_never_offered() -> None:
@@ -554,6 +570,24 @@ def test_state_dict_brings_inner_state_and_counter_back() -> None:
         backward(other_model, step)
         assert (other.step() is None) == (step < 2)
     assert other_peer.weights == [1.0, 3.0]
+
+
+def test_the_round_after_lost_steps_is_due_as_soon_also_where_it_is_saved_and_resumed_once_more() -> None:
+    peer, model = FakePeer(), build()
+    opt = DiLoCo(model, sgd(model), peer, sync_every=4)
+    for step in range(6):
+        backward(model, step)
+        opt.step()
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))  # the last two are lost, of the four of this round
+    backward(model, 6)
+    opt.step()
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    other, later = build(1), FakePeer(start_t=1)
+    again = DiLoCo(other, sgd(other), later, sync_every=4, resume=state)
+    again.load_state_dict(state)
+    assert (again.inner_step, again.state_dict()["inner_step"]) == (1, 3)
+    backward(other, 7)
+    assert again.step() is not None and later.weights == [2.0]
 
 
 @pytest.mark.parametrize(

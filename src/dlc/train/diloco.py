@@ -49,7 +49,7 @@ from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
 from dlc.train.checkpoint import bytes_tensor
 from dlc.train.held import END_PATIENCE_S, Held
-from dlc.train.offers import NotFinite, Work, check_terms, step_weight
+from dlc.train.offers import NotFinite, Settled, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
@@ -145,7 +145,7 @@ class DiLoCo:
         if isinstance(inner, DiLoCo):
             raise UsageError("inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside, its .inner")
         self.inner = inner
-        self.sync_every = sync_every
+        self._sync_every = sync_every
         self.weight = weight
         self.last_report: RoundReport | None = None
         """Of the last round that counted this peer."""
@@ -234,6 +234,11 @@ class DiLoCo:
             )
 
     @property
+    def sync_every(self) -> int:
+        """As it was given. To be read only: rounds are due by it, on all peers alike."""
+        return self._sync_every
+
+    @property
     def weight(self) -> float:
         """Of one inner step, when the next round is offered: all steps since the last one have it. UsageError, when it
         is set: it is not above 0, or that of a round would be over 2^53."""
@@ -268,7 +273,8 @@ class DiLoCo:
         returns its report; others return None.
 
         With overlap the report comes with the first step after the round. None also stands for a contribution that an
-        owner refused.
+        owner refused, or of which nothing is known, as this peer's state was replaced meanwhile (it was away for long):
+        its steps are dropped then, and the log says so.
 
         NotFinite (a DlcError): the parameters held NaN or Inf; UsageError: the pseudo_gradient_hook made nothing that
         can be offered, or the others use another codec or chunk_elems. The parameters are the swarm's again when either
@@ -485,6 +491,7 @@ class DiLoCo:
             self._steps -= self._offered
             self._held.counted(settled.report.t, self._steps)
         elif not settled.kept:
+            self._tell_lost(settled)
             self._dropped()
         self._offered = 0
         if self._outer.displaced and self._overlaps:
@@ -493,6 +500,15 @@ class DiLoCo:
             return None
         self.last_report = settled.report
         return settled.report
+
+    def _tell_lost(self, settled: Settled) -> None:
+        log.warning(
+            "up to %d inner steps are lost, and the parameters are the swarm's now: %s",
+            max(self._held.amounts()),
+            "an owner refused what was offered, as it was not finite"
+            if settled.report is not None
+            else "this peer's state was replaced by that of the others, and whether a round counted them is not known",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -555,7 +571,7 @@ class DiLoCo:
         if self._steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
         if local is not None and not self._steps and self._taken_up(local, start, state["outer"]["image"]):
-            self._steps, self._skipped = steps, 0
+            self._steps, self._skipped = steps, max(0, inner_step + offered - steps)
             if not self._held.load(held):
                 self._held.drop()
                 self._held.add(self._steps)
