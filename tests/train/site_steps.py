@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -162,6 +163,7 @@ def main() -> None:
     if group.rank == 0:
         print("equal")
     group.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dlc-beat"]  # Python may end
 
 
 if __name__ == "__main__":

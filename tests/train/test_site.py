@@ -332,15 +332,19 @@ def test_silence_is_told_once_and_counted_in_running_time() -> None:
 
 
 @pytest.mark.skipif(not AVAILABLE or sys.platform == "win32", reason="this system has no forkserver, or no SIGSTOP")
-def test_a_site_ends_though_a_process_of_it_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_a_site_ends_though_a_process_of_it_hangs(tmp_path: Path, hangs: int) -> None:
     """In the midst of what all do together, which would wait for it for half an hour, or for ever."""
-    log = tmp_path / "log"
-    ranks = [Forked("tests.train.site_hangs", [], log, {**os.environ, **place}) for place in places(2)]
+    log, store = tmp_path / "log", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    here = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = {**os.environ, "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [Forked("tests.train.site_hangs", [str(hangs)], log, env | place | here) for place in places(2)]
     try:
-        assert ranks[0].wait(DEADLINE_S) == FAILED, log.read_text()[-6000:]
+        assert ranks[1 - hangs].wait(DEADLINE_S) == FAILED, log.read_text()[-6000:]
         said = log.read_text()
-        assert re.search(r"process 1 of this site has not run for \d s: it was suspended", said)
-        assert re.search(r"process 1 of this site has not run for \d s: the site ends", said)
+        told = re.search(rf"process {hangs} of this site has not run for \d s: it was suspended", said)
+        assert bool(told) == (hangs == 1)  # rank 0 tells
+        assert re.search(rf"process {hangs} of this site has not run for \d s: the site ends", said)
     finally:
         for rank in ranks:
             rank.kill()
@@ -353,6 +357,7 @@ def test_after_an_error_in_the_midst_of_a_step_nobody_is_waited_for(monkeypatch:
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: calls.append(name))
     group = object.__new__(Group)
     group.rank, group.size, group._orders, group._lost = 0, 2, None, False
+    group._over, group._beating = threading.Event(), MagicMock()
     with pytest.raises(torch.OutOfMemoryError), group.together():
         raise torch.OutOfMemoryError("CUDA out of memory")
     group.close()

@@ -90,7 +90,14 @@ def follow_on(args: argparse.Namespace, rank: Rank) -> None:
     disable_progress_bar()
     group = Group(device_of(args.device, rank), args.parallel or DDP)
     hand_signals_on(group)
-    follow(group)
+    over = threading.Event()
+    look = threading.Thread(target=_look_at_leader, args=(group, over), daemon=True, name="dlc-site-leader")
+    look.start()
+    try:
+        follow(group)
+    finally:
+        over.set()
+        look.join(LAST_LOOK_S)
     group.close()
 
 
@@ -156,6 +163,16 @@ def _look_for_stop(group: Group, interrupts: Interrupts, over: threading.Event) 
             over.set()
         interrupts.ask()
         asked = True
+
+
+def _look_at_leader(group: Group, over: threading.Event) -> None:
+    """On the others, while torchrun is there: end this process where rank 0 hangs, whose orders it waits for."""
+    from dlc.train.group import SiteLost
+
+    heartbeats = group.heartbeats()
+    with contextlib.suppress(SiteLost):
+        while not over.wait(STOP_LOOK_S):
+            _end_if_hung(heartbeats)
 
 
 def _end_if_hung(heartbeats: Heartbeats) -> None:

@@ -37,6 +37,8 @@ CONNECT_MAX = timedelta(seconds=60)
 """To torchrun's store, which is there before what torchrun starts. torch tries twice, for an hour if not told."""
 LOOK_S = 0.05
 """Between two looks for each other, at the start."""
+LAST_BEAT_S = 5.0
+"""For the last one to be over: a torchrun that is suspended (Ctrl-Z) answers none."""
 STOP = "stop"
 """A key of the store: a process other than rank 0 was told to stop."""
 BEATS = "beats"
@@ -96,24 +98,25 @@ class Group:
         self.parallel = parallel
         self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
         self._lost = False
-        if self.rank:
-            threading.Thread(target=self._beat, daemon=True, name="dlc-beat").start()
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True, name="dlc-beat")
+        self._beating.start()
 
     def _beat(self) -> None:
-        """On the others, on a thread of its own, until the process ends or the store is gone."""
-        never = threading.Event()
+        """On a thread of its own, until `close`, or until the store is gone."""
         with contextlib.suppress(dist.DistError):
-            while not never.wait(BEAT_S):
+            while not self._over.wait(BEAT_S):
                 self._store.add(f"{BEATS}/{self.rank}", 1)
 
     def heartbeats(self) -> Heartbeats:
-        """On rank 0, for any thread: of the others. Looking at them raises SiteLost as `stop_asked` does."""
+        """For any thread: on rank 0 of the others, on these of rank 0. Looking at them raises SiteLost as `stop_asked`
+        does."""
 
         def beats(rank: int) -> int:
             with _of_torchrun():
                 return int(self._store.add(f"{BEATS}/{rank}", 0))
 
-        return Heartbeats(range(1, self.size), beats, time.monotonic)
+        return Heartbeats((0,) if self.rank else range(1, self.size), beats, time.monotonic)
 
     def tell(self, order: Order, *numbers: int) -> None:
         """On rank 0."""
@@ -179,7 +182,12 @@ class Group:
             ) from error
 
     def close(self) -> None:
-        """On rank 0 tells the others to leave; the group can be used no more."""
+        """On rank 0 tells the others to leave; the group can be used no more.
+
+        Before Python ends no thread may be in the store any more: that would abort the process.
+        """
+        self._over.set()
+        self._beating.join(LAST_BEAT_S)
         if self._lost:
             return  # nothing would answer: torchrun ends the others once this process has ended
         with contextlib.suppress(SiteLost), self.together():

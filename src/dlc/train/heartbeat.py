@@ -1,11 +1,12 @@
-"""Whether the other processes of a site still run, as rank 0 sees it.
+"""Whether the other processes of a site still run, as rank 0 sees it, and whether rank 0 does, as they see it.
 
 One that hangs (SIGSTOP, a host that swaps or has lost its power, a driver that never returns) ends nothing: the others
-wait for it in the middle of a step, for half an hour with Gloo. So each counts its beats in the site's store, on a
-thread of its own, and rank 0 looks at these numbers. A process that waits for the others, or computes, beats on.
+wait for it in the middle of a step, for half an hour with Gloo, or for rank 0's next order, for ever. So each counts
+its beats in the site's store, on a thread of its own; rank 0 looks at these numbers, and the others at that of rank 0.
+A process that waits for the others, or computes, beats on.
 
-Silence is counted in running time: between two looks at most LOOK_S_MAX, since rank 0 itself may have been suspended,
-and all the others with it (Ctrl-Z).
+Silence is counted in running time: between two looks at most LOOK_S_MAX, since who looks may have been suspended, and
+all the others with it (Ctrl-Z).
 """
 
 from __future__ import annotations
