@@ -381,6 +381,9 @@ def fit(tmp_path: Path) -> Iterator[Any]:
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return self.net(batch)["loss"]  # type: ignore[no-any-return]
 
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            pass
+
         def configure_optimizers(self) -> Any:
             many = [torch.optim.AdamW(self.parameters(), lr=0.05) for _ in range(self.count)]
             return many if self.count > 1 else many[0] if many else None
@@ -390,6 +393,7 @@ def fit(tmp_path: Path) -> Iterator[Any]:
         ckpt_path: str | None = None,
         optimizers: int = 1,
         data: list[Tensor] | None = None,
+        validation: bool = False,
         **options: Any,
     ) -> Any:
         usual = {"accelerator": "cpu", "max_steps": 6, "accumulate_grad_batches": 2, "default_root_dir": tmp_path}
@@ -401,7 +405,8 @@ def fit(tmp_path: Path) -> Iterator[Any]:
         }
         one = lightning.Trainer(strategy=strategy, **{**usual, **options})
         module = Module(optimizers)
-        one.fit(module, torch.utils.data.DataLoader(torch.stack(data or rows()), batch_size=2), ckpt_path=ckpt_path)
+        loader = torch.utils.data.DataLoader(torch.stack(data or rows()), batch_size=2)
+        one.fit(module, loader, loader if validation else None, ckpt_path=ckpt_path)
         return one, module
 
     yield run
@@ -458,6 +463,58 @@ def test_the_last_checkpoint_of_lightning_holds_the_swarms_model(fit: Any, tmp_p
     whole = TorchCheckpointIO().load_checkpoint(kept.last_model_path, weights_only=True)
     assert torch.equal(torch.cat([p.flatten() for p in whole["state_dict"].values()]), peer.theta())
     assert whole["dlc"]["t"] == peer.state.t and whole["dlc"]["steps"] == 0
+
+
+def test_callbacks_of_lightning_see_the_number_of_the_last_epoch(fit: Any, tmp_path: Path) -> None:
+    """It was one too high, so that `every_n_epochs` left the last checkpoint out."""
+    own = strategy(FakePeer())  # skips where Lightning is not installed
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Epochs(Callback):  # type: ignore[misc]
+        seen: list[int] = []
+
+        def on_train_epoch_end(self, trainer: Trainer, *_: object) -> None:
+            self.seen.append(trainer.current_epoch)
+
+    kept = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", every_n_epochs=2)
+    epochs = Epochs()
+    one, _ = fit(own, enable_checkpointing=True, callbacks=[kept, epochs], max_steps=-1, max_epochs=2)
+    assert epochs.seen == [0, 1] and one.current_epoch == 2
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=1.ckpt"]
+
+
+@pytest.mark.parametrize("ends_by", ["epochs", "steps", "a callback"])
+@pytest.mark.parametrize("saved_at", ["the step", "the validation"])
+def test_the_last_validation_of_lightning_and_what_is_saved_by_it_are_of_the_swarms_model(
+    fit: Any, tmp_path: Path, ends_by: str, saved_at: str
+) -> None:
+    strategy(peer := FakePeer())  # skips where Lightning is not installed
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    from dlc.integrations.lightning import DLCStrategy
+
+    class Measured(Callback):  # type: ignore[misc]
+        last = torch.zeros(0)
+
+        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.should_stop = ends_by == "a callback" and trainer.global_step == 6
+
+        def on_validation_batch_start(self, trainer: Trainer, module: nn.Module, *_: object) -> None:
+            self.last = flat(module)
+
+    limits = {"epochs": {"max_steps": -1, "max_epochs": 1}, "steps": {"max_steps": 16}, "a callback": {"max_steps": 9}}
+    when: dict[str, Any] = {"every_n_train_steps": 2} if saved_at == "the step" else {"save_on_train_epoch_end": False}
+    kept = ModelCheckpoint(tmp_path / "kept", save_last=True, **when)
+    measured, own = Measured(), DLCStrategy(peer, 5, **NESTEROV)
+    fit(own, validation=True, enable_checkpointing=True, callbacks=[measured, kept], **limits[ends_by])
+    assert sum(peer.weights) == {"epochs": 8.0, "steps": 16.0, "a callback": 6.0}[ends_by]
+    assert torch.equal(measured.last, peer.theta())
+    for path in (kept.best_model_path, kept.last_model_path):
+        whole = TorchCheckpointIO().load_checkpoint(path, weights_only=True)
+        assert torch.equal(torch.cat([p.flatten() for p in whole["state_dict"].values()]), peer.theta())
 
 
 def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_touched(fit: Any) -> None:

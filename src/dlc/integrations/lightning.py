@@ -7,8 +7,8 @@
 
 Each peer is a Trainer of its own on one device. Each `sync_every`-th step of the optimizer (not micro-batch: gradient
 accumulation is one step) is followed by a round, whose numbers (round/peers, round/seconds, ...) go to the Trainer's
-loggers. When the last epoch ends, the last steps are brought in and the model is the swarm's, in the checkpoint that
-Lightning writes then, too; checkpoints between two rounds hold this peer's own.
+loggers. After the last step the steps that are in no round are brought in and the model is the swarm's, in the
+validation and the checkpoints that come then, too; those between two rounds are of this peer's own.
 
 A checkpoint holds, beside what Lightning saves, what the swarm had: outer parameters and momentum, the log of the run,
 and what int8, int4 or topk still owe. A whole swarm that was stopped goes on from there:
@@ -63,15 +63,23 @@ def saved_state(checkpoint: str | Path) -> dict[str, Any]:
     return saved.demand(whole.get(KEY), checkpoint)
 
 
-class _LastEpoch(pl.Callback):  # type: ignore[misc]
-    """Ends the exchanges with the last epoch: Lightning calls it before it writes the checkpoint of the epoch."""
+class _LastStep(pl.Callback):  # type: ignore[misc]
+    """Asks for the end of the exchanges where the last step may have been made: the first in the list, it comes before
+    whatever measures or saves the model then."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self, end_if_over: Callable[[], None]) -> None:
+        self._end_if_over = end_if_over
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.fit_loop.done:
-            self._end()
+    def on_train_batch_end(self, *_: object) -> None:
+        self._end_if_over()
+
+    def on_validation_start(self, *_: object) -> None:
+        """Another callback may have stopped the training at the end of the batch."""
+        with torch.inference_mode(False):
+            self._end_if_over()
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        self._end_if_over()
 
 
 @takes_options
@@ -98,7 +106,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._found: Mapping[str, Any] | None = None
         """Of the checkpoint of which this training resumes."""
         self._diloco: DiLoCo | None = None
-        self._finished = False
+        self._running = False
         self._trainer: pl.Trainer | None = None
         self._logged: RoundReport | None = None
 
@@ -121,8 +129,8 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         """Keep the Trainer, whose loggers take the rounds."""
         _check_trainer(trainer)
         self._trainer = trainer
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, _LastEpoch)]
-        trainer.callbacks = [_LastEpoch(self._finish), *others]
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, _LastStep)]
+        trainer.callbacks = [_LastStep(self._finish_if_over), *others]
         super().setup(trainer)
 
     def on_train_start(self) -> None:
@@ -136,10 +144,10 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
                 "would be counted, and train nothing; let configure_optimizers return the optimizer"
             )
         found, self._found = self._found, None
-        self._finished = False
         self._diloco = saved.follow(
             self.lightning_module, self.optimizers[0], self._peer, self._sync_every, found, self._options
         )
+        self._running = True
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Log the round that the batch before may have ended with."""
@@ -149,7 +157,7 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
     def on_train_end(self) -> None:
         """Bring the last steps to the others, and leave the module at the swarm's parameters, unless that is done."""
         super().on_train_end()
-        if not self._finished:
+        if self._running:
             self._finish()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *where: Any, **how: Any) -> None:
@@ -161,11 +169,10 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Where EarlyStopping, or the module itself, ended the training at the end of the epoch, the
-        exchanges have not ended yet: those are asked after `_LastEpoch`."""
+        exchanges have not ended yet: those are asked after `_LastStep`."""
         trainer = self._trainer
-        running = self._diloco is not None and not self._finished
-        if running and trainer is not None and trainer.training and trainer.should_stop and trainer.fit_loop.done:
-            self._finish()
+        if trainer is not None and trainer.training and trainer.should_stop:
+            self._finish_if_over()
         kept: dict[str, Any] = super().lightning_module_state_dict()
         return kept
 
@@ -177,12 +184,17 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
 
     def teardown(self) -> None:
         """Also after an exception: later steps of the optimizer are its own."""
+        self._running = False
         if self._diloco is not None:
             self._diloco.unfollow()
         super().teardown()
 
+    def _finish_if_over(self) -> None:
+        if self._running and self._trainer is not None and _is_over(self._trainer):
+            self._finish()
+
     def _finish(self) -> None:
-        self._finished = True
+        self._running = False
         self.diloco.finish()
         self._log_round()
 
@@ -193,6 +205,17 @@ class DLCStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # lightning is n
         self._logged = report
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics(report), step=self._trainer.global_step)
+
+
+def _is_over(trainer: pl.Trainer) -> bool:
+    """Whether no step comes any more: after a batch, too, for which Lightning's `fit_loop.done` does not tell. That
+    would also count the epoch before its callbacks have seen the end of it."""
+    if not trainer.fit_loop.epoch_loop.done:
+        return False
+    epochs, steps = trainer.current_epoch + 1, trainer.global_step
+    if -1 < trainer.max_steps <= steps or -1 < trainer.max_epochs <= epochs:
+        return True
+    return bool(trainer.should_stop) and trainer.min_epochs <= epochs and (trainer.min_steps or 0) <= steps
 
 
 def _check_trainer(trainer: pl.Trainer) -> None:
