@@ -324,7 +324,7 @@ class TestSinks:
         monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
         monkeypatch.setenv("COLUMNS", "100")
         monkeypatch.setattr("dlc.cli.sinks.REDRAW_EVERY_S", 0.01)
-        sink = LiveTable(list, rounds=0)
+        sink = LiveTable(list, rounds=0, each=1)
         try:
             for left_s, told in ((35.0, "in 35 s at most"), (30.0, "in 30 s at most")):
                 sink.take({**NO_QUORUM, "left_s": left_s})

@@ -331,7 +331,7 @@ def _train(
             before_write=state.keep,
         )
         if live:
-            sinks.append(LiveTable(peer.members, peer.spec.exchanges))
+            sinks.append(LiveTable(peer.members, peer.spec.exchanges, peer.spec.steps_per_round))
         summary = trainer.run(interrupts.stop)
         if summary.model is None or not summary.saved:
             raise DlcError(_not_whole(summary))
