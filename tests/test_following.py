@@ -289,7 +289,7 @@ def test_the_profile_is_a_trace_of_so_many_steps(tmp_path: Path) -> None:
 def test_a_run_that_ends_before_the_profile_writes_what_there_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for steps, said in ((1, False), (2, True), (4, False)):
+    for steps, said in ((0, True), (1, True), (2, True), (4, False)):
         sink = StepProfile(tmp_path / str(steps), 9, "abcdefghijk")
         for n in range(steps):
             torch.ones(3).cumsum(0)
