@@ -13,10 +13,12 @@ import argparse
 import dataclasses
 import errno
 import importlib
+import io
 import logging
 import os
 import queue
 import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,6 +70,8 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
             from dlc.train.model import config_of  # seconds
 
             config_of(spec.model.config)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as TOML is, whatever the terminal's encoding
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)
