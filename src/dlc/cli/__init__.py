@@ -104,7 +104,8 @@ def _stand_in() -> None:
                 os.close(opened)
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  as long as we live
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # it was made for a file, and its number has become a pipe
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _complain(command: str, text: str) -> None:

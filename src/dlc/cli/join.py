@@ -10,6 +10,7 @@ goes on from that one and no other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import importlib
@@ -71,7 +72,8 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
 
             config_of(spec.model.config)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # as TOML is, whatever the terminal's encoding
+            with contextlib.suppress(OSError):  # as in dlc.cli
+                sys.stdout.reconfigure(encoding="utf-8")  # as TOML is, whatever the terminal's encoding
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)
