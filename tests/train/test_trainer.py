@@ -115,6 +115,7 @@ def test_a_whole_run(spec: RunSpec, tmp_path: Path) -> None:
     assert names[:3] == ["phase", "synced", "validation"] and names[-1] == "end"
     status = peer.said[-1]["status"]
     assert {"t", "inner", "of", "loss", "tokens_per_s", "phase"} <= status.keys()
+    assert (status["phase"], status["t"]) == ("leaving", 2), "the table that stays on the terminal shows it"
 
 
 def test_the_speed_that_is_told_is_tokens_over_time_where_some_steps_take_far_longer() -> None:
