@@ -242,7 +242,7 @@ def sentence(event: Event) -> str:
             why = early.get(event["reason"], f"the run is over ({event['reason']})")
             setbacks = "".join(f"; {name.replace('_', ' ')} {n:g}" for name, n in event["setbacks"].items() if n)
             return (
-                f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}{setbacks}; "
+                f"{why} at round {event['t']}; in rounds it waited {event['waited_s']:.1f} s, {moved}{setbacks}; "
                 f"model {event['model'] or 'not written'}; checkpoint {event['checkpoint'] or 'not written'}"
             )
     return news(event)

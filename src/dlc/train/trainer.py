@@ -80,6 +80,7 @@ class Summary:
     waited_s: float
     """Time this peer's inner steps stood still for rounds."""
     bytes_sent: int
+    """In rounds that it told of, or other exchanges: without what was fetched, or given, of the model."""
     bytes_received: int
     setbacks: Setbacks
     """What faults cost this peer."""
