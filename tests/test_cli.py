@@ -25,7 +25,7 @@ from dlc.errors import UsageError
 from dlc.monitor.show import Show
 from dlc.monitor.table import Board
 from dlc.peer import Peer
-from dlc.runspec import InnerSpec, ModelSpec, RunSpec
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S
@@ -317,6 +317,26 @@ def test_output_that_nobody_takes(words: str) -> None:
     assert full.returncode == 4 and full.stderr.count("\n") == 1 and "make room" in full.stderr
     closed = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     assert closed.returncode == 0 and closed.stderr == ""
+
+
+def test_the_exit_status_tells_of_an_error_that_nobody_reads() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as nobody:
+        command = [sys.executable, "-m", "dlc", "eval", "/no/such/model"]
+        assert subprocess.run(command, stderr=nobody, check=False, timeout=DEADLINE_S).returncode == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_printed_configuration_can_be_read_whatever_the_encoding_of_the_terminal(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, out = RunSpec(data=DataSpec(source="/Bücher/☃")), io.BytesIO()
+    (tmp_path / "RUN.toml").write_text(documented(spec), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
+    assert main(["join", "--config", str(tmp_path / "RUN.toml"), "--print-config"]) == 0
+    (tmp_path / "AGAIN.toml").write_bytes(out.getvalue())
+    assert RunSpec.from_toml(tmp_path / "AGAIN.toml") == spec
 
 
 @pytest.mark.parametrize("words", ["bench codec --mb 1 --device cpu", "status --peers {}"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,16 @@ def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     said = capsys.readouterr()
     assert said.out == ""
     return said.err.splitlines()[-1]
+
+
+def test_what_the_encoding_of_stdout_lacks_is_shown_all_the_same(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the name of a folder: what was written, or worked out, would be said to have failed by it."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+    assert main(["export", str(trained.state), "--out", str(tmp_path / "Bücher")]) == 0
+    assert rb"B\xfccher" in out.getvalue()
 
 
 def test_an_export_is_what_from_pretrained_loads(

@@ -289,7 +289,7 @@ def test_the_profile_is_a_trace_of_so_many_steps(tmp_path: Path) -> None:
 def test_a_run_that_ends_before_the_profile_writes_what_there_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for steps, said in ((1, False), (2, True), (4, False)):
+    for steps, said in ((0, True), (1, True), (2, True), (4, False)):
         sink = StepProfile(tmp_path / str(steps), 9, "abcdefghijk")
         for n in range(steps):
             torch.ones(3).cumsum(0)
@@ -364,21 +364,53 @@ def test_a_round_that_counted_this_peer_without_inner_steps_is_not_said_to_have_
 
 
 def test_bars_of_the_round_and_of_the_run() -> None:
-    bars = Bars(rounds=3)
-    bars.take(ROUND)  # one that passed before our first step: nothing to measure by
+    bars = Bars(rounds=3, each=4)
+    bars.take(ROUND)  # one that passed before our first step
+    assert "4/12" in drawn(bars)
     bars.take(step(5))
     assert "2/4" in drawn(bars) and "6/12" in drawn(bars)
     bars.take({**ROUND, "t": 2})
     assert "8/12" in drawn(bars)
-    endless = Bars(rounds=0)
+    endless = Bars(rounds=0, each=4)
     endless.take(step(5))
     assert "2/4" in drawn(endless) and "run" not in drawn(endless)
+
+
+def test_what_is_left_of_a_round_and_of_the_run_is_told_in_every_round() -> None:
+    """Steps of 60 s, and rounds that are waited for for 240 s: 20 steps, of which 9 are made, are 4 rounds."""
+    now = [0.0]
+    bars = Bars(rounds=5, each=4, clock=lambda: now[0])
+    for n in range(9):
+        now[0] += 60.0 if n % 4 else 300.0
+        bars.take(step(n))
+    assert "1/4" in drawn(bars) and left(bars, "round") is None, "nothing to tell it by"
+    now[0] += 60.0
+    bars.take(step(9))
+    assert left(bars, "round") == 120.0
+    assert left(bars, "run") == pytest.approx(10 * (60.0 + 240.0 / 4), rel=0.1)
+
+
+def test_steps_that_are_made_during_a_round_go_on_with_the_run() -> None:
+    """With overlap they are of the next phase, and come before the round is told."""
+    bars = Bars(rounds=3, each=4)
+    for n in range(4):
+        bars.take(step(n))
+    ahead = {"t": 0, "inner": 1}
+    bars.take(step(4, **ahead))
+    assert "1/4" in drawn(bars) and "5/12" in drawn(bars)
+    bars.take(ROUND)
+    assert "1/4" in drawn(bars) and "5/12" in drawn(bars)
+
+
+def left(bars: Bars, name: str) -> float | None:
+    (task,) = (task for task in bars.shown.tasks if task.description == name)
+    return task.time_remaining
 
 
 def test_the_live_table_shows_the_bars_and_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     out, handlers = io.StringIO(), list(logging.getLogger().handlers)
     monkeypatch.setattr(sinks, "Console", lambda stderr: Console(file=out, force_terminal=True, width=100))
-    table = sinks.LiveTable(lambda: [], rounds=3)
+    table = sinks.LiveTable(lambda: [], rounds=3, each=4)
     try:
         table.take(step(5))
     finally:
@@ -403,7 +435,7 @@ def test_the_live_table_is_drawn_while_nothing_happens_here_and_ends_with_what_c
         except StopIteration:
             raise SwarmClosed("the peer has left") from None
 
-    table = sinks.LiveTable(known, rounds=3)
+    table = sinks.LiveTable(known, rounds=3, each=4)
     wait_until(lambda: "waiting" in out.getvalue())
     table.take(VALIDATION)
     table.take({"event": "end"})
@@ -434,7 +466,7 @@ def test_a_terminal_that_goes_away_takes_neither_the_table_nor_the_end_with_it(m
         asked.append(terminal.gone)
         return []
 
-    table = sinks.LiveTable(members, rounds=3)
+    table = sinks.LiveTable(members, rounds=3, each=4)
     terminal.gone = True
     wait_until(lambda: sum(asked) >= 2, what="it is drawn once more after it could not be drawn")
     table.close()

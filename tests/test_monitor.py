@@ -307,6 +307,8 @@ class TestSinks:
             assert (says in caplog.text) == (event["event"] != "waiting")  # which the peer logs itself
         assert "rounds lost 7; tokens lost 5120; contributions dropped 1; tokens dropped 192;" in caplog.text
         assert caplog.text.rstrip().endswith("model not written; checkpoint not written")
+        # A model that a newcomer fetched came in no round.
+        assert "at round 8; in rounds it waited 1.0 s, sent 0.0 MB, received 0.0 MB; rounds lost" in caplog.text
 
     def test_a_round_is_told_with_speed_and_with_mfu_where_it_is_known(self) -> None:
         event = {**round_event(), "loss": 1.0, "tokens_per_s": 7500.0}
@@ -324,7 +326,7 @@ class TestSinks:
         monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
         monkeypatch.setenv("COLUMNS", "100")
         monkeypatch.setattr("dlc.cli.sinks.REDRAW_EVERY_S", 0.01)
-        sink = LiveTable(list, rounds=0)
+        sink = LiveTable(list, rounds=0, each=1)
         try:
             for left_s, told in ((35.0, "in 35 s at most"), (30.0, "in 30 s at most")):
                 sink.take({**NO_QUORUM, "left_s": left_s})

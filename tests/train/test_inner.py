@@ -298,6 +298,13 @@ def test_mfu_is_told_where_the_peak_is_known() -> None:
         "NVIDIA L40S": 362e12,
         "NVIDIA GeForce RTX 4090": 165.2e12,
         "NVIDIA A10G": None,
+        "NVIDIA H200 NVL": 835e12,
+        "Tesla V100-SXM2-16GB": 125e12,
+        "Tesla V100-PCIE-16GB": 112e12,
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 3090 Ti": None,
         "GeForce GTX 1080": None,
     }
     assert {name: peak_of(name) for name in peaks} == peaks

@@ -21,6 +21,7 @@ from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.strategy import CHANNEL
+from dlc.train.telling import Teller
 from dlc.train.trainer import Summary, Trainer
 from tests.train.fake_peer import FakeMember, FakePeer
 
@@ -114,6 +115,17 @@ def test_a_whole_run(spec: RunSpec, tmp_path: Path) -> None:
     assert names[:3] == ["phase", "synced", "validation"] and names[-1] == "end"
     status = peer.said[-1]["status"]
     assert {"t", "inner", "of", "loss", "tokens_per_s", "phase"} <= status.keys()
+    assert (status["phase"], status["t"]) == ("leaving", 2), "the table that stays on the terminal shows it"
+
+
+def test_the_speed_that_is_told_is_tokens_over_time_where_some_steps_take_far_longer() -> None:
+    """As on a busy host: 320 tokens in 10 s."""
+    tell = Teller(FakePeer(), lambda event: None, None, clock=lambda: 0.0)
+    told = []
+    for n in range(100):
+        tell.step(0, n, 100, 1.0, 64, 9.2 if n % 5 == 4 else 0.2)
+        told.append(tell.tokens_per_s)
+    assert 32.0 / 2 < min(told[50:]) and max(told[50:]) < 2 * 32.0
 
 
 def test_the_run_ends_with_the_round_that_reaches_its_tokens(spec: RunSpec, tmp_path: Path) -> None:

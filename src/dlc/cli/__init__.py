@@ -7,7 +7,9 @@ Errors are one line on stderr; `--log-level debug` adds the traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import io
 import logging
 import os
 import signal
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print(f"dlc {args.command}: interrupted", file=sys.stderr)
+        _complain(args.command, "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
         _discard_stdout()
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _discard_stdout()  # or Python would try once more, and complain
         text = str(error) if isinstance(error, DlcError) else _unexpected(error)
-        print(f"dlc {args.command}: {text}", file=sys.stderr)
+        _complain(args.command, text)
         return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
 
 
@@ -90,7 +92,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _stand_in() -> None:
-    """A stdout or stderr that is closed (`>&-`) is /dev/null: else a socket would get its number."""
+    """A stdout or stderr that is closed (`>&-`) is /dev/null: else a socket would get its number.
+
+    What the terminal's encoding lacks stdout shows as stderr does: it is no reason to lose what was measured.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_WRONLY)
@@ -98,6 +103,15 @@ def _stand_in() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  as long as we live
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # it was made for a file, and its number has become a pipe
+            sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _complain(command: str, text: str) -> None:
+    """Where nobody reads it, the exit status still tells."""
+    with contextlib.suppress(OSError):
+        print(f"dlc {command}: {text}", file=sys.stderr)
 
 
 def _discard_stdout() -> None:

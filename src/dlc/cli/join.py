@@ -10,13 +10,16 @@ goes on from that one and no other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import importlib
+import io
 import logging
 import os
 import queue
 import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,6 +71,9 @@ def join(args: argparse.Namespace, interrupts: Interrupts) -> int:
             from dlc.train.model import config_of  # seconds
 
             config_of(spec.model.config)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # as in dlc.cli
+                sys.stdout.reconfigure(encoding="utf-8")  # as TOML is, whatever the terminal's encoding
         print(documented(spec or RunSpec()), end="")
         return 0
     _check(args, rank, spec)
@@ -331,7 +337,7 @@ def _train(
             before_write=state.keep,
         )
         if live:
-            sinks.append(LiveTable(peer.members, peer.spec.exchanges))
+            sinks.append(LiveTable(peer.members, peer.spec.exchanges, peer.spec.steps_per_round))
         summary = trainer.run(interrupts.stop)
         if summary.model is None or not summary.saved:
             raise DlcError(_not_whole(summary))

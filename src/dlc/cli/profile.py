@@ -53,13 +53,16 @@ class StepProfile:
 
     def close(self) -> None:
         """Ends it; a run that was over before writes what it has."""
-        if self._profiler is not None and not self._over:
-            self._over = True
+        if self._over:
+            return
+        self._over = True
+        if self._profiler is not None:
             self._profiler.stop()
+        if self._seen < 3:
+            log.warning("the run ended before an inner step was profiled; there is no trace")
 
     def _write(self, profiler: Any) -> None:
         if self._seen < 3:
-            log.warning("the run ended before an inner step was profiled; there is no trace")
             return
         path = self._folder / f"{self._name}-steps-{self._first}-{self._last}.json"
         try:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 LOG_STEP_EVERY_S = 10.0
 """Between two log lines about inner steps; rounds and validations always get theirs."""
 REDRAW_EVERY_S = 0.5
+SPEED_S = 3600.0
+"""What is left of a run is told by the steps of so long, at most 1,000: by rounds with what they wait, and not by one
+inner phase."""
 TIMED_WIDTH = 60
 """Columns of a terminal from which on lines of the log have room for the time."""
 CHANGES = {"suspect": "does not answer", "left": "has left"}
@@ -107,12 +110,13 @@ class LiveTable:
     end. A terminal that goes away, as when the connection to this host breaks, is drawn on no more.
     members: asked there; where it raises DlcError, as after the leave, those it gave last are shown.
     rounds: where the run ends; 0: it has no such end, and only the steps to the next round are shown.
+    each: as of `Bars`.
     """
 
-    def __init__(self, members: Callable[[], list[Member]], rounds: int) -> None:
+    def __init__(self, members: Callable[[], list[Member]], rounds: int, each: int) -> None:
         self._members = members
         self._known: list[Member] = []
-        self._bars = Bars(rounds)
+        self._bars = Bars(rounds, each)
         self._last_round = self._validation = self._news = ""
         self._console = console = Console(stderr=True)
         self._live = Live(console=console, auto_refresh=False)  # its thread holds a lock that the log waits for
@@ -156,27 +160,30 @@ class LiveTable:
 
 
 class Bars:
-    """Inner steps of this round, and of the run if it has an end; what is left of that in hours and minutes."""
+    """Inner steps of this round, and of the run if it has an end; what is left of both in hours and minutes, for the
+    run with the time that its rounds take.
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
+    rounds: as of `LiveTable`. each: inner steps of a round, by the swarm's schedule.
+    """
+
+    def __init__(self, rounds: int, each: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._each = each
         columns = (TextColumn("{task.description:>5}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.shown = Progress(*columns, auto_refresh=False)
+        self.shown = Progress(*columns, auto_refresh=False, speed_estimate_period=SPEED_S, get_time=clock)
         """To be drawn by the caller: it is never started, so it draws nothing itself."""
         self._round = self.shown.add_task("round", total=None)
-        self._run = self.shown.add_task("run", total=None, visible=rounds > 0)
+        self._run = self.shown.add_task("run", total=rounds * each, visible=rounds > 0)
 
     def take(self, event: Event) -> None:
         match event["event"]:
             case "step":
+                if event["inner"] <= self.shown.tasks[self._round].completed:  # of the next round: another time is left
+                    self.shown.reset(self._round)
                 self.shown.update(self._round, completed=event["inner"], total=event["of"])
-                self._at(event["t"], event["inner"], event["of"])
-            case "round" | "averaging" if (of := self.shown.tasks[0].total) is not None:
-                self._at(event["t"], 0, int(of))
-
-    def _at(self, t: int, inner: int, of: int) -> None:
-        if self._rounds:
-            self.shown.update(self._run, completed=t * of + inner, total=self._rounds * of)
+                self.shown.update(self._run, completed=event["step"] + 1)
+            case "round" | "averaging":  # unless steps of the next one are made already
+                done = max(self.shown.tasks[self._run].completed, event["t"] * self._each)
+                self.shown.update(self._run, completed=done)
 
 
 class Metrics:
@@ -235,7 +242,7 @@ def sentence(event: Event) -> str:
             why = early.get(event["reason"], f"the run is over ({event['reason']})")
             setbacks = "".join(f"; {name.replace('_', ' ')} {n:g}" for name, n in event["setbacks"].items() if n)
             return (
-                f"{why} at round {event['t']}; waited {event['waited_s']:.1f} s, {moved}{setbacks}; "
+                f"{why} at round {event['t']}; in rounds it waited {event['waited_s']:.1f} s, {moved}{setbacks}; "
                 f"model {event['model'] or 'not written'}; checkpoint {event['checkpoint'] or 'not written'}"
             )
     return news(event)

@@ -19,8 +19,8 @@ from torch import nn
 
 PEAKS_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
+    ("H100 PCIe|H800 PCIe", 756.0),
+    ("H100 NVL|H200 NVL", 835.0),
     ("H20", 148.0),
     ("H100|H200|H800|GH200", 989.4),
     ("A100|A800", 312.0),
@@ -34,11 +34,14 @@ PEAKS_TFLOPS: tuple[tuple[str, float], ...] = (
     ("RTX 5090", 209.5),
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
+    ("V100-PCIE", 112.0),
     ("V100", 125.0),
     ("T4", 65.0),
 )
 """Words of a CUDA device's name, and its peak for 16-bit matrix products with fp32 sums, without sparsity, by the
 vendor's data sheets; the first that fits counts."""
+OTHERS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")
+"""In the names of parts and of relatives of these, which have another peak."""
 
 
 EXPERTS = "experts"
@@ -90,6 +93,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_of(name: str) -> float | None:
     """The same by the device's name, such as "NVIDIA A100-SXM4-80GB"."""
+    if OTHERS.search(name):
+        return None
     for words, tflops in PEAKS_TFLOPS:
         if re.search(rf"\b({words})\b", name):
             return tflops * 1e12

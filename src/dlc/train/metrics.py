@@ -6,7 +6,8 @@ One JSON object a line, each written at once and whole, so that a live table or 
     {"time_s": 1713.0, "report": {...}}
     {"time_s": 1713.5, "round": 3, "validation_loss": 2.25}
 
-A peer that goes on from a checkpoint appends: of steps and rounds that it makes again, the later line counts.
+A peer that goes on from a checkpoint appends: of steps and rounds that it makes again, which shows in numbers that go
+back, the later lines count. Lines of one step that follow each other are steps of their own, beyond those of a round.
 Values that are not finite stand as null (JSON has no NaN). Metrics never stop a training: a full disk is logged once,
 and the next line is tried again. Where somebody removes the file, it is begun anew.
 """

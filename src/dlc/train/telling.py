@@ -26,7 +26,7 @@ ENDS = "leaving"
 ETAS_S = {"waiting": 0.0, "overlapping": 0.0, ENDS: NEVER_S}
 """Of a contribution, in the phases that say it."""
 RATE_WEIGHT = 0.2
-"""Of the newest step in the running mean of the step time."""
+"""Of the newest step in the running means of a step's time and tokens."""
 
 _UNKNOWN = Utilisation()
 Event = dict[str, Any]
@@ -75,9 +75,16 @@ class Teller:
         self._told_at = -math.inf
         self.step_s = 0.0
         """Of an inner step, a running mean; 0: none was made yet."""
+        self._step_tokens = 0.0
+        """The same of its tokens."""
         self._synced_t = -1
-        self.tokens_per_s = 0.0
         self.setbacks = Setbacks()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the inner steps: their tokens over the time that they took. A mean of each step's own rate would be far
+        too high where a few take long."""
+        return self._step_tokens / self.step_s if self.step_s else 0.0
 
     @property
     def mfu(self) -> float | None:
@@ -119,7 +126,7 @@ class Teller:
         seconds = max(seconds, 1e-9)
         weight = RATE_WEIGHT if self.step_s else 1.0
         self.step_s += weight * (seconds - self.step_s)
-        self.tokens_per_s += weight * (tokens / seconds - self.tokens_per_s)
+        self._step_tokens += weight * (tokens - self._step_tokens)
         self._status.update(
             t=t,
             inner=inner,

@@ -42,7 +42,7 @@ from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
 from dlc.train.strategy import CHANNEL, Calls, Parts
 from dlc.train.swarm import Frozen, MemberView, Position, TrainerPeer
-from dlc.train.telling import Event, Setbacks, Teller
+from dlc.train.telling import ENDS, Event, Setbacks, Teller
 from dlc.train.tokens import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Summary:
     waited_s: float
     """Time this peer's inner steps stood still for rounds."""
     bytes_sent: int
+    """In rounds that it told of, or other exchanges: without what was fetched, or given, of the model."""
     bytes_received: int
     setbacks: Setbacks
     """What faults cost this peer."""
@@ -287,10 +288,12 @@ class Trainer:
 
     def _finish(self, reason: str, stop: threading.Event) -> Summary:
         self._hear()
-        if reason != FAILED:  # the peer may have left already
-            self._tell.phase("leaving")
-        position, frozen = self._last()
         early = reason in (INTERRUPTED, FAILED)
+        if not early:
+            self._tell.ends(self.strategy.position.t)
+        elif reason != FAILED:  # the peer may have left already
+            self._tell.phase(ENDS)
+        position, frozen = self._last()
         if early:
             self._peer.leave()
         loss = None if early else self._validate()
