@@ -381,13 +381,23 @@ def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, 
     assert opened(folder, 2).batch(range(90)).shape == (90, SEQ)  # another file is in that shard
     (folder / "part2.jsonl").write_text('{"text": null}\n' * 40)
     (folder / "part3.jsonl").write_text('{"text": null}\n')
-    with pytest.raises(DataError, match=r"shards 2, 3 of .*data hold no document to train on: set data.shards below 4"):
+    with pytest.raises(DataError, match=r"shards 2, 3 of .*data hold no text to train on: set data.shards below 4"):
         opened(folder, 4)
+
+
+@pytest.mark.parametrize(("suffix", "nothing"), [(".txt", ""), (".jsonl", '{"text": ""}\n' * 40)])
+def test_a_shard_of_empty_documents_has_nothing_to_train_on(suffix: str, nothing: str, tmp_path: Path) -> None:
+    """All of its blocks would be ends of documents, which a model soon predicts."""
+    for i, text in enumerate((nothing, '{"text": "the cat sat on the mat"}\n' * 40) * 2):
+        (tmp_path / f"{i}{suffix}").write_text(text)
+    with pytest.raises(DataError, match="shard 0 of .* holds no text to train on"):
+        opened(tmp_path, 2)
+    assert opened(tmp_path, 1).batch(range(9)).any()
 
 
 def test_where_no_shard_has_anything_to_train_on_text_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": null}\n' * 40)
-    with pytest.raises(DataError, match=r"shard 0 of .* holds no document to train on: give more text$"):
+    with pytest.raises(DataError, match=r"shard 0 of .* holds no text to train on: give more text$"):
         opened(tmp_path, 1)
 
 
