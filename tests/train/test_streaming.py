@@ -320,6 +320,34 @@ def test_marks_of_other_data_are_not_used(kind: str, tmp_path: Path, monkeypatch
     assert source(None).fingerprint() != before
 
 
+def test_marks_of_another_release_of_datasets_are_not_used(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in them is its own affair."""
+    import datasets
+
+    first = opened(corpus, marks=tmp_path)
+    want = first.batch(range(40))
+    monkeypatch.setattr(datasets, "__version__", "1000.0.0")
+    for marks in tmp_path.rglob("*.json"):
+        known = {at: mark | {"state": {"elsewhere": 3}} for at, mark in json.loads(marks.read_bytes()).items()}
+        marks.write_text(json.dumps(known))
+    second = opened(corpus, marks=tmp_path)
+    assert torch.equal(second.batch(range(30, 40)), want[30:]) and second.fingerprint() == first.fingerprint()
+
+
+def test_marks_that_cannot_be_written_leave_nothing_behind(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    opened(corpus, marks=tmp_path).batch(range(4 * L))
+    assert "No space left on device" in caplog.text
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_the_commit_of_a_dataset_on_the_hub_is_part_of_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

@@ -16,6 +16,7 @@ Document n of shard s has the name "s/n", and is held out or not by it (see `pac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -409,4 +410,6 @@ def _write_marks(file: Path, lines: Collection[str]) -> None:
         temporary.write_text("{" + ",\n".join(lines) + "}")
         os.replace(temporary, file)
     except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # on a full disk one more would stay at each lease
         log.warning("the marks of a stream cannot be kept in %s: %s; a restart will read it from its start", file, e)
