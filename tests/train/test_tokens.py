@@ -176,9 +176,15 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packing, "_sync", full)
-    with pytest.raises(DataError, match="No space left"):
+    with pytest.raises(DataError, match="No space left on device; make room there"):
         opened()
     assert [path.name for path in cache.iterdir()] == [kept.name]  # and nothing half written beside it
+
+
+def test_where_no_tokens_may_be_kept_room_is_of_no_help(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="; let this user write there, or set DLC_HOME"):
+        BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "file" / "cache")
 
 
 def test_text_that_changes_while_it_is_tokenised_is_not_kept_as_what_it_was(

@@ -16,6 +16,7 @@ held in memory, at most MEMORY_BYTES_MAX; so is everything where no cache is giv
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -104,7 +105,9 @@ def tokenise(
         try:
             _write(folder, documents, content, tokenizer, clock)
         except OSError as e:
-            raise DataError(f"the tokens cannot be kept in {folder}: {e.strerror or e}; make room there") from e
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "make room there" if full else "let this user write there, or set DLC_HOME to another folder"
+            raise DataError(f"the tokens cannot be kept in {folder}: {e.strerror or e}; {advice}") from e
         found = _open(folder, tokenizer)
     if found is None:
         raise DataError(f"the tokens in {folder} are damaged; delete that folder")
