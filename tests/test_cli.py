@@ -613,7 +613,7 @@ def test_a_file_without_the_text_that_is_said_of_it_is_told_before_others_are_to
         ),
         (False, "streaming = true\nshards = 1", 'its first line is no JSON object with a string as "text"'),
         (False, 'text_field = "body"\nstreaming = true\nshards = 2', "no block of 128 tokens held out"),
-        (False, 'text_field = "body"\nstreaming = true\nshards = 32', "hold no document to train on"),
+        (False, 'text_field = "body"\nstreaming = true\nshards = 32', "hold no text to train on"),
         (False, "streaming = true\nshards = 99", 'its first line is no JSON object with a string as "text"'),
     ],
 )

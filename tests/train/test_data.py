@@ -424,6 +424,14 @@ def test_what_may_be_no_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "d.txt is hardly text" not in caplog.text
 
 
+def test_a_linked_file_that_is_not_there_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    """As where a disk is not mounted: the run would be trained on what is left."""
+    (tmp_path / "a.txt").write_text("x" * 100)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt is a link that leads nowhere"):
+        documents(tmp_path)
+
+
 def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt"
     file.write_text("x" * 100)

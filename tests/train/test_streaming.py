@@ -320,6 +320,34 @@ def test_marks_of_other_data_are_not_used(kind: str, tmp_path: Path, monkeypatch
     assert source(None).fingerprint() != before
 
 
+def test_marks_of_another_release_of_datasets_are_not_used(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in them is its own affair."""
+    import datasets
+
+    first = opened(corpus, marks=tmp_path)
+    want = first.batch(range(40))
+    monkeypatch.setattr(datasets, "__version__", "1000.0.0")
+    for marks in tmp_path.rglob("*.json"):
+        known = {at: mark | {"state": {"elsewhere": 3}} for at, mark in json.loads(marks.read_bytes()).items()}
+        marks.write_text(json.dumps(known))
+    second = opened(corpus, marks=tmp_path)
+    assert torch.equal(second.batch(range(30, 40)), want[30:]) and second.fingerprint() == first.fingerprint()
+
+
+def test_marks_that_cannot_be_written_leave_nothing_behind(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    opened(corpus, marks=tmp_path).batch(range(4 * L))
+    assert "No space left on device" in caplog.text
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_the_commit_of_a_dataset_on_the_hub_is_part_of_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -381,13 +409,23 @@ def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, 
     assert opened(folder, 2).batch(range(90)).shape == (90, SEQ)  # another file is in that shard
     (folder / "part2.jsonl").write_text('{"text": null}\n' * 40)
     (folder / "part3.jsonl").write_text('{"text": null}\n')
-    with pytest.raises(DataError, match=r"shards 2, 3 of .*data hold no document to train on: set data.shards below 4"):
+    with pytest.raises(DataError, match=r"shards 2, 3 of .*data hold no text to train on: set data.shards below 4"):
         opened(folder, 4)
+
+
+@pytest.mark.parametrize(("suffix", "nothing"), [(".txt", ""), (".jsonl", '{"text": ""}\n' * 40)])
+def test_a_shard_of_empty_documents_has_nothing_to_train_on(suffix: str, nothing: str, tmp_path: Path) -> None:
+    """All of its blocks would be ends of documents, which a model soon predicts."""
+    for i, text in enumerate((nothing, '{"text": "the cat sat on the mat"}\n' * 40) * 2):
+        (tmp_path / f"{i}{suffix}").write_text(text)
+    with pytest.raises(DataError, match="shard 0 of .* holds no text to train on"):
+        opened(tmp_path, 2)
+    assert opened(tmp_path, 1).batch(range(9)).any()
 
 
 def test_where_no_shard_has_anything_to_train_on_text_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": null}\n' * 40)
-    with pytest.raises(DataError, match=r"shard 0 of .* holds no document to train on: give more text$"):
+    with pytest.raises(DataError, match=r"shard 0 of .* holds no text to train on: give more text$"):
         opened(tmp_path, 1)
 
 

@@ -152,7 +152,7 @@ def test_tokens_are_kept_apart_by_whether_special_ones_in_texts_are_split(folder
 
 
 def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
 
@@ -164,6 +164,10 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     whole = (kept / "train.bin").read_bytes()
     (kept / "train.bin").write_bytes(whole[:-2])
     assert torch.equal(opened().batch(range(9)), want) and (kept / "train.bin").read_bytes() == whole
+    assert caplog.messages == [f"the tokens in {kept} are damaged; they are made anew"]
+    (kept / "train.bin").write_bytes(whole[2:] + whole[:2])  # as a disk does that loses what it was given
+    assert torch.equal(opened().batch(range(9)), want) and (kept / "train.bin").read_bytes() == whole
+    assert len(caplog.messages) == 2
     (kept / "streams.json").write_text(json.dumps({"train": {}}))
     assert torch.equal(opened().batch(range(9)), want)
     (kept / "streams.json").unlink()
@@ -172,9 +176,32 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packing, "_sync", full)
-    with pytest.raises(DataError, match="No space left"):
+    with pytest.raises(DataError, match="No space left on device; make room there"):
         opened()
     assert [path.name for path in cache.iterdir()] == [kept.name]  # and nothing half written beside it
+
+
+def test_where_no_tokens_may_be_kept_room_is_of_no_help(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="; let this user write there, or set DLC_HOME"):
+        BlockSource(corpus, 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "file" / "cache")
+
+
+def test_text_that_changes_while_it_is_tokenised_is_not_kept_as_what_it_was(
+    folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Its tokens would be taken for those of the old text by every peer of this host that has that."""
+    file = corpus / "f59.txt"
+    old = file.read_bytes()
+
+    class Slow(HubTokenizer):
+        def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
+            file.write_bytes(old + b"the dog ate the hat")
+            return super().encode(pieces)
+
+    with pytest.raises(DataError, match="the text changed while it was tokenised"):
+        BlockSource(corpus, 8, tokenizer=Slow(str(folder)), cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_deleted_in_time(folder: Path, corpus: Path, tmp_path: Path) -> None:

@@ -88,8 +88,10 @@ class Stream:
         self._whole, self.content, written, self.lines, self.empty = _stream(place, shards)
         """`content`: the same for all copies of the same data, and another if it shrinks or grows, as far as that can
         be told without reading it; `empty`: files without a byte."""
-        self.identity = blake3(f"{place}\0{self.content}\0{written}".encode()).digest()
-        """Changes with the files or the dataset here, likewise."""
+        version = _datasets(place).__version__
+        self.identity = blake3(f"{place}\0{self.content}\0{written}\0{version}".encode()).digest()
+        """Changes with the files or the dataset here, likewise, and with the release of `datasets`: another one may not
+        know what a `state_dict` of this one says, or take it for another place."""
         self._changed = False
 
     def shard(self, s: int) -> Any:

@@ -7,7 +7,7 @@
 **Cache.** What a tokenizer made lies in a folder named by a hash of the text and of the tokenizer:
 
     <cache>/<hash>/train.bin   held.bin   little-endian ids, read as a memory map
-                   streams.json           lengths and hashes; a folder without it is not taken
+                   streams.json           lengths and hashes; a folder without it, or with other ids, is not taken
 
 It is written under another name, unlike that of any other peer, and renamed when it is whole: so peers may share it,
 also from containers, in which all have the same process number. Byte tokens need no cache: they are the text, and are
@@ -16,6 +16,7 @@ held in memory, at most MEMORY_BYTES_MAX; so is everything where no cache is giv
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -90,17 +91,23 @@ def tokenise(
     cache: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Streams:
-    """The streams of a source, from the cache where they are in it. DataError: unreadable, or the disk is full."""
+    """The streams of a source, from the cache where they are in it. DataError: unreadable, or changed meanwhile, or the
+    disk is full."""
     if cache is None or tokenizer.name == BYTES:
         return _in_memory(documents, tokenizer, clock)
-    key = blake3(documents.content_hash() + tokenizer.identity + FORMAT.to_bytes(4, "little")).hexdigest(16)
+    content = documents.content_hash()
+    key = blake3(content + tokenizer.identity + FORMAT.to_bytes(4, "little")).hexdigest(16)
     folder = expanded(cache) / key
     found = _open(folder, tokenizer)
     if found is None:
+        if folder.exists():
+            log.warning("the tokens in %s are damaged; they are made anew", folder)
         try:
-            _write(folder, documents, tokenizer, clock)
+            _write(folder, documents, content, tokenizer, clock)
         except OSError as e:
-            raise DataError(f"the tokens cannot be kept in {folder}: {e.strerror or e}; make room there") from e
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "make room there" if full else "let this user write there, or set DLC_HOME to another folder"
+            raise DataError(f"the tokens cannot be kept in {folder}: {e.strerror or e}; {advice}") from e
         found = _open(folder, tokenizer)
     if found is None:
         raise DataError(f"the tokens in {folder} are damaged; delete that folder")
@@ -187,7 +194,10 @@ def slices(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield together
 
 
-def _write(folder: Path, documents: Documents, tokenizer: Tokenizer, clock: Callable[[], float]) -> None:
+def _write(
+    folder: Path, documents: Documents, content: bytes, tokenizer: Tokenizer, clock: Callable[[], float]
+) -> None:
+    """DataError: the documents are not those of the hash `content` any more, by which the folder is named."""
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     _sweep(folder.parent)
@@ -198,6 +208,11 @@ def _write(folder: Path, documents: Documents, tokenizer: Tokenizer, clock: Call
             _fill(documents, tokenizer, train, held, clock)
             _sync(a)
             _sync(b)
+        if documents.content_hash() != content:
+            raise DataError(
+                "the text changed while it was tokenised, and no other peer would have the same: start again once "
+                "nothing writes to the files of data.source"
+            )
         meta = {"train": asdict(train.meta()), "held": asdict(held.meta())}
         with (temporary / _META).open("wb") as c:
             c.write(json.dumps(meta).encode())
@@ -244,10 +259,12 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Streams | None:
 
 
 def _map(path: Path, meta: StreamMeta, tokenizer: Tokenizer) -> Ids:
-    """ValueError: the file is of another length."""
+    """ValueError: the file holds other ids than were written."""
     dtype = tokenizer.dtype.newbyteorder("<")
     if path.stat().st_size != meta.tokens * dtype.itemsize:
         raise ValueError(f"{path} is cut short")
     if not meta.tokens:
         return np.empty(0, dtype)
+    if blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() != meta.digest:
+        raise ValueError(f"{path} is damaged")
     return np.memmap(path, dtype, mode="r")

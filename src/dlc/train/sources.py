@@ -245,7 +245,9 @@ def _files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _check_text(path: Path) -> None:
-    """DataError: it is compressed, or another thing than its suffix says."""
+    """DataError: it is compressed, or another thing than its suffix says, or a link to none."""
+    if _leads_nowhere(path):
+        raise DataError(f"the data source {path} is a link that leads nowhere: mount what it leads to, or remove it")
     with path.open("rb") as file:
         begins = file.read(LOOKED_AT_BYTES)
     for mark, kind in PACKED.items():
@@ -297,13 +299,17 @@ def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> tuple[lis
         left_out.linked += [path.relative_to(root).as_posix() for path in linked]
         for name in names:
             path = Path(folder, name)
-            if name.startswith(".") or not path.is_file():
+            if name.startswith(".") or not (path.is_file() or _leads_nowhere(path)):
                 continue
             if path.suffix.lower() in suffixes:
                 found.append((path.relative_to(root).as_posix(), path))
             else:
                 left_out.suffixes[path.suffix.lower() or "without"] += 1
     return sorted(found), left_out
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _reraise(error: OSError) -> None:

@@ -16,6 +16,7 @@ Document n of shard s has the name "s/n", and is held out or not by it (see `pac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -71,7 +72,7 @@ class StreamSource:
     marks:          folder for the marks; None: they are kept in memory only.
     clock:          as time.monotonic.
 
-    DataError: a shard holds no document to train on; also later: the stream cannot be read.
+    DataError: a shard holds no text to train on; also later: the stream cannot be read.
     """
 
     def __init__(
@@ -340,7 +341,7 @@ class _Held:
         self.tokens = self.text_bytes = 0
 
     def any_to_train(self) -> bool:
-        """Whether the shard has a document that is not held out."""
+        """Whether the shard has text that is not held out: of empty documents there would be nothing but their ends."""
         while not self._ended and not self._to_train:
             self._read()
         return self._to_train
@@ -353,7 +354,7 @@ class _Held:
             self._ended = True
             return
         pieces = [piece for piece in group[1] if is_validation(piece.name)]
-        self._to_train = self._to_train or len(pieces) < len(group[1])
+        self._to_train = self._to_train or any(piece.text for piece in group[1] if not is_validation(piece.name))
         if pieces:
             self._ids += _encoded(self._tokenizer, pieces)
             self.text_bytes += sum(len(piece.text) for piece in pieces)
@@ -379,7 +380,7 @@ def _barren(stream: Stream, shards: list[int]) -> DataError:
         told = f" (empty files: {', '.join(stream.empty[:3])})"
         advice.insert(0, "take these away")
     return DataError(
-        f"{which} of {stream.place.source} {'hold' if several else 'holds'} no document to train on{told}: "
+        f"{which} of {stream.place.source} {'hold' if several else 'holds'} no text to train on{told}: "
         + ", or ".join(advice)
     )
 
@@ -409,4 +410,6 @@ def _write_marks(file: Path, lines: Collection[str]) -> None:
         temporary.write_text("{" + ",\n".join(lines) + "}")
         os.replace(temporary, file)
     except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # on a full disk one more would stay at each lease
         log.warning("the marks of a stream cannot be kept in %s: %s; a restart will read it from its start", file, e)
