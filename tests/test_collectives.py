@@ -19,11 +19,11 @@ from torch import Tensor
 import dlc
 from dlc import collectives, handles
 from dlc.comm.entries import LogState, SavedLog
-from dlc.comm.events import MemberUp
+from dlc.comm.events import ContributionDropped, MemberUp
 from dlc.comm.grid import USUAL_ELEMS_MIN, Grid
 from dlc.comm.ids import Voter
 from dlc.comm.wire import pack
-from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import RoundLost, RoundTimeout, SwarmClosed, UsageError
 from dlc.exact import Exact
 from dlc.gossip import Gossip
 from dlc.handles import Announced
@@ -55,6 +55,21 @@ def awkward(seed: int) -> dict[str, Tensor]:
 
 def bits(state: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in state.items()}
+
+
+def test_a_round_that_the_others_decided_while_this_peer_was_away_is_lost_and_the_next_one_is_not() -> None:
+    """It was SwarmClosed, as after a leave, so that callers ended for a cut of a minute."""
+    with swarm(2) as peers:
+        mine = torch.ones(3)
+        call = peers[0].all_reduce(mine, name="x", async_op=True)
+        peers[0]._ask(lambda node, now: peers[0]._over(ContributionDropped("x")))
+        peers[0]._ask(lambda node, now: node.withdraw("x"))
+        with pytest.raises(RoundLost, match="of 'x' while this peer was away.*call again"):
+            call.wait(ROUND_S)
+        assert mine.tolist() == [1.0] * 3
+        both = [torch.full((3,), float(i)) for i in range(2)]
+        together(peers, lambda peer, i: peer.all_reduce(both[i], name="x", timeout_s=ROUND_S))
+        assert [x.tolist() for x in both] == [[0.5] * 3] * 2
 
 
 def test_a_state_is_the_same_in_bits_after_packing_and_unpacking() -> None:

@@ -24,7 +24,7 @@ AVERAGE = """
 import sys, torch
 from pathlib import Path
 import dlc
-from dlc.errors import SwarmClosed
+from dlc.errors import RoundLost
 
 ESTABLISHED, LISTENING = "01", "0A"
 
@@ -40,7 +40,7 @@ with dlc.Peer.join([p for p in peers.split(",") if p], run="cuts", key=key, list
     while True:
         try:
             report = peer.all_reduce(torch.ones(4_000_000), name="x", timeout_s=600)
-        except SwarmClosed:  # the other side has gone on meanwhile
+        except RoundLost:
             continue
         whole = report.complete and len(report.contributors) == 2
         print(report.t if whole else 0, *(f"{ours}-{theirs}" for ours, theirs in opened()), flush=True)

@@ -98,7 +98,7 @@ class Collectives(Channels):
 
         All peers call it with the same shapes, in the same order, and the same `name`; of the shapes only the number of
         all elements is checked. Peers that are not ready within `patience_s` (None: half of `timeout_s`) are left out
-        and named in the report. Raises RoundTimeout (the tensors are unchanged), SwarmClosed, UsageError.
+        and named in the report. Raises RoundTimeout or RoundLost (the tensors are unchanged), SwarmClosed, UsageError.
 
         Where nobody's values of a chunk are in the mean, because they are not finite or have weight 0, each peer keeps
         its own there; the report is not `complete` then. After a RoundTimeout the round may still be decided without
@@ -148,7 +148,7 @@ class Collectives(Channels):
         returned yet is not waited for, though it may be among the `members` already.
 
         RoundTimeout: some have not within three quarters of `timeout_s`; it names them, where they are known. The rest
-        of the time is for learning who they are.
+        of the time is for learning who they are. RoundLost: this peer was away meanwhile.
         """
         report = self._waited_for(f"barrier/{name}", vectors.zeros(1), 1.0, timeout_s, BARRIER_SHARE)
         absent = [missing.peer[:8] for missing in report.missing if missing.reason in ("late", "not ready")]
@@ -166,8 +166,8 @@ class Collectives(Channels):
         names the members that were not there, and so may hold something else.
 
         It goes the way of an all-reduce, so each peer sends about 4/3 of the state's bytes. Raises RoundTimeout (the
-        source was not there, or not all of its state came), UsageError (other names, shapes or dtypes), SwarmClosed; in
-        all cases `state` is unchanged.
+        source was not there, or not all of its state came), RoundLost, UsageError (other names, shapes or dtypes),
+        SwarmClosed; in all cases `state` is unchanged.
         """
         instance("source", source, str, "give the id of the peer whose state all are to have, such as peer.id")
         exact = Exact(state)

@@ -13,6 +13,7 @@
     │   ├── WrongKeyError       an address answered, but the handshake failed
     │   └── SpecMismatch        the swarm runs another RunSpec
     ├── RoundTimeout            the caller's own time limit ran out before the round was committed
+    ├── RoundLost               the round went on without the caller, who was away; the next call is none the worse
     ├── SwarmClosed             the peer has left, or its driver thread has ended
     └── ProtocolError           *theirs*: a frame that no correct peer sends; dropped, counted, never fatal
 
@@ -73,6 +74,11 @@ class SpecMismatch(JoinError):
 
 class RoundTimeout(DlcError):
     """The caller's time limit passed before the round was committed; the local tensors are unchanged."""
+
+
+class RoundLost(DlcError):
+    """A round of an all-reduce was decided while this peer was away, so its mean is not here; the tensors are
+    unchanged, and may be averaged anew."""
 
 
 class SwarmClosed(DlcError):

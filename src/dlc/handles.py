@@ -14,7 +14,7 @@ from dlc.comm import vectors
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ledger import Lease
-from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import DlcError, RoundLost, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into
 from dlc.report import RoundReport
 
@@ -170,8 +170,8 @@ class Reduction(Unpicklable):
         """Wait for the round, and write the mean into the tensors. Every further call returns the same report.
 
         RoundTimeout after `timeout_s`: it is still on its way, so wait again or `cancel`; it says what holds the round
-        up, where that is known. SwarmClosed: this peer has left, or its view of the run was replaced. UsageError:
-        cancelled, others have other shapes or codecs, or the tensors were announced and are not `ready`.
+        up, where that is known. RoundLost: this peer was away, and the others have gone on. SwarmClosed: it has left.
+        UsageError: cancelled, others have other shapes or codecs, or the tensors were announced and are not `ready`.
         In all these cases the tensors are unchanged, but those of a call on its way are not the caller's yet.
         """
         if self._cancelled:
@@ -184,9 +184,10 @@ class Reduction(Unpicklable):
         except RoundTimeout as late:
             raise RoundTimeout(f"{late}{self._held_up()}") from None
         if report is None:
-            raise SwarmClosed(
-                "this peer's view of the run was replaced during the round, or the round was decided with the values "
-                "of an earlier call that had timed out; the tensors are unchanged: call again"
+            raise RoundLost(
+                f"the others have gone on from this round of {self._pending.channel!r} while this peer was away, or "
+                "decided it with the values of an earlier call that had timed out; the tensors are unchanged: call "
+                "again"
             )
         if self._pending.misfit:
             raise UsageError(

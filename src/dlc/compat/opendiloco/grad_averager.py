@@ -137,9 +137,10 @@ class DiLoCoGradAverager:
     ) -> dict[str, None] | Control:
         """Average the pseudo-gradients; without `wait`, return the control to wait with. Who is in, by peer id.
 
-        RoundTimeout: not within `timeout` seconds; SwarmClosed: the peer has left. Where the caller has no control, the
-        averaging is given up then, or where the wait is interrupted; the gradients are this peer's own, and the next
-        step averages anew. UsageError, with nothing done: the control was used already.
+        RoundTimeout: not within `timeout` seconds; RoundLost: the others went on while this peer was away; SwarmClosed:
+        it has left. Where the caller has no control, the averaging is given up then, or where the wait is interrupted;
+        the gradients are this peer's own, and the next step averages anew. UsageError, with nothing done: the control
+        was used already.
         """
         if control is not None and control.triggered:
             raise UsageError("this control was used already: schedule another step")
