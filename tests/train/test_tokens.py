@@ -164,10 +164,11 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_is_told(
     whole = (kept / "train.bin").read_bytes()
     (kept / "train.bin").write_bytes(whole[:-2])
     assert torch.equal(opened().batch(range(9)), want) and (kept / "train.bin").read_bytes() == whole
-    assert caplog.messages == [f"the tokens in {kept} are damaged; they are made anew"]
+    damaged = f"the tokens in {kept} are damaged; they are made anew"
+    assert caplog.messages.count(damaged) == 1
     (kept / "train.bin").write_bytes(whole[2:] + whole[:2])  # as a disk does that loses what it was given
     assert torch.equal(opened().batch(range(9)), want) and (kept / "train.bin").read_bytes() == whole
-    assert len(caplog.messages) == 2
+    assert caplog.messages.count(damaged) == 2
     (kept / "streams.json").write_text(json.dumps({"train": {}}))
     assert torch.equal(opened().batch(range(9)), want)
     (kept / "streams.json").unlink()
