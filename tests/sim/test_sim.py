@@ -307,28 +307,17 @@ def test_who_goes_on_with_rounds_on_a_lost_fork_with_a_second_state_of_its_own_f
     good(scenario(810623, 2, 7, FAULTS))
 
 
-def test_a_first_state_that_only_its_holder_had_is_not_opened_with_when_that_has_left() -> None:
-    """It had voted for it; two of the four others died, and those who were left voted for it in vain, which made a
-    quorum with its vote. Of a second channel one of them lacked a state that the other had, and could not get it, as
-    the first state was looked for (found as 832390)."""
-    everyone = (0, 1, 2, 3, 4)
-    plan = Scenario(
+def second_states_go(weather: Weather, starts: tuple[Start, ...], crash: Fault, n_chunks: int, codec: str) -> Scenario:
+    """Seed 832390: one leaves, and two die, the first of them by `crash`; some held states of the second channel."""
+    leave = Fault(9.23853526574511, "leave", who=61228, other=28825)
+    return Scenario(
         832390,
-        (
-            Start(0.24725022722519507, everyone),
-            Start(0.23781559716851208, everyone),
-            Start(1.2717144693627924, everyone, role="helper"),
-            Start(0.6079250666264895, everyone, role="helper"),
-            Start(1.061453392206719, everyone),
-        ),
-        (
-            Fault(9.23853526574511, "leave", who=61228, other=28825),
-            Fault(10.710945589514562, "crash", who=59562, other=1142),
-            Fault(11.240952939839557, "crash", who=27385, other=54285),
-        ),
-        Weather(latency_max_s=0.02, jitter=0.1, loss=0.0, duplicates=0.0, spike=0.0),
-        n_chunks=5,
+        starts,
+        (leave, crash, Fault(11.240952939839557, "crash", who=27385, other=54285)),
+        weather,
+        n_chunks=n_chunks,
         chunk_elems=4,
+        codec=codec,
         inner_s=2.958300677620443,
         uplink_Bps=1e6,
         equal_states=False,
@@ -336,38 +325,40 @@ def test_a_first_state_that_only_its_holder_had_is_not_opened_with_when_that_has
         misfits=True,
         orphans=True,
     )
-    good(plan)
+
+
+CRASH = Fault(10.710945589514562, "crash", who=59562, other=1142)
+
+
+def test_a_first_state_that_only_its_holder_had_is_not_opened_with_when_that_has_left() -> None:
+    """It had voted for it; two of the four others died, and those who were left voted for it in vain, which made a
+    quorum with its vote. Of a second channel one of them lacked a state that the other had, and could not get it, as
+    the first state was looked for."""
+    everyone = (0, 1, 2, 3, 4)
+    starts = (
+        Start(0.24725022722519507, everyone),
+        Start(0.23781559716851208, everyone),
+        Start(1.2717144693627924, everyone, role="helper"),
+        Start(0.6079250666264895, everyone, role="helper"),
+        Start(1.061453392206719, everyone),
+    )
+    calm = Weather(latency_max_s=0.02, jitter=0.1, loss=0.0, duplicates=0.0, spike=0.0)
+    good(second_states_go(calm, starts, CRASH, n_chunks=5, codec="fp32"))
 
 
 def test_the_last_one_left_opens_the_training_though_the_state_of_another_channel_is_gone() -> None:
     """It lacked the second state, which went with its holders, and held no other, as the training was not open yet: it
-    never went on (832390 as it is today)."""
+    never went on."""
     everyone = (0, 1, 2, 3)
-    plan = Scenario(
-        832390,
-        (
-            Start(0.24725022722519507, everyone),
-            Start(0.23781559716851208, everyone),
-            Start(0.6079250666264895, everyone, role="helper"),
-            Start(1.061453392206719, everyone),
-        ),
-        (
-            Fault(9.23853526574511, "leave", who=61228, other=28825),
-            Fault(10.710945589514562, "crash", who=59562, other=1142, target="Plan", part=0.5324537746752418),
-            Fault(11.240952939839557, "crash", who=27385, other=54285),
-        ),
-        Weather(latency_max_s=0.02, jitter=1.0, loss=0.0, duplicates=0.0, spike=0.002),
-        n_chunks=1,
-        chunk_elems=4,
-        codec="fp16",
-        inner_s=2.958300677620443,
-        uplink_Bps=1e6,
-        equal_states=False,
-        channels=("train", "second", "reduce"),
-        misfits=True,
-        orphans=True,
+    starts = (
+        Start(0.24725022722519507, everyone),
+        Start(0.23781559716851208, everyone),
+        Start(0.6079250666264895, everyone, role="helper"),
+        Start(1.061453392206719, everyone),
     )
-    good(plan)
+    jumpy = Weather(latency_max_s=0.02, jitter=1.0, loss=0.0, duplicates=0.0, spike=0.002)
+    crash = dataclasses.replace(CRASH, target="Plan", part=0.5324537746752418)
+    good(second_states_go(jumpy, starts, crash, n_chunks=1, codec="fp16"))
 
 
 def with_second(plan: Scenario) -> Scenario:
