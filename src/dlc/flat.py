@@ -10,6 +10,7 @@ float32 holds every bf16 and fp16 value exactly, so gather is exact; scatter rou
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -165,6 +166,7 @@ class FlatView:
                 _check_dtype(tensor)
                 self.tensors.append(tensor)
                 self._names.append(label)
+        _check_apart(self.tensors, self._names)
         self.numel = sum(t.numel() for t in self.tensors)
         if not self.numel:
             raise UsageError("no trainable parameter: at least one must have requires_grad=True")
@@ -230,6 +232,28 @@ def identity(t: Tensor) -> tuple[object, ...]:
     if not t.numel() or t.device.type == "meta" or not t.data_ptr():  # a part of a sharded one tells no address
         return (id(t),)
     return (t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride())
+
+
+def _check_apart(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """UsageError: two of them are the same memory read in different ways (the transpose of another one, say). What is
+    averaged of each is rounded by itself, so they would not stay the same, and whichever is written last counts.
+
+    Looked at are those that fill the memory from their first element to their last.
+    """
+    spans: list[tuple[str, int, int, str]] = []
+    for t, name in zip(tensors, names, strict=True):
+        if type(t) in (Tensor, nn.Parameter) and t.numel() and t.device.type != "meta" and t.data_ptr():
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            if reach == t.numel():
+                spans.append((str(t.device), t.data_ptr(), t.data_ptr() + reach * t.element_size(), name))
+    spans.sort(key=lambda span: span[:3])
+    for (device, _, end, name), (other, start, _, another) in itertools.pairwise(spans):
+        if device == other and start < end:
+            both = f"the parameters {name} and {another}" if name and another else "two parameters"
+            raise UsageError(
+                f"{both} share memory in other forms, so that each would be averaged by itself, and they would not "
+                "stay the same: keep one of them as a Parameter, and make the other form of it in forward()"
+            )
 
 
 def _is_sharded(t: Tensor) -> bool:

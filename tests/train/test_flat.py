@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,25 @@ def test_tied_weights_count_once_and_frozen_ones_not() -> None:
     assert FlatView([*model[0].parameters(), *model[2].parameters()]).numel == 40
     twin = nn.Parameter(model[0].weight.data)  # another Parameter over the same memory
     assert FlatView([model[0].weight, twin]).numel == 40
+
+
+@pytest.mark.parametrize(
+    "another", [lambda w: w.t(), lambda w: w.view(-1), lambda w: w[1:], lambda w: w.view(2, -1)], ids="tvsr"
+)
+def test_the_same_memory_in_another_form_is_refused(another: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each was rounded by itself: with topk the two had parted by more than half of their size after four rounds."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    model[1].weight = nn.Parameter(another(model[0].weight.data))
+    with pytest.raises(UsageError, match=r"0\.weight and 1\.weight|1\.weight and 0\.weight"):
+        FlatView.of(model)
+
+
+def test_parts_of_one_memory_that_do_not_meet_are_parameters_of_their_own() -> None:
+    """As cuDNN keeps those of an LSTM, or a model the heads of one projection."""
+    memory = torch.zeros(6, 8)
+    rows, columns = memory[:4], memory[4:]
+    assert FlatView([nn.Parameter(rows), nn.Parameter(columns)]).numel == 48
+    assert FlatView([nn.Parameter(memory[:, :3]), nn.Parameter(memory[:, 3:])]).numel == 48
 
 
 def test_gather_into_the_given_vector_and_scatter() -> None:
