@@ -14,6 +14,7 @@ Needs root (network namespaces).
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import threading
@@ -96,6 +97,14 @@ def once(cut_s: float, options: argparse.Namespace) -> tuple[float, float]:
         return seen_s, max(first(workers, name, "round", healed_s, lambda told: told["whole"]) for name in SITES)
 
 
+def cuts_s(text: str) -> list[float]:
+    """Of the command line."""
+    found = [float(cut) for cut in text.split(",")]
+    if not all(CUT_S_MIN <= cut_s < math.inf for cut_s in found):
+        raise argparse.ArgumentTypeError(f"{text}: from {CUT_S_MIN:g} s on, before which nobody is taken for dead")
+    return found
+
+
 def told(seconds: tuple[float, ...]) -> str:
     return f"{statistics.median(seconds):4.1f} ({', '.join(f'{s:.1f}' for s in seconds)})"
 
@@ -105,7 +114,7 @@ def main() -> int:
         worker_main(sys.argv[2:])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cut", default="8,20,45", help="seconds, comma-separated (default 8,20,45)")
+    parser.add_argument("--cut", type=cuts_s, default="8,20,45", help="seconds, comma-separated (default 8,20,45)")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--mb", type=float, default=20.0, help="MB of fp32 per site (default 20)")
     parser.add_argument("--mbit", type=float, default=100.0, help="up and down, of each site (default 100)")
@@ -115,11 +124,8 @@ def main() -> int:
     if reason:
         print(f"not available here: {reason}")
         return 0
-    cuts_s = [float(cut) for cut in options.cut.split(",")]
-    if min(cuts_s) < CUT_S_MIN:
-        parser.error(f"--cut: from {CUT_S_MIN:g} s on, before which nobody is taken for dead")
     print("seconds after a cut: until all saw all | until a round of all three; medians, and all")
-    for cut_s in cuts_s:
+    for cut_s in options.cut:
         seen_s, whole_s = zip(*[once(cut_s, options) for _ in range(options.repeats)], strict=True)
         print(f"cut for {cut_s:3g} s: {told(seen_s)} | {told(whole_s)}", flush=True)
     return 0

@@ -18,6 +18,7 @@ wan_module = benchmark_module("_wan")
 REASON = wan_module.available()
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
+KEY = generate_run_key()
 BULK_BYTES_MIN = 1 << 20
 """More than all else that is said."""
 AVERAGE = """
@@ -65,12 +66,9 @@ class Averaging:
                 self.connections, self.t = set(connections), int(t)
 
 
-KEY = generate_run_key()
-
-
 def test_after_a_cut_connections_are_made_anew_in_place_of_those_on_which_tcp_waits() -> None:
-    """After a cut of 45 s peers saw each other half a minute late, by when one of them had gone on alone; and after one
-    of 30 s, in the middle of a round, chunks waited for 25 s more."""
+    """After a cut of 45 s it took 20 s more until peers saw each other, by when one of them had gone on alone, and 48 s
+    until a round had all of them (benchmarks/cuts.py)."""
     site = wan_module.Site
     with wan_module.Wan({name: site(up_mbit=16, down_mbit=16, delay_ms=5) for name in "ab"}, seed=1) as net:
         sites = [Averaging(net, name) for name in "ab"]

@@ -36,7 +36,7 @@ class Keepalive:
     """How the kernel finds out that the other end of a connection vanished without a word, or the way to it.
 
     Where something is on its way, silence for `silent_s` is enough. Else the kernel would send it once more for a
-    quarter of an hour, ever more seldom, and after a cut of 45 s find half a minute late that there is a way again.
+    quarter of an hour, ever more seldom, and after a cut of 45 s find some 20 s late that there is a way again.
     """
 
     idle_s: int

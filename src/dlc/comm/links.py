@@ -9,8 +9,8 @@ What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
 | what happened                    | events                                                     | kind             |
 |----------------------------------|------------------------------------------------------------|------------------|
 | nobody listens there             | CONNECT_DELAYED, CLOSED                                    | refused          |
-| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | the same, or the |
-| no answer at all                 | CONNECT_DELAYED, CLOSED, after the connect timeout         | next: unreached  |
+| no answer at all                 | the same, after the connect timeout                        | unreached        |
+| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | one or the other |
 | other run key or run name        | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EPIPE, ECONNRESET)  | auth_failed      |
 | refused by the other side's ZAP  | CONNECTED, HANDSHAKE_FAILED_AUTH (400)                     | auth_failed      |
 | only one side has a key          | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (mechanism mismatch), | auth_failed      |
@@ -87,7 +87,8 @@ WINDOW_SPARE = 1.25
 """A window of so many bytes, and of this times what is on the way at the rate of the last round, is enough."""
 
 STALLED_TIMEOUTS = 5
-"""So often in a row something was sent once more, and no answer came: for 6 s, or 31 round trips of more than 0.2 s."""
+"""So often in a row something was sent once more, and no answer came: for 31 times the kernel's first wait, which is
+the round trip and a little more, and 0.2 s at least."""
 
 _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
