@@ -167,7 +167,7 @@ class Two(FakePeer):
 
 def test_eager_goes_on_with_the_share_that_it_had_of_the_last_mean(delayed: RunSpec, tmp_path: Path) -> None:
     eager = dataclasses.replace(delayed, overlap="eager")
-    Run(Two(eager), tmp_path, checkpoint_every=1).go()
+    Run(Two(eager), tmp_path, each_is_saved=True, checkpoint_every=1).go()
     path = saver.folder_of(tmp_path, eager) / saver.name_of(2)
 
     def resumed(**changes: Any) -> Run:

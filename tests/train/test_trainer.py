@@ -23,6 +23,7 @@ from dlc.train.phases import DIVERGED_MAX
 from dlc.train.strategy import CHANNEL
 from dlc.train.telling import Teller
 from dlc.train.trainer import Summary, Trainer
+from tests.helpers import wait_until
 from tests.train.fake_peer import FakeMember, FakePeer
 
 H = 4
@@ -60,10 +61,14 @@ def spec(tmp_path: Path) -> RunSpec:
 
 
 class Run:
-    """A trainer with its events; `on_step` is called after the n-th inner step of the whole run."""
+    """A trainer with its events; `on_step` is called after the n-th inner step of the whole run.
 
-    def __init__(self, peer: FakePeer, folder: Path, **options: Any) -> None:
-        self.peer, self.stop = peer, threading.Event()
+    each_is_saved: no step goes on beside a checkpoint that is being written, beside which none of the next round would
+    be begun: on a slow disk the rounds of it would differ.
+    """
+
+    def __init__(self, peer: FakePeer, folder: Path, *, each_is_saved: bool = False, **options: Any) -> None:
+        self.peer, self.stop, self._each_is_saved = peer, threading.Event(), each_is_saved
         self.events: list[Event] = []
         self.on_step: dict[int, Callable[[], object]] = {}
         self._steps = 0
@@ -76,6 +81,8 @@ class Run:
         self.events.append(event)
         if event["event"] == "step":
             self._steps += 1
+            if self._each_is_saved:
+                wait_until(lambda: not self.trainer._saver.busy, what="the checkpoint to be written")
             self.on_step.get(self._steps, lambda: None)()
 
     def go(self) -> Summary:
@@ -301,7 +308,7 @@ def test_where_there_is_no_room_for_one_more_checkpoint_the_oldest_makes_way(
 ) -> None:
     spec = dataclasses.replace(spec, rounds=4)
     disk = Disk(saver.folder_of(tmp_path, spec), 3, monkeypatch, quota=quota)
-    run = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=3)
+    run = Run(FakePeer(spec), tmp_path, each_is_saved=True, checkpoint_every=1, keep=3)
     summary = run.go()
     assert summary.saved and disk.names() == [f"t-{t:08}.safetensors" for t in (2, 3, 4)]
     assert saver.newest(tmp_path, spec).path == summary.checkpoint  # type: ignore[union-attr]
