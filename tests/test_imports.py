@@ -20,7 +20,7 @@ FACES = ("dlc.cli", "dlc.demo", "dlc.bench", "dlc.monitor", "dlc.compat", "dlc.i
 PURE = ("wire", "ids", "messages", "measures", "catalogue", "entries", "ledger", "codecs", "grid", "reducer", "choose")
 PURE += ("framing", "straggler", "codecbase", "castcodecs", "blockcodecs", "sparsecodec", "partition", "rates", "spans")
 PURE += ("meshmessages", "spanstate", "servermessages", "claims", "probemessages", "window", "vectors")
-PURE += ("strides", "turns")
+PURE += ("strides", "turns", "dropped")
 """Parts of comm/ that are values and functions: no state machine, no input or output."""
 LEAVES = ("errors", "options", "runspec", "strategyspec", "pacespec", "report")
 """Modules that everybody may import, and that import only each other."""

@@ -535,12 +535,16 @@ def test_nothing_stalls_before_T_stall_and_T_dead_nor_while_contributions_become
     ctx, exchange = coordinator.ctx, coordinator.exchange
     stall_s = coordinator._stall_s() + ctx.members.t_dead_s
     coordinator._lacks.clear()
-    coordinator._moved, exchange.patience.fills_until = ctx.running_s - stall_s + 0.1, 0.0
+    patience = exchange.collector.patience
+    coordinator._moved, patience.fills_until = ctx.running_s - stall_s + 0.1, 0.0
     coordinator._watch()
-    coordinator._moved, exchange.patience.fills_until = ctx.running_s - 10 * stall_s, ctx.running_s - stall_s + 0.1
+    coordinator._moved, exchange.collector.patience.fills_until = (
+        ctx.running_s - 10 * stall_s,
+        ctx.running_s - stall_s + 0.1,
+    )
     coordinator._watch()
     assert coordinator.plan is plan
-    exchange.patience.fills_until = 0.0
+    patience.fills_until = 0.0
     coordinator._moved = ctx.running_s - stall_s - 0.1
     coordinator._watch()
     assert coordinator.phase == PREP and coordinator._mute == (owner,)
@@ -562,7 +566,7 @@ def test_a_coordinator_bears_with_what_living_owners_bear_with_twice_as_long_eac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     coordinator, _, owner = lacking()
-    stall_s = coordinator.exchange.stall_s
+    stall_s = coordinator.exchange.collector.stall_s
     assert coordinator._stall_s() == stall_s
     coordinator._bears_s = {owner: 3 * stall_s}
     told = []

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import get_codec
+from dlc.comm.collector import STRAY_CHUNKS_MAX
 from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
-from dlc.comm.exchange import STRAY_CHUNKS_MAX, Exchange, Offered, result_hash
+from dlc.comm.exchange import Exchange, Offered, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import (
@@ -191,7 +192,7 @@ def test_a_late_contributor_that_is_heard_again_is_waited_for_again(exchange: Ex
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(plan(), (ME, OTHER), {})
     at(exchange, 2.1)
-    assert exchange.patience.given_up(OTHER)
+    assert exchange.collector.patience.given_up(OTHER)
     exchange.receive_contrib(OTHER, part(exchange, 3, 4.0))
     exchange.close_due()
     assert list(exchange.held) == [3]
@@ -223,7 +224,7 @@ def test_whoever_is_held_up_by_a_slower_one_is_not_accused(exchange: Exchange) -
     for step in range(1, 6):
         at(exchange, 0.35 * step)
         exchange.close_due()
-    assert exchange.patience._waited_s == {OTHER: 0.0, third: pytest.approx(0.35 * 5)}
+    assert exchange.collector.patience._waited_s == {OTHER: 0.0, third: pytest.approx(0.35 * 5)}
 
 
 def test_a_stop_of_my_own_is_not_the_silence_of_others(exchange: Exchange) -> None:
@@ -257,7 +258,7 @@ def test_a_slow_uplink_is_not_taken_for_silence(exchange: Exchange) -> None:
     exchange.begin(plan(grid=big), [ME, OTHER, *(Voter(f"v{i}", 1) for i in range(6))], {})
     at(exchange, 41.0)
     exchange.close_due()
-    assert not exchange.held and exchange.stall_s > 41.0
+    assert not exchange.held and exchange.collector.stall_s > 41.0
     at(exchange, 43.0)
     exchange.close_due()
     assert exchange.complete
@@ -326,7 +327,7 @@ def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) 
     exchange.begin(plan(), (ME, OTHER), {})
     for number in range(3 * STRAY_CHUNKS_MAX):
         exchange.receive_contrib(OTHER, part(exchange, 1000 + number, 1.0, channel="z"))
-    kept = sum(len(by) for chunks in exchange._parts.values() for by in chunks.values())
+    kept = sum(len(by) for chunks in exchange.collector.parts.values() for by in chunks.values())
     assert kept <= STRAY_CHUNKS_MAX and exchange.dropped.total() >= 4 * STRAY_CHUNKS_MAX
 
 
@@ -334,10 +335,10 @@ def test_parts_that_no_plan_asks_for_are_limited_in_bytes_too(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(part(exchange, 0, 1.0).payload)
-    monkeypatch.setattr("dlc.comm.exchange.STRAY_BYTES_MAX", 3 * size)
+    monkeypatch.setattr("dlc.comm.collector.STRAY_BYTES_MAX", 3 * size)
     for number in range(5):
         exchange.receive_contrib(OTHER, part(exchange, number, 1.0))
-    assert sum(len(by) for chunks in exchange._parts.values() for by in chunks.values()) == 3
+    assert sum(len(by) for chunks in exchange.collector.parts.values() for by in chunks.values()) == 3
     assert {key[0] for key in exchange.dropped} == {OTHER.peer} and exchange.dropped.total() == 2
 
 

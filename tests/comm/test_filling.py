@@ -207,12 +207,12 @@ def test_whoever_expects_to_take_its_time_is_not_late_before_that(exchange: Exch
     for now in range(int(OVERTIME * FILL_S)):
         at(exchange, float(now))
         exchange.close_due()
-    assert not exchange.held and exchange.fills_until == OVERTIME * FILL_S
+    assert not exchange.held and exchange.collector.fills_until == OVERTIME * FILL_S
     at(exchange, OVERTIME * FILL_S + SILENCE_S)
     exchange.close_due()
     assert {x.reason for r in exchange.held.values() for x in r.header.excluded} == {"late"}
     exchange.reset()
-    assert not exchange.fills_until
+    assert not exchange.collector.fills_until
 
 
 def test_an_owner_goes_on_without_its_own_part_if_that_never_comes(exchange: Exchange) -> None:

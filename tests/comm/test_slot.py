@@ -574,10 +574,10 @@ def test_missing_results_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(exchange, "send_again", again_of.append)
     exchange.last_gain = ctx.now
     assert not member.sent(slot._fetch_missing)
-    ctx.now += exchange.stall_s
-    exchange.patience.fills_until = ctx.running_s + 1.0
+    ctx.now += exchange.collector.stall_s
+    exchange.collector.patience.fills_until = ctx.running_s + 1.0
     assert not member.sent(slot._fetch_missing)
-    exchange.patience.fills_until = 0.0
+    exchange.collector.patience.fills_until = 0.0
     assert msg.Fetch in member.kinds(slot._fetch_missing) and again_of == exchange.missing()
     assert not member.sent(slot._fetch_missing)
 

@@ -34,10 +34,10 @@ import torch
 
 from dlc.comm import ledger
 from dlc.comm import messages as msg
+from dlc.comm.collector import Collector
 from dlc.comm.coordinator import RUN, Coordinator
 from dlc.comm.entries import CONFIG, ROUND, Part
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, RoundDone
-from dlc.comm.exchange import Exchange
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import ChunkHeader, Result
@@ -186,7 +186,7 @@ def test_parts_of_an_offer_that_was_taken_back_are_none_of_the_next_one(monkeypa
     strays = [p for p in rest if p is not a]
 
     def kept() -> bool:
-        by_chunk = [part for p in strays for part in p.node.exchange._parts.get(("calls", base), {}).values()]
+        by_chunk = [part for p in strays for part in p.node.exchange.collector.parts.get(("calls", base), {}).values()]
         return sum(a.voter in part for part in by_chunk) > 30
 
     stage.until(kept, 40.0)
@@ -286,7 +286,7 @@ def test_a_part_of_a_revoked_lease_is_not_averaged(monkeypatch: pytest.MonkeyPat
     base = o.node.log.state.base(TRAIN)
 
     def parts_of_x() -> list[msg.Contrib]:
-        chunks = o.node.exchange._parts.get((TRAIN, base), {}).values()
+        chunks = o.node.exchange.collector.parts.get((TRAIN, base), {}).values()
         return [by[x.voter] for by in chunks if x.voter in by]
 
     stage.hold = lambda source, target, m: isinstance(m, msg.Plan) and target == o.host.name
@@ -379,7 +379,7 @@ def test_a_part_that_comes_before_the_plan_that_asks_for_it_is_kept() -> None:
     )
 
     def early() -> bool:
-        by_chunk = slow.node.exchange._parts.get((TRAIN, plan.entry.parent), {})
+        by_chunk = slow.node.exchange.collector.parts.get((TRAIN, plan.entry.parent), {})
         mine = {c for c, o in enumerate(plan.assignment) if plan.owners[o] == slow.voter}
         return any(coordinator.voter in by for chunk, by in by_chunk.items() if chunk not in mine)
 
@@ -634,7 +634,7 @@ def test_owners_that_bear_with_a_silence_are_asked_anew_not_for_ever(
     stage = Stage(4)
     mute = {p.host.name for p in ranked(stage)[2:]}
     monkeypatch.setattr(Patience, "silence_s", lambda self, voter: 13.0)
-    monkeypatch.setattr(Exchange, "stall_s", property(lambda self: 2.0))
+    monkeypatch.setattr(Collector, "stall_s", property(lambda self: 2.0))
     stage.hold = lambda source, target, m: source in mute and isinstance(m, msg.Contrib)
     t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers()) + 1
     reports = stage.committed(t, ranked(stage)[:2], limit_s=60.0)
@@ -667,7 +667,9 @@ def test_a_round_with_an_earlier_offer_does_not_count_the_present_one() -> None:
         return late and target != first.host.name
 
     def kept() -> int:
-        return sum(giver.voter in by for p in rest for ch in p.node.exchange._parts.values() for by in ch.values())
+        return sum(
+            giver.voter in by for p in rest for ch in p.node.exchange.collector.parts.values() for by in ch.values()
+        )
 
     stage.hold = crosses
     stage.until(lambda: giver.node.slot.plan is not None and giver.node.slot.plan.entry.kind == ROUND)

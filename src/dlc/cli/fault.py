@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlc.comm.ids import PeerId
-from dlc.comm.messages import Bulk
+from dlc.comm.messages import Bulk, Result
 from dlc.comm.node import Node
 from dlc.peer import Peer
 
@@ -26,14 +26,15 @@ def kill_in_round(peer: Peer, channel: str, t: int, last_words: Callable[[], Non
         os.kill(os.getpid(), signal.SIGKILL)
 
     def arm(node: Node, now: float) -> None:
-        close = node.exchange._close
+        collector = node.exchange.collector
+        close = collector._close
 
-        def last(*chunk: Any) -> None:
+        def last(*chunk: Any) -> Result:
             if ripe(node) and unfinished(node) == 1:
                 die(node)
-            close(*chunk)
+            return close(*chunk)
 
-        setattr(node.exchange, "_close", last)  # noqa: B010  a method of one object, on purpose
+        setattr(collector, "_close", last)  # noqa: B010  a method of one object, on purpose
 
     strike(peer, ripe, die)
     peer._ask(arm)
@@ -59,11 +60,4 @@ def strike(peer: Peer, ripe: Callable[[Node], bool], act: Callable[[Node], None]
 
 def unfinished(node: Node) -> int:
     """Chunks of the present plan that this peer owns and has not finished."""
-    exchange = node.exchange
-    plan = exchange.plan
-    if plan is None:
-        return 0
-    return sum(
-        owner >= 0 and plan.owners[owner] == node.me and chunk not in exchange.held
-        for chunk, owner in enumerate(plan.assignment)
-    )
+    return node.exchange.collector.n_open

@@ -373,7 +373,7 @@ class Coordinator:
         if owner_lost:
             self._next_ballot(self.deciders)
             return
-        still_s = self.ctx.running_s - max(self._moved, self.exchange.fills_until)
+        still_s = self.ctx.running_s - max(self._moved, self.exchange.collector.fills_until)
         if still_s > self._stall_s() + members.t_dead_s:
             self._stalled(plan)
 
@@ -381,12 +381,9 @@ class Coordinator:
         """How long nothing may move. An owner knows the pace of who sends to it, and may wait for longer than I would.
         At first another owner is asked, which may not; but each new ballot makes all of them wait anew, and where all
         wait for long the round would never end. So I bear with them for twice as long each time."""
-        members = self.ctx.members
+        members, own_s = self.ctx.members, self.exchange.collector.stall_s
         told_s = (bears_s for voter, bears_s in self._bears_s.items() if members.alive(voter))
-        return max(
-            self.exchange.stall_s,
-            min(self.exchange.stall_s * 2.0 ** min(self._stalls, DOUBLINGS_MAX), max(told_s, default=0.0)),
-        )
+        return max(own_s, min(own_s * 2.0 ** min(self._stalls, DOUBLINGS_MAX), max(told_s, default=0.0)))
 
     def _stalled(self, plan: Plan) -> None:
         """Everybody answers, but nothing moves: go on without those who owe what is missing.

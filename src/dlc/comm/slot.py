@@ -197,7 +197,14 @@ class Slot:
         exchange = self.exchange
         lacks = {plan.assignment[chunk] for chunk in exchange.missing()} - {-1}
         held = len(exchange.held)
-        return Progress(self.log.head, plan.ballot, held, exchange.gained, tuple(sorted(lacks)), exchange.waits_s)
+        return Progress(
+            self.log.head,
+            plan.ballot,
+            held,
+            exchange.collector.gained,
+            tuple(sorted(lacks)),
+            exchange.collector.waits_s,
+        )
 
     def receive_nack(self, sender: Voter, m: Nack) -> None:
         self.seen = max(self.seen, m.promised)
@@ -407,9 +414,9 @@ class Slot:
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
         now = self.ctx.now
-        if self.ctx.running_s < self.exchange.fills_until:
+        if self.ctx.running_s < self.exchange.collector.fills_until:
             return  # what is missing may not be made yet
-        stall_s = self.exchange.stall_s / 2
+        stall_s = self.exchange.collector.stall_s / 2
         if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
             return
         self._last_fetch = now

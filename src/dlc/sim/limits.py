@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dlc.comm.collector import STRAY_CHUNKS_MAX
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import IMAGES_MAX, STEPS_MAX
 from dlc.comm.entries import ROUND
-from dlc.comm.exchange import EARLY_BYTES_MAX, STRAY_CHUNKS_MAX
+from dlc.comm.exchange import EARLY_BYTES_MAX
 from dlc.comm.log import CHAIN_MAX, HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX
 from dlc.comm.outbox import SERVED_MAX
 
@@ -52,7 +53,7 @@ def _exchange(process: Process) -> Iterator[Size]:
     for peer, results in exchange.outbox.results.items():
         yield f"results for {peer}", len(results), 2 * chunks  # of this plan, and those of an older one that it fixes
     senders: Counter[str] = Counter()
-    for (channel, base), by_chunk in exchange._parts.items():
+    for (channel, base), by_chunk in exchange.collector.parts.items():
         yield f"parts of an old base of {channel}", int(base != state.base(channel)), 0
         for by_sender in by_chunk.values():
             senders.update(v.peer for v in by_sender)
