@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from dlc.comm import imageoffers
 from dlc.comm import messages as msg
-from dlc.comm import sync as sync_module
 from dlc.comm.effects import Effect, Send
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, ChannelState, Entry, LogState
 from dlc.comm.grid import Grid
@@ -130,9 +130,9 @@ def test_a_first_state_is_asked_of_those_who_lack_another_one_too() -> None:
     ]
     sync = one.node.sync
     assert sync._holders(["second"]) == []
-    sync.first_states = {"second": bytes(32)}
+    sync.offers.first_states = {"second": bytes(32)}
     assert sync._holders(["second"]) == [other.voter]
-    sync.first_states = {}
+    sync.offers.first_states = {}
     full = tuple(msg.StateDigest(f"a{i:03}", bytes(32)) for i in range(STATES_MAX))
     one.node.members.records = lambda: [  # type: ignore[method-assign]
         dataclasses.replace(record, head=one.node.log.head, synced=False, states=full)
@@ -260,7 +260,7 @@ def test_a_state_that_has_come_is_taken_though_another_channel_was_opened_meanwh
     Log.commit(fed.log, opening, (), (), None)  # the simulation looks on, and nobody has decided this
     fed.give()
     assert fed.train.synced and fed.train.state.digest() == right.digest()
-    assert fed.sync._unsynced() == ["second"]
+    assert fed.sync.offers.unsynced() == ["second"]
 
 
 def test_of_an_offer_that_cannot_be_taken_no_state_is_called_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +358,7 @@ def test_a_state_that_most_who_stand_there_deny_is_not_fetched(monkeypatch: pyte
         return [dataclasses.replace(record, voter=Voter(f"q{i}", 1)) for i in range(len(told))]
 
     monkeypatch.setattr(members, "records", records)
-    monkeypatch.setattr(sync_module, "told_digest", lambda r, head, channel: told[int(r.voter.peer[1:])])
+    monkeypatch.setattr(imageoffers, "told_digest", lambda r, head, channel: told[int(r.voter.peer[1:])])
     for told[:], taken in (([bytes(32)], False), ([bytes(32), newer.digest()], True), ([b""], True)):
         assert fed.offer(state, (TRAIN, newer)) == taken, told
 
@@ -406,10 +406,10 @@ def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
         sync._asked, sync.donor = dict(asked), voter
         sync.receive_offer(voter, given)
         assert sync._download is None and (sync.donor is None) == bool(asked)
-    sync._bad_images.add((voter, offer.images[0].digest))
+    sync.offers.bad.add((voter, offer.images[0].digest))
     sync.receive_offer(voter, offer)
     assert sync._download is None, "that digest was found to be wrong"
-    sync._bad_images.clear()
+    sync.offers.bad.clear()
     sync.receive_offer(voter, offer)
     assert sync._download is not None
 
@@ -450,16 +450,16 @@ def test_a_size_is_believed_of_two_or_where_there_is_nobody_else(monkeypatch: py
     donor = fed.other.voter
     (record,) = (r for r in fed.process.node.members.records() if r.voter == donor)
     here = [record, dataclasses.replace(record, voter=Voter("q0", 1))]
-    monkeypatch.setattr(sync_module, "alive_records", lambda ctx: here)
-    monkeypatch.setattr(sync_module, "told_digest", lambda record, head, channel: bytes(32))
+    monkeypatch.setattr(imageoffers, "alive_records", lambda ctx: here)
+    monkeypatch.setattr(imageoffers, "told_digest", lambda record, head, channel: bytes(32))
     image = msg.ImageOffer(TRAIN, b"i" * 32, 7, PIECE, (b"p" * 32,))
-    fed.sync._another_size(donor, image, fed.log.head)
-    fed.sync._another_size(donor, image, fed.log.head)
-    assert not fed.train.misfit and not fed.sync._bad_images, "of that size, too, a state may be brought here yet"
+    fed.sync.offers._another_size(donor, image, fed.log.head)
+    fed.sync.offers._another_size(donor, image, fed.log.head)
+    assert not fed.train.misfit and not fed.sync.offers.bad, "of that size, too, a state may be brought here yet"
     if gone:
         here.pop()
-    fed.sync._another_size(donor if gone else Voter("q0", 1), image, fed.log.head)
-    assert fed.train.misfit and not fed.train.synced and not fed.sync._unsynced(), "no other could help"
+    fed.sync.offers._another_size(donor if gone else Voter("q0", 1), image, fed.log.head)
+    assert fed.train.misfit and not fed.train.synced and not fed.sync.offers.unsynced(), "no other could help"
 
 
 FALSE_STATES: dict[str, Callable[[LogState], dict[str, Any]]] = {

@@ -19,10 +19,10 @@ from dlc.comm.download import Download, Staged
 from dlc.comm.entries import LogState
 from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
+from dlc.comm.imageoffers import IMAGE_BYTES_MAX
 from dlc.comm.images import PIECE_BYTES, PIECES_MAX, Image, PieceLimits
 from dlc.comm.lanes import BULK_FRAME_BYTES_MAX
 from dlc.comm.log import CHAIN_SENT_MAX, HISTORY_ROUNDS_MAX
-from dlc.comm.sync import IMAGE_BYTES_MAX
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import CheckpointError
 from dlc.runspec import OuterSpec

@@ -8,27 +8,27 @@ Whoever learns of an alive peer with a greater history asks it what follows its 
   IMAGES --nobody is left who has them-----> IDLE (what came is kept for the next offer that names the same images)
   IMAGES --mine is of another kind---------> IDLE (the application is told; that channel is asked for no more)
 
-Pieces are asked of every alive peer that stands at the offered head or beyond (`download.py`); the other side of this
-conversation is `donations.py`.
+Which offers are taken is `imageoffers.py`. Pieces are asked of every alive peer that stands at the offered head or
+beyond (`download.py`); the other side of this conversation is `donations.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from dlc.comm.context import Context
 from dlc.comm.donations import Donations
 from dlc.comm.download import Download, Staged
-from dlc.comm.entries import EMPTY, OPEN, ROUND, Entry, LogState, manifest_hash
-from dlc.comm.events import BadImage, ChannelSynced, HistoryLost, StateMisfit
+from dlc.comm.entries import EMPTY, ROUND, Entry, manifest_hash
+from dlc.comm.events import ChannelSynced, HistoryLost
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Voter
+from dlc.comm.imageoffers import ImageOffers, opened
 from dlc.comm.images import PieceLimits
 from dlc.comm.log import Attached, Log
 from dlc.comm.messages import (
     Fetch,
-    ImageOffer,
     NoOffer,
     NoPiece,
     Offer,
@@ -40,7 +40,7 @@ from dlc.comm.messages import (
 )
 from dlc.comm.permit import alive_records, greater_alive
 from dlc.comm.records import STATES_MAX, key_of, told_digest
-from dlc.comm.shapes import plausible_entry, plausible_results, plausible_state
+from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
 
 STEPS_IN_FLIGHT = 2
@@ -50,11 +50,8 @@ BEST = 3
 ASK_AGAIN_S = 1.0
 OFFER_S = 60.0
 """An offer that comes later than this after the question is not waited for: a donor hashes 1 GB in about 2 s."""
-IMAGE_BYTES_MAX = 1 << 38
 TAKEN = "taken"
 """Use of the log's pin: entries are kept from the first question on, as the answer may be of that head."""
-BAD_IMAGES_MAX = 64
-"""Images remembered as bad; more of them than this are tried again."""
 
 
 class Sync:
@@ -74,8 +71,6 @@ class Sync:
         self.accepted_first = accepted_first
         """Digest of the first state that I accepted in this slot, if it is an opening."""
         self.donor: Voter | None = None
-        self.first_states: dict[str, bytes] = {}
-        """Channels about to be opened with another first state than mine: the digest to fetch."""
         self._steps: list[Step] = []
         self._results: dict[bytes, Result] = {}
         self._asked: dict[Voter, float] = {}
@@ -85,13 +80,7 @@ class Sync:
         """Images of the last download as far as they came: one per channel, until it is in step."""
         self.limits = PieceLimits(piece_bytes)
         self.donations = Donations(ctx, log, exchange, self.limits)
-        self._bad_images: set[tuple[Voter, bytes]] = set()
-        """(donor, digest that it named): what came was another state."""
-        self._told_size: dict[str, tuple[Voter, int]] = {}
-        """By channel: who offered an image of another size than mine, and the size."""
-        self._kept_back: tuple[bytes | None, float] = (None, 0.0)
-        """Where my history parts from one of which I was offered less than I hold, and the running time at which I was
-        first. That is my head where I may follow; on a fork it stays, though I go on with rounds of my own."""
+        self.offers = ImageOffers(ctx, log, self.limits)
         self._contradicted: tuple[bytes, frozenset[Voter]] = (b"", frozenset())
         """A head of mine, and who says of it, or of what follows it, what cannot be if my log is right."""
         self._asked_at = -1e9
@@ -106,7 +95,7 @@ class Sync:
     def tick(self) -> None:
         now = self.ctx.now
         self.donations.tick()
-        unsynced = self._unsynced()
+        unsynced = self.offers.unsynced()
         if not unsynced and self._download is None:
             self.log.pin(TAKEN, b"")
         if self._staged and not (unsynced or greater_alive(self.ctx, self.log)):
@@ -139,17 +128,6 @@ class Sync:
         down = self._download
         return self.donations.working or (down is not None and down.complete)
 
-    def _unsynced(self) -> list[str]:
-        """Channels whose state must come as an image although the log may be up to date."""
-        attached = {c: a for c, a in self.log.attached.items() if not a.misfit}
-        if self.first_states:
-            self.first_states = {
-                c: d
-                for c, d in self.first_states.items()
-                if c in attached and not self.log.is_open(c) and attached[c].digest != d
-            }
-        return [c for c, a in attached.items() if c in self.first_states or (not a.synced and self.log.is_open(c))]
-
     def fetch_first_state(self, donor: Voter, channel: str, digest: bytes) -> None:
         """A plan opens this channel with another first state than mine: take the coordinator's before voting."""
         attached = self.log.attached[channel]
@@ -159,8 +137,8 @@ class Sync:
         if kept is not None:
             self._replace(attached, channel, memoryview(kept), digest)
             return
-        known = self.first_states.get(channel) == digest
-        self.first_states[channel] = digest
+        known = self.offers.first_states.get(channel) == digest
+        self.offers.first_states[channel] = digest
         # The coordinator may lack it too, if it proposes what others accepted: then everybody is asked in turn.
         self.start(hint=None if known else donor)
 
@@ -170,7 +148,7 @@ class Sync:
             return
         greater = sorted(greater_alive(self.ctx, self.log), key=lambda r: (key_of(r), r.synced), reverse=True)
         ahead = [r.voter for r in greater]
-        lacking = self._unsynced()
+        lacking = self.offers.unsynced()
         image = bool(lacking)
         if not (ahead or image or hint):
             return
@@ -181,7 +159,7 @@ class Sync:
         if not ahead:
             return
         # Turn by turn among the best few, so that one silent donor is not asked for ever.
-        best = ahead if self.first_states else ahead[:BEST]
+        best = ahead if self.offers.first_states else ahead[:BEST]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         if image and self.log.after(self.log.pinned.get(TAKEN, b"")) is None:
             self.log.pin(TAKEN, self.log.head)
@@ -190,7 +168,7 @@ class Sync:
             self.donor: self.ctx.now
         }
         state = self.log.state
-        wanted = tuple(self.first_states.values())
+        wanted = tuple(self.offers.first_states.values())
         snapshot = image or state.head == EMPTY or self._misled(r.voter for r in greater[:BEST])
         self.ctx.send(self.donor, SyncReq(state.head, state.depth, snapshot, wanted))
 
@@ -206,7 +184,7 @@ class Sync:
         near = [r for r in alive_records(self.ctx) if r.head == head or r.head in recent]
         says = {r.voter: any(told_digest(r, r.head, c) for c in lacking) for r in near}
         # No record tells of first states, nor of more channels than it has room for: who lacks another may have them.
-        near = [r for r in near if r.synced or says[r.voter] or self.first_states or len(r.states) == STATES_MAX]
+        near = [r for r in near if r.synced or says[r.voter] or self.offers.first_states or len(r.states) == STATES_MAX]
         near.sort(key=lambda r: (not says[r.voter], r.head != head))
         return [r.voter for r in near]
 
@@ -287,19 +265,12 @@ class Sync:
     def receive_offer(self, sender: Voter, m: Offer) -> None:
         if sender not in self._asked or self.busy:
             return
-        wanted = [i for i in m.images if self._needs(m, i)]
-        plausible = plausible_state(m) and self._as_told(sender, m.state)
-        plausible = plausible and all(_plausible(i, self.limits) for i in wanted)
-        plausible = plausible and not any(self._outvoted(m.state.head, i) for i in wanted)
-        plausible = plausible and not any((sender, i.digest) in self._bad_images for i in wanted)
-        if not plausible or not self._of_use(m, wanted):
+        wanted = self.offers.wanted(sender, m)
+        if wanted is None:
             if sender == self.donor:
                 self.donor = None
             return
-        misfits = [i for i in wanted if i.image_bytes != self.log.attached[i.channel].state.image_bytes()]
-        if misfits:
-            for image in misfits:
-                self._another_size(sender, image, m.state.head)
+        if not self.offers.fit(sender, m, wanted):
             self.donor = None  # what it has of other channels is asked for next
             return
         self.donor, self._heard_at = sender, self.ctx.now
@@ -309,56 +280,8 @@ class Sync:
         self._ask_pieces()
         self._finish_if_complete()
 
-    def _of_use(self, m: Offer, wanted: Sequence[ImageOffer]) -> bool:
-        """Its history is greater than mine, and it gives what I would lose by it; or the same where I lack a state that
-        it has; or mine has gone on since I asked, by entries that I can apply to that state."""
-        if m.state.key > self.log.state.key:
-            return not self._would_lose(m)
-        if self.log.after(m.state.head) is None:
-            return False
-        lacking = set(self._unsynced()) - self.first_states.keys()
-        proven = (i for i in m.images if self._opened(m, i.channel) and self._is_mine(i))
-        # What I lack of several channels may be with several peers.
-        first = any(self.first_states.get(i.channel) == i.digest for i in m.images)
-        return first or any(image.channel in lacking for image in (*wanted, *proven))
-
-    def _would_lose(self, m: Offer) -> bool:
-        """I hold a state, its channel had rounds since, and the donor does not have what these made of it: entry by
-        entry I may come there yet, if not from this donor. For T_evict; then nobody is here who could show me, and what
-        I hold is of a history that is given up, or of no use to anybody."""
-        given = {i.channel for i in m.images}
-        held = (c for c in self.log.attached if c not in given and self.log.holds(c))
-        if all(m.state.base(c) == self.log.state.base(c) for c in held):
-            return False
-        parted, since = self._kept_back
-        if parted != (now := self.log.parted_at(m.chain)):
-            self._kept_back = now, self.ctx.running_s
-            return True
-        return self.ctx.running_s - since < self.ctx.members.t_evict_s
-
-    def _as_told(self, donor: Voter, state: LogState) -> bool:
-        """The donor's record, if it stands at the head of this state, says the same of it."""
-        record = self.ctx.members.record(donor.peer)
-        return record is None or record.head != state.head or key_of(record) == state.key
-
-    def _outvoted(self, head: bytes, image: ImageOffer) -> bool:
-        """Most of those who stand there hold another state: its donor does not know yet that its own differs."""
-        told = [told_digest(r, head, image.channel) for r in self.ctx.members.records() if r.voter != self.ctx.me]
-        return 2 * sum(d == image.digest for d in told if d) < sum(1 for d in told if d)
-
     def _is_ancestor(self, m: Offer) -> bool:
         return self.log.head == EMPTY or self.log.head in m.chain
-
-    def _needs(self, offer: Offer, image: ImageOffer) -> bool:
-        """I lack this state. Of a channel that is not open yet only the first state that is about to open it: mine may
-        be needed by others."""
-        attached = self.log.attached.get(image.channel)
-        if attached is None or attached.misfit or attached.digest == image.digest:
-            return False
-        if offer.state.key <= self.log.state.key and attached.synced and self.log.is_open(image.channel):
-            return False  # one of us is wrong, which its digest shows in a round; others of its images may be of use
-        first = self.first_states.get(image.channel) == image.digest
-        return first or self._opened(offer, image.channel) or self._opened_since(offer, image)
 
     def _ask_pieces(self) -> None:
         """Keep the windows of all donors full."""
@@ -390,29 +313,23 @@ class Sync:
             self._download.refuse(sender, m.channel, m.digest)
             self._ask_pieces()
 
-    def _remember_bad(self, down: Download, donor: Voter | None, channels: list[str]) -> None:
-        """Its donor's memory, or its word, is wrong: the same offer is not taken from it again."""
-        if donor is None:
-            return
-        for channel in channels:
-            if len(self._bad_images) >= BAD_IMAGES_MAX:
-                self._bad_images.clear()
-            self._bad_images.add((donor, down.staged[channel].image.digest))
-            self.ctx.notify(BadImage(donor, channel))
-
     def _finish_if_complete(self) -> None:
         """All pieces verified: switch to the offered state at once, or change nothing."""
         down = self._download
         if down is None or not (down.complete and down.verified):
             return
-        offer, donor = down.offer, self.donor
-        self._download = None
-        self.donor = None
+        donor, self.donor, self._download = self.donor, None, None
         self._asked_at = -1e9
-        bad = [channel for channel, staged in down.staged.items() if not staged.sound]
-        if bad:
-            self._remember_bad(down, donor, bad)
-            return
+        bad = [staged.image for staged in down.staged.values() if not staged.sound]
+        if not bad:
+            self._switch(down)
+        elif donor is not None:
+            for image in bad:
+                self.offers.remember_bad(donor, image)
+
+    def _switch(self, down: Download) -> None:
+        """From what I hold to the offered state, and what I know to follow it."""
+        offer = down.offer
         # The log may have gone on meanwhile: then what is kept of it is applied to the image. None: too far.
         ahead = offer.state.key < self.log.state.key
         later = self.log.after(offer.state.head) if ahead else []
@@ -425,8 +342,8 @@ class Sync:
             attached = self.log.attached.get(image.channel)
             if attached is None or (ahead and attached.synced):
                 continue
-            same = attached.digest == image.digest and self._opened(offer, image.channel)
-            if not same and not self._needs(offer, image):
+            same = attached.digest == image.digest and opened(offer, image.channel)
+            if not same and not self.offers.needs(offer, image):
                 continue
             if attached.digest != image.digest:
                 staged = down.staged.pop(image.channel, None)
@@ -440,23 +357,27 @@ class Sync:
                 touched.append(attached)
             elif not attached.synced:
                 touched.append(attached)
-            attached.synced = attached.digest == image.digest and self._opened(offer, image.channel)
+            attached.synced = attached.digest == image.digest and opened(offer, image.channel)
             attached.misfit = "" if attached.synced else attached.misfit
             self.log.follow(image.channel, later)
         if jump:
-            self._report_loss(offer)
-            self.log.learned_run = self.ctx.running_s
-            self.log.install(offer.state, offer.chain, offer.totals)
-            offered = {i.channel for i in offer.images}
-            for channel, attached in self.log.attached.items():
-                if channel not in offered and self.log.state.base(channel) != was[channel]:
-                    attached.synced = False  # the donor does not hold it
-            self.switched()
+            self._jump(offer, was)
         self.ctx.record_due = True
         for image in offer.images:
             if image.channel in self.log.attached and self.log.attached[image.channel].synced:
                 self.ctx.notify(ChannelSynced(image.channel, self.log.state.round_of(image.channel)))
         self.start()
+
+    def _jump(self, offer: Offer, was: Mapping[str, bytes]) -> None:
+        """Put the offered log in the place of mine, in which the channels had these bases."""
+        self._report_loss(offer)
+        self.log.learned_run = self.ctx.running_s
+        self.log.install(offer.state, offer.chain, offer.totals)
+        offered = {i.channel for i in offer.images}
+        for channel, attached in self.log.attached.items():
+            if channel not in offered and self.log.state.base(channel) != was[channel]:
+                attached.synced = False  # the donor does not hold it
+        self.switched()
 
     def _replace(self, attached: Attached, channel: str, image: memoryview, digest: bytes) -> bool:
         """Another state takes the place of mine; one that I accepted in this slot is set aside first. False: it is of
@@ -467,42 +388,11 @@ class Sync:
         try:
             attached.state.restore(image)
         except CheckpointError as error:
-            self._tell_misfit(channel, str(error))
+            self.offers.tell_misfit(channel, str(error))
             return False
         attached.passed.clear()
         attached.digest = digest  # of the very bytes: `Download` has hashed them
         return True
-
-    def _another_size(self, donor: Voter, image: ImageOffer, head: bytes) -> None:
-        """Nothing proves an image's size: it is believed when a second donor says the same, or where there is none."""
-        channel, theirs = image.channel, image.image_bytes
-        first = self._told_size.setdefault(channel, (donor, theirs))
-        others = (r for r in alive_records(self.ctx) if r.voter not in (self.ctx.me, donor))
-        if first[1] == theirs and (first[0] != donor or not any(told_digest(r, head, channel) for r in others)):
-            mine = self.log.attached[channel].state.image_bytes()
-            self._tell_misfit(channel, f"it has {theirs} bytes, the one here {mine}")
-        else:
-            self._told_size[channel] = (donor, theirs)
-
-    def _tell_misfit(self, channel: str, why: str) -> None:
-        """All who are in step hold that kind of state, so no other donor or later image could help."""
-        attached = self.log.attached[channel]
-        attached.misfit, attached.synced = why, False
-        self.ctx.record_due = True
-        self.ctx.notify(StateMisfit(channel, why))
-
-    def _opened(self, offer: Offer, channel: str) -> bool:
-        known = offer.state.channel(channel)
-        return known is not None and known.opened
-
-    def _is_mine(self, image: ImageOffer) -> bool:
-        attached = self.log.attached.get(image.channel)
-        return attached is not None and attached.digest == image.digest
-
-    def _opened_since(self, offer: Offer, image: ImageOffer) -> bool:
-        """The entries that follow the offered head open its channel with it."""
-        later = (past.entry for past in self.log.after(offer.state.head) or ())
-        return any((e.kind, e.channel, e.digest) == (OPEN, image.channel, image.digest) for e in later)
 
     def _report_loss(self, offer: Offer) -> None:
         # A chain that does not reach back to my depth says nothing of where I stand to it.
@@ -513,7 +403,7 @@ class Sync:
     def receive_no_offer(self, sender: Voter, m: NoOffer) -> None:
         if sender != self.donor or self.busy:
             return
-        if self._as_told(sender, self.log.state):
+        if self.offers.as_told(sender, self.log.state):
             self.donor = None
         else:
             self._refuse()
@@ -523,9 +413,3 @@ def _consistent(step: Step) -> bool:
     if step.entry.kind != ROUND:
         return not step.hashes
     return manifest_hash(step.hashes) == step.entry.manifest
-
-
-def _plausible(image: ImageOffer, limits: PieceLimits) -> bool:
-    size = limits.piece_bytes_of(image.image_bytes)
-    pieces = -(-image.image_bytes // size) if image.image_bytes > 0 else -1
-    return image.piece_bytes == size and 0 < image.image_bytes <= IMAGE_BYTES_MAX and len(image.piece_hashes) == pieces
