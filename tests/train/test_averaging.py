@@ -269,20 +269,53 @@ def test_a_newcomer_whose_fellows_are_all_gone_before_it_has_their_model_trains_
     assert not new.all("step") and saver.newest(tmp_path / "1", spec) is None
 
 
-def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_one_that_comes_back(
-    tmp_path: Path, school: School
-) -> None:
-    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
-    old = school.add(Pupil(spec, tmp_path / "0"))
+def newcomer_when_the_old_left(school: School, spec: RunSpec, folder: Path) -> Pupil:
+    """It knows that one has made 20 exchanges and is gone, with its state in folder "0"."""
+    old = school.add(Pupil(spec, folder / "0"))
     old.on_event = lambda event: old.stop.set() if event["event"] == "averaging" and event["t"] == 20 else None
-    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    new = school.add(Pupil(spec, folder / "1", old.peer.address))
     school.acquainted()
     school.start(old)
     assert school.summaries()[0].t == 20
     wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    return new
+
+
+def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_one_that_comes_back(
+    tmp_path: Path, school: School
+) -> None:
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
+    new = newcomer_when_the_old_left(school, spec, tmp_path)
     school.start(new)
     saved = saver.newest(tmp_path / "0", spec)
     back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saved))
+    school.start(back)
+    assert [summary.t for summary in school.summaries()] == [20, 40, 40]
+    assert new.all("synced")[0]["t"] >= 20
+
+
+def test_one_that_comes_back_is_waited_for_until_it_has_its_model_again(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had joined between two looks, and told nothing yet: the newcomer began from its own model."""
+    spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
+    new = newcomer_when_the_old_left(school, spec, tmp_path)
+    look, looks, back_here = new.trainer.strategy._furthest, list[int](), threading.Event()  # type: ignore[attr-defined]
+
+    def look_and_be_late(handover: Handover) -> int:
+        looks.append(look(handover))
+        if len(looks) == 2:
+            back_here.wait(DEADLINE_S)
+        return looks[-1]
+
+    monkeypatch.setattr(averaging, "LOOK_S", 0.0)
+    monkeypatch.setattr(new.trainer.strategy, "_furthest", look_and_be_late)
+    school.start(new)
+    wait_until(lambda: len(looks) == 2, DEADLINE_S, "it has looked")
+    back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saver.newest(tmp_path / "0", spec)))
+    wait_until(lambda: len(new.peer.members()) == 2, DEADLINE_S, "the join is heard")
+    back_here.set()
+    wait_until(lambda: len(looks) > 3 or new.all("step"), DEADLINE_S, "it looks again, or trains")
     school.start(back)
     assert [summary.t for summary in school.summaries()] == [20, 40, 40]
     assert new.all("synced")[0]["t"] >= 20

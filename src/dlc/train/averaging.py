@@ -27,6 +27,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.comm.ids import PeerId
 from dlc.comm.roles import TRAINER
 from dlc.errors import CheckpointError, DlcError, JoinError
 from dlc.flat import finite
@@ -116,6 +117,8 @@ class Averaging:
         self._first_block = first_block(parts.spec.seed, self._peer.id)
         self._unheard = False
         """There are others, and none had told where it stands when this peer began."""
+        self._told: dict[PeerId, int] = {}
+        """The step that each of the others told last: one that comes back tells none before it has its model again."""
         self._t = self._blocks = self._tokens = self._new_tokens = 0
         """`new`: since the last exchange, and in `blocks` and `tokens`, too."""
         self._inner_step = self._kept_steps = self._diverged = 0
@@ -182,12 +185,14 @@ class Averaging:
         return True
 
     def _out_of_reach(self) -> str:
-        """Names of the trainers that are further than this peer, where none of them gives its model any more; empty
-        where one may, or nobody is further."""
+        """Names of the trainers that are further than this peer, where none of them gives its model any more, or again;
+        empty where one may, or nobody is further."""
         last, members = last_of(self._parts.spec), self._peer.members(departed=True)
-        told = [(m, m.status.get("t")) for m in members if m.role == TRAINER and not m.me]
-        further = [m for m, t in told if type(t) is int and self._t < t <= last]
-        if any(m.alive and not m.left and m.status.get("phase") != ENDS for m in further):
+        others = [m for m in members if m.role == TRAINER and not m.me]
+        told = {m.id: t for m in others if type(t := m.status.get("t")) is int}
+        self._told |= told
+        further = [m for m in others if self._t < self._told.get(m.id, 0) <= last]
+        if any(m.id in told and m.alive and not m.left and m.status.get("phase") != ENDS for m in further):
             return ""
         return ", ".join(m.id[:8] for m in further)
 
