@@ -59,3 +59,12 @@ def test_that_it_cannot_be_written_is_told_once_until_it_can_be_again(caplog: py
         book.save([record("b", "host:2")])
         assert [r.message for r in caplog.records] == [told] and book.known() == {"a": "host:1"}
         caplog.clear()
+
+
+def test_who_was_lost_is_looked_for_after_all_others_and_not_waited_for() -> None:
+    state = State()
+    AddressBook(state).save([record("a", "host:1"), record("b", "host:2"), record("c", "host:3")], lost={"a", "c"})
+    assert AddressBook(state).awaited() == {"b": "host:2"}
+    assert list(AddressBook(state).known().items()) == [("b", "host:2"), ("a", "host:1"), ("c", "host:3")]
+    state.save_address_book({"d": {"addresses": ["host:4"], "left": False}})
+    assert AddressBook(state).awaited() == {"d": "host:4"}, "one of before this was kept"

@@ -26,6 +26,7 @@ from dlc.comm.health import LocalTime
 from dlc.comm.ids import Voter
 from dlc.comm.links import RETRY_MAX_S
 from dlc.comm.log import HISTORY_ROUNDS_MAX
+from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.wire import unpack
@@ -634,6 +635,33 @@ def test_a_swarm_restarted_all_at_once_finds_itself_by_its_address_books(tmp_pat
     assert min(training.trained_from for training in again.values()) >= max(saved)
     same = {end.t: end.image.tobytes() for end in ends}
     assert all(end.image.tobytes() == same[end.t] for end in ends)
+
+
+def test_a_restart_does_not_wait_for_those_without_whom_the_run_had_gone_on(tmp_path: Path) -> None:
+    """Of weeks there are many that were killed and never came back, and onlookers, who begin no run anyway. Once it was
+    only --found that did not wait for each of them, for ever. They are dialled all the same."""
+    here, options = tmp_path / "a", {"codec": "fp32", "chunk_elems": 8}
+    at = free_addresses(1)[0]
+    with Peer.join(timeouts=SHORT, state_dir=here, listen=at) as peer:
+        peer.open("train", ToyState(8, 0), timeout_s=ROUND_S, **options)  # type: ignore[arg-type]
+        onlooker = Peer.join([peer.address], role="observer", timeouts=SHORT, join_timeout_s=JOIN_S)
+        lost = Peer.join([peer.address], role="helper", timeouts=SHORT, join_timeout_s=JOIN_S)
+        at_lost = lost.address
+        for gone in (lost, onlooker):
+            gone._driver.stop(JOIN_S)  # without a word
+
+        def gone_on(node: Node, now: float) -> bool:
+            return node.members.unseen_s(lost.voter) >= node.members.t_evict_s
+
+        wait_until(lambda: peer._ask(gone_on), SHORT_S)
+        assert peer.contribute("train", torch.ones(8), weight=1.0).wait(SHORT_S) is not None
+        saved = peer.checkpoint("train")
+        assert saved.t == 1
+    for gone in (lost, onlooker):
+        gone.leave()
+    resumed = Peer.join(timeouts=SHORT, state_dir=here, resume=Resume(saved.log), join_timeout_s=SHORT_S, listen=at)
+    with resumed as peer:
+        assert voters(peer) == {peer.voter} and at_lost in peer._ask(lambda node, now: node.config.known)
 
 
 def test_who_comes_as_a_run_ends_and_finds_nobody_with_its_state_is_told() -> None:

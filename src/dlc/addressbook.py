@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from dlc.comm.addresses import parse_address
 from dlc.comm.messages import Record
@@ -23,8 +23,16 @@ class AddressBook:
 
     def known(self) -> dict[str, str]:
         """HOST:PORT by peer id, where those were that this peer knew, but for those that left: whom it looks for when
-        it starts."""
-        found: dict[str, str] = {}
+        it starts; those that `awaited` names come first."""
+        return self.awaited() | {peer: address for peer, (address, _) in self._read().items()}
+
+    def awaited(self) -> dict[str, str]:
+        """Those of `known` that the run had not gone on without: it does not do so now either."""
+        return {peer: address for peer, (address, lost) in self._read().items() if not lost}
+
+    def _read(self) -> dict[str, tuple[str, bool]]:
+        """By peer id of those that have not left: HOST:PORT, and whether it was lost."""
+        found: dict[str, tuple[str, bool]] = {}
         for peer, known in self._state.load_address_book().items():
             try:
                 address = known["addresses"][0]
@@ -32,12 +40,15 @@ class AddressBook:
             except (TypeError, KeyError, IndexError, AttributeError, UsageError):
                 continue  # not of our making
             if not known.get("left"):
-                found[peer] = address
+                found[peer] = address, bool(known.get("lost"))
         return found
 
-    def save(self, others: Iterable[Record]) -> None:
-        """In place of what it held. Where it cannot be written, that is told once, and what it held stays."""
-        book = {r.voter.peer: {"addresses": list(r.control), "left": r.left} for r in others}
+    def save(self, others: Iterable[Record], lost: Container[str] = ()) -> None:
+        """In place of what it held. lost: ids of those that the run has gone on without. Where it cannot be written,
+        that is told once, and what it held stays."""
+        book = {
+            r.voter.peer: {"addresses": list(r.control), "left": r.left, "lost": r.voter.peer in lost} for r in others
+        }
         try:
             self._state.save_address_book(book)
             self._stays = False

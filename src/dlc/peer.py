@@ -56,7 +56,9 @@ from dlc.comm.ground import Ground
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.mesh import Mesh
+from dlc.comm.messages import Record
 from dlc.comm.node import Node, NodeConfig
+from dlc.comm.permit import can_vote
 from dlc.comm.records import STATUS_BYTES_MAX
 from dlc.comm.roles import OBSERVER, ROLES
 from dlc.comm.security import LinkSecurity, load_run_key
@@ -191,7 +193,9 @@ class Peer(Unpicklable, Collectives):
         voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
         ident = f"{voter.peer}.{voter.inc}".encode()
         # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
-        former = AddressBook(state).known() if resume is not None and not listed and not found else {}
+        book = AddressBook(state)
+        resumes = resume is not None and not listed and not found
+        former, known_at = (book.awaited(), tuple(book.known().values())) if resumes else ({}, ())
         awaited = tuple(former.values()) if former else listed
         bulk_port = _bulk_port(listen)
         transport = Transport(
@@ -221,7 +225,7 @@ class Peer(Unpicklable, Collectives):
                 awaited = (lobby.found.address,)
             # Who is told of the run joins it: a founder, which has no proof yet that others live, might begin another.
             founder, resume = (found and not told) or not awaited, resume if with_log else None
-            peer._take_part(reception, awaited, founder, resume, timeouts, with_log, probe_links)
+            peer._take_part(reception, awaited, known_at, founder, resume, timeouts, with_log, probe_links)
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)
         except BaseException:
@@ -233,6 +237,7 @@ class Peer(Unpicklable, Collectives):
         self,
         reception: Reception,
         listed: tuple[str, ...],
+        known: tuple[str, ...],
         founder: bool,
         resume: Resume | None,
         timeouts: Timeouts | None,
@@ -254,7 +259,7 @@ class Peer(Unpicklable, Collectives):
         floors = timeouts or spec.timeouts.floors()
         probes = probe_links and spec.strategy not in WITHOUT_RATES
         config = NodeConfig(
-            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probes
+            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probes, known=known
         )
 
         def start(now: float) -> None:
@@ -443,8 +448,13 @@ class Peer(Unpicklable, Collectives):
             self._changed.notify_all()
 
     def _save_address_book(self) -> None:
-        known = self._ask(lambda node, now: [r for r in node.members.records() if r.voter != node.me])
-        self._book.save(known)
+        def read(node: Node, now: float) -> tuple[list[Record], set[str]]:
+            members = node.members
+            others = [r for r in members.records() if r.voter != node.me]
+            lost = {r.voter.peer for r in others if not can_vote(r) or members.unseen_s(r.voter) >= members.t_evict_s}
+            return others, lost
+
+        self._book.save(*self._ask(read))
 
     def __enter__(self) -> Peer:
         return self

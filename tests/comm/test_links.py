@@ -18,6 +18,7 @@ from dlc.comm.links import (
     RETRY_MAX_S,
     RETRY_MIN_S,
     STALLED_TIMEOUTS,
+    UNUSED_S,
     Link,
 )
 
@@ -71,26 +72,43 @@ def fails(link: Tried, now: float) -> list[str]:
 
 
 def test_messages_wait_their_turn_and_so_many_of_them(link: Tried) -> None:
-    assert link.send_or_keep([b"1"])
+    assert link.send_or_keep([b"1"], 0.0)
     link.room = 1
-    assert link.send_or_keep([b"2"]), "not before the first"
+    assert link.send_or_keep([b"2"], 0.0), "not before the first"
     assert not link.went
     link.flush()
     assert link.went == [[b"1"]]
     link.room = 1
     link.flush()
     assert link.went == [[b"1"], [b"2"]] and not link.pending
-    assert all(link.send_or_keep([b""]) for _ in range(CONTROL_PENDING_MAX))
-    assert not link.send_or_keep([b""])
+    assert all(link.send_or_keep([b""], 0.0) for _ in range(CONTROL_PENDING_MAX))
+    assert not link.send_or_keep([b""], 0.0)
 
 
 def test_no_more_bytes_wait_than_are_allowed(link: Tried) -> None:
     half = bytes(CONTROL_PENDING_BYTES_MAX // 2)
-    assert link.send_or_keep([half]) and link.send_or_keep([half[1:], b"x"])
-    assert not link.send_or_keep([b"x"])
+    assert link.send_or_keep([half], 0.0) and link.send_or_keep([half[1:], b"x"], 0.0)
+    assert not link.send_or_keep([b"x"], 0.0)
     link.room = 1
     link.flush()
-    assert link.send_or_keep([half]) and not link.send_or_keep([b"x"])
+    assert link.send_or_keep([half], 0.0) and not link.send_or_keep([b"x"], 0.0)
+
+
+def test_what_has_waited_too_long_does_not_go_any_more(link: Tried) -> None:
+    """A peer that was dead for an hour had a thousand pings of that hour to answer when it came back."""
+    for second in range(100):
+        link.advance(float(second))
+        assert link.send_or_keep([b"%d" % second], float(second))
+        fails(link, float(second))
+    assert [message for (message,) in link.pending] == [b"%d" % second for second in range(70, 100)]
+    link.room = 100
+    link.flush()
+    assert link.went == [[b"%d" % second] for second in range(70, 100)] and not link.pending
+    half = bytes(CONTROL_PENDING_BYTES_MAX // 2)
+    link.room = 0
+    assert link.send_or_keep([half], 100.0) and link.send_or_keep([half], 110.0)
+    link.advance(100.0 + UNUSED_S)
+    assert link.send_or_keep([half], 131.0) and not link.send_or_keep([b"x"], 131.0)
 
 
 def test_each_failure_in_a_row_doubles_the_wait_up_to_a_limit(link: Tried) -> None:

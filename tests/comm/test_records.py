@@ -103,6 +103,65 @@ def test_the_table_is_bounded_and_those_who_proved_to_live_stay(monkeypatch: pyt
     assert len(known) == 11 and known >= {"a", "b", "c", "stranger49"}
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many of the dead are kept."""
+    monkeypatch.setattr(records, "DEAD_MAX", 8)
+    return 8
+
+
+def after_many_crashes(net: Net, cut_off: str = "") -> None:
+    """One after the other came to "a", and died without a word; then a while passes. None met those who are cut off."""
+    for guest in (f"guest{k}" for k in range(40)):
+        net.cut |= {way for name in cut_off for way in ((guest, name), (name, guest))}
+        net.start(guest, "a")
+        net.run(1)
+        net.crash(guest)
+    net.run(200)
+
+
+def test_of_all_who_ever_died_the_last_are_kept_and_nobody_brings_the_others_back(few: int) -> None:
+    net = swarm("abc")
+    after_many_crashes(net)
+    tables = [net.hosts[name].machine for name in "abc"]
+    known = [{r.voter.peer for r in machine.records()} for machine in tables]
+    assert all(peers == {"a", "b", "c"} | {f"guest{k}" for k in range(40 - few, 40)} for peers in known)
+    net.start("n", "a")
+    assert net.run_until(lambda: net.all_alive("abcn"), 10) < 2.0
+    net.run(300)
+    assert all(len(machine.records()) == 4 + few for machine in (*tables, net.hosts["n"].machine))
+    first = Voter("guest0", 1 << 32)
+    assert tables[0].unseen_s(first) > 500 and not tables[0].gone(first)
+
+
+@pytest.mark.parametrize("sides", [("ab", "c"), ("ab", "cd")])
+def test_who_was_cut_off_while_many_died_is_found_again(few: int, sides: tuple[str, str]) -> None:
+    net = swarm("".join(sides))
+    for host in net.hosts.values():
+        host.machine.watch([])
+    net.part(*sides)
+    net.run(30)
+    after_many_crashes(net, cut_off=sides[1])
+    assert net.hosts["a"].machine.record("c") is None and net.hosts["c"].machine.record("a") is not None
+    net.cut.clear()
+    assert net.run_until(lambda: net.all_alive("".join(sides)), 60) < 15.0
+
+
+def test_whoever_votes_is_not_forgotten_and_is_heard_of_again_where_it_was(few: int) -> None:
+    net = swarm("abc")
+    c = net.hosts["c"].voter
+    a = net.hosts["a"].machine
+    a.watch([a.me, c])
+    net.hosts["b"].machine.watch([])
+    net.crash("c")
+    net.run(30)
+    after_many_crashes(net)
+    assert a.record("c") is not None and net.hosts["b"].machine.record("c") is None
+    net.hosts["b"].machine.watch([c])
+    net.run_until(lambda: net.hosts["b"].machine.record("c") is not None, 60)
+    assert net.hosts["b"].machine.record("c") == a.record("c")
+
+
 def test_a_message_stays_small_in_a_large_swarm() -> None:
     machine = Net().start("a").machine
     status, addresses = b"x" * records.STATUS_BYTES_MAX, ("h" * 250 + ":1",) * records.ADDRESSES_MAX

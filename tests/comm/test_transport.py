@@ -556,6 +556,27 @@ def test_strangers_addresses_cannot_open_links_without_end(
     assert a.transport.send_control(f"127.0.0.1:{ports[4]}", [b"x"])
 
 
+def test_links_that_are_down_and_of_no_use_are_let_go(node: Callable[..., Node]) -> None:
+    """Of all who died in the weeks of a run, each had a link that was tried every two seconds, for ever."""
+    now, a, b = 1000.0, node("a"), node("b")
+    a.transport._clock = lambda: now
+    nobody, other = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    for address in (nobody, other, b.address):
+        a.transport.send_control(address, [b"x"])
+    a.transport.open_bulk(nobody)
+    pump(lambda: a.link_kinds(nobody) and a.link_kinds(other) and b.messages(), a, b)
+    now += links.UNUSED_S - 1.0
+    a.transport.send_control(other, [b"y"])
+    a.transport.poll(0.0)
+    assert sorted(link.address for link in a.transport._links()) == sorted([nobody, nobody, other, b.address])
+    now += 1.0
+    a.transport.poll(0.0)
+    assert {link.address: len(link.pending) for link in a.transport._links()} == {other: 1, b.address: 0}
+    now += 10 * links.UNUSED_S
+    a.transport.poll(0.0)
+    assert [link.address for link in a.transport._links()] == [b.address], "the one that is up stays"
+
+
 @pytest.mark.parametrize("sockets", [1, 2, 3, 4])
 def test_a_link_for_which_there_are_not_enough_sockets_fails_and_is_tried_again(sockets: int) -> None:
     """One needs three: without the second or third it hung for ever when it was closed."""

@@ -230,11 +230,11 @@ def _tell_other_run(folder: Path, spec: RunSpec) -> None:
 def _tell_awaited(state: StateDir) -> None:
     from dlc.addressbook import AddressBook
 
-    if known := AddressBook(state).known():
+    if awaited := AddressBook(state).awaited():
         log.info(
-            "no --peers are given: looking for those that this peer knew when it stopped, at %s, or for them to come "
+            "no --peers are given: looking for those that were with this peer to the last, at %s, or for them to come "
             "here; --found goes on without them, once it has waited for those of the last round (timeouts.evict_s)",
-            ", ".join(known.values()),
+            ", ".join(awaited.values()),
         )
 
 

@@ -158,8 +158,8 @@ def _add_join(join: argparse.ArgumentParser) -> None:
     swarm.add_argument(
         "--found",
         action="store_true",
-        help="found the run, or go on from a checkpoint, even if not all of --peers (or of those that it knew when it "
-        "stopped) answer: --peers have 15 s to do so, and those of the last round a minute (timeouts.evict_s)",
+        help="found the run, or go on from a checkpoint, even if not all of --peers (or of those that were with it to "
+        "the last) answer: --peers have 15 s to do so, and those of the last round a minute (timeouts.evict_s)",
     )
     swarm.add_argument("--join-timeout", type=seconds, metavar="S", help="give up after S seconds; default: never")
     run = join.add_argument_group("the run (without --config and --rounds it is the swarm's, or the embedded one)")

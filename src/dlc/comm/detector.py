@@ -306,6 +306,7 @@ class Detector:
         self._stand(member, Standing.DEAD)
         member.verdict_run = math.inf
         member.probe_nonce = 0
+        member.acked_seq = -1  # should it come back, it may have forgotten me
         member.due_run = self._time.running_s + self._pace_s(member)
         self._spread(member, Standing.DEAD)
         self.out.append(Notify(MemberDown(member.voter)))

@@ -220,10 +220,11 @@ class Driver:
         if self._dials.get(to) != address:
             self._forget(to)
             self._dials[to], self._addresses[address] = address, to
+        self._addresses.setdefault(address, to)  # where another peer had it, and was forgotten
         self.transport.send_control(address, self._frames(message))
 
     def _forget(self, peer: PeerId) -> None:
-        """Close the links to a peer that left or moved; one that is only silent is dialled for ever."""
+        """Close the links to a peer that left, moved, or was dead for so long that it is forgotten."""
         for address in [a for a, p in self._addresses.items() if p == peer]:
             del self._addresses[address]
             self.transport.forget(address)
@@ -412,6 +413,9 @@ class Driver:
         if self._bulk is None or now < self._warm_at:
             return
         self._warm_at = now + WARM_S
+        for peer in {*self._dials, *self._addresses.values()}:
+            if self._bulk.record_of(peer) is None:
+                self._forget(peer)
         for peer in self._bulk.bulk_peers():
             record = self._bulk.record_of(peer)
             if record is not None and record.bulk:

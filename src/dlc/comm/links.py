@@ -70,7 +70,10 @@ _OVERDUE_S = CONNECT_TIMEOUT_S + HANDSHAKE_TIMEOUT_S + 1.0
 """An attempt of which libzmq reports nothing at all is given up after this."""
 CONTROL_PENDING_MAX = 1024
 CONTROL_PENDING_BYTES_MAX = 16 << 20
-"""Control messages that wait for a link to come up: minutes of heartbeats, or a few of the largest messages."""
+"""Control messages that wait for a link to come up: half a minute of heartbeats, or a few of the largest messages."""
+UNUSED_S = 30.0
+"""A message that has waited for so long is dropped: whoever sent it has said it again, or needs no answer any more. And
+a link that is down, and that nobody has used for so long, is let go."""
 
 CONGESTION_CONTROL = "bbr"
 """Of bulk links to far hosts, where the system has it: random loss does not slow it down."""
@@ -140,6 +143,8 @@ class Link:
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
         self.pending: deque[list[bytes]] = deque()
+        self.used_at = -math.inf
+        """When somebody last had a use for it."""
         self.up = False
         self.tried = False
         """Whether some attempt has failed since the link was last up (or made)."""
@@ -162,6 +167,8 @@ class Link:
         self._resolver = resolver
         self._random = random.Random(routing_id + address.encode())
         self._pending_bytes = 0
+        self._kept_at: deque[float] = deque()
+        """Since when each of `pending` waits."""
         self._numeric = is_numeric(self.host)
         self._candidates: list[str] = [self.host] if self._numeric else []
         self._candidate = 0
@@ -176,8 +183,14 @@ class Link:
             return self._retry_at
         return None if self.up or self._resolving else self._opened_at + _OVERDUE_S
 
+    def unused(self, now: float) -> bool:
+        """It is down, and nobody waits for it: of those that are dead there may be ever more."""
+        return not self.up and now >= self.used_at + UNUSED_S
+
     def advance(self, now: float) -> list[LinkEvent]:
-        """Start what is due: a look-up, or an attempt to connect; or give an attempt up."""
+        """Start what is due: a look-up, or an attempt to connect; or give an attempt up. Drop what waited too long."""
+        while self._kept_at and now >= self._kept_at[0] + UNUSED_S:
+            self._unkeep()
         if self._retry_at is None:
             if not self.up and not self._resolving and now >= self._opened_at + _OVERDUE_S:
                 return self._fail("unreached", "nothing was heard of the attempt to connect", now)
@@ -214,7 +227,7 @@ class Link:
             return False
         return True
 
-    def send_or_keep(self, frames: Frames) -> bool:
+    def send_or_keep(self, frames: Frames, now: float) -> bool:
         """Like `send`, but a message that cannot go now waits its turn; False if too much is waiting."""
         if not self.pending and self.send(frames):
             return True
@@ -223,6 +236,7 @@ class Link:
         if len(self.pending) >= CONTROL_PENDING_MAX or self._pending_bytes + size > CONTROL_PENDING_BYTES_MAX:
             return False
         self.pending.append(kept)
+        self._kept_at.append(now)
         self._pending_bytes += size
         return True
 
@@ -235,7 +249,11 @@ class Link:
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
         while self.pending and self.send(self.pending[0]):
-            self._pending_bytes -= sum(map(len, self.pending.popleft()))
+            self._unkeep()
+
+    def _unkeep(self) -> None:
+        self._kept_at.popleft()
+        self._pending_bytes -= sum(map(len, self.pending.popleft()))
 
     def pace(self, rate_Bps: float | None, path_s: float = 0.0) -> bool:
         """Send at most at this rate (None: without limit), now and after each reconnection.

@@ -4,8 +4,9 @@ Promises:
 - `alive(v)` is a *two-way proof* within T_dead of running time: v answered a ping of mine, directly or through another
   peer. To hear from somebody, or of somebody, is not enough.
 - `gone(v)` is a proof that the process is no more: its signed leave, or a signed record of its peer with a greater inc.
-- Nobody is forgotten except on leave: the dead, and bootstrap addresses behind which nobody alive is known, are
-  contacted for ever, one at random each T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed.
+- The dead, and bootstrap addresses behind which nobody alive is known, are contacted for ever, one at random each
+  T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed. Who left is forgotten; so is who has been
+  dead for longer than T_evict and is not in the electorate, where many others have died since (`records.py`).
 - My own changes reach every peer that I exchange a ping with, and all others by gossip.
 
 The work is divided: records.py holds what is known and who is proved gone, piggyback.py spreads it, probing.py and
@@ -177,12 +178,15 @@ class Membership(View):
         if electorate != self._watched.keys():
             running_s = self._time.running_s
             self._watched = {voter: self._watched.get(voter, running_s) for voter in sorted(electorate)}
+            for voter in electorate:
+                self._table.remember(voter)
             self._detector.watch(self._watched)
 
     # ------------------------------------------------------------------ messages
 
     def _ping(self, sender: Voter, ping: Ping) -> None:
         known = self._member(sender) is not None
+        self._table.remember(sender)
         self._absorb(ping.gossip)
         member = self._table.members.get(sender.peer)
         if member is not None and member.voter.inc > sender.inc:
@@ -272,12 +276,12 @@ class Membership(View):
 
     def _contact(self) -> None:
         """One at random of those that nobody else here pings: the dead, and addresses that nobody alive answers at."""
-        dead = [
-            member
-            for member in self._table.members.values()
-            if member.standing is Standing.DEAD and not member.watched and not member.probe_nonce
-        ]
-        choices: list[Member | str] = [*dead, *self._open_addresses()]
+        dead = [m for m in self._table.members.values() if m.standing is Standing.DEAD and not m.watched]
+        for member in self._table.forget(dead, self._time.running_s - self.t_evict_s):
+            dead.remove(member)
+            self._detector.removed(member)
+        silent = [member for member in dead if not member.probe_nonce]
+        choices: list[Member | str] = [*silent, *self._open_addresses()]
         if choices:
             choice = self._rng.choice(choices)
             if isinstance(choice, str):

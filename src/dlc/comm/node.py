@@ -87,6 +87,8 @@ class NodeConfig:
     log: bool = True
     """Without it the node seeks no seat, founds nothing and votes for nothing: membership and services only. The same
     on all peers of a run."""
+    known: tuple[str, ...] = ()
+    """Addresses of former peers: dialled as those that are listed, and not waited for."""
     probe_links: bool = True
     """Measure my link before the first round, and let others measure theirs with me."""
 
@@ -111,7 +113,7 @@ class Node:
             hello=self._hello,
             rng=rng,
             timeouts=config.timeouts,
-            bootstrap=config.listed,
+            bootstrap=(*config.listed, *config.known),
             now=now,
         )
         self.ctx = Context(self.me, self.members)

@@ -3,7 +3,9 @@
 Records are ordered by (inc, seq); the greater replaces the smaller, whatever way it came. A greater inc means that the
 peer was restarted: it gets a fresh `Member`, since nothing that was proved of the old process holds for the new one.
 A record with `left` moves its peer to the tombstones, so that an old record, which is still on its way somewhere, does
-not bring it back. Nobody else is ever forgotten, save when the table is full.
+not bring it back. Of the dead without a vote those seen last are kept, as many as live, or DEAD_MAX; the others are
+forgotten. A record of theirs that is not newer is old news, or whoever still has it would bring them back again and
+again; a ping of their own does. Nobody else is ever forgotten, save when the table is full.
 
 A record is looked at (well formed, signature) only if it would change the table: most gossip is old news.
 """
@@ -22,6 +24,11 @@ from dlc.comm.messages import Record, StateDigest
 
 RECORDS_MAX = 4096
 """Peers in the table, well above any swarm this protocol is for; over it, those never proved go first, oldest first."""
+DEAD_MAX = 64
+"""Dead peers that are kept however few live: each is asked once in so many T_dead/2, and a newcomer is told them all,
+and asks them all at once. Machines lent for hours, with a new key each time, leave thousands in a week."""
+FORGOTTEN_MAX = 4096
+"""Forgotten peers, remembered for as long as others may tell of them."""
 TOMBSTONES_MAX = 1024
 """Peers that left, remembered for as long as stale records of them may still be on their way."""
 ADDRESSES_MAX = 16
@@ -106,6 +113,22 @@ class Member:
     generation: int = -1
     """It answered a ping of this generation (see `begin_refresh`)."""
 
+    @property
+    def seen_run(self) -> float:
+        """When the last ping that it answered was sent; where it answered none, when it was first heard of."""
+        return max(self.proof_run, self.first_run)
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What stays of a peer that was dead for long."""
+
+    voter: Voter
+    seq: int
+    """Of its last record."""
+    seen_run: float
+    """When it was last proved to live, or else first heard of."""
+
 
 class Merged(enum.Enum):
     """What a record did to the table."""
@@ -130,6 +153,7 @@ class RecordTable:
         self.me = own.voter
         self.members: dict[PeerId, Member] = {}
         self.tombstones: dict[PeerId, Record] = {}
+        self.forgotten: dict[PeerId, Forgotten] = {}
         self.replaced_by: Voter | None = None
         self._own = own
         self._signed = False
@@ -183,6 +207,9 @@ class RecordTable:
         member = self.members.get(voter.peer)
         if member is not None and member.voter.inc > voter.inc:
             return True
+        known = self.forgotten.get(voter.peer)
+        if known is not None and known.voter.inc > voter.inc:
+            return True
         stone = self.tombstones.get(voter.peer)
         return stone is not None and stone.voter.inc >= voter.inc
 
@@ -197,6 +224,9 @@ class RecordTable:
         stone = self.tombstones.get(voter.peer)
         if stone is not None and stone.voter.inc >= voter.inc:
             return (Merged.OLD if record.left else Merged.GHOST), None
+        known = self.forgotten.get(voter.peer)
+        if known is not None and (voter.inc, record.seq) <= (known.voter.inc, known.seq):
+            return Merged.OLD, None
         if not well_formed(record) or not self._verify(record):
             return Merged.REFUSED, None
         if record.left:
@@ -209,6 +239,7 @@ class RecordTable:
         if old is None and not self._make_room():
             return Merged.REFUSED, None
         self.tombstones.pop(voter.peer, None)
+        self.forgotten.pop(voter.peer, None)
         self.members[voter.peer] = Member(record, voter, running_s)
         self._changed()
         return (Merged.ADDED if old is None else Merged.REBORN), old
@@ -222,11 +253,35 @@ class RecordTable:
 
     def _bury(self, record: Record) -> None:
         self.members.pop(record.voter.peer, None)
+        self.forgotten.pop(record.voter.peer, None)
         self.tombstones.pop(record.voter.peer, None)
         self.tombstones[record.voter.peer] = record
         if len(self.tombstones) > TOMBSTONES_MAX:
             del self.tombstones[next(iter(self.tombstones))]
         self._changed()
+
+    def forget(self, dead: list[Member], seen_before_run: float) -> list[Member]:
+        """Forget those of `dead` that were not seen since that time, as far as they are too many."""
+        excess = len(dead) - max(len(self.members) - len(dead), DEAD_MAX)
+        if excess <= 0:
+            return []
+        oldest = sorted(dead, key=lambda member: (member.proof_run, member.first_run))[:excess]
+        forgotten = [member for member in oldest if member.seen_run < seen_before_run]
+        for member in forgotten:
+            peer = member.voter.peer
+            del self.members[peer]
+            self.forgotten.pop(peer, None)
+            self.forgotten[peer] = Forgotten(member.voter, member.record.seq, member.seen_run)
+            if len(self.forgotten) > FORGOTTEN_MAX:
+                del self.forgotten[next(iter(self.forgotten))]
+        self._changed()
+        return forgotten
+
+    def remember(self, voter: Voter) -> None:
+        """What others tell of it is taken again."""
+        known = self.forgotten.get(voter.peer)
+        if known is not None and known.voter == voter:
+            del self.forgotten[voter.peer]
 
     def _make_room(self) -> bool:
         if len(self.members) < RECORDS_MAX:

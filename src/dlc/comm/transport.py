@@ -8,7 +8,8 @@
 
 Two lanes never share a queue, so a heartbeat does not wait behind a chunk: `poll` takes all control messages first
 and looks at the control ROUTER again before every bulk message. Nothing here blocks but `poll` (for at most the time
-it is given) and `close`. Links are made on demand, each watches itself (`links`), and are kept until `forget`.
+it is given) and `close`. Links are made on demand, each watches itself (`links`), and are kept until `forget`, or until
+they are down and nobody has used them for UNUSED_S.
 
 Messages travel on a connection that somebody opened: `send_*` uses ours, `reply` uses theirs. Order is kept within one
 lane and one connection, of which bulk may take several to one address (`bundle`); nothing is delivered twice; what is
@@ -144,7 +145,7 @@ class Transport:
         """Send on our control link to `address`, now or when it comes up; False if too much is waiting already."""
         _check(frames, CONTROL_FRAME_BYTES_MAX)
         link = self._control_link(address)
-        return link is not None and link.send_or_keep(frames)
+        return link is not None and link.send_or_keep(frames, self._clock())
 
     def send_bulk(self, address: str, frames: Frames) -> bool:
         """Send on our bulk link to `address` if it is up and has room; else False, and `poll` can wait for room."""
@@ -315,17 +316,21 @@ class Transport:
         return [*self._controls.values(), *(link for bundle in self._bundles.values() for link in bundle.links)]
 
     def _control_link(self, address: str) -> Link | None:
-        link = self._controls.get(address)
+        link, now = self._controls.get(address), self._clock()
         if link is None and (link := self._make("control", address)) is not None:
             self._controls[address] = link
-            self._note(link, link.advance(self._clock()))
+            self._note(link, link.advance(now))
+        if link is not None:
+            link.used_at = now
         return link
 
     def _bundle(self, address: str) -> Bundle | None:
-        bundle = self._bundles.get(address)
+        bundle, now = self._bundles.get(address), self._clock()
         if bundle is None and (link := self._make("bulk", address)) is not None:
             bundle = self._bundles[address] = Bundle(link)
-            self._note(link, link.advance(self._clock()))
+            self._note(link, link.advance(now))
+        for link in bundle.links if bundle is not None else ():
+            link.used_at = now
         return bundle
 
     def _make(self, lane: Lane, address: str) -> Link | None:
@@ -373,6 +378,11 @@ class Transport:
             self._events += events
 
     def _advance(self, now: float) -> None:
+        for address in [a for a, link in self._controls.items() if link.unused(now)]:
+            self._controls.pop(address).close()
+        for address in [a for a, b in self._bundles.items() if all(link.unused(now) for link in b.links)]:
+            for link in self._bundles.pop(address).links:
+                link.close()
         for link in self._links():
             self._note(link, link.advance(now))
 

@@ -97,7 +97,10 @@ class View:
             return 0.0
         member = self._table.members.get(voter.peer)
         if member is not None and member.voter == voter:
-            return self._time.running_s - max(member.proof_run, member.first_run)
+            return self._time.running_s - member.seen_run
+        known = self._table.forgotten.get(voter.peer)
+        if known is not None and known.voter == voter:
+            return self._time.running_s - known.seen_run
         return self._time.running_s - self._watched.get(voter, self._time.running_s)
 
     def record(self, peer: PeerId) -> Record | None:
