@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
-from tests.helpers import wait_until
+from tests.helpers import TICK_S, wait_until
 from tests.swarm import JOIN_S, PATIENT, ROUND_S, free_addresses, swarm, together
 
 
@@ -818,6 +819,76 @@ def test_what_interrupts_a_call_takes_it_back(where: str, monkeypatch: pytest.Mo
         assert torch.equal(other, torch.zeros(1000))
         wait_until(lambda: peers[0]._ask(lambda node, now: node.log.head.hex()) == report.head, JOIN_S)
         assert torch.equal(given, torch.full((1000,), 5.0))
+
+
+def test_ctrl_c_in_a_wait_does_not_end_the_thread_that_ends_the_wait() -> None:
+    """Where it came as a round ended, the waiting thread let go of the lock that the driver had, and the peer was gone.
+
+    At each line of the wait, while the other thread is at each of its own.
+    """
+    cases, pause, paused = 0, 0, True
+    while paused:
+        pause, at, paused, interrupted = pause + 1, 0, False, True
+        while interrupted:
+            at += 1
+            came, interrupted = _interrupted(at, pause)
+            paused, cases = paused or came, cases + interrupted
+    assert cases > 20, "as each thread has some lines"
+
+
+def _interrupted(at: int, pause: int) -> tuple[bool, bool]:
+    """Whether the setter came to its `pause`-th line, and the waiter to its `at`-th, where it is interrupted."""
+    pending = Pending("train", lambda: None)
+    waits, goes_on, lines = threading.Event(), threading.Event(), [0, 0]
+    failed: list[BaseException] = []
+    paused = False
+
+    def setter_at(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal paused
+        lines[0] += 1
+        if lines[0] == pause:
+            paused = True
+            waits.set()
+            goes_on.wait(JOIN_S)
+        return setter_at
+
+    def end() -> None:
+        sys.settrace(setter_at)
+        try:
+            pending.finish(None, False)
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            sys.settrace(None)
+            waits.set()
+
+    setter = threading.Thread(target=end, daemon=True)
+
+    def waiter_at(frame: FrameType, event: str, arg: object) -> object:
+        lines[1] += 1
+        if lines[1] == at:
+            setter.start()
+            waits.wait(10 * TICK_S)  # it may wait for this thread
+            raise KeyboardInterrupt
+        return waiter_at
+
+    interrupted = False
+    before = sys.gettrace()
+    sys.settrace(waiter_at)
+    try:
+        pending.wait(TICK_S)
+    except KeyboardInterrupt:
+        interrupted = True
+    except RoundTimeout:
+        pass
+    finally:
+        sys.settrace(before)
+    goes_on.set()
+    if setter.ident:
+        setter.join(JOIN_S)
+        assert not failed and not setter.is_alive(), (at, pause, failed)
+        assert pending.done and pending.wait(0.0) is None
+    return paused, interrupted
 
 
 def test_a_driver_that_ends_while_a_call_waits_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

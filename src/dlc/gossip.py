@@ -12,7 +12,6 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -39,6 +38,7 @@ from dlc.comm.strides import Strides
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, UsageError
 from dlc.flat import finite, flatten_tensors, unflatten_into, writable_tensors
+from dlc.handles import Flag
 from dlc.peer import Peer
 from dlc.report import GossipReport
 from dlc.served import Stopped
@@ -91,7 +91,7 @@ class Gossip:
         self._mesh = peer.mesh
         self._machine: Machine | None = None
         self._grid: Grid | None = None
-        self._news = threading.Event()
+        self._news = Flag()
         self._error: BaseException | None = None
         self._closed = False
         self._bytes = (0, 0)

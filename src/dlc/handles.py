@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,46 @@ class Unpicklable:
             f"a {type(self).__name__} can be neither pickled nor copied, as it holds a peer of this process: "
             "keep it out of what goes to another process, and let that one join with a peer of its own"
         )
+
+
+class Flag:
+    """A `threading.Event` that Ctrl-C may interrupt anybody's wait for.
+
+    One of those has a lock that its waiter lets go of after an interruption, whether it had taken it again or not: then
+    it is that of the thread that sets the event, which fails in the middle of that. Here no thread takes a lock that
+    another one needs to go on.
+    """
+
+    def __init__(self) -> None:
+        self._up = False
+        self._gate = threading.Lock()
+        """Open, or about to be, where it is up."""
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """As of a `threading.Event`."""
+        return self._up
+
+    def set(self) -> None:
+        """As of a `threading.Event`."""
+        self._up = True
+        self._open()
+
+    def clear(self) -> None:
+        """As of a `threading.Event`; for the one thread that waits."""
+        self._up = False
+        self._gate.acquire(blocking=False)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As of a `threading.Event`."""
+        limit_s = -1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+        if not self._up and self._gate.acquire(timeout=limit_s):
+            self._open()  # for whoever waits as well
+        return self._up
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is open
+            self._gate.release()
 
 
 @dataclass(frozen=True)
@@ -97,7 +138,7 @@ class Pending(Unpicklable):
         self.error: DlcError | None = None
         self.overtaken = False
         """Nothing was offered, because a round had been committed that the caller had not seen."""
-        self._event = threading.Event()
+        self._event = Flag()
         self._pid = os.getpid()
 
     @property
@@ -115,7 +156,7 @@ class Pending(Unpicklable):
             raise UsageError(FORKED)
         if not self.done:
             self._check_may_wait()
-        if not self._event.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+        if not self._event.wait(timeout_s):
             raise no_round(self.channel, timeout_s or 0.0)
         if self.error is not None:
             raise self.error

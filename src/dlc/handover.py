@@ -7,7 +7,6 @@ fetch(out, above)   the vector of whoever is furthest; of the next one if it die
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from dlc.comm.parcels import Intake
 from dlc.comm.sketch import Trail, from_bytes, sketch, to_bytes
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, SwarmClosed
+from dlc.handles import Flag
 from dlc.peer import Peer
 
 HELD_S = 1e9
@@ -146,7 +146,7 @@ class Handover:
             tried[donor.voter] += 1
 
     def _fetched(self, donor: Standing, out: Tensor) -> bool:
-        over, left, good = threading.Event(), set(range(self._grid.n_chunks)), True
+        over, left, good = Flag(), set(range(self._grid.n_chunks)), True
 
         def taken(parcel: Parcel) -> None:
             nonlocal good

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
-import threading
 from dataclasses import dataclass
 
 from dlc.addresses import advertised, outbound_host
@@ -22,6 +21,7 @@ from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.messages import Record, Welcome
 from dlc.comm.wire import pack
 from dlc.errors import SpecMismatch, UnreachableError, WrongKeyError
+from dlc.handles import Flag
 from dlc.runspec import RunSpec
 from dlc.statedir import PeerState
 from dlc.survey import wrong_key
@@ -128,7 +128,7 @@ def introduce(
     """Drive the lobby until the RunSpec is known. may_found: who does not answer is not waited for beyond
     FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch."""
     failures: dict[str, LinkEvent] = {}
-    changed = threading.Event()
+    changed = Flag()
 
     def on_link(event: LinkEvent) -> None:
         if event.kind in ("refused", "unreached", "handshake_failed", "auth_failed"):

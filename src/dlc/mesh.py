@@ -33,7 +33,7 @@ from dlc.comm.seating import GROUP_MAX
 from dlc.comm.service import ServiceNews
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
-from dlc.handles import FORKED, Unpicklable
+from dlc.handles import FORKED, Flag, Unpicklable
 from dlc.peer import Peer
 from dlc.report import Absent, GroupReport, Share
 from dlc.served import Stopped
@@ -66,7 +66,7 @@ class GroupCall(Unpicklable):
         self._peer, self._warned = peer.id, set[str]() if warned is None else warned
         self._since = clock()
         self._began = self._ended = 0.0
-        self._over, self._ending = threading.Event(), threading.Lock()
+        self._over, self._ending = Flag(), threading.Lock()
         self._pid = os.getpid()
         self._outcome: Outcome | None = None
         self._report: GroupReport | None = None

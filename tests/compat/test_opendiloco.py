@@ -534,6 +534,36 @@ def test_a_step_of_a_gradient_averager_that_is_interrupted_is_given_up(
             averager.step(timeout=0.1)
 
 
+@torch.no_grad()
+def test_gradients_that_a_loop_has_forgotten_are_made_anew_for_each_average() -> None:
+    """`zero_grad` of any torch optimizer sets them to None, and the second average was refused as one of a NoneType."""
+    mains = [[nn.Parameter(torch.zeros(3))] for _ in range(2)]
+    outers = [NESTEROV([nn.Parameter(torch.zeros(3))]) for _ in mains]
+    alone = nn.Parameter(torch.zeros(3))
+    reference = NESTEROV([alone])
+    with swarm(2) as peers:
+        averagers = [
+            DiLoCoGradAverager(m, o, dht=p, prefix="g", min_matchmaking_time=WAIT_S)
+            for m, o, p in zip(mains, outers, peers, strict=True)
+        ]
+        for _ in range(3):
+            for i, (main,) in enumerate(mains):
+                main -= i + 1.0
+            controls = [averager.step(wait=False) for averager in averagers]
+            alone.grad = alone - (mains[0][0] + mains[1][0]) / 2
+            reference.step()
+            for averager, control, outer, (main,) in zip(averagers, controls, outers, mains, strict=True):
+                assert not isinstance(control, dict)
+                control.result(WAIT_S)
+                outer.step()
+                outer.zero_grad()
+                with averager.get_tensors() as (grad,):
+                    assert torch.equal(grad, torch.zeros(3))
+                main.copy_(outer.param_groups[0]["params"][0])
+    for (main,) in mains:
+        torch.testing.assert_close(main.detach(), alone.detach())
+
+
 def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the_callers() -> None:
     mains = [[nn.Parameter(torch.full((3,), float(i))), nn.Parameter(torch.full((2, 2), 2.0 * i))] for i in range(2)]
     outers = [torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))], lr=1.0) for _ in mains]

@@ -246,6 +246,23 @@ def test_parameters_that_begin_to_train_later_are_named(caplog: pytest.LogCaptur
     assert "2 parameters need gradients that did not" in record.message and "(2.weight, 2.bias)" in record.message
 
 
+def test_parameters_that_are_frozen_later_and_move_on_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Rounds moved a layer that was frozen in the middle of a run, and nobody was told."""
+    model = build()
+    opt = DiLoCo(model, sgd(model), FakePeer(), sync_every=1)
+    for step in range(3):
+        if step == 1:
+            model[0].requires_grad_(False)
+            frozen = model[0].weight.clone()
+            assert not caplog.messages
+        backward(model, step)
+        opt.step()
+        opt.zero_grad()
+    assert not torch.equal(model[0].weight, frozen), "by the outer momentum"
+    (told,) = caplog.messages
+    assert "2 parameters need no gradients any more (0.weight, 0.bias)" in told
+
+
 def test_a_round_of_another_codec_is_an_error_and_no_round_for_ever() -> None:
     model, peer = build(), FakePeer()
     before = params(model)

@@ -22,7 +22,8 @@ but never more than that at once, and with overlap it has as many steps to trave
 
 Where a framework calls `inner.step()`, `follow` hangs the exchanges on that; `finish` ends a training in either case.
 
-Learning-rate schedulers take `inner`. `torch.amp.GradScaler.step(opt)` works: a step that it skips is not counted.
+Learning-rate schedulers take `inner`. `torch.amp.GradScaler` takes this object, in `unscale_(opt)` as in `step(opt)`:
+given `inner` in one of them, it unscales twice. A step that it skips is not counted.
 """
 
 from __future__ import annotations

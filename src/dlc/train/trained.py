@@ -52,6 +52,8 @@ class Trained:
         self._form = self._formed()
         self._known = self._trainable()
         """Ids of the parameters that needed gradients when this was made, or have been named since."""
+        self._frozen = self._still()
+        """Names of those that are averaged and need no gradients, when this was made or as has been told since."""
         self._claimed = self._seen = 0
         """The number of the claim, and the newest one that was looked at since."""
         self._counting = self._told_of_stray = False
@@ -201,7 +203,18 @@ class Trained:
             )
 
     def tell_of_others(self) -> None:
-        """Which parameters are averaged is settled when this is made: tell once of each that is trained and is not."""
+        """Which parameters are averaged is settled when this is made: tell once of each that is trained and is not, or
+        is averaged and trained no more."""
+        still = self._still()
+        if frozen := [name for name in still if name not in self._frozen]:
+            self._frozen |= still
+            log.warning(
+                "%d parameters need no gradients any more (%s), but are averaged as before: the outer momentum, and "
+                "what others train, moves them on; to keep them as they are, all peers make a DiLoCo without them, on "
+                "another channel",
+                len(frozen),
+                _listed(frozen),
+            )
         more = self._trainable() - self._known
         mine = {tensor.data_ptr() for tensor in self.view.tensors}  # of those that share memory the view has one
         foreign = {
@@ -216,7 +229,7 @@ class Trained:
                 "%d parameters need gradients that did not when dlc.DiLoCo was made (%s): they are trained by this "
                 "peer alone, and never averaged; make a DiLoCo on another channel, once they all do",
                 len(names),
-                ", ".join([*names[:NAMES_TOLD], "..."] if len(names) > NAMES_TOLD else names),
+                _listed(names),
             )
         if foreign - more:
             log.warning(
@@ -227,6 +240,11 @@ class Trained:
 
     def _optimized(self) -> Iterator[Tensor]:
         return (parameter for group in self._inner.param_groups for parameter in group["params"])
+
+    def _still(self) -> dict[str, None]:
+        """Names of the parameters that are averaged, and need no gradients now."""
+        named = enumerate(zip(self.view.sizes(), self.view.tensors, strict=True))
+        return {name or f"number {i}": None for i, ((name, _), tensor) in named if not tensor.requires_grad}
 
     def _trainable(self) -> set[int]:
         return {id(p) for p in self._model.parameters() if p.requires_grad} if self._model is not None else set()
@@ -245,6 +263,10 @@ def _parameters(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
                 "give the parameters of all, one after the other"
             )
     return many
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:NAMES_TOLD], "..."] if len(names) > NAMES_TOLD else names)
 
 
 def _check_bare(inner: torch.optim.Optimizer) -> None:

@@ -23,6 +23,7 @@ from dlc.compat.hivemind.averaging.partition import AllreduceException
 from dlc.compat.hivemind.swarm import Notice, Outcome, Parts, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import finite
+from dlc.handles import Flag
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport
@@ -207,7 +208,7 @@ class PeerSwarm:
             self._peer.mesh.act(lambda mesh, now: give_back(mesh, key, now))
 
     def fetch(self, peer: str, key: str, n_bytes: int, timeout_s: float | None) -> bytes | None:
-        out, over, why = bytearray(n_bytes), threading.Event(), [""]
+        out, over, why = bytearray(n_bytes), Flag(), [""]
         limit_s = FETCH_S if timeout_s is None else timeout_s
 
         def ended(reason: str) -> None:

@@ -110,8 +110,7 @@ class DiLoCoGradAverager:
         shapes = [tuple(p.shape) for p in self.main_parameters]
         if [tuple(p.shape) for p in self._outer] != shapes:
             raise ValueError("main_parameters and the parameters of offloaded_optimizer must have the same shapes")
-        for p in self._outer:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._grads()
 
     @property
     def peer_id(self) -> str:
@@ -120,13 +119,19 @@ class DiLoCoGradAverager:
     @contextlib.contextmanager
     def get_tensors(self) -> Iterator[list[Tensor]]:
         """The gradients; not while an averaging is on its way."""
-        yield [p.grad for p in self._outer]
+        yield self._grads()
+
+    def _grads(self) -> list[Tensor]:
+        """Of the outer parameters; zeros where there is none, as after the `zero_grad` of their optimizer."""
+        for p in self._outer:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return [p.grad for p in self._outer]
 
     @torch.no_grad()
     def compute_and_load_pseudo_grad_into_averager(self) -> None:
         """Gradients <- outer parameters - main parameters."""
-        for outer, main in zip(self._outer, self.main_parameters, strict=True):
-            torch.sub(outer.detach(), main.detach().to(outer.device), out=outer.grad)
+        for outer, main, grad in zip(self._outer, self.main_parameters, self._grads(), strict=True):
+            torch.sub(outer.detach(), main.detach().to(outer.device), out=grad)
 
     def schedule_step(self, scheduled_time: float | None = None, timeout: float | None = None) -> Control:
         """For a later `step(control=...)`. There is nothing to prepare, so the time changes nothing."""
@@ -148,7 +153,7 @@ class DiLoCoGradAverager:
         self.compute_and_load_pseudo_grad_into_averager()
         control.begin(
             self._peer.all_reduce(
-                [p.grad for p in self._outer],
+                self._grads(),
                 name=f"{self.prefix}/gradients",
                 codec=self._codec,
                 patience_s=self._patience_s,
