@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -47,6 +48,36 @@ with dlc.Peer.join([p for p in peers.split(",") if p], run="cuts", key=key, list
         print(report.t if whole else 0, *(f"{ours}-{theirs}" for ours, theirs in opened()), flush=True)
 """
 
+ADDRESS_GONE = """
+import contextlib, socket, subprocess
+from dlc.comm import tcp
+from dlc.comm.links import STALLED_TIMEOUTS
+from tests.helpers import wait_until
+
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+subprocess.run(["ip", "address", "add", "10.9.9.9/24", "dev", "lo"], check=True)
+
+def full(sock):
+    "Its other side reads nothing: no more is taken of what is sent."
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock.send(bytes(1 << 16))
+
+with socket.create_server(("127.0.0.1", 0)) as listens:
+    at = listens.getsockname()
+    goes, stays = (socket.create_connection(at, source_address=(host, 0)) for host in ("10.9.9.9", "127.0.0.1"))
+    full(stays)
+    subprocess.run(["ip", "address", "del", "10.9.9.9/24", "dev", "lo"], check=True)
+    goes.send(b"x")
+    most = []
+    def stalled():
+        most.append(tcp.sample(stays).timeouts)
+        return tcp.sample(goes).timeouts >= STALLED_TIMEOUTS
+    wait_until(stalled, 60)
+    assert tcp.sample(stays).queued_bytes and max(most) <= 1, most
+"""
+
 
 class Averaging:
     """A site, and what it told last of a round in which all of both was."""
@@ -89,3 +120,10 @@ def test_after_a_cut_connections_are_made_anew_in_place_of_those_on_which_tcp_wa
         after = [one.connections for one in sites]
     assert all(len(ends) >= 2 for ends in (*before, *after)), "one of each lane"
     assert not any(old & new for old, new in zip(before, after, strict=True))
+
+
+def test_a_connection_from_an_address_that_this_host_has_lost_is_seen_to_get_no_answer() -> None:
+    """Bulk went nowhere for a minute. To somebody who only takes nothing for a while there is an answer."""
+    run = ["unshare", "--net", sys.executable, "-c", ADDRESS_GONE]
+    found = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src:."}, timeout=120)
+    assert found.returncode == 0, found.stderr

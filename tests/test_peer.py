@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from dlc import collectives, joining
+from dlc import peer as peer_module
 from dlc.addresses import outbound_host
-from dlc.comm import entries, waiting
+from dlc.comm import driver, entries, waiting
 from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
@@ -27,10 +28,12 @@ from dlc.comm.effects import Effect
 from dlc.comm.events import HistoryLost, RoundDone
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
+from dlc.comm.lanes import Incoming
 from dlc.comm.lobby import Lobby
 from dlc.comm.messages import Welcome
 from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
+from dlc.comm.transport import Transport
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
 from dlc.mesh import Group
 from dlc.peer import Member, Peer, Pending, Reduction, status
@@ -283,6 +286,54 @@ def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer() -> None:
     own, silent = free_addresses(2)
     with pytest.raises(UnreachableError, match=f"no answer within 1 s from {silent} "):
         Peer.join([own, silent], listen=own, join_timeout_s=1)
+
+
+def asked(address: str) -> Transport:
+    """It listens there, was connected to and asked for the run, and says nothing."""
+    listens = Transport(address, security=None, ident=b"silent")
+    wait_until(lambda: any(isinstance(event, Incoming) for event in listens.poll(0.01)))
+    return listens
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_connection_on_which_no_answer_comes_is_not_called_one_that_could_not_be_made(ends: bool) -> None:
+    """Where large packets were lost on the way, it was said to the end that nobody listened there."""
+    (address,) = free_addresses(1)
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(Peer.join, [address], join_timeout_s=5)
+        silent = asked(address)
+        if ends:
+            silent.close(0.0)
+            silent = asked(address)
+        with pytest.raises(UnreachableError) as error:
+            asks.result()
+        silent.close(0.0)
+    assert f"{address} (connected, but no answer has come" in str(error.value)
+    assert ("as on one before, which ended: packets of full size" in str(error.value)) == ends
+
+
+def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newcomer of whose two ports a firewall let one in said nothing, and the others not which port."""
+    monkeypatch.setattr(driver, "BARRED_S", 0.5)
+    monkeypatch.setattr(driver, "UNENTERED_MAX", 1)
+    closed = parse_address(free_addresses(1)[0])[1]
+
+    class Closed(Transport):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.bulk_port = closed
+
+    with Peer.join() as first:
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_module, "Transport", Closed)
+            second = Peer.join([first.address], join_timeout_s=JOIN_S)
+        with second:
+            whom = f"{second.id[:8]} answers pings, but takes no bulk connection from here (127.0.0.1:{closed}: "
+            wait_until(lambda: whom in caplog.text)
+            wait_until(lambda: f"nobody has come in by TCP port {closed}" in caplog.text)
+            wait_until(lambda: first._driver.transport.bulk_entered, what="the way that is open is used")
 
 
 def test_who_waits_for_an_answer_says_so_ever_more_seldom(

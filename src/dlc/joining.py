@@ -16,7 +16,7 @@ from dlc.comm.framing import run_tag
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.identity import peer_id, verify
 from dlc.comm.ids import Voter
-from dlc.comm.lanes import LinkEvent
+from dlc.comm.lanes import FULL_PACKETS_LOST, LinkEvent
 from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.messages import Record, Welcome
 from dlc.comm.wire import pack
@@ -128,11 +128,15 @@ def introduce(
     """Drive the lobby until the RunSpec is known. may_found: who does not answer is not waited for beyond
     FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch."""
     failures: dict[str, LinkEvent] = {}
+    ended: set[str] = set()
+    """Where a connection was made, and ended."""
     changed = Flag()
 
     def on_link(event: LinkEvent) -> None:
-        if event.kind in ("refused", "unreached", "handshake_failed", "auth_failed"):
-            failures[event.address] = event
+        if event.kind == "disconnected":
+            ended.add(event.address)
+        else:
+            failures[event.address] = _unanswered(event, ended) if event.kind == "connected" else event
         changed.set()
 
     driver.on_link = on_link
@@ -173,6 +177,12 @@ def introduce(
     driver.on_link = lambda event: None
     answers = {a: t.answer for a, t in (*lobby.tries.items(), *lobby.known.items()) if t.answer is not None}
     return Reception(_agreed(lobby, spec, run), answers, _records(answers), _observed(answers))
+
+
+def _unanswered(event: LinkEvent, ended: set[str]) -> LinkEvent:
+    """What is to be said of a connection on which nothing comes."""
+    why = f", as on one before, which ended: {FULL_PACKETS_LOST}" if event.address in ended else ""
+    return dataclasses.replace(event, detail=f"connected, but no answer has come{why}")
 
 
 def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:

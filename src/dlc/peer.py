@@ -537,8 +537,7 @@ class Peer(Unpicklable, Collectives):
         elif isinstance(event, SelfReplaced):
             self._driver.stop(0.0, SwarmClosed(REPLACED))
         elif isinstance(event, BulkLost):
-            names = ", ".join(v.peer[:8] for v in event.voters)
-            log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
+            self._bulk_lost(event)
         elif isinstance(event, HistoryLost):
             if event.rounds and self._on_event is None:  # else whoever listens says so
                 log.warning(
@@ -564,6 +563,18 @@ class Peer(Unpicklable, Collectives):
                 log.exception("the callback `on_event` failed at %s", type(event).__name__)
         with self._changed:
             self._changed.notify_all()
+
+    def _bulk_lost(self, event: BulkLost) -> None:
+        """Say whose port it may be; others may have found that it is ours."""
+        others = [v.peer for v in event.voters if v.peer != self._intro.voter.peer]
+        if others:
+            names = ", ".join(peer[:8] for peer in others)
+            log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
+        if len(others) < len(event.voters):
+            log.warning(
+                "no bulk passes between others and this peer, or not in time: does a firewall let TCP port %d in?",
+                self._intro.bulk_port,
+            )
 
     def _reached(self, host: str, now: float) -> None:
         """On the driver thread: others can dial this address of my host, since one did. It takes the place of loopback,

@@ -15,6 +15,7 @@ from dlc.comm.lanes import CONNECT_TIMEOUT_S, LinkEvent
 from dlc.comm.links import (
     CONTROL_PENDING_BYTES_MAX,
     CONTROL_PENDING_MAX,
+    RENEW_BYTES_MIN,
     RETRY_MAX_S,
     RETRY_MIN_S,
     STALLED_TIMEOUTS,
@@ -210,3 +211,28 @@ def test_a_connection_on_which_the_kernel_gets_no_answer_is_made_anew(
     stalled = timeouts >= STALLED_TIMEOUTS
     assert link.up is not stalled and len(link.tries) == 1 + stalled
     assert link.revive(9.1) == [] and len(link.tries) == 1 + stalled, "it is being tried"
+
+
+@pytest.mark.parametrize(("acked", "stalls"), [(1000, 2), (RENEW_BYTES_MIN, 0)])
+def test_connections_that_carry_next_to_nothing_and_stall_are_counted(
+    link: Tried, monkeypatch: pytest.MonkeyPatch, acked: int, stalls: int
+) -> None:
+    sample = tcp.TcpSample(acked, 0.1, 0.1, 1e6, False, 1.0, 20, timeouts=STALLED_TIMEOUTS)
+    monkeypatch.setattr(link, "tcp_sample", lambda: sample if link.up else None)
+    link.advance(0.0)
+    for _ in range(2):
+        link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 1.0)
+        link.revive(9.0)
+    assert link.stalls == stalls
+
+
+def test_why_the_last_attempt_failed_is_known_until_one_succeeds(link: Tried) -> None:
+    link.advance(0.0)
+    assert link.why == ""
+    fails(link, 0.0)
+    assert "nobody listens there" in link.why
+    link.advance(RETRY_MAX_S)
+    link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, RETRY_MAX_S)
+    assert link.why == ""
+    link._on_event(zmq.EVENT_DISCONNECTED, 0, 9.0)
+    assert link.why == "", "it was up, and nothing has been tried since"

@@ -632,6 +632,22 @@ def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node:
         assert after.poll(WAIT_S * 1000) and after.recv() == b"to the later"
 
 
+def test_where_only_small_packets_pass_it_is_said_and_what_helps(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a path that loses packets above 1300 bytes it was only said that a port might be closed, which was open."""
+    a, b = node("a"), node("b")
+    a.transport.open_bulk(b.bulk_address)
+    (link,) = a.transport._bundles[b.bulk_address].links
+    stalled = tcp.TcpSample(1000, 0.1, 0.1, 1e6, False, 1.0, 20, timeouts=links.STALLED_TIMEOUTS)
+    monkeypatch.setattr(link, "tcp_sample", lambda: stalled if link.up else None)
+    for said in (0, 1, 1):
+        pump(lambda: link.up, a, b)
+        a.transport.revive_bulk()
+        assert not link.up and len(caplog.records) == said
+    assert b.bulk_address in caplog.text and "mtu 1280" in caplog.text
+
+
 @pytest.mark.skipif(not tcp.AVAILABLE, reason="/proc/self/fd and TCP_USER_TIMEOUT are Linux's")
 def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
     node: Callable[..., Node],

@@ -49,6 +49,10 @@ SAMPLE_TAIL_S = 1.0
 """And for how long after the last bulk message: what was handed to it then is still on its way."""
 WARM_S = 1.0
 """How often it is seen to that bulk links to those who will need them are open."""
+UNENTERED_MAX = 20
+"""Looks, one each WARM_S, after which a port by which nobody has come is said to be closed: links take 3 s at most."""
+BARRED_S = 10.0
+"""Who lives, and takes no bulk connection for so long, has its port closed: twice as long as an attempt takes."""
 SWITCH_S = 1e-4
 """While bulk moves, Python changes threads as often as this. The driver lets go of the interpreter lock some dozens of
 times per chunk, and a main thread that computes in Python would keep it for 5 ms (the default) each time."""
@@ -81,6 +85,10 @@ class BulkSource(Protocol):
     def bulk_peers(self) -> set[PeerId]: ...
     def link_samples(self, samples: Mapping[PeerId, WaySample], now: float) -> None: ...
     def links_widened(self) -> None: ...
+
+    @property
+    def awaits_bulk(self) -> bool: ...
+
     def work_aside(self, aside: Callable[[Callable[[], None], list[Effect]], None]) -> None: ...
     def breathe(self, now: float, sender: Voter | None = None, message: Message | None = None) -> list[Effect]: ...
 
@@ -113,6 +121,10 @@ class Driver:
         self._bulk_at = float("-inf")
         """When bulk last waited, or came in."""
         self._sample_at = self._warm_at = 0.0
+        self._barred: dict[str, tuple[float, bool]] = {}
+        """Bulk addresses of the living to which no link comes up: since when that is seen, and whether it was told."""
+        self._awaited_in_vain = 0
+        """How often nobody had come in by the bulk port, though somebody was to."""
         self._switch_s: float | None = None
         """The switch interval before this driver changed it; None where it did not."""
         self._held_back: collections.deque[Event] = collections.deque()
@@ -416,14 +428,39 @@ class Driver:
         for peer in {*self._dials, *self._addresses.values()}:
             if self._bulk.record_of(peer) is None:
                 self._forget(peer)
+        before, self._barred = self._barred, {}
         for peer in self._bulk.bulk_peers():
             record = self._bulk.record_of(peer)
             if record is not None and record.bulk:
-                self._addresses[record.bulk[0]] = peer
-                self.transport.open_bulk(record.bulk[0])
+                address = record.bulk[0]
+                self._addresses[address] = peer
+                self.transport.open_bulk(address)
+                if why := self.transport.barred(address):
+                    since, told = before.get(address, (now, False))
+                    self._barred[address] = since, told or self._tell_barred(peer, address, why, now - since)
+        if self._bulk.awaits_bulk and not self.transport.bulk_entered:
+            self._awaited_in_vain += 1
+            if self._awaited_in_vain == UNENTERED_MAX:
+                log.warning(
+                    "nobody has come in by TCP port %d of this host: does a firewall, or a router, let it in? What the "
+                    "others have for this peer, states and results, comes that way",
+                    self.transport.bulk_port,
+                )
         self.transport.revive_bulk()
         if now >= self._bulk_at + SAMPLE_TAIL_S and self.transport.mend_bulk():
             self._bulk.links_widened()
+
+    def _tell_barred(self, peer: PeerId, address: str, why: str, for_s: float) -> bool:
+        """Whether it was said who may have to open which port."""
+        if for_s >= BARRED_S:
+            log.warning(
+                "%s answers pings, but takes no bulk connection from here (%s: %s): rounds go on without what would go "
+                "there. Does a firewall let that TCP port in, on its host or on the way? (It is tried for ever)",
+                peer[:8],
+                address,
+                why,
+            )
+        return for_s >= BARRED_S
 
     def _sample(self, now: float) -> None:
         """Tell the machine what the kernel says of the bulk links, while bulk moves."""

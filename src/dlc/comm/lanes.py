@@ -30,6 +30,12 @@ CONTROL_FRAME_BYTES_MAX = (4 << 20) + 4096
 BULK_FRAME_BYTES_MAX = (8 << 20) + 4096
 """Longest frame, payload and header; libzmq drops a connection that announces more, before it allocates."""
 
+FULL_PACKETS_LOST = (
+    "packets of full size may be lost on the way, which small ones pass: `ip link set dev DEVICE mtu 1280`, as root on "
+    "this host, makes them smaller, both ways"
+)
+"""What helps where a tunnel on the way takes less than both ends believe, and nobody tells them (RFC 2923)."""
+
 
 @dataclass(frozen=True)
 class Keepalive:

@@ -148,6 +148,10 @@ class Link:
         self.up = False
         self.tried = False
         """Whether some attempt has failed since the link was last up (or made)."""
+        self.why = ""
+        """A clause for the log: why the last attempt failed, until one succeeds."""
+        self.stalls = 0
+        """How many connections in a row came up, carried next to nothing, and got no answer."""
         self.starved = False
         """The last attempt failed because this process may open no more files."""
         self.lossy = False
@@ -307,6 +311,7 @@ class Link:
         sample = self.tcp_sample()
         if sample is None or sample.timeouts < STALLED_TIMEOUTS:
             return []
+        self.stalls += sample.bytes_acked < RENEW_BYTES_MIN
         self.close()
         return self._open(now)
 
@@ -317,6 +322,8 @@ class Link:
             return None
         # Segments behind a loss count as full ones: when it is repaired, the exact sum may be a little less.
         self._acked_bytes = max(self._acked_bytes, sample.bytes_acked)
+        if self._acked_bytes >= RENEW_BYTES_MIN:
+            self.stalls = 0
         return dataclasses.replace(sample, bytes_acked=self._acked_bytes)
 
     def read_monitor(self, now: float) -> list[LinkEvent]:
@@ -404,7 +411,7 @@ class Link:
             if self.lane == "bulk":
                 self._keep_descriptor(value)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.up, self.tried, self._failures = True, False, 0
+            self.up, self.tried, self.why, self._failures = True, False, "", 0
             return [LinkEvent(self.address, "connected", f"reached at {self._candidates[self._candidate]}")]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return self._fail("auth_failed", f"it refused our credentials (status {value})", now)
@@ -436,7 +443,7 @@ class Link:
                 return []
             self._candidate = 0
             self._candidates = [self.host] if self._numeric else []
-            self.tried = True
+            self.tried, self.why = True, detail
         delay_s = min(RETRY_MIN_S * 2 ** min(self._failures, 10), RETRY_MAX_S)
         self._failures += 1
         self._retry_at = now + delay_s * self._random.uniform(0.75, 1.0)

@@ -214,6 +214,13 @@ class Node:
         voters = electorate if self.me in electorate else ()
         return {v.peer for v in voters if v != self.me and self.members.alive(v)} | self.services.bulk_peers()
 
+    @property
+    def awaits_bulk(self) -> bool:
+        """Others have something for me, or connect for the time when they will: a state that I lack, or results."""
+        electorate = self.log.state.electorate
+        fellow = self.me in electorate and any(v != self.me and self.members.alive(v) for v in electorate)
+        return fellow or self.sync.donor is not None
+
     def links_widened(self) -> None:
         """My bulk has more connections to somebody than before."""
         if self.probes is not None:

@@ -4,7 +4,8 @@ A contributor is *late* in a plan, once one of these is true:
 
 - it has been silent for longer than its own pace explains (T_chunk): three times the longest pause between two of its
   parts lately, or what is to be expected of an uplink such as it tells in its record. A pause that its pace did not
-  explain (a cut, a sleep) counts as T_chunk, and none counts where contributions become final only on the way;
+  explain (a cut, a sleep) counts as T_chunk, and none counts where contributions become final only on the way. Of whom
+  nothing has come in this plan, that is at least as long as a connection takes to be made, and to carry one;
 - all in all it was waited for three times as long as such a silence and all that it owes me take together, at the rate
   of its earlier rounds, or at that of most others now where they are slower.
 
@@ -20,6 +21,7 @@ All times are running times: while I was not scheduled, parts lay unread in my o
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -36,6 +38,12 @@ GAP_S_MAX = 20.0
 """A longer pause between two parts counts as this: T_chunk grows to three times it and no further."""
 GAP_DECAY = 0.9
 """What is left of the longest pause after each further part."""
+SETUP_TRIPS = 6
+"""Round trips from a plan to the first bytes on a connection that is made for it: the handshakes of TCP, ZMTP and CURVE
+take five (3.0 s at 0.6 s), the plan and the bytes half of one each."""
+FIRST_WINDOW_BYTES = 14_600
+"""What a new connection, or one that was idle, sends in its first round trip (RFC 6928): in each further one twice as
+much."""
 OVERTIME = 3.0
 """Times the prediction that a contributor may be waited for."""
 
@@ -143,7 +151,15 @@ class Patience:
 
     def silence_s(self, voter: Voter) -> float:
         """T_chunk: the longest silence that its pace explains, and more where I am slow myself."""
-        return self._pace_s(voter) * self.ctx.members.health
+        silence_s = self._pace_s(voter)
+        if not self._received.get(voter):
+            silence_s = max(silence_s, self._start_s(voter))
+        return silence_s * self.ctx.members.health
+
+    def _start_s(self, voter: Voter) -> float:
+        """Until its first part is here, with a result before it, if its connection has yet to be made."""
+        trips = SETUP_TRIPS + math.log2(1 + self._chunk_bytes / FIRST_WINDOW_BYTES)
+        return trips * self.ctx.members.rtt_s(voter.peer)
 
     def _pace_s(self, voter: Voter) -> float:
         """Of its pace alone. Parts come whole, so a slow link is silent at times."""

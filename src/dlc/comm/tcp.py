@@ -30,12 +30,12 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
 _UNLIMITED = 2**32 - 1
-_INFO = struct.Struct("=2xB4xB8xI4xII36xI4xII16xI16xQQ8xII8xQQQQ")
+_INFO = struct.Struct("=2xBB3xB8xI4xII36xI4xII16xI16xQQ8xII8xQQQQ")
 """struct tcp_info up to tcpi_sndbuf_limited, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
-Those that are read: tcpi_retransmits (byte 2), byte 7 (one of whose bits says application-limited), tcpi_snd_mss (16),
-tcpi_unacked (24), tcpi_sacked (28), tcpi_rtt (68), tcpi_snd_ssthresh (76), tcpi_snd_cwnd (80), tcpi_total_retrans
-(100), tcpi_bytes_acked (120), tcpi_bytes_received (128), tcpi_notsent_bytes (144), tcpi_min_rtt (148),
-tcpi_delivery_rate (160), tcpi_busy_time (168), tcpi_rwnd_limited (176), tcpi_sndbuf_limited (184)."""
+Those that are read: tcpi_retransmits (byte 2), tcpi_probes (3), byte 7 (one of whose bits says application-limited),
+tcpi_snd_mss (16), tcpi_unacked (24), tcpi_sacked (28), tcpi_rtt (68), tcpi_snd_ssthresh (76), tcpi_snd_cwnd (80),
+tcpi_total_retrans (100), tcpi_bytes_acked (120), tcpi_bytes_received (128), tcpi_notsent_bytes (144), tcpi_min_rtt
+(148), tcpi_delivery_rate (160), tcpi_busy_time (168), tcpi_rwnd_limited (176), tcpi_sndbuf_limited (184)."""
 _APP_LIMITED = 0x01 if sys.byteorder == "little" else 0x80
 _INFO_BYTES = 256
 """More than any kernel's struct has so far; what comes after tcpi_sndbuf_limited is not looked at."""
@@ -72,7 +72,8 @@ class TcpSample:
     queued_bytes: int = 0
     """Not acknowledged yet, or not even sent."""
     timeouts: int = 0
-    """How often in a row the same was sent once more after a time without any answer; each is twice as long."""
+    """How often in a row something was sent once more after a time without any answer; each is twice as long. Where the
+    host no longer has the address that the connection began with, it only tries to."""
     threshold_bytes: float = math.inf
     """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits."""
 
@@ -169,6 +170,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         return None
     (
         timeouts,
+        probes,
         flags,
         mss,
         unacked,
@@ -197,7 +199,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         buffered_s=(receiver_us + sender_us) / 1e6,
         bytes_received=received,
         queued_bytes=unacked * mss + unsent_bytes,
-        timeouts=timeouts,
+        timeouts=max(timeouts, probes),
         threshold_bytes=max(threshold, _KEPT_WINDOW * window) * mss if threshold < _NO_THRESHOLD else math.inf,
     )
 

@@ -39,6 +39,7 @@ from dlc.comm.door import Door, strangers_max
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
     CONTROL_FRAME_BYTES_MAX,
+    FULL_PACKETS_LOST,
     Event,
     Frames,
     Incoming,
@@ -71,6 +72,8 @@ SOCKETS_MAX = 4 * LINKS_MAX
 """Three for each link, and those of closed ones that libzmq has not taken away yet."""
 IDENT_BYTES_MAX = 200
 """A routing id has at most 255 bytes; a lane letter and a serial number are added to `ident`."""
+STALLS_TOLD = 2
+"""Bulk connections in a row on which only small packets were answered: one may have been cut."""
 CLOSE_POLL_S = 0.05
 _WAKE_BYTES_MAX = 4096
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
@@ -108,6 +111,8 @@ class Transport:
             )
         self.dropped = 0
         """Messages dropped because they had too many frames, or none."""
+        self.bulk_entered = False
+        """Somebody has come in by the bulk port."""
         self._ident = ident
         self._streams = streams
         self._security = security
@@ -200,7 +205,21 @@ class Transport:
         """Connect those of our bulk links anew on which the kernel gets no answer."""
         for bundle in self._bundles.values():
             for link in bundle.links:
+                before = link.stalls
                 self._note(link, link.revive(self._clock()))
+                if before < STALLS_TOLD <= link.stalls:
+                    log.warning(
+                        "bulk connections to %s are made, and get no answer to what is sent then, %d in a row: %s",
+                        link.address,
+                        link.stalls,
+                        FULL_PACKETS_LOST,
+                    )
+
+    def barred(self, address: str) -> str:
+        """Why the last attempt to make a bulk link to `address` failed; empty where one is up, none has
+        failed, or this process may open no more files."""
+        bundle = self._bundles.get(address)
+        return bundle.links[0].why if bundle is not None and not bundle.links[0].starved else ""
 
     def way_sample(self, address: str) -> WaySample | None:
         """The kernel's numbers of our bulk links to `address`, if one is up and the system has them."""
@@ -302,6 +321,7 @@ class Transport:
     def _look_at_door(self) -> None:
         """The kernel says by which address of ours each came; the first that others can dial is told."""
         for address in self._door.look():
+            self.bulk_entered = self.bulk_entered or address.endswith(f":{self.bulk_port}")
             if self._reached:
                 continue
             try:

@@ -32,8 +32,9 @@ COUNTDOWN_S = 5.0
 """How often a peer that waits for a quorum says how long it still will."""
 AGAIN_S = 30.0
 """What has no end in sight is told again after this time, twice this time, four times ..."""
-CONTACT_S = 5.0
-"""A newcomer hears of a member, and of what it holds, and proves that it lives, within this time."""
+CONTACT_S = 10.0
+"""A newcomer hears of a member, and of what it holds, and proves that it lives, within this time: it took 6 s at round
+trips of 0.6 s."""
 OPENING_S = 15.0
 """Voters that come together wish a channel to be opened within this time: more than an opening waits for them."""
 
