@@ -11,6 +11,7 @@ import torch
 from dlc.comm import choose as choose_module
 from dlc.comm import coordinator as coordinator_module
 from dlc.comm import entries as entries_module
+from dlc.comm import records as records_module
 from dlc.comm import slot as slot_module
 from dlc.comm.ids import Voter
 from dlc.comm.messages import RUN, WAIT, Message, Plan, Prepare, Promise
@@ -305,6 +306,12 @@ def test_seeds_that_failed_where_rounds_wait_for_everybody(seed: int) -> None:
 def test_who_goes_on_with_rounds_on_a_lost_fork_with_a_second_state_of_its_own_follows_in_time() -> None:
     """The state of the other side's was lost: what they had instead was waited for anew after each of these rounds."""
     good(scenario(810623, 2, 7, FAULTS))
+
+
+def test_two_sides_that_have_forgotten_each_other_as_dead_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any round, so that nobody votes and no record changes: what each answered to a Hello was old news."""
+    monkeypatch.setattr(records_module, "DEAD_MAX", 0)
+    good(scenario(7033, 2, 6, FAULTS))
 
 
 def second_states_go(weather: Weather, starts: tuple[Start, ...], crash: Fault, n_chunks: int, codec: str) -> Scenario:

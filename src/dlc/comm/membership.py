@@ -234,6 +234,7 @@ class Membership(View):
         if welcome.record is not None:
             if welcome.address in self._bootstrap:
                 self._lives_at[welcome.address] = welcome.record.voter.peer
+            self._table.remember(welcome.record.voter)
             self._merge(welcome.record, news=False)
         for record in welcome.records:
             self._merge(record, news=False)

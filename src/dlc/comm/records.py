@@ -5,7 +5,7 @@ peer was restarted: it gets a fresh `Member`, since nothing that was proved of t
 A record with `left` moves its peer to the tombstones, so that an old record, which is still on its way somewhere, does
 not bring it back. Of the dead without a vote those seen last are kept, as many as live, or DEAD_MAX; the others are
 forgotten. A record of theirs that is not newer is old news, or whoever still has it would bring them back again and
-again; a ping of their own does. Nobody else is ever forgotten, save when the table is full.
+again; a ping of their own does, or an answer to a Hello. Nobody else is ever forgotten, save when the table is full.
 
 A record is looked at (well formed, signature) only if it would change the table: most gossip is old news.
 """
