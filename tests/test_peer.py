@@ -680,10 +680,15 @@ def test_a_filling_of_another_size_is_refused() -> None:
 
 
 def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error of the machine as any other: who is in doubt must not vote."""
+    """It is an error of the machine as any other: who is in doubt must not vote. It did, where its turn was due."""
+
+    def filled(node: Node, now: float) -> float:
+        monkeypatch.setattr(Node, "next_deadline", lambda self: now)
+        return 1 / 0
+
     with Peer.join() as peer:
         peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
-        monkeypatch.setattr(Node, "filled", lambda self, now: 1 / 0)
+        monkeypatch.setattr(Node, "filled", filled)
         filling = Filling(8, 60.0)
         pending = peer.contribute("train", torch.ones(8), weight=1.0, filling=filling)
         filling.reached(0)
