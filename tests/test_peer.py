@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -276,6 +277,15 @@ def test_unreachable_address_says_what_was_tried() -> None:
     (address,) = free_addresses(1)
     with pytest.raises(UnreachableError, match=address):
         Peer.join([address], join_timeout_s=1)
+
+
+def test_who_has_failed_to_join_may_try_again_at_the_same_port() -> None:
+    """The first try had let go of it only a second later: what it had to say to one that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (own,) = free_addresses(1)
+        for _ in range(2):
+            with pytest.raises(UnreachableError):
+                Peer.join([f"127.0.0.1:{silent.getsockname()[1]}"], listen=own, join_timeout_s=0.5)
 
 
 def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer() -> None:
