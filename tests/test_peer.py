@@ -204,6 +204,7 @@ def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(
     with join([second, gone], listen=first) as founder:
         (said,) = [r.getMessage() for r in caplog.records if r.name == "dlc.joining"]
         assert f"going on without {second} " in said and "the longer history is the run" in said
+        monkeypatch.setattr("dlc.joining.FOUND_AFTER_S", JOIN_S)  # who is there is heard of, however slowly
         with join([first, gone], listen=second) as other:
             assert {m.id for m in other.members()} == {founder.id, other.id}
             founds = [peer._ask(lambda node, now: node.slot.founder) for peer in (founder, other)]
