@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)  # of pytest-xdist, where several processes run tests
     if worker is not None and sys.platform != "win32":
-        config.stash[TURNS] = Turns(Path(tempfile.gettempdir()) / f"dlc-turns-{worker['testrunuid']}")
+        config.stash[TURNS] = Turns(Path(config.option.basetemp).parent / "turns")  # the run's, which pytest clears
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
