@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -23,6 +24,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Where the sockets of tests/forked.py lie: not in the folder of a test that has one of its own. Here and not there: the
+# server imports that, too, and would leave a folder behind.
+multiprocessing.util.get_temp_dir()
 # Time is not what these tests are about, and a busy runner has little of it.
 hypothesis.settings.register_profile(
     "dlc", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
