@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -24,6 +24,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Where the sockets of tests/forked.py lie: not in the folder of a test that has one of its own. Here and not there: the
+# server imports that, too, and would leave a folder behind.
+multiprocessing.util.get_temp_dir()
 # Time is not what these tests are about, and a busy runner has little of it.
 hypothesis.settings.register_profile(
     "dlc", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
@@ -51,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)  # of pytest-xdist, where several processes run tests
     if worker is not None and sys.platform != "win32":
-        config.stash[TURNS] = Turns(Path(tempfile.gettempdir()) / f"dlc-turns-{worker['testrunuid']}")
+        config.stash[TURNS] = Turns(Path(config.option.basetemp).parent / "turns")  # the run's, which pytest clears
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

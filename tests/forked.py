@@ -7,7 +7,6 @@ process starts its server when it first needs one. `Forked` runs `python -m MODU
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.util
 import os
 import runpy
 import sys
@@ -22,7 +21,6 @@ PRELOAD += ["tests.resuming", "transformers.trainer", "lightning.pytorch"]
 
 CONTEXT = multiprocessing.get_context("forkserver" if AVAILABLE else "spawn")
 CONTEXT.set_forkserver_preload(PRELOAD)
-multiprocessing.util.get_temp_dir()  # where sockets lie: not in the folder of a test that has one of its own
 
 
 class Forked:

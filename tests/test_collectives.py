@@ -68,7 +68,16 @@ def test_a_round_that_the_others_decided_while_this_peer_was_away_is_lost_and_th
             call.wait(ROUND_S)
         assert mine.tolist() == [1.0] * 3
         both = [torch.full((3,), float(i)) for i in range(2)]
-        together(peers, lambda peer, i: peer.all_reduce(both[i], name="x", timeout_s=ROUND_S))
+        again = peers[0].all_reduce(both[0], name="x", async_op=True)
+        number = peers[0]._ask(lambda node, now: node.exchange.offered["x"].ready.upto)
+
+        def heard(peer: Peer) -> bool:
+            offers = peer._ask(lambda node, now: node.coordinator.agenda._ready.get("x", {}))
+            return any(ready.upto == number for ready, _ in offers.values())
+
+        wait_until(lambda: any(map(heard, peers)), ROUND_S)  # a round of what was taken back would not have it
+        peers[1].all_reduce(both[1], name="x", timeout_s=ROUND_S)
+        again.wait(ROUND_S)
         assert [x.tolist() for x in both] == [[0.5] * 3] * 2
 
 

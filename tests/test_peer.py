@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -207,6 +208,7 @@ def test_who_may_found_does_so_without_those_of_its_list_that_do_not_answer(
     with join([second, gone], listen=first) as founder:
         (said,) = [r.getMessage() for r in caplog.records if r.name == "dlc.joining"]
         assert f"going on without {second} " in said and "the longer history is the run" in said
+        monkeypatch.setattr("dlc.joining.FOUND_AFTER_S", JOIN_S)  # who is there is heard of, however slowly
         with join([first, gone], listen=second) as other:
             assert {m.id for m in other.members()} == {founder.id, other.id}
             founds = [peer._ask(lambda node, now: node.slot.founder) for peer in (founder, other)]
@@ -280,6 +282,15 @@ def test_unreachable_address_says_what_was_tried() -> None:
     (address,) = free_addresses(1)
     with pytest.raises(UnreachableError, match=address):
         Peer.join([address], join_timeout_s=1)
+
+
+def test_who_has_failed_to_join_may_try_again_at_the_same_port() -> None:
+    """The first try had let go of it only a second later: what it had to say to one that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (own,) = free_addresses(1)
+        for _ in range(2):
+            with pytest.raises(UnreachableError):
+                Peer.join([f"127.0.0.1:{silent.getsockname()[1]}"], listen=own, join_timeout_s=0.5)
 
 
 def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer() -> None:
@@ -732,10 +743,15 @@ def test_a_filling_of_another_size_is_refused() -> None:
 
 
 def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error of the machine as any other: who is in doubt must not vote."""
+    """It is an error of the machine as any other: who is in doubt must not vote. It did, where its turn was due."""
+
+    def filled(node: Node, now: float) -> float:
+        monkeypatch.setattr(Node, "next_deadline", lambda self: now)
+        return 1 / 0
+
     with Peer.join() as peer:
         peer.open("train", ToyState(8, 0), codec="fp32", chunk_elems=4, timeout_s=JOIN_S)
-        monkeypatch.setattr(Node, "filled", lambda self, now: 1 / 0)
+        monkeypatch.setattr(Node, "filled", filled)
         filling = Filling(8, 60.0)
         pending = peer.contribute("train", torch.ones(8), weight=1.0, filling=filling)
         filling.reached(0)

@@ -540,8 +540,10 @@ class Training:
 
 
 @pytest.fixture(autouse=True)
-def nothing_trains_on() -> Iterator[None]:
-    """A test that failed in the middle leaves no trainer to the tests after it."""
+def nothing_trains_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that failed in the middle leaves no trainer to the tests after it. Those that train end by the model and
+    the checkpoint of one round, though rounds take no longer than a busy machine needs to take both."""
+    monkeypatch.setattr("dlc.train.trainer.LAST_TRIES", 10**6)
     yield
     while Training.running:
         training = Training.running.pop()

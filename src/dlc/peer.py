@@ -229,7 +229,7 @@ class Peer(Unpicklable, Collectives):
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)
         except BaseException:
-            peer._shut(0.0)
+            peer._shut(5.0)  # its port is free again, for another try
             raise
         return peer
 

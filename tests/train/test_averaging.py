@@ -23,6 +23,7 @@ from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
 from dlc.comm import meshmessages
 from dlc.comm.calls import GoneOn
+from dlc.comm.clock import clock
 from dlc.comm.graphs import pairs
 from dlc.comm.groupowner import RESULT
 from dlc.comm.ids import Voter
@@ -458,10 +459,19 @@ def test_steps_that_diverge_are_undone_and_not_averaged(
 def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobody_s_training(
     tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Who followed it was through at once, or trained alone for as long as that one was there."""
+    """Who followed it was through at once, or trained alone for as long as that one was there. On a slow machine it was
+    said to have followed it, where it had not waited."""
     table = "moshpit" if options is MOSHPIT else "gossip"
     quick = {table: dataclasses.replace(options[table], wait_s=0.1)}
     monkeypatch.setattr(averaging, "LOOK_S", 0.1)
+    passed_s, comes = [0.0], noloco.Places.comes
+
+    def slowly(places: noloco.Places) -> Any:  # before anybody is waited for
+        passed_s[0] += 60.0
+        return comes(places)
+
+    monkeypatch.setattr(noloco, "clock", lambda: clock() + passed_s[0])
+    monkeypatch.setattr(noloco.Places, "comes", slowly)
     spec = spec_in(tmp_path, **{**options, **quick}, rounds=3)
     pupil = school.add(Pupil(spec, tmp_path / "0"))
     far = 10**6

@@ -15,7 +15,7 @@ import dlc.train.outer_loop
 from dlc.errors import DataError, DlcError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec, RunSpec
-from dlc.train import saver
+from dlc.train import phases, saver
 from dlc.train.held import END_PATIENCE_S
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.rounds import Rounds
@@ -34,6 +34,7 @@ MEAN = OuterSpec(lr=1.0, momentum=0.0)
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(phases, "PATIENCE_S_MIN", DEADLINE_S)  # no round is late where the machine stands still
 
 
 @pytest.fixture

@@ -112,11 +112,13 @@ def test_who_is_to_stop_waits_for_no_batch_and_for_no_source_that_hangs(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_module, "CLOSE_S", 0.01)
-    looks: list[bool] = [False, False, True, True, False]
-    loader = Loader(source, 2, stopping=lambda: looks.pop(0))  # type: ignore[arg-type]
+    looks: list[bool] = []
+    loader = Loader(source, 2, stopping=lambda: bool(looks) and looks.pop(0))  # type: ignore[arg-type]
     loader.take([0], [[1]])
-    wait_until(lambda: len(source.made) == 2)
+    wait_until(lambda: all(batches.done() for _, batches in loader._made))
+    assert source.made == [0, 1]
     source.go.clear()
+    looks += [False, False, True, True, False]
     assert plain(loader.take([1], [[2], [3]])) == [[1]] and len(looks) == 5, "what is there is given"
     with pytest.raises(Stopped):
         loader.take([2], [[3]])

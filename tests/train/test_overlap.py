@@ -12,7 +12,9 @@ import torch
 import dlc.train.outer_loop
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
+from dlc.train import phases
 from dlc.train.inner import InnerLoop, StepResult
+from tests.swarm import DEADLINE_S
 from tests.train.fake_peer import FakeMember, FakePeer
 from tests.train.test_ahead import PER_STEP, STEP_TOKENS, spec, trained
 from tests.train.test_trainer import H, Run
@@ -23,6 +25,7 @@ __all__ = ["spec", "trained"]
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(phases, "PATIENCE_S_MIN", DEADLINE_S)  # no round is late where the machine stands still
 
 
 @pytest.fixture

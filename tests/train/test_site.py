@@ -54,7 +54,7 @@ from tests.forked import AVAILABLE, Forked
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 from tests.train.site_steps import LLAMA, SPEC
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1", "-m"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"]
 
 
 def places(size: int) -> list[dict[str, str]]:
@@ -548,7 +548,8 @@ class Site:
     """`torchrun ... dlc join`."""
 
     def __init__(self, host: Host, *words: str) -> None:
-        self.run = host.start("site", *words, launcher=TORCHRUN)
+        launcher = [*TORCHRUN, "--log-dir", str(host.folder / "torchrun"), "-m"]  # else it leaves a folder in /tmp
+        self.run = host.start("site", *words, launcher=launcher)
         self.leader = 0
         self.started()
 

@@ -166,7 +166,10 @@ class Driver:
             raise
 
     def stop(self, timeout_s: float, reason: BaseException | None = None) -> None:
-        """End the thread after what was called before; later calls raise `reason`. Idempotent."""
+        """End the thread after what was called before; later calls raise `reason`. Idempotent.
+
+        With a `reason` the machine is in doubt: it does nothing any more, and what was called before fails as well.
+        """
         self.error = self.error or reason
         self._stopping = True
         self.transport.wake()
@@ -285,13 +288,15 @@ class Driver:
         self._take_held_back()
         self._sample(clock())
         machine = self._machine
-        if machine is not None:
+        if machine is not None and self.error is None:
             now = clock()
             due = machine.next_deadline()
             if due is not None and now >= due:
                 self.perform(machine.tick(now))
 
     def _take(self, event: Event) -> None:
+        if self.error is not None:
+            return
         if isinstance(event, Incoming):
             self._receive(event)
         elif isinstance(event, Writable):
@@ -486,7 +491,7 @@ class Driver:
         self._drain(self._looks)
 
     def _drain(self, calls: collections.deque[Call]) -> None:
-        while calls:
+        while calls and self.error is None:
             future, fn = calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue

@@ -63,10 +63,11 @@ class Pairs:
         d = vector - self._phi
         both = torch.cat((d, self._phi))
         averaged, waited_s, before, turn = None, 0.0, t, self._turn(t, away_s)
+        tries_from = clock()
         try:
             while averaged is None:
                 tried = clock()
-                averaged = self._with(turn, began, both, d)
+                averaged = self._with(turn, tries_from, both, d)
                 waited_s += clock() - tried if averaged is None else averaged.waiting_s
                 if averaged is None:
                     turn = self._turn(turn.round, away_s)
@@ -83,7 +84,7 @@ class Pairs:
 
     def _with(self, turn: Turn, began: float, both: Tensor, d: Tensor) -> Averaged | None:
         """Means over the pair in the place of `both`, d and phi; None: the others have gone on meanwhile. began: the
-        exchange, at whatever step."""
+        first try, at whatever step."""
         t, since, wait_s = turn.round, clock(), self._spec.gossip.wait_s
         if not turn.others:
             return Averaged(t, ())
