@@ -132,7 +132,9 @@ def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(
     run = Run(FakePeer(server), tmp_path)
     summary = run.go()
     tokens = server.tokens_per_round
-    assert [event["tokens"] for event in run.all("work_dropped")] == [tokens // 4, tokens]
+    dropped = [(event["steps"], event["tokens"], event["share"]) for event in run.all("work_dropped")]
+    assert dropped == [(H, tokens // 4, 0.25), (H, tokens, 1.0)]
+    assert "in 25% of the model" in sentence(run.all("work_dropped")[0])
     assert summary.setbacks.tokens_dropped == tokens // 4 + tokens
     assert [event["counted"] for event in run.all("round")] == [True, False, True, True]
 

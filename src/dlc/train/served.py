@@ -176,8 +176,8 @@ class Served:
         if report.set_aside:
             parts.tell.history_lost(report.set_aside, report.set_aside_weight)
         if report.counted < 1.0:
-            lost = round(tokens * (1.0 - report.counted))
-            parts.tell.work_dropped(self._position.t, len(losses), lost)
+            lost = 1.0 - report.counted
+            parts.tell.work_dropped(self._position.t, len(losses), round(tokens * lost), share=lost)
         counted = report.counted > 0.5
         self._exchanges += 1
         head = f"{parts.peer.id[:8]}-{self._exchanges}"
