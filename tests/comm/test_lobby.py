@@ -110,6 +110,20 @@ def test_who_found_each_other_begin_no_run_without_a_log_before_all_who_are_list
     assert all(found is not None and found.spec == b"spec" for found in (lobbies[n].found for n in up - begun))
 
 
+@pytest.mark.parametrize("without_log", [False, True])
+def test_a_runspec_that_is_being_read_is_not_missed_by_who_looks_meanwhile(without_log: bool) -> None:
+    """The joiner's own thread took the answer for one without a RunSpec, and began a run of its own."""
+    looks: list[bool] = []
+
+    def begins_here(spec: bytes) -> bool:
+        looks.append(lobby.done)
+        return without_log
+
+    lobby = Lobby(RECORD, "dlc", b"", b"", ("x:1",), begins_here=begins_here)
+    lobby.receive(OTHER, welcome("x:1", b"spec"), 0.1)
+    assert looks == [False] and lobby.done and lobby.found is not None
+
+
 def test_another_runspec_than_mine_is_told_at_once_without_a_log_too() -> None:
     lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1", "y:1"), begins_here=lambda spec: True)
     lobby.receive(OTHER, welcome("x:1", b"theirs"), 0.1)

@@ -108,14 +108,14 @@ class Lobby:
             welcome = Welcome(PROTOCOL_VERSION, self.run, spec, self.record, (), message.address, "", waiting)
             return [Answer(welcome)]
         if isinstance(message, Welcome) and message.address in self.tries:
-            self.tries[message.address].answer = message
             record = message.record
             mine = record is not None and record.voter == self.record.voter
             if message.spec and not mine:
                 if self.found is None:
                     self._may_not_run = self.spec in (b"", message.spec) and self._begins_here(message.spec)
                 self._may_not_run = self._may_not_run and not _takes_part(message)
-                self.found = self.found or message  # last: another thread looks whether I am done
+                self.found = self.found or message
+            self.tries[message.address].answer = message  # last: another thread looks whether I am done
             for t in self.tries.values():
                 if t.answer is not None and not t.final:  # what I know now, others may know by now, too
                     t.back_off_s, t.next_at = BACK_OFF_FIRST_S, min(t.next_at, now + BACK_OFF_FIRST_S)
