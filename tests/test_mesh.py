@@ -492,8 +492,9 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
             for gather in ("abc", bytearray(3), [1]):
                 with pytest.raises(UsageError, match="must be bytes"):
                     dlc.Group(peer, "g").all_reduce(torch.ones(4), gather=gather)  # type: ignore[arg-type]
+            calls = dlc.Group(peer, "g").all_reduce, dlc.Gossip(peer, "h").step, dlc.Moshpit(peer, "m").step
             for tensors, why in (([1.0], "torch tensors, not float"), (torch.ones(1).expand(4), r"clone\(\) it")):
-                for call in (dlc.Group(peer, "g").all_reduce, dlc.Gossip(peer, "h").step, dlc.Moshpit(peer, "m").step):
+                for call in calls:
                     with pytest.raises(UsageError, match=why):
                         call(tensors)  # type: ignore[operator]
             for label in (None, 5, "\ud800"):
@@ -517,7 +518,7 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
                     dlc.Group(peer, "g").begin(vector)  # type: ignore[arg-type]
             with pytest.raises(RoundTimeout, match=r"expected\(\) raised TypeError"):
                 dlc.Group(peer, "g", expected=lambda: [["a"]]).all_reduce(torch.ones(4))  # type: ignore[list-item]
-        pit = dlc.Moshpit(peers[0], "m", matchmaking_s=0.1)
+        pit = dlc.Moshpit(peers[0], "n", matchmaking_s=0.1)
         assert pit.average(torch.ones(4), weight=torch.tensor(2.0)).weight == 2.0  # type: ignore[arg-type]
         gossips = [dlc.Gossip(p, "walk", codec="fp32") for p in peers]
         values = [torch.full((4,), float(i)) for i in range(2)]
@@ -754,6 +755,19 @@ def test_what_is_closed_refuses_a_step_and_closing_it_again_takes_nothing_from_t
         pit.close()
         assert shown(peer, "gossip/again") == shown(peer, "moshpit/again") == 1
         assert others[0].step(torch.ones(4), wait_s=0.0).weight == 1.0 and others[1].step(torch.ones(4)).rounds
+
+
+@pytest.mark.parametrize("kind", [dlc.Gossip, dlc.Moshpit])
+def test_a_second_one_of_a_name_is_refused_and_takes_no_place_away(kind: type[dlc.Gossip | dlc.Moshpit]) -> None:
+    """The end of the second took the first one off the others' grid, for as long as that lived."""
+    with swarm(1, log=False) as (peer,):
+        first = kind(peer, "one")
+        with pytest.raises(UsageError, match="has one of the name 'one' already: close that"):
+            kind(peer, "one")
+        kind(peer, "two").close()
+        assert shown(peer, f"{kind.__name__.lower()}/one") == 1
+        first.close()
+        kind(peer, "one").close()
 
 
 def test_a_gossip_opens_the_links_of_its_next_step() -> None:

@@ -172,11 +172,15 @@ NEWS: list[tuple[dict[str, Any], str]] = [
     ({"event": "digest_mismatch", "t": 4}, "state of round 4 differed"),
     ({"event": "contribution_dropped", "channel": "train"}, "our state was replaced"),
     (
-        {"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192, "others": False},
+        {"event": "work_dropped", "t": 4, "steps": 3, "tokens": 192, "others": False, "share": 1.0},
         "3 inner steps of ours (192 tokens) are dropped",
     ),
     (
-        {"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64, "others": True},
+        {"event": "work_dropped", "t": 4, "steps": 4, "tokens": 64, "others": False, "share": 0.25},
+        "4 inner steps of ours (64 tokens) are dropped in 25% of the model",
+    ),
+    (
+        {"event": "work_dropped", "t": 4, "steps": 1, "tokens": 64, "others": True, "share": 1.0},
         "1 inner step of ours (64 tokens) is dropped; their samples are trained anew",
     ),
     ({"event": "diverged", "t": 4, "in_a_row": 1}, "not finite"),

@@ -243,6 +243,35 @@ def test_who_starts_again_with_a_list_of_peers_that_are_gone_finds_those_it_knew
             assert second.id in {v.peer for v in again._ask(lambda node, now: node.log.state.electorate)}
 
 
+def test_without_a_log_too_who_starts_again_finds_those_it_knew(tmp_path: Path) -> None:
+    spec = RunSpec(strategy="gossip")
+    with Peer.join(spec=spec) as first, Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+        gone = first.address
+        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as third:
+            wait_until(lambda: {m.id for m in third.members()} >= {first.id, second.id}, JOIN_S)
+        first.leave()
+        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as again:
+            wait_until(lambda: second.id in {m.id for m in again.members() if m.alive}, JOIN_S)
+
+
+def test_starters_of_a_run_without_a_log_wait_for_all_of_their_list_and_say_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a run with one. The first two trained on, without the third, and said nothing."""
+    monkeypatch.setattr(joining, "SAY_AFTER_S", 1.0)
+    spec, addresses = RunSpec(strategy="gossip"), free_addresses(3)
+    join = partial(Peer.join, addresses, timeouts=PATIENT, join_timeout_s=JOIN_S)
+    with ThreadPoolExecutor(3) as pool:
+        first, second = (pool.submit(join, listen=a, spec=spec) for a in addresses[:2])
+        lacks = f"still trying {addresses[2]} "
+        wait_until(lambda: first.done() or second.done() or caplog.text.count(lacks) >= 2, JOIN_S)
+        begun = first.done() or second.done()
+        peers = [joined.result() for joined in (first, second, pool.submit(join, listen=addresses[2]))]
+    for peer in peers:
+        peer.leave()
+    assert not begun and all(peer.spec == spec for peer in peers)
+
+
 def test_entries_of_an_address_book_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
     book = {"a": 1, "b": {"addresses": []}, "c": {"addresses": [7]}, "d": {"addresses": ["no address"]}, "e": None}
     (tmp_path / "peers.json").write_text(json.dumps(book))

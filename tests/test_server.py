@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import dlc
+from dlc.cli.helping import help_out
 from dlc.comm.serverexchange import History
 from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, UsageError
@@ -21,9 +24,11 @@ from dlc.strategyspec import ServerSpec
 from dlc.train.outer import theta_of
 from dlc.train.saver import newest
 from dlc.train.trainer import Trainer
+from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host
 
 PLAIN = OuterSpec(optimizer="sgd", lr=1.0)
+ENDS_S = 60.0
 
 
 def interrupted(*args: object) -> bool:
@@ -168,6 +173,29 @@ def test_a_trainer_of_the_strategy_trains_and_its_checkpoint_goes_on(tmp_path: P
     assert saved is not None and saved.t == 4 and theta_of(saved.image).numel() > 0
     marks = unpack(saved.own["history"].numpy().tobytes(), History).marks
     assert len({mark.origin for mark in marks}) == 1 and marks[0].origin.founder == helper.voter
+
+
+def test_who_only_looks_on_keeps_no_helper_in_a_run_that_is_over() -> None:
+    spec = RunSpec(strategy="parameter-server", outer=PLAIN, rounds=1)
+    ended, stop = threading.Event(), threading.Event()
+
+    def help_on(helper: dlc.Peer) -> None:
+        help_out(helper, queue.SimpleQueue(), stop, False, lambda take: None)
+        ended.set()
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        helper = stack.enter_context(dlc.Peer.join(spec=spec, role="helper"))
+        join = partial(dlc.Peer.join, [helper.address], join_timeout_s=JOIN_S)
+        stack.callback(stop.set)
+        helps = pool.submit(help_on, helper)
+        looker = stack.enter_context(join(role="observer"))
+        with join() as trainer:
+            client = dlc.ServerClient(trainer, torch.zeros(50), spec=spec.server)
+            assert client.exchange(torch.ones(50), timeout_s=DEADLINE_S).step == 1
+            wait_until(lambda: looker.id in {m.id for m in helper.members() if m.alive}, JOIN_S)
+            assert not ended.is_set()
+        wait_until(ended.is_set, ENDS_S)
+        helps.result()
 
 
 def test_a_helper_of_a_run_with_another_strategy_is_told_so(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Gossip:
     seed:   of the pairs; equal on all peers.
 
     All peers of one `name` pass tensors of the same shapes. Left open until `close`: however long the pause between two
-    steps, the others give to this peer as long as it is up.
+    steps, the others give to this peer as long as it is up. A peer has one of a name at a time (UsageError).
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Gossip:
         """What the last step has written into the tensors."""
         self._unsaid: Tensor | None = None
         """By how much the estimate was more than that; None: by nothing, as all of them are fp32."""
+        self._mesh.ask(lambda mesh, now: mesh.open(self._key, name))
         self._mesh.listen(self._told)
         self._mesh.ask(lambda mesh, now: mesh.will_gossip(name, True))
         self._post(b"")
@@ -197,7 +198,7 @@ class Gossip:
         if machine is not None:
             self._mesh.act(lambda mesh, now: mesh.with_gossip(machine, machine.close, now))
         self._mesh.ask(lambda mesh, now: mesh.will_gossip(self.name, False))
-        self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
+        self._mesh.act(lambda mesh, now: mesh.shut(self._key, now))
 
     # ---------------------------------------------------------------- mass
 

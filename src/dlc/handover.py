@@ -35,6 +35,9 @@ FETCH_S = 3600.0
 """No fetch from one peer takes longer; one that has fallen silent is given up in seconds."""
 TRIES_MAX = 3
 """Of one donor: it may have gone on to another vector just when it was asked."""
+ASK_RTTS = 4
+"""A vector is shown for so many of the longest round trips at least: where exchanges are quicker than these, whoever
+has just heard of it would find the next one in its place, each time."""
 CODEC = "fp32"
 T_MAX = 10**8
 """No run makes so many exchanges: names of checkpoints have eight digits."""
@@ -69,15 +72,17 @@ class Handover:
         self._topic, self._grid = f"state/{name}", Grid(numel, usual_chunk_elems(numel), CODEC)
         self._shown: tuple[int, Tensor, Holding] | None = None
         self._sent_bytes = 0
+        self._asked_until = 0.0
+        """Until then who has heard of the shown vector may be about to ask for it."""
         self._trail = Trail()
 
     def stand(self, t: int, vector: Tensor) -> float | None:
         """I am at step `t`, with `vector` (fp32, CPU, [numel]; copied). Returns the consensus distance: see `Trail`.
 
         Shown until `close`, or until this peer is down, however long its steps take. The vector that is shown stays the
-        one before while somebody fetches that.
+        one before while somebody fetches that, or may have heard of it just now.
         """
-        if self._shown is None or not self._is_fetched():
+        if self._shown is None or not (self._is_fetched() or self._mesh.ask(lambda mesh, now: now < self._asked_until)):
             self._show(t, vector)
         assert self._shown is not None
         mine = sketch(vector, self._seed)
@@ -104,6 +109,8 @@ class Handover:
             holding = Holding(self._grid, mesh.ground.running_s + HELD_S, vector=memory)
             holdings.hold(self._key(t), holding)
             self._shown, self._sent_bytes = (t, memory, holding), 0
+            rtts_s = [mesh.ground.members.rtt_s(voter.peer) for voter in mesh.ground.up()]
+            self._asked_until = now + ASK_RTTS * max(rtts_s, default=0.0)
             return mesh.tick(now)
 
         if before is None or before[0] != t:

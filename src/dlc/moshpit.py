@@ -53,7 +53,8 @@ class Moshpit:
                    changes by less than a step of the codec never adds up.
 
     All peers of one `name` give the same group_size or dims, and tensors of the same shapes. Left open until `close`:
-    however long the pause between two rounds, this peer has its place on the grid as long as it is up.
+    however long the pause between two rounds, this peer has its place on the grid as long as it is up. A peer has one
+    of a name at a time (UsageError).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Moshpit:
         """Of `step`: the next one."""
         self._show_at = 0.0
         self._closed = False
+        self._mesh.ask(lambda mesh, now: mesh.open(self._key, name))
         self._show()
 
     def average(
@@ -162,7 +164,7 @@ class Moshpit:
         if self._closed:
             return  # another one may have the name by now
         self._closed = True
-        self._mesh.act(lambda mesh, now: mesh.withdraw(self._key, now))
+        self._mesh.act(lambda mesh, now: mesh.shut(self._key, now))
         self._places.close()
 
     # ---------------------------------------------------------------- inside

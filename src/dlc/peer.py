@@ -66,7 +66,7 @@ from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
-from dlc.errors import CheckpointError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, ConfigError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
@@ -213,7 +213,9 @@ class Peer(Unpicklable, Collectives):
             else:
                 run_name = run or (spec.run if spec else "" if listed else RunSpec().run)
                 own, digest = (spec.to_bytes(), spec.hash) if spec is not None else (b"", b"")
-                lobby = Lobby(intro.record(), run_name, own, digest, listed, known)
+                lobby = Lobby(
+                    intro.record(), run_name, own, digest, listed, known, lambda spec: not log or _without_log(spec)
+                )
             reception = introduce(driver, lobby, listed, spec, run, security is not None, found, join_timeout_s)
             with_log = log and reception.spec.strategy not in WITHOUT_LOG
             told = {
@@ -592,6 +594,14 @@ class Peer(Unpicklable, Collectives):
         address = self._former.pop(peer, None)
         if address is not None and self._node is not None:
             self._node.slot.answers.setdefault(address, peer)
+
+
+def _without_log(spec: bytes) -> bool:
+    """Whether that is the RunSpec of a run without a log."""
+    try:
+        return RunSpec.from_bytes(spec).strategy in WITHOUT_LOG
+    except (ProtocolError, ConfigError):  # it is refused later, with the reason
+        return False
 
 
 def _leave(peer: weakref.ref[Peer]) -> None:

@@ -196,19 +196,19 @@ def test_whose_connection_has_yet_to_be_made_is_waited_for_as_long_as_that_takes
     monkeypatch.setattr(Everybody, "rtt_s", lambda self, peer: 0.6)
     exchange.begin(plan(), (ME, OTHER), {})
     at(exchange, 3.5)
-    assert not exchange.patience.given_up(OTHER)
+    assert not exchange.collector.patience.given_up(OTHER)
     exchange.receive_contrib(OTHER, part(exchange, 3, 4.0))
     at(exchange, 3.5 + 2.4)
-    assert not exchange.patience.given_up(OTHER)
+    assert not exchange.collector.patience.given_up(OTHER)
     at(exchange, 3.5 + 3 * 2.4 + 0.1)  # the first pause counts as no more than T_chunk was
-    assert exchange.patience.given_up(OTHER)
+    assert exchange.collector.patience.given_up(OTHER)
 
 
 def test_of_whom_nothing_ever_comes_is_late_all_the_same(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Everybody, "rtt_s", lambda self, peer: 0.6)
     exchange.begin(plan(), (ME, OTHER), {})
     at(exchange, 4.0)
-    assert exchange.patience.given_up(OTHER)
+    assert exchange.collector.patience.given_up(OTHER)
 
 
 def test_a_late_contributor_that_is_heard_again_is_waited_for_again(exchange: Exchange) -> None:

@@ -78,6 +78,58 @@ def test_some_that_list_each_other_and_know_no_runspec_are_all_done_soon_after_t
     assert now < 9.0 + 4.0 + 1.0 and not any(lobby.found for lobby in lobbies.values())
 
 
+@pytest.mark.parametrize("goes_on", ["the third comes", "one begins without it"])
+def test_who_found_each_other_begin_no_run_without_a_log_before_all_who_are_listed_have_come(goes_on: str) -> None:
+    """The first two began, and trained, without the third, and nobody said so. The second knows no RunSpec before."""
+    names = ("a:1", "b:1", "c:1")
+    records = {n: dataclasses.replace(RECORD, voter=Voter(n, 1)) for n in names}
+    specs = dict(zip(names, (b"spec", b"", b"spec"), strict=True))
+    lobbies = {
+        n: Lobby(records[n], "dlc", specs[n], b"h", names, begins_here=lambda spec: spec == b"spec") for n in names
+    }
+    up, begun, now = {"a:1", "b:1"}, set[str](), 0.0
+    while not all(lobbies[name].done or name in begun for name in up):
+        now += 0.05
+        assert now < 30.0
+        if now >= 20.0 and goes_on == "the third comes":
+            up = set(names)
+        elif now >= 20.0:
+            begun = {"a:1"}
+        for name in up - begun:
+            for effect in lobbies[name].tick(now):
+                assert isinstance(effect, Dial)
+                if effect.address in begun:
+                    member = dataclasses.replace(records[effect.address], signature=b"signed")
+                    lobbies[name].receive(member.voter, welcome(effect.address, b"spec", member), now)
+                elif effect.address in up:
+                    answer = said(lobbies[effect.address], effect.address)
+                    lobbies[name].receive(Voter(effect.address, 1), answer, now)
+        if 2.0 < now < 20.0:
+            assert not any(lobbies[n].done for n in up) and all(lobbies[n].silent() == ("c:1",) for n in up)
+    assert 20.0 <= now < 25.0
+    assert all(found is not None and found.spec == b"spec" for found in (lobbies[n].found for n in up - begun))
+
+
+@pytest.mark.parametrize("without_log", [False, True])
+def test_a_runspec_that_is_being_read_is_not_missed_by_who_looks_meanwhile(without_log: bool) -> None:
+    """The joiner's own thread took the answer for one without a RunSpec, and began a run of its own."""
+    looks: list[bool] = []
+
+    def begins_here(spec: bytes) -> bool:
+        looks.append(lobby.done)
+        return without_log
+
+    lobby = Lobby(RECORD, "dlc", b"", b"", ("x:1",), begins_here=begins_here)
+    lobby.receive(OTHER, welcome("x:1", b"spec"), 0.1)
+    assert looks == [False] and lobby.done and lobby.found is not None
+
+
+def test_another_runspec_than_mine_is_told_at_once_without_a_log_too() -> None:
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1", "y:1"), begins_here=lambda spec: True)
+    lobby.receive(OTHER, welcome("x:1", b"theirs"), 0.1)
+    assert lobby.done and lobby.found is not None
+
+
 def test_my_own_address_in_the_list_answers_but_tells_nothing() -> None:
     lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("a:1",))
     lobby.receive(ME, welcome("a:1", b"mine", RECORD), 0.1)
@@ -111,6 +163,16 @@ def test_former_peers_are_asked_too_and_an_active_one_of_my_own_run_is_enough() 
     lobby.receive(ME, welcome("k:2", b"mine", RECORD), 0.1)
     assert not lobby.done and lobby.unheard() == ("x:1",)
     lobby.receive(OTHER, welcome("k:1", b"mine", active), 0.2)
+    assert lobby.done and lobby.found is not None and lobby.found.address == "k:1"
+
+
+def test_of_a_run_without_a_log_a_former_peer_that_takes_part_is_enough() -> None:
+    """None is active there: who started again with a list of peers that are gone waited for them for ever."""
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",), known=("k:1",), begins_here=lambda spec: True)
+    lobby.receive(OTHER, welcome("k:1", b"mine"), 0.1)  # it has just started, too, and is of no run yet
+    lobby.receive(OTHER, welcome("k:1", b"another", dataclasses.replace(THEIRS, signature=b"signed")), 0.1)
+    assert not lobby.done
+    lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.2)
     assert lobby.done and lobby.found is not None and lobby.found.address == "k:1"
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from dlc.comm.entries import OPEN
 from dlc.comm.reach import in_step, out_of_reach
+from dlc.comm.waiting import CONTACT_S
 from dlc.sim.schedule import SECOND, TRAIN
 from dlc.sim.world import KINDS, Process
 from tests.comm.test_waiting import Stay, votes
@@ -42,7 +43,7 @@ def test_the_others_go_on_without_a_state_that_went_with_its_holder(how: str) ->
     rounds = left[0].node.log.state.round_of(TRAIN)
     world.until(lambda: min(p.node.log.state.round_of(TRAIN) for p in left) >= rounds + 5, 40.0)
     assert all(out_of_reach(p.node.ctx, p.node.log) == {SECOND} for p in left)
-    assert all(world.said(p, LOST) for p in left)
+    world.until(lambda: all(world.said(p, LOST) for p in left), CONTACT_S)
     late = world.newcomer(left[0].host.name)
     bring(world, late, left[0].host.kind)
     world.until(lambda: votes(late), 40.0)

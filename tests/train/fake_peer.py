@@ -271,7 +271,7 @@ class FakePeer:
         head, seconds, weight = self.head.hex(), self.round_s, sum(share.weight for share in contributors)
         return RoundReport("train", self.state.t, head, contributors, missing, weight, 10, 20, seconds, seconds, 0.1, 1)
 
-    def members(self) -> list[FakeMember]:
+    def members(self, departed: bool = False) -> list[FakeMember]:
         return [FakeMember(ME.peer, me=True), *self.others]
 
     def describe(self, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlc import handover
 from dlc import mesh as mesh_module
 from dlc.cli.sinks import sentence
 from dlc.cli.trackers import point
@@ -405,6 +407,38 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     assert {s.reason for s in school.summaries()} == {"rounds"}
 
 
+@pytest.mark.parametrize("heard", ["at once", "too late"])
+def test_a_newcomer_asks_for_the_model_until_it_is_given_and_exchanges_none_of_its_own(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, heard: str
+) -> None:
+    """Three times in vain, and what nobody had trained was averaged with what the others had."""
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S if heard == "at once" else 0.0)
+    spec = spec_in(tmp_path, rounds=40)
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    school.acquainted()
+    standings, fetch, asked = Handover.standings, Handover.fetch, list[int]()
+
+    def told(self: Handover) -> list[Standing]:
+        deaf = heard == "too late" and self._me == new.peer.voter and not new.all("step")
+        return [] if deaf else standings(self)
+
+    def given(self: Handover, out: Tensor, above: int = -1) -> int | None:
+        asked.append(above)
+        return fetch(self, out, above) if len(asked) > 5 else None
+
+    monkeypatch.setattr(Handover, "standings", told)
+    monkeypatch.setattr(Handover, "fetch", given)
+    school.start(new)
+    wait_until(lambda: any(e["t"] >= 20 for e in new.all("step")), DEADLINE_S, "the newcomer trains on from there")
+    gate.set()
+    assert {s.reason for s in school.summaries()} == {"rounds"}
+    assert len(asked) == 6 and min(e["t"] for e in new.all("averaging")) > 20
+    assert [r.getMessage() for r in caplog.records if "give its model" in r.getMessage()] == [
+        "nobody could give its model: it is asked for again"
+    ]
+
+
 @pytest.mark.parametrize("where", ["averaging", "step"])
 @pytest.mark.parametrize("gossip", [GossipSpec(), GossipSpec("random-pairs", "noloco")])
 def test_who_resumes_goes_on_as_if_it_had_never_stopped(
@@ -496,7 +530,10 @@ def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobod
 # ------------------------------------------------------------------ models for newcomers
 
 
-def test_a_model_stays_shown_while_it_is_fetched_and_none_is_fetched_from_nobody() -> None:
+def test_a_model_stays_shown_while_it_is_fetched_and_none_is_fetched_from_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover, "ASK_RTTS", 0)  # not for this reason
     with swarm(2, log=False) as (one, two):
         shows, takes = (Handover(peer, "x", 100_000) for peer in (one, two))
         out = torch.empty(100_000)
@@ -518,6 +555,25 @@ def test_a_model_stays_shown_while_it_is_fetched_and_none_is_fetched_from_nobody
         assert apart == pytest.approx(exact, rel=0.3)
         shows.close()
         wait_until(lambda: not takes.standings(), DEADLINE_S)
+
+
+def test_who_has_just_heard_of_a_model_finds_it_though_the_next_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where exchanges are quicker than round trips no newcomer got any: each was gone when it was asked for."""
+    monkeypatch.setattr(handover, "ASK_RTTS", 1e9)  # those of loopback are short
+    with swarm(2, log=False) as (one, two):
+        wait_until(lambda: all(sum(m.alive for m in peer.members()) == 2 for peer in (one, two)), DEADLINE_S)
+        shows, takes = (Handover(peer, "x", 1000) for peer in (one, two))
+        shows.stand(1, torch.ones(1000))
+        wait_until(takes.standings, DEADLINE_S)
+        steps, fetched = itertools.count(2), takes._fetched
+
+        def asks_late(donor: Standing, out: Tensor) -> bool:
+            shows.stand(next(steps), torch.zeros(1000))
+            return fetched(donor, out)
+
+        monkeypatch.setattr(takes, "_fetched", asks_late)
+        out = torch.zeros(1000)
+        assert takes.fetch(out) == 1 and bool((out == 1.0).all())
 
 
 # ------------------------------------------------------------------ processes
@@ -726,7 +782,8 @@ def test_members_of_a_group_go_on_from_the_same_number() -> None:
     assert [many[0]._number(word) for word in (b"", b"\xff" * 8, (9).to_bytes(8, "big"))] == [0, 0, 9]
     spec = dataclasses.replace(spec, rounds=8)
     with swarm(1, log=False) as (peer,):
-        assert [Grids(peer, spec)._number(t.to_bytes(8, "big")) for t in (8, 9)] == [8, 0]
+        grids = Grids(peer, spec)
+        assert [grids._number(t.to_bytes(8, "big")) for t in (8, 9)] == [8, 0]
 
 
 def rounds_seen(pair: Pairs) -> list[int]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dlc.cli.sinks import sentence
-from dlc.errors import RoundTimeout
+from dlc.comm.roles import HELPER
+from dlc.errors import DlcError, RoundTimeout
 from dlc.report import Share
 from dlc.runspec import RunSpec
 from dlc.server import ServerReport
@@ -22,7 +23,7 @@ from dlc.train.data import OWN_BLOCKS, first_block
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import theta_of
 from dlc.train.served import share_of_steps
-from tests.train.fake_peer import ME, FakePeer
+from tests.train.fake_peer import ME, FakeMember, FakePeer
 from tests.train.test_trainer import H, Run, spec
 
 __all__ = ["spec"]
@@ -132,7 +133,9 @@ def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(
     run = Run(FakePeer(server), tmp_path)
     summary = run.go()
     tokens = server.tokens_per_round
-    assert [event["tokens"] for event in run.all("work_dropped")] == [tokens // 4, tokens]
+    dropped = [(event["steps"], event["tokens"], event["share"]) for event in run.all("work_dropped")]
+    assert dropped == [(H, tokens // 4, 0.25), (H, tokens, 1.0)]
+    assert "in 25% of the model" in sentence(run.all("work_dropped")[0])
     assert summary.setbacks.tokens_dropped == tokens // 4 + tokens
     assert [event["counted"] for event in run.all("round")] == [True, False, True, True]
 
@@ -205,6 +208,38 @@ def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(
     assert summary.waited_s == 7.0, "a wait in vain is one, too"
     saved = saver.newest(tmp_path, server)
     assert saved is not None and torch.equal(run.params(), theta_of(saved.image))
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_who_wakes_after_the_end_of_a_run_that_nobody_serves_any_more_ends_and_says_so(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch, helped: bool
+) -> None:
+    """It waited for a helper for ever, which would have begun anew with what this peer had pulled before the end."""
+    now, peer = [100.0], FakePeer(server)
+    peer.others = [
+        FakeMember("early", alive=False, left=True, status={"t": 3}),
+        FakeMember("ended", alive=False, left=True, status={"t": 4}),
+        FakeMember("helper", alive=helped, role=HELPER),
+    ]
+    run = Run(peer, tmp_path, clock=lambda: now[0])
+
+    def in_vain(helpers: Helpers, timeout_s: float) -> bool:
+        now[0] += 7.0
+        if now[0] > 1000.0:
+            run.stop.set()
+        return False
+
+    monkeypatch.setattr(helpers, "poll", in_vain)
+    helpers.deaf_from = 2
+    if helped:
+        assert run.go().reason == "interrupted"
+        return
+    with pytest.raises(DlcError, match=r"ended while this peer was away: ended came .* this peer's is of round 1"):
+        run.go()
+    assert 60.0 <= now[0] - 100.0 <= 80.0 and peer.left
+    assert [event["tokens"] for event in run.all("work_dropped")] == [server.tokens_per_round]
+    saved = saver.newest(tmp_path, server)
+    assert saved is not None and saved.t == 1 and torch.equal(run.params(), theta_of(saved.image))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dlc.comm.roles import HELPER
+from dlc.comm.roles import TRAINER
 from dlc.errors import SwarmClosed, UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def help_out(
             said, looks = now, 0
             lines.take({"event": "serving", "owned": list(owned), "standby": list(backed), "t": step})
             log.info("owner of %d spans, standby of %d, round %d", len(owned), len(backed), step)
-        trainers = [m for m in peer.members() if m.alive and not m.left and m.role != HELPER]
+        trainers = [m for m in peer.members() if m.alive and not m.left and m.role == TRAINER]
         if spec.rounds and step >= spec.rounds and not trainers:
             log.info("the run is over, and all trainers have left")
             break

@@ -6,6 +6,10 @@
   a Welcome of an active member of the run of my own RunSpec, at an address that I knew from before -> done, as well
   otherwise                             -> keep dialling with back-off, and say for whom I wait
 
+A run with a log is begun by all who are listed, once they are out of the lobby (permit.py). One without a log begins as
+the first is out: so there nobody who waits here, too, counts as the run, and those who found each other wait here until
+all who are listed have answered, or one of them takes part.
+
 A waiting peer answers the hellos of others meanwhile, so that four that start together find each other. It tells what
 it found, and whether it still waits: who took the silence of a peer that is itself about to join for "there is no
 RunSpec" would begin with another one than the run has, and never be heard.
@@ -17,6 +21,7 @@ without it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlc.comm.effects import Answer, Dial, Effect
@@ -60,17 +65,28 @@ class Lobby:
         spec_hash: bytes,
         listed: tuple[str, ...],
         known: tuple[str, ...] = (),
+        begins_here: Callable[[bytes], bool] = lambda spec: False,
     ) -> None:
+        """begins_here: whether the run of this RunSpec has no log."""
         self.record, self.run, self.spec, self.spec_hash = record, run, spec, spec_hash
         self.tries = {address: Try(0.0) for address in listed}
         self.known = {address: Try(0.0) for address in known if address not in self.tries} if spec and listed else {}
         """Addresses of former peers: asked beside the listed ones, and not waited for. Who answers there may be of
-        another run by now, or not of any yet, so only an active member of the run that my own RunSpec names counts."""
+        another run by now, or not of any yet, so only an active member of the run that my own RunSpec names counts; in
+        one without a log, where nobody is active, who takes part in it."""
         self.found: Welcome | None = None
+        self._begins_here = begins_here
+        self._may_not_run = False
+        """The run has no log, and nobody who takes part in it has answered."""
 
     @property
     def done(self) -> bool:
-        return self.found is not None or not self.unheard()
+        return not self.unheard() if self.found is None else not self._gathers
+
+    @property
+    def _gathers(self) -> bool:
+        """I know the RunSpec, and wait for all who are listed."""
+        return self._may_not_run and bool(self.silent())
 
     def unheard(self) -> tuple[str, ...]:
         """Listed addresses that have not answered yet; where I have no RunSpec, also those that wait for one."""
@@ -92,23 +108,28 @@ class Lobby:
             welcome = Welcome(PROTOCOL_VERSION, self.run, spec, self.record, (), message.address, "", waiting)
             return [Answer(welcome)]
         if isinstance(message, Welcome) and message.address in self.tries:
-            self.tries[message.address].answer = message
-            mine = message.record is not None and message.record.voter == self.record.voter
-            if message.spec and not mine and self.found is None:
-                self.found = message
+            record = message.record
+            mine = record is not None and record.voter == self.record.voter
+            if message.spec and not mine:
+                if self.found is None:
+                    self._may_not_run = self.spec in (b"", message.spec) and self._begins_here(message.spec)
+                self._may_not_run = self._may_not_run and not _takes_part(message)
+                self.found = self.found or message
+            self.tries[message.address].answer = message  # last: another thread looks whether I am done
             for t in self.tries.values():
                 if t.answer is not None and not t.final:  # what I know now, others may know by now, too
                     t.back_off_s, t.next_at = BACK_OFF_FIRST_S, min(t.next_at, now + BACK_OFF_FIRST_S)
         elif isinstance(message, Welcome) and message.address in self.known:
-            if message.spec == self.spec and message.record is not None and message.record.active:
+            active = message.record is not None and message.record.active
+            if message.spec == self.spec and (active or (_takes_part(message) and self._begins_here(self.spec))):
                 self.known[message.address].answer = message
-                self.found = self.found or message
+                self.found, self._may_not_run = self.found or message, False
         return []
 
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for address, t in (*self.tries.items(), *self.known.items()):
-            if not t.final and now >= t.next_at:
+            if (not t.final or self._gathers) and now >= t.next_at:
                 t.tries += 1
                 t.next_at = now + t.back_off_s
                 t.back_off_s = min(2 * t.back_off_s, BACK_OFF_MAX_S)
@@ -117,8 +138,14 @@ class Lobby:
         return effects
 
     def next_deadline(self) -> float | None:
-        waiting = [t.next_at for t in (*self.tries.values(), *self.known.values()) if not t.final]
+        tries = (*self.tries.values(), *self.known.values())
+        waiting = [t.next_at for t in tries if not t.final or self._gathers]
         return min(waiting) if waiting else None
+
+
+def _takes_part(answer: Welcome) -> bool:
+    """Whether the answerer is out of the lobby, where no record is signed."""
+    return answer.record is not None and bool(answer.record.signature)
 
 
 class Desk(Lobby):

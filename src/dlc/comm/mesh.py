@@ -54,6 +54,8 @@ class Mesh:
         """Of all groups, those that are over and those that failed, too."""
         self._gossips: dict[str, Gossip] = {}
         self._will_gossip: set[str] = set()
+        self._open: set[str] = set()
+        """Keys under which what is open here shows its place."""
         self._settled: dict[str, dict[Voter, Settled]] = {}
         """What the gossips of a name have answered, those that are closed, too."""
 
@@ -98,6 +100,17 @@ class Mesh:
 
     def withdraw(self, key: str, now: float) -> list[Effect]:
         return self._event(now, lambda: self.board.withdraw(key))
+
+    def open(self, key: str, name: str) -> None:
+        """The owner shows its place under this key until `shut`. UsageError where another one here does: it would hide
+        that place, and take it away at its end."""
+        if key in self._open:
+            raise UsageError(f"this peer has one of the name {name!r} already: close that, or give this another name")
+        self._open.add(key)
+
+    def shut(self, key: str, now: float) -> list[Effect]:
+        self._open.discard(key)
+        return self.withdraw(key, now)
 
     def will_gossip(self, name: str, will: bool) -> None:
         """A gossip of this name is about to begin here: who gives to it already is not refused, and gives again."""

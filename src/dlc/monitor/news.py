@@ -34,7 +34,8 @@ def _news(event: Mapping[str, Any]) -> str:
         case "work_dropped":
             steps, are = ("1 inner step", "is") if event["steps"] == 1 else (f"{event['steps']} inner steps", "are")
             others = "; their samples are trained anew" if event["others"] else ""
-            return f"{steps} of ours ({event['tokens']} tokens) {are} dropped{others}"
+            where = "" if event["share"] == 1.0 else f" in {100 * event['share']:.2g}% of the model"
+            return f"{steps} of ours ({event['tokens']} tokens) {are} dropped{where}{others}"
         case "diverged":
             return f"the loss was not finite ({event['in_a_row']} in a row): those inner steps are undone"
     return ""

@@ -119,6 +119,8 @@ class Averaging:
         """There are others, and none had told where it stands when this peer began."""
         self._told: dict[PeerId, int] = {}
         """The step that each of the others told last: one that comes back tells none before it has its model again."""
+        self._in_vain = False
+        """Who is further could not give its model when it was asked."""
         self._t = self._blocks = self._tokens = self._new_tokens = 0
         """`new`: since the last exchange, and in `blocks` and `tokens`, too."""
         self._inner_step = self._kept_steps = self._diverged = 0
@@ -168,10 +170,15 @@ class Averaging:
     def _caught_up(self, handover: Handover) -> bool:
         """Whether the model is that of another, who is further. JoinError: see `_MISSED`."""
         pause, since = threading.Event(), None
-        while not (self._furthest(handover) > self._t and self._take_over(handover)):
+        while not ((furthest := self._furthest(handover)) > self._t and self._take_over(handover)):
             lost, now, evict_s = self._out_of_reach(), self._parts.clock(), self._parts.spec.timeouts.evict_s
-            if not lost:
+            if not lost and (self._t or not furthest):
                 return False
+            if not lost:  # a model that nobody has trained would spoil theirs
+                since = None
+                self._parts.calls.listen()
+                pause.wait(LOOK_EVERY_S)
+                continue
             if self._t:
                 log.warning("%s trained further, and left or do not answer: goes on from exchange %d", lost, self._t)
                 return False
@@ -212,7 +219,10 @@ class Averaging:
         """Whether somebody who is further gave its model; `scratch` is spoilt."""
         t = handover.fetch(self._scratch, above=self._t)
         if t is None:
-            log.warning("nobody could give its model: this peer goes on from its own, of step %d", self._t)
+            again = self._unheard or not self._t
+            then = "it is asked for again" if again else f"this peer goes on from its own, of exchange {self._t}"
+            log.log(logging.DEBUG if self._in_vain else logging.WARNING, "nobody could give its model: %s", then)
+            self._in_vain = True
             return False
         log.info("goes on from the model of another peer, of exchange %d; its own was of exchange %d", t, self._t)
         self._vector, self._scratch = self._scratch, self._vector
@@ -292,7 +302,8 @@ class Averaging:
         assert self._exchange is not None and self._handover is not None
         parts.tell.phase("waiting")
         furthest = max((standing.t for standing in self._handover.standings()), default=0)
-        if self._unheard and furthest > self._t and self._begun_again():
+        if self._unheard and furthest > self._t:
+            self._begin_again()
             return
         if self._unheard and not self._t and (lost := self._out_of_reach()):
             raise JoinError(_MISSED % lost)
@@ -322,20 +333,19 @@ class Averaging:
         )
         parts.calls.counted(self._t, stop)
 
-    def _begun_again(self) -> bool:
+    def _begin_again(self) -> None:
         """From the model of the others, whom this peer did not hear of when it began: one that it has trained alone
-        would spoil theirs. False: nobody gives it."""
+        would spoil theirs. Where nobody gives it now, the next call tries again, before anything is exchanged."""
         assert self._exchange is not None and self._handover is not None
-        self._unheard = False
         parts, t = self._parts, self._t
         if not self._take_over(self._handover):
-            self._view.gather(self._scratch)
-            return False
+            threading.Event().wait(LOOK_EVERY_S)
+            return
+        self._unheard = False
         self._exchange.begin(self._vector)
         self._inner = parts.engine.inner_loop()
         self._drop(t)
         self._inner_step = self._kept_steps = 0
-        return True
 
     def _drop(self, t: int) -> None:
         """The inner steps since `vector`, of exchange `t`, are no part of the model any more."""

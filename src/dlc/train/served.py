@@ -25,6 +25,7 @@ import torch
 from blake3 import blake3
 
 from dlc.comm import vectors
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.errors import DlcError, RoundTimeout
 from dlc.handles import Checkpoint, Position
 from dlc.peer import Peer
@@ -45,6 +46,10 @@ WAIT_SLICE_S = 0.2
 STOP_S = 5.0
 """An exchange that is near is waited for, when the training is to stop."""
 _BLOCKS, _HISTORY = "blocks", "history"
+_ENDED = (
+    "the run has ended while this peer was away: %s came to its last round, and no helper has its parameters any more. "
+    "The model of the end is in their state directories; this peer's is of round %d"
+)
 
 
 class Served:
@@ -167,7 +172,11 @@ class Served:
         parts.tell.phase("waiting")
         began = parts.clock()
         client.begin(self._push, weight=float(tokens))
-        report = self._wait(stop)
+        try:
+            report = self._wait(stop)
+        except DlcError:
+            parts.tell.work_dropped(self._position.t, len(losses), tokens)
+            raise
         if report is None:
             parts.tell.work_dropped(self._position.t, len(losses), tokens)
             parts.calls.moved(0, 0, parts.clock() - began)
@@ -176,8 +185,8 @@ class Served:
         if report.set_aside:
             parts.tell.history_lost(report.set_aside, report.set_aside_weight)
         if report.counted < 1.0:
-            lost = round(tokens * (1.0 - report.counted))
-            parts.tell.work_dropped(self._position.t, len(losses), lost)
+            lost = 1.0 - report.counted
+            parts.tell.work_dropped(self._position.t, len(losses), round(tokens * lost), share=lost)
         counted = report.counted > 0.5
         self._exchanges += 1
         head = f"{parts.peer.id[:8]}-{self._exchanges}"
@@ -186,13 +195,18 @@ class Served:
         parts.calls.counted(self._position.t, stop)
 
     def _wait(self, stop: threading.Event | None) -> ServerReport | None:
-        """The report of the exchange under way; None: `stop` came first, and a while passed since."""
-        client = self._client
+        """The report of the exchange under way; None: `stop` came first, and a while passed since. DlcError: the run
+        has ended without this peer, and nobody serves it any more."""
+        client, clock = self._client, self._parts.clock
         assert client is not None
-        left_s = STOP_S
+        left_s, over_since = STOP_S, math.inf
         while not client.done:
             self._parts.calls.listen()
             client.poll(WAIT_SLICE_S)
+            ended = self._ended()
+            over_since = min(over_since, clock()) if ended else math.inf
+            if clock() - over_since >= self._spec.timeouts.evict_s:
+                raise DlcError(_ENDED % (ended, self._position.t))
             if stop is not None and stop.is_set():
                 left_s -= WAIT_SLICE_S
                 if left_s <= 0:
@@ -201,6 +215,14 @@ class Served:
             return client.wait(0.0)
         except RoundTimeout:
             return None
+
+    def _ended(self) -> str:
+        """Names of those who have come to the end of the run, where no helper is left; empty: it goes on."""
+        members = cast(Peer, self._parts.peer).members(departed=True) if self._spec.rounds else []
+        if any(m.role == HELPER and m.alive and not m.left for m in members):
+            return ""
+        told = [(m.id[:8], m.status.get("t")) for m in members if m.role == TRAINER and not m.me]
+        return ", ".join(name for name, t in told if type(t) is int and t >= self._spec.rounds)
 
     def _adopt(self, report: ServerReport) -> None:
         """The model becomes what was pulled."""

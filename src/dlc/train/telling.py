@@ -138,10 +138,11 @@ class Teller:
         if self._clock() - self._told_at >= DESCRIBE_EVERY_S:
             self._describe(eta_s=self.step_s * (of - inner))
 
-    def work_dropped(self, t: int, steps: int, tokens: int, others: bool = False) -> None:
-        """Inner steps of ours will not be counted. others: whoever holds their samples now trains them."""
+    def work_dropped(self, t: int, steps: int, tokens: int, others: bool = False, share: float = 1.0) -> None:
+        """Inner steps of ours will not be counted. others: whoever holds their samples now trains them. share: of the
+        model, in which they are not; `tokens` are theirs, times that."""
         self.setbacks.tokens_dropped += tokens
-        self.event("work_dropped", t=t, steps=steps, tokens=tokens, others=others)
+        self.event("work_dropped", t=t, steps=steps, tokens=tokens, others=others, share=share)
 
     def history_lost(self, rounds: int, tokens: float) -> None:
         """Rounds of ours that had counted are set aside."""
