@@ -19,7 +19,7 @@ from dlc.cli.evaluate import Evaluation, _json
 from dlc.errors import CheckpointError, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import BYTES, DataSpec, InnerSpec, ModelSpec, RunSpec
-from dlc.train import saver, shelf
+from dlc.train import saves, shelf
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.model import build_model
 from dlc.train.restored import restore
@@ -245,7 +245,7 @@ def test_an_export_without_room_fails_at_once_and_into_an_empty_folder_fills_it(
     out.mkdir()
     before = out.stat().st_ino  # it may be a disk of its own, which cannot be renamed
     numel = trained.peer.theta().numel()
-    assert shelf.model_bytes(saver.chosen(trained.state, None).path) == 4 * numel
+    assert shelf.model_bytes(saves.chosen(trained.state, None).path) == 4 * numel
     assert shelf.model_bytes(Path(__file__)) == shelf.model_bytes(tmp_path) == 0
     with monkeypatch.context() as patched:
         patched.setattr(shelf, "free_bytes", lambda folder: 4 * numel - 1)
@@ -263,8 +263,8 @@ def test_an_export_beside_a_peer_that_saves_takes_what_is_the_newest_by_then(
     """Torch takes seconds to load, and in them the peer may save, and delete what was the newest before."""
     state = tmp_path / "state"
     shutil.copytree(trained.state, state)
-    before = saver.chosen(state, None).path
-    after = before.with_name(saver.name_of(2))
+    before = saves.chosen(state, None).path
+    after = before.with_name(saves.name_of(2))
     monkeypatch.setattr("dlc.cli.export.demand_room", lambda out, needed: before.rename(after))
     assert printed(capsys, "export", str(state), "--out", str(tmp_path / "out"))["checkpoint"] == str(after)
     after.unlink()
@@ -293,7 +293,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(
         save_model_folder(build_model({**LLAMA, "vocab_size": 300, "num_hidden_layers": 2}, 1), start)
         said = fails(capsys, "export", str(trained.state), "--out", str(tmp_path / "o"))
         assert "model.layers.1.self_attn.q_proj.weight is only in the model" in said and "and 4 more" in said
-        saved = saver.newest(trained.state, trained.spec)
+        saved = saves.newest(trained.state, trained.spec)
         with pytest.raises(CheckpointError, match=r"layers\.1"):
             Run(FakePeer(trained.spec), tmp_path / "state", resume=saved)
         start.rename(start.with_name("deeper"))

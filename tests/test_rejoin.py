@@ -36,7 +36,7 @@ from dlc.peer import Peer
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
-from dlc.train.saver import Saved, newest
+from dlc.train.saves import Saved, newest
 from dlc.train.setup import model_of
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until

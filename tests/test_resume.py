@@ -32,9 +32,9 @@ from dlc.peer import Peer, Resume
 from dlc.report import RoundReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
-from dlc.train import checkpoint, phases, saver, trainer
+from dlc.train import checkpoint, phases, saver, saves, trainer
 from dlc.train.outer_loop import OuterLoop
-from dlc.train.saver import Saved
+from dlc.train.saves import Saved
 from dlc.train.setup import schedule_of
 from dlc.train.shelf import list_checkpoints
 from dlc.train.trainer import Summary, Trainer
@@ -113,14 +113,14 @@ def losses(steps: list[Event], since: int = 0) -> list[tuple[int, float, float]]
 
 
 def named(folder: Path, spec: RunSpec, t: int) -> Path:
-    return saver.folder_of(folder, spec) / saver.name_of(t)
+    return saves.folder_of(folder, spec) / saves.name_of(t)
 
 
 def test_who_resumes_at_a_rounds_end_has_the_same_loss_curve_bit_for_bit(tmp_path: Path) -> None:
     spec = spec_in(tmp_path)
     whole, end = train(tmp_path / "a", spec)
     assert [step["step"] for step in whole] == list(range(ROUNDS * H))
-    saved = saver.chosen(named(tmp_path / "a", spec, AT), spec)
+    saved = saves.chosen(named(tmp_path / "a", spec, AT), spec)
     for copy in ("b", "c"):
         shutil.copytree(tmp_path / "a", tmp_path / copy)
     resumed, same_end = train(tmp_path / "b", spec, saved)
@@ -128,7 +128,7 @@ def test_who_resumes_at_a_rounds_end_has_the_same_loss_curve_bit_for_bit(tmp_pat
     assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
     assert same_end.validation_loss == end.validation_loss
 
-    saved = saver.read(named(tmp_path / "c", spec, AT))  # the image before was the state's memory
+    saved = saves.read(named(tmp_path / "c", spec, AT))  # the image before was the state's memory
     without, _ = train(tmp_path / "c", spec, dataclasses.replace(saved, rng={}))
     assert losses(without) != losses(whole, since=AT), "the random state plays no part: the test proves nothing"
 
@@ -147,7 +147,7 @@ def test_what_other_fragments_have_not_exchanged_is_resumed_too(
     spec = dataclasses.replace(spec, sync_every=2 * H, fragments=2, inner=inner)
     whole, end = train(tmp_path / "a", spec)
     assert [step["step"] for step in whole] == list(range(2 * ROUNDS * H))
-    saved = saver.chosen(named(tmp_path / "a", spec, AT + 1), spec)
+    saved = saves.chosen(named(tmp_path / "a", spec, AT + 1), spec)
     for copy in ("b", "c", "d"):
         shutil.copytree(tmp_path / "a", tmp_path / copy)
     resumed, same_end = train(tmp_path / "b", spec, saved)
@@ -155,12 +155,12 @@ def test_what_other_fragments_have_not_exchanged_is_resumed_too(
     assert same_end.digest == end.digest and not told()
 
     short = dataclasses.replace(spec, rounds=AT)
-    saver.set_aside(tmp_path / "d")
+    saves.set_aside(tmp_path / "d")
     train(tmp_path / "d", short)
-    longer, _ = train(tmp_path / "d", spec, saver.newest(tmp_path / "d", spec))
+    longer, _ = train(tmp_path / "d", spec, saves.newest(tmp_path / "d", spec))
     assert [step["t"] for step in longer] == [t for t in range(2 * AT + 1, 2 * ROUNDS) for _ in range(H)] and not told()
 
-    saved = saver.read(named(tmp_path / "c", spec, AT + 1))
+    saved = saves.read(named(tmp_path / "c", spec, AT + 1))
     another, other_end = train(tmp_path / "c", spec, dataclasses.replace(saved, peer="another"))
     assert other_end.digest != end.digest
     assert told() == [f"what fragments, or mixing, had left of the inner steps before round {AT + 1} is lost"]
@@ -188,7 +188,7 @@ def test_with_an_overlap_who_resumes_at_the_end_of_a_round_that_no_step_overtook
     )
     whole, end = train(tmp_path / "a", spec)
     assert len(whole) == rounds * H
-    saved = saver.chosen(named(tmp_path / "a", spec, at), spec)
+    saved = saves.chosen(named(tmp_path / "a", spec, at), spec)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     resumed, same_end = train(tmp_path / "b", spec, saved)
     assert losses(resumed) == losses(whole, since=at) and len(resumed) == (rounds - at) * H
@@ -241,7 +241,7 @@ def test_inner_steps_that_are_ahead_of_the_round_are_resumed_too(
     )
     whole, end = train(tmp_path / "a", spec)
     assert [step["step"] for step in whole] == list(range(rounds * H))
-    saved = saver.chosen(named(tmp_path / "a", spec, at), spec)
+    saved = saves.chosen(named(tmp_path / "a", spec, at), spec)
     assert not saved.ahead
     for copy in ("b", "c"):
         shutil.copytree(tmp_path / "a", tmp_path / copy)
@@ -250,10 +250,10 @@ def test_inner_steps_that_are_ahead_of_the_round_are_resumed_too(
     assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
     assert same_end.validation_loss == end.validation_loss
 
-    own = saver.read(named(tmp_path / "c", spec, at))
+    own = saves.read(named(tmp_path / "c", spec, at))
     stopped, summary = train(tmp_path / "c", spec, own, stop_at=(at, H))
     assert losses(stopped) == losses(resumed)[:1] and summary.setbacks.tokens_dropped > 0
-    rest, same_end = train(tmp_path / "c", spec, saver.read(own.path))
+    rest, same_end = train(tmp_path / "c", spec, saves.read(own.path))
     assert losses(rest) == losses(resumed) and same_end.digest == end.digest
 
 
@@ -265,12 +265,12 @@ def test_who_is_stopped_in_the_middle_of_a_phase_goes_on_bit_for_bit_from_the_ro
     whole, end = train(tmp_path / "a", spec)
     made = list[Event]()
     for again in range(2):  # the second time before a round of its own
-        saved = saver.newest(tmp_path / "b", spec)
+        saved = saves.newest(tmp_path / "b", spec)
         assert (saved is None) if not again else (saved is not None and saved.t == AT and not saved.ahead)
         steps, summary = train(tmp_path / "b", spec, saved, stop_at=(AT, 1))
         assert summary.reason == "interrupted" and summary.t == AT
         made += steps
-    saved = saver.newest(tmp_path / "b", spec)
+    saved = saves.newest(tmp_path / "b", spec)
     assert saved is not None and saved.t == AT
     rest, same_end = train(tmp_path / "b", spec, saved)
     assert losses(rest) == losses(whole, since=AT) and same_end.digest == end.digest
@@ -283,18 +283,18 @@ def test_what_cannot_be_read_takes_no_place_and_where_nothing_can_be_that_is_sai
     spec = spec_in(tmp_path, codec="fp16")
     writer = saver.Saver(tmp_path, spec, {}, kept=2)
     for t in (4, 5):
-        writer.save(Frozen(t), saver.Local({}))
+        writer.save(Frozen(t), saves.Local({}))
     named(tmp_path, spec, 5).write_bytes(b"")
-    saved = saver.newest(tmp_path, spec)
-    assert saved is not None and saved.t == 4 and f"now called {saver.name_of(5)}.damaged" in caplog.text
-    saver.Saver(tmp_path, spec, {}, kept=2, resumed=saved).save(Frozen(6), saver.Local({}))
-    folder = saver.folder_of(tmp_path, spec)
-    left = [saver.name_of(4), saver.name_of(5) + ".damaged", saver.name_of(6)]
+    saved = saves.newest(tmp_path, spec)
+    assert saved is not None and saved.t == 4 and f"now called {saves.name_of(5)}.damaged" in caplog.text
+    saver.Saver(tmp_path, spec, {}, kept=2, resumed=saved).save(Frozen(6), saves.Local({}))
+    folder = saves.folder_of(tmp_path, spec)
+    left = [saves.name_of(4), saves.name_of(5) + ".damaged", saves.name_of(6)]
     assert sorted(path.name for path in folder.iterdir()) == left, "the good one is not what went"
     for path in list_checkpoints(folder):
         path.write_bytes(path.read_bytes()[:-1])
     assert "begins anew" not in caplog.text
-    assert saver.newest(tmp_path, spec) is None and "of 2 checkpoints" in caplog.text
+    assert saves.newest(tmp_path, spec) is None and "of 2 checkpoints" in caplog.text
     assert "the run begins anew at round 0" in caplog.text
 
 
@@ -303,18 +303,18 @@ def test_a_file_that_could_not_be_opened_just_now_keeps_its_name(
 ) -> None:
     """Too many open files, or a newer version's format: neither is damage."""
     spec = spec_in(tmp_path, codec="fp16")
-    path = saver.Saver(tmp_path, spec, {}).save(Frozen(5), saver.Local({}))
+    path = saver.Saver(tmp_path, spec, {}).save(Frozen(5), saves.Local({}))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
-        assert saver.newest(tmp_path, spec) is None
+        assert saves.newest(tmp_path, spec) is None
 
         def exhausted(*_: Any, **__: Any) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
         patch.setattr(checkpoint, "safe_open", exhausted)
         with pytest.raises(CheckpointError, match="Too many open files"):
-            saver.newest(tmp_path, spec)
-    found = saver.newest(tmp_path, spec)
+            saves.newest(tmp_path, spec)
+    found = saves.newest(tmp_path, spec)
     assert found is not None and found.path == path
 
 
@@ -323,23 +323,23 @@ def test_of_what_is_damaged_the_newest_stays_once_a_new_one_is_written(
 ) -> None:
     """A disk that damages files would be filled with them, start by start."""
     spec = spec_in(tmp_path, codec="fp16")
-    longer, folders = dataclasses.replace(spec, rounds=ROUNDS + 3), [saver.folder_of(tmp_path, spec)]
+    longer, folders = dataclasses.replace(spec, rounds=ROUNDS + 3), [saves.folder_of(tmp_path, spec)]
     saved = None
     for t in range(2, 8):
         one = spec if t < 6 else longer
-        path = saver.Saver(tmp_path, one, {}, resumed=saved).save(Frozen(t), saver.Local({}))
+        path = saver.Saver(tmp_path, one, {}, resumed=saved).save(Frozen(t), saves.Local({}))
         assert path is not None
         if t in (3, 4, 6):
             path.write_bytes(path.read_bytes()[:-1])
-        saved = saver.newest(tmp_path, longer)
+        saved = saves.newest(tmp_path, longer)
         assert saved is not None and saved.t == (t - 1 if t in (3, 6) else t - 2 if t == 4 else t)
-    folders.append(saver.folder_of(tmp_path, longer))
-    left = [saver.name_of(5), saver.name_of(6) + ".damaged", saver.name_of(7)]
+    folders.append(saves.folder_of(tmp_path, longer))
+    left = [saves.name_of(5), saves.name_of(6) + ".damaged", saves.name_of(7)]
     assert sorted(path.name for folder in folders for path in folder.iterdir()) == left
-    (folders[0] / (saver.name_of(9) + ".damaged")).mkdir()  # which is none of ours
+    (folders[0] / (saves.name_of(9) + ".damaged")).mkdir()  # which is none of ours
     caplog.clear()
-    assert saver.Saver(tmp_path, longer, {}, resumed=saved).save(Frozen(8), saver.Local({})) is not None
-    assert not caplog.messages and (folders[1] / (saver.name_of(6) + ".damaged")).exists()
+    assert saver.Saver(tmp_path, longer, {}, resumed=saved).save(Frozen(8), saves.Local({})) is not None
+    assert not caplog.messages and (folders[1] / (saves.name_of(6) + ".damaged")).exists()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
@@ -357,7 +357,7 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_none(
     place."""
     spec, state, config = dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1), tmp_path / "a", tmp_path / "R"
     for t in (3, 4) if older else (4,):
-        saver.Saver(state, spec, {}).save(Frozen(t), saver.Local({}))
+        saver.Saver(state, spec, {}).save(Frozen(t), saves.Local({}))
     shut = named(state, spec, 4)
     config.write_text(dataclasses.replace(spec, rounds=1 if length == "same" else 6).to_toml())
     opened = Path.open
@@ -386,7 +386,7 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_told_once_and_takes_no
     """A folder cannot be deleted as a file is, so that each save warned of it."""
     spec = spec_in(tmp_path, codec="fp16")
     for t in (2, 4):
-        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saves.Local({}))
     stray = named(tmp_path, spec, 3)
     monkeypatch.chdir(stray.parent)  # the name of a socket must be short
     with socket.socket(socket.AF_UNIX) as bound:
@@ -399,30 +399,30 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_told_once_and_takes_no
                 stray.symlink_to("nowhere")
             case _:
                 bound.bind(stray.name)
-    newest = saver.newest(tmp_path, spec)
+    newest = saves.newest(tmp_path, spec)
     assert newest is not None and newest.t == 4
     assert caplog.messages == [f"{stray} is {kind}, and no checkpoint: it is passed over, and left alone"]
     caplog.clear()
     writer = saver.Saver(tmp_path, spec, {}, kept=2, resumed=newest)
     for t in (5, 6, 7):
-        assert writer.save(Frozen(t), saver.Local({})) is not None
+        assert writer.save(Frozen(t), saves.Local({})) is not None
     assert not caplog.messages
-    assert [path.name for path in list_checkpoints(stray.parent)] == [saver.name_of(t) for t in (3, 6, 7)]
+    assert [path.name for path in list_checkpoints(stray.parent)] == [saves.name_of(t) for t in (3, 6, 7)]
     assert os.path.lexists(stray)
-    assert saver.chosen(tmp_path, None).t == 7 and f"{stray} is {kind}" in caplog.text, "by `dlc export`, too"
+    assert saves.chosen(tmp_path, None).t == 7 and f"{stray} is {kind}" in caplog.text, "by `dlc export`, too"
 
 
 @pytest.mark.parametrize("level", ["all", "of one run"])
 def test_a_folder_on_a_disk_that_is_not_mounted_is_not_taken_for_an_empty_one(tmp_path: Path, level: str) -> None:
     """The run would begin anew at round 0, and none of its checkpoints could be written."""
     spec, state, disk = spec_in(tmp_path, codec="fp16"), tmp_path / "state", tmp_path / "disk"
-    link = state / "checkpoints" if level == "all" else saver.folder_of(state, spec)
+    link = state / "checkpoints" if level == "all" else saves.folder_of(state, spec)
     link.parent.mkdir(parents=True)
     link.symlink_to(disk, target_is_directory=True)
     with pytest.raises(CheckpointError, match=f"{link} cannot be read: it is a link to {disk}, where no folder is"):
-        saver.newest(state, spec)
+        saves.newest(state, spec)
     disk.mkdir()
-    assert saver.newest(state, spec) is None
+    assert saves.newest(state, spec) is None
 
 
 def test_what_another_version_wrote_is_told_and_keeps_its_name_and_of_another_run_it_is_no_loss(
@@ -431,21 +431,21 @@ def test_what_another_version_wrote_is_told_and_keeps_its_name_and_of_another_ru
     """A newer version knows options that this one does not; its hashes, hence its folders, differ too."""
     spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "a"
     newer = [by_a_newer_version(state, one) for one in (spec, dataclasses.replace(spec, run="other"))]
-    assert saver.newest(state, spec) is None and saver.of_another_run(state, spec) is None
+    assert saves.newest(state, spec) is None and saves.of_another_run(state, spec) is None
     (said,) = caplog.messages
     assert said.startswith(f"the checkpoint {newer[0]} is of another version of dlc: unknown option 'speed'")
     assert said.endswith("; it is passed over")
     assert all(path.exists() for path in newer)
     with pytest.raises(ConfigError, match=f"{newer[0]} is of another version"):
-        saver.chosen(newer[0], None)
+        saves.chosen(newer[0], None)
     caplog.clear()
-    own = saver.Saver(state, spec, {}).save(Frozen(4), saver.Local({}))
-    found = saver.newest(state, spec)
+    own = saver.Saver(state, spec, {}).save(Frozen(4), saves.Local({}))
+    found = saves.newest(state, spec)
     assert found is not None and found.path == own and all(path.exists() for path in newer)
 
 
 def by_a_newer_version(state: Path, spec: RunSpec) -> Path:
-    path = saver.Saver(state / "of-old", spec, {}).save(Frozen(5), saver.Local({}))
+    path = saver.Saver(state / "of-old", spec, {}).save(Frozen(5), saves.Local({}))
     assert path is not None
     tensors, meta = checkpoint.load_checkpoint(path)
     there = state / "checkpoints" / spec.run.encode().hex()[:8].ljust(12, "0") / path.name
@@ -460,16 +460,16 @@ def test_a_damaged_header_in_the_folder_of_another_length_is_told_and_of_another
     longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
     for one in (spec, other):
         for t in (4, 5):
-            saver.Saver(tmp_path, one, {}).save(Frozen(t), saver.Local({}))
+            saver.Saver(tmp_path, one, {}).save(Frozen(t), saves.Local({}))
         with named(tmp_path, one, 5).open("r+b") as file:
             file.write(b"\xff" * 64)
-    found = saver.newest(tmp_path, longer)
+    found = saves.newest(tmp_path, longer)
     assert found is not None and found.path == named(tmp_path, spec, 4)
-    assert f"now called {saver.name_of(5)}.damaged" in caplog.text and len(caplog.messages) == 1
+    assert f"now called {saves.name_of(5)}.damaged" in caplog.text and len(caplog.messages) == 1
     assert not named(tmp_path, spec, 5).exists() and named(tmp_path, other, 5).exists()
     caplog.clear()
     named(tmp_path, spec, 4).write_bytes(b"")
-    assert saver.newest(tmp_path, longer) is None and "the run begins anew at round 0" in caplog.text
+    assert saves.newest(tmp_path, longer) is None and "the run begins anew at round 0" in caplog.text
 
 
 @pytest.mark.parametrize("level", ["all", "of one run"])
@@ -479,7 +479,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     """The run would begin anew at round 0."""
     spec, state, config = spec_in(tmp_path, codec="fp16"), tmp_path / "a", tmp_path / "RUN.toml"
     config.write_text(spec.to_toml())
-    path = saver.Saver(state, spec, {}).save(Frozen(4), saver.Local({}))
+    path = saver.Saver(state, spec, {}).save(Frozen(4), saves.Local({}))
     assert path is not None
     shut = {path.parent if level == "of one run" else path.parent.parent}
     listdir = os.listdir
@@ -495,7 +495,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     foreign = path.parent.parent / "lost+found"
     foreign.mkdir()
     shut.add(foreign)
-    found = saver.newest(state, spec)
+    found = saves.newest(state, spec)
     assert found is not None and found.path == path, "the folder that may not be read is none of ours"
 
 
@@ -504,9 +504,9 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
 ) -> None:
     spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
     for t in (4, 5):
-        saver.Saver(state, spec, {}).save(Frozen(t), saver.Local({}))
+        saver.Saver(state, spec, {}).save(Frozen(t), saves.Local({}))
     monkeypatch.chdir(tmp_path)
-    resumed = saver.chosen(Path("state"), spec)
+    resumed = saves.chosen(Path("state"), spec)
     writer = saver.Saver(state, spec, {}, resumed=resumed)
     with monkeypatch.context() as patch:
 
@@ -514,15 +514,15 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
             raise NoRoom("full")
 
         patch.setattr(saver, "save_checkpoint", full)
-        assert writer.save(Frozen(6), saver.Local({})) is None
-    assert [path.name for path in list_checkpoints(saver.folder_of(state, spec))] == [saver.name_of(5)]
+        assert writer.save(Frozen(6), saves.Local({})) is None
+    assert [path.name for path in list_checkpoints(saves.folder_of(state, spec))] == [saves.name_of(5)]
     with monkeypatch.context() as patch:
 
         def broken(*_: Any) -> None:
             raise OSError("broken")
 
         patch.setattr(saver, "_move_later", broken)
-        assert writer.save(Frozen(6), saver.Local({})) == named(state, spec, 6)
+        assert writer.save(Frozen(6), saves.Local({})) == named(state, spec, 6)
     assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
 
 
@@ -532,8 +532,8 @@ def test_a_history_that_was_given_up_stays_so_where_a_kill_left_its_checkpoints_
     spec = spec_in(tmp_path, codec="fp16")
     longer = dataclasses.replace(spec, rounds=ROUNDS + 100)
     for t in (4, 8):
-        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
-    saver.Saver(tmp_path, longer, {}).save(Frozen(9), saver.Local({}))
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saves.Local({}))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(9), saves.Local({}))
     with monkeypatch.context() as patch:
 
         class Killed(BaseException):
@@ -544,18 +544,18 @@ def test_a_history_that_was_given_up_stays_so_where_a_kill_left_its_checkpoints_
 
         patch.setattr(saver, "_move_later", killed)
         with pytest.raises(Killed):
-            saver.Saver(tmp_path, spec, {}, kept=2).save(Frozen(6), saver.Local({}))
+            saver.Saver(tmp_path, spec, {}, kept=2).save(Frozen(6), saves.Local({}))
     assert named(tmp_path, spec, 8).exists() and named(tmp_path, longer, 9).exists()
-    found = saver.newest(tmp_path, longer)
+    found = saves.newest(tmp_path, longer)
     assert found is not None and found.path == named(tmp_path, spec, 6)
-    assert saver.chosen(tmp_path, None).path == found.path, "what is exported is the same"
+    assert saves.chosen(tmp_path, None).path == found.path, "what is exported is the same"
 
-    saver.Saver(tmp_path, spec, {}, kept=2, resumed=found).save(Frozen(7), saver.Local({}))
+    saver.Saver(tmp_path, spec, {}, kept=2, resumed=found).save(Frozen(7), saves.Local({}))
     left = sorted(path.name for path in tmp_path.glob("checkpoints/*/*.safetensors"))
-    assert left == [saver.name_of(6), saver.name_of(7)]
+    assert left == [saves.name_of(6), saves.name_of(7)]
     for t in (8, 9):  # which the history that won comes to as well
-        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({}))
-        found = saver.newest(tmp_path, longer)
+        saver.Saver(tmp_path, spec, {}).save(Frozen(t), saves.Local({}))
+        found = saves.newest(tmp_path, longer)
         assert found is not None and found.path == named(tmp_path, spec, t)
 
 
@@ -566,29 +566,29 @@ def test_where_one_goes_on_from_another_peers_one_of_ones_own_stays(
     spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
     for folder, rounds in ((state, (3, 4)), (tmp_path / "other", (5,))):
         for t in rounds:
-            saver.Saver(folder, spec, {}).save(Frozen(t), saver.Local({}))
-    writer = saver.Saver(state, spec, {}, resumed=saver.chosen(tmp_path / "other", spec))
+            saver.Saver(folder, spec, {}).save(Frozen(t), saves.Local({}))
+    writer = saver.Saver(state, spec, {}, resumed=saves.chosen(tmp_path / "other", spec))
 
     def full(*_: Any) -> None:
         raise NoRoom("full")
 
     monkeypatch.setattr(saver, "save_checkpoint", full)
-    assert writer.save(Frozen(6), saver.Local({})) is None
-    assert list_checkpoints(saver.folder_of(state, spec)) == [named(state, spec, 4)]
+    assert writer.save(Frozen(6), saves.Local({})) is None
+    assert list_checkpoints(saves.folder_of(state, spec)) == [named(state, spec, 4)]
 
 
 def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(tmp_path: Path) -> None:
     timeouts = TimeoutsSpec(evict_s=9.0)  # whose checkpoint it is is waited for
     spec = dataclasses.replace(spec_in(tmp_path), timeouts=timeouts)
     train(tmp_path / "a", dataclasses.replace(spec, rounds=AT))
-    saved = saver.newest(tmp_path / "a")
+    saved = saves.newest(tmp_path / "a")
     assert saved is not None and saved.residual is not None and saved.rng and saved.peer
     assert saved.as_of(saved.peer) is saved
     other = saved.as_of("another")
     assert other.residual is None and not other.rng and other.inner
     steps, summary = train(tmp_path / "b", spec, saved, stop_at=(AT, 1))
     assert summary.t == AT and len(steps) == 1
-    own = saver.newest(tmp_path / "b", spec)
+    own = saves.newest(tmp_path / "b", spec)
     assert own is not None and own.t == AT, "in its own folder, though it made no round"
 
 
@@ -598,11 +598,11 @@ def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path
     for one, rounds in ((other, (50,)), (spec, (4, 5)), (longer, (6,))):
         writer = saver.Saver(tmp_path, one, {}, kept=2)
         for t in rounds:
-            writer.save(Frozen(t), saver.Local({}))
-            (saver.folder_of(tmp_path, one) / f".{saver.name_of(t + 1)}.tmp-1").touch()  # a kill left it
+            writer.save(Frozen(t), saves.Local({}))
+            (saves.folder_of(tmp_path, one) / f".{saves.name_of(t + 1)}.tmp-1").touch()  # a kill left it
     kept = sorted(path.name for path in tmp_path.glob("checkpoints/*/*.safetensors"))
-    assert kept == [saver.name_of(t) for t in (5, 6, 50)]
-    assert [path.name for path in tmp_path.glob("checkpoints/*/.*")] == [f".{saver.name_of(7)}.tmp-1"]
+    assert kept == [saves.name_of(t) for t in (5, 6, 50)]
+    assert [path.name for path in tmp_path.glob("checkpoints/*/.*")] == [f".{saves.name_of(7)}.tmp-1"]
 
 
 def test_what_killed_processes_left_of_the_model_goes_once_it_is_whole(tmp_path: Path) -> None:
@@ -629,8 +629,8 @@ def test_what_killed_processes_left_of_the_model_goes_before_any_checkpoint_does
     spec = spec_in(tmp_path, codec="fp16")
     _, summary = train(tmp_path / "a", spec)
     assert summary.model is not None
-    kept = [path.name for path in list_checkpoints(saver.folder_of(tmp_path / "a", spec))]
-    assert kept == [saver.name_of(t) for t in range(1, ROUNDS + 1)]
+    kept = [path.name for path in list_checkpoints(saves.folder_of(tmp_path / "a", spec))]
+    assert kept == [saves.name_of(t) for t in range(1, ROUNDS + 1)]
 
 
 def test_a_peer_that_is_killed_in_each_save_leaves_no_more_behind_than_one_does(
@@ -638,7 +638,7 @@ def test_a_peer_that_is_killed_in_each_save_leaves_no_more_behind_than_one_does(
 ) -> None:
     """As for want of memory: it would come again from the same checkpoint until the disk was full."""
     spec = spec_in(tmp_path, codec="fp16")
-    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))
+    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saves.Local({}))
 
     class Killed(BaseException):
         pass
@@ -652,22 +652,22 @@ def test_a_peer_that_is_killed_in_each_save_leaves_no_more_behind_than_one_does(
 
         monkeypatch.setattr(saver, "save_checkpoint", killed)
         with pytest.raises(Killed):
-            saver.Saver(tmp_path, spec, {}, resumed=saver.newest(tmp_path, spec)).save(Frozen(5), saver.Local({}))
-    names = sorted(path.name for path in saver.folder_of(tmp_path, spec).iterdir())
-    assert names == [f".{saver.name_of(5)}.tmp-2", ".tmp2", saver.name_of(4)]
-    found = saver.newest(tmp_path, spec)
+            saver.Saver(tmp_path, spec, {}, resumed=saves.newest(tmp_path, spec)).save(Frozen(5), saves.Local({}))
+    names = sorted(path.name for path in saves.folder_of(tmp_path, spec).iterdir())
+    assert names == [f".{saves.name_of(5)}.tmp-2", ".tmp2", saves.name_of(4)]
+    found = saves.newest(tmp_path, spec)
     assert found is not None and found.path == whole
 
 
 def test_after_a_resume_the_committed_positions_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     train(tmp_path / "a", spec)
-    saved = saver.chosen(named(tmp_path / "a", spec, AT), spec)
+    saved = saves.chosen(named(tmp_path / "a", spec, AT), spec)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     train(tmp_path / "b", spec, saved)
     ledgers = []
     for folder in (tmp_path / "a", tmp_path / "b"):
-        end = saver.newest(folder, spec)
+        end = saves.newest(folder, spec)
         assert end is not None and end.t == ROUNDS
         ledgers.append(unpack(end.log, SavedLog).state.ledger)
     ranges = [[lease.ranges for lease in ledger.leases] for ledger in ledgers]
@@ -687,12 +687,12 @@ def test_a_run_that_is_over_is_given_more_rounds_bit_for_bit(tmp_path: Path) -> 
     whole, end = train(tmp_path / "a", spec)
     short = dataclasses.replace(spec, rounds=AT)
     train(tmp_path / "b", short)
-    saved = saver.newest(tmp_path / "b", spec)
+    saved = saves.newest(tmp_path / "b", spec)
     assert saved is not None and saved.spec == short and saved.t == AT
     rest, same_end = train(tmp_path / "b", spec, saved)
     assert losses(rest) == losses(whole, since=AT) and len(rest) == (ROUNDS - AT) * H
     assert (same_end.digest, same_end.tokens) == (end.digest, end.tokens)
-    newest = saver.newest(tmp_path / "b", spec)
+    newest = saves.newest(tmp_path / "b", spec)
     assert newest is not None and newest.spec == spec and newest.t == ROUNDS
 
 
@@ -710,7 +710,7 @@ def test_a_longer_schedule_alone_makes_no_round_of_a_run_that_is_over_anew(
         config.write_text(run.to_toml())
         given = [] if resume == "auto" or not ends else ["--resume", str(ends[0].path)]
         assert main([*words, "--log-level", "warning", *given]) == 0
-        newest = saver.newest(tmp_path / "a", run)
+        newest = saves.newest(tmp_path / "a", run)
         assert newest is not None
         ends.append(newest)
     assert [(end.t, end.digest) for end in ends] == [(AT, ends[0].digest)] * 2 and ends[0].path.exists()
@@ -720,7 +720,7 @@ def test_a_longer_schedule_alone_makes_no_round_of_a_run_that_is_over_anew(
 def test_a_schedule_that_ends_with_the_run_is_stretched(tmp_path: Path) -> None:
     spec = dataclasses.replace(spec_in(tmp_path), outer=OuterSpec(schedule="cosine"))
     train(tmp_path, dataclasses.replace(spec, rounds=AT))
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None
     rest, end = train(tmp_path, spec, saved)
     rates = [schedule_of(spec)(step) for step in range(AT * H, ROUNDS * H)]
@@ -731,36 +731,36 @@ def test_a_run_goes_on_from_one_of_another_length_and_from_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = spec_in(tmp_path, codec="fp16")
-    saver.Saver(tmp_path, spec, {}).save(Frozen(5, tokens=500.0), saver.Local({}))
+    saver.Saver(tmp_path, spec, {}).save(Frozen(5, tokens=500.0), saves.Local({}))
     path = named(tmp_path, spec, 5)
 
     def found(**changes: Any) -> Path | None:
-        saved = saver.newest(tmp_path, dataclasses.replace(spec, **changes))
+        saved = saves.newest(tmp_path, dataclasses.replace(spec, **changes))
         return saved.path if saved is not None else None
 
     inner = dataclasses.replace(spec.inner, total_steps=99)
     assert [found(rounds=rounds) for rounds in (6, 0, 5)] == [path] * 3
     assert found(rounds=6, tokens=501) == found(rounds=6, inner=inner) == found(inner=inner) == path
     assert not caplog.text
-    turned = saver.Saved(path, dataclasses.replace(spec, fragments=3), 18, b"", memoryview(b""), {}, None, {}, {})
+    turned = saves.Saved(path, dataclasses.replace(spec, fragments=3), 18, b"", memoryview(b""), {}, None, {}, {})
     assert turned.leads_to(dataclasses.replace(turned.spec, rounds=6)), "though its last turns were as many"
     assert not turned.leads_to(dataclasses.replace(turned.spec, rounds=4))
     for changes in ({"rounds": 4}, {"rounds": 6, "tokens": 500}):
         assert found(**changes) is None and f"{path} is at or past the end of this run" in caplog.text
         with pytest.raises(CheckpointError, match="saved after round 5 and 500 tokens"):
-            saver.chosen(path, dataclasses.replace(spec, **changes))
+            saves.chosen(path, dataclasses.replace(spec, **changes))
         caplog.clear()
     for changes in ({"rounds": 6, "seed": 1}, {"rounds": 6, "sync_every": 2 * H}):
         assert found(**changes) is None and not caplog.text
         with pytest.raises(CheckpointError, match="rounds: 6 here, 5 there"):
-            saver.chosen(path, dataclasses.replace(spec, **changes))
+            saves.chosen(path, dataclasses.replace(spec, **changes))
 
     longer, longest = (dataclasses.replace(spec, rounds=rounds) for rounds in (9, 20))
-    saver.Saver(tmp_path, longer, {}).save(Frozen(7), saver.Local({}))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(7), saves.Local({}))
     for number, (newer, t) in enumerate([(spec, 5), (longer, 7)], 1):
         os.utime(named(tmp_path, newer, t), (10**10 + number, 10**10 + number))
         assert found(rounds=20) == named(tmp_path, longer, 7), "the later round, whichever was written to last"
-    aside = saver.set_later_aside(tmp_path, saver.chosen(path, longest), longest)
+    aside = saves.set_later_aside(tmp_path, saves.chosen(path, longest), longest)
     assert aside is not None and found(rounds=20) == path, "what was asked for, though a run of a third length is ahead"
 
 
@@ -772,15 +772,15 @@ def test_a_run_that_got_more_rounds_goes_on_at_its_last_whatever_the_clock_said(
     for one, rounds in ((spec, (4, 5)), (longer, (54, 55))):
         writer = saver.Saver(tmp_path, one, {})
         for t in rounds:
-            path = writer.save(Frozen(t), saver.Local({}))
+            path = writer.save(Frozen(t), saves.Local({}))
             assert path is not None
             time_s = path.stat().st_mtime + (ahead_s if one is spec else 0)
             os.utime(path, (time_s, time_s))
     for more in (longer, dataclasses.replace(spec, rounds=ROUNDS + 200)):
-        newest = saver.newest(tmp_path, more)
+        newest = saves.newest(tmp_path, more)
         assert newest is not None and newest.path == named(tmp_path, longer, 55)
-    assert saver.chosen(tmp_path, None).path == named(tmp_path, longer, 55)
-    newest = saver.newest(tmp_path)
+    assert saves.chosen(tmp_path, None).path == named(tmp_path, longer, 55)
+    newest = saves.newest(tmp_path)
     assert newest is not None and newest.path == named(tmp_path, longer, 55)
 
 
@@ -788,11 +788,11 @@ def test_what_a_given_up_history_left_is_moved_and_not_deleted_whatever_its_leng
     """A swarm that stands at an earlier round may have the greater history: what it makes is what goes on."""
     spec = spec_in(tmp_path, codec="fp16")
     longer, longest = (dataclasses.replace(spec, rounds=rounds) for rounds in (9, 20))
-    saver.Saver(tmp_path, longer, {}).save(Frozen(8), saver.Local({}))
-    saver.Saver(tmp_path, longest, {}).save(Frozen(3), saver.Local({}))
+    saver.Saver(tmp_path, longer, {}).save(Frozen(8), saves.Local({}))
+    saver.Saver(tmp_path, longest, {}).save(Frozen(3), saves.Local({}))
     moved = [path.relative_to(tmp_path) for path in tmp_path.glob("checkpoints/old-1/*/*")]
-    assert moved == [Path("checkpoints", "old-1", named(tmp_path, longer, 8).parent.name, saver.name_of(8))]
-    newest = saver.newest(tmp_path, longest)
+    assert moved == [Path("checkpoints", "old-1", named(tmp_path, longer, 8).parent.name, saves.name_of(8))]
+    newest = saves.newest(tmp_path, longest)
     assert newest is not None and newest.t == 3
 
 
@@ -803,15 +803,15 @@ def test_a_shorter_run_that_began_anew_is_what_is_exported_and_gets_more_rounds(
         dataclasses.replace(spec, **changes) for changes in ({"rounds": 9}, {"rounds": 6}, {"rounds": 9, "seed": 7})
     )
     for one in (other, longer):
-        saver.Saver(tmp_path, one, {}).save(Frozen(8), saver.Local({}))
-    assert saver.newest(tmp_path, shorter) is None
+        saver.Saver(tmp_path, one, {}).save(Frozen(8), saves.Local({}))
+    assert saves.newest(tmp_path, shorter) is None
     for t in (1, 6):
-        saver.Saver(tmp_path, shorter, {}).save(Frozen(t), saver.Local({}))
-    assert saver.chosen(tmp_path, None).path == named(tmp_path, shorter, 6)
+        saver.Saver(tmp_path, shorter, {}).save(Frozen(t), saves.Local({}))
+    assert saves.chosen(tmp_path, None).path == named(tmp_path, shorter, 6)
     for more in (longer, dataclasses.replace(spec, rounds=7)):
-        newest = saver.newest(tmp_path, more)
+        newest = saves.newest(tmp_path, more)
         assert newest is not None and newest.path == named(tmp_path, shorter, 6)
-    assert [path.name for path in tmp_path.glob("checkpoints/old-1/*/*")] == [saver.name_of(8)], "kept, out of the way"
+    assert [path.name for path in tmp_path.glob("checkpoints/old-1/*/*")] == [saves.name_of(8)], "kept, out of the way"
     assert named(tmp_path, other, 8).exists(), "of another run"
 
 
@@ -819,25 +819,25 @@ def test_what_stays_on_the_disk_and_what_is_chosen(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     train(tmp_path / "a", spec)
     folder = tmp_path / "a"
-    kept = list_checkpoints(saver.folder_of(folder, spec))
-    assert [path.name for path in kept] == [saver.name_of(t) for t in range(1, ROUNDS + 1)]
-    assert saver.chosen(folder, None).t == saver.chosen(kept[0].parent, spec).t == ROUNDS
+    kept = list_checkpoints(saves.folder_of(folder, spec))
+    assert [path.name for path in kept] == [saves.name_of(t) for t in range(1, ROUNDS + 1)]
+    assert saves.chosen(folder, None).t == saves.chosen(kept[0].parent, spec).t == ROUNDS
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        saver.chosen(folder / "model", spec)
+        saves.chosen(folder / "model", spec)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        saver.chosen(tmp_path / "nowhere", spec)
+        saves.chosen(tmp_path / "nowhere", spec)
     with pytest.raises(CheckpointError, match=r"seed: 7 here, 0 there"):
-        saver.chosen(kept[0], dataclasses.replace(spec, seed=7))
+        saves.chosen(kept[0], dataclasses.replace(spec, seed=7))
 
-    aside = saver.set_later_aside(folder, saver.chosen(kept[1], spec), spec)
+    aside = saves.set_later_aside(folder, saves.chosen(kept[1], spec), spec)
     assert aside is not None and sorted(path.name for path in aside.glob("*/*")) == [p.name for p in kept[2:]]
-    assert saver.set_later_aside(folder, saver.chosen(kept[1], spec), spec) is None
-    newest = saver.newest(folder, spec)
+    assert saves.set_later_aside(folder, saves.chosen(kept[1], spec), spec) is None
+    newest = saves.newest(folder, spec)
     assert newest is not None and newest.path == kept[1]
     longer = dataclasses.replace(spec, rounds=ROUNDS + 1)
-    saver.Saver(folder, longer, {}).save(Frozen(ROUNDS + 1), saver.Local({}))
-    assert saver.set_later_aside(folder, saver.chosen(kept[1], longer), longer) is not None
-    newest = saver.newest(folder, longer)
+    saver.Saver(folder, longer, {}).save(Frozen(ROUNDS + 1), saves.Local({}))
+    assert saves.set_later_aside(folder, saves.chosen(kept[1], longer), longer) is not None
+    newest = saves.newest(folder, longer)
     assert newest is not None and newest.path == kept[1], "not the later one of the longer run"
 
 
@@ -846,11 +846,11 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     writer = saver.Saver(tmp_path, spec, {}, kept=2)
     for t in (5, 6, 4, 5):
-        writer.save(Frozen(t), saver.Local({}))
-    names = [path.name for path in list_checkpoints(saver.folder_of(tmp_path, spec))]
-    assert names == [saver.name_of(4), saver.name_of(5)]
+        writer.save(Frozen(t), saves.Local({}))
+    names = [path.name for path in list_checkpoints(saves.folder_of(tmp_path, spec))]
+    assert names == [saves.name_of(4), saves.name_of(5)]
     aside = [path.name for path in tmp_path.glob("checkpoints/old-*/*/*")]
-    assert sorted(aside) == [saver.name_of(5), saver.name_of(6)]
+    assert sorted(aside) == [saves.name_of(5), saves.name_of(6)]
 
 
 @pytest.fixture
@@ -879,15 +879,15 @@ def test_checkpoints_on_a_disk_of_their_own_are_moved_out_of_the_way_there(
     (state / "checkpoints").symlink_to(disk, target_is_directory=True)
     writer = saver.Saver(state, spec, {}, kept=2)
     for t in (5, 6, 4, 5):
-        assert writer.save(Frozen(t), saver.Local({})) is not None
+        assert writer.save(Frozen(t), saves.Local({})) is not None
     assert "is written, but" not in caplog.text
-    assert saver.set_later_aside(state, saver.chosen(named(state, spec, 4), spec), spec) is not None
-    assert sorted(path.name for path in disk.glob("old-*/*/*")) == [saver.name_of(t) for t in (5, 5, 6)]
-    assert saver.set_aside(state) is not None
-    assert saver.newest(state, spec) is None and len([*disk.glob("old-3/*/*")]) == 1
-    assert saver.set_aside(state) is None, "there are none"
-    assert writer.save(Frozen(1), saver.Local({})) is not None
-    assert [path.name for path in disk.glob("[!o]*/*")] == [saver.name_of(1)], "where the others were"
+    assert saves.set_later_aside(state, saves.chosen(named(state, spec, 4), spec), spec) is not None
+    assert sorted(path.name for path in disk.glob("old-*/*/*")) == [saves.name_of(t) for t in (5, 5, 6)]
+    assert saves.set_aside(state) is not None
+    assert saves.newest(state, spec) is None and len([*disk.glob("old-3/*/*")]) == 1
+    assert saves.set_aside(state) is None, "there are none"
+    assert writer.save(Frozen(1), saves.Local({})) is not None
+    assert [path.name for path in disk.glob("[!o]*/*")] == [saves.name_of(1)], "where the others were"
 
 
 def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_saved(
@@ -895,17 +895,17 @@ def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_sav
 ) -> None:
     """The folder of the run itself lies elsewhere."""
     spec, state = spec_in(tmp_path, codec="fp16"), tmp_path / "state"
-    folder = saver.folder_of(state, spec)
+    folder = saves.folder_of(state, spec)
     folder.parent.mkdir(parents=True)
     folder.symlink_to(disk, target_is_directory=True)
     writer = saver.Saver(state, spec, {})
-    writer.save(Frozen(6), saver.Local({}))
-    assert writer.save(Frozen(4), saver.Local({})) == folder / saver.name_of(4) == writer.last
-    assert f"{folder / saver.name_of(4)} is written, but" in caplog.text and "Invalid cross-device link" in caplog.text
-    newest = saver.newest(state, spec)
+    writer.save(Frozen(6), saves.Local({}))
+    assert writer.save(Frozen(4), saves.Local({})) == folder / saves.name_of(4) == writer.last
+    assert f"{folder / saves.name_of(4)} is written, but" in caplog.text and "Invalid cross-device link" in caplog.text
+    newest = saves.newest(state, spec)
     assert newest is not None and newest.t == 4, "the later one is known to be given up"
     with pytest.raises(CheckpointError, match="cannot be moved out of the way"):
-        saver.set_later_aside(state, newest, spec)
+        saves.set_later_aside(state, newest, spec)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no empty folder is left"
 
 
@@ -916,51 +916,51 @@ def test_the_checkpoint_of_a_round_is_kept_when_steps_beyond_it_are_dropped_wher
     """What Ctrl-C would save of that round has an inner optimizer that is ahead of it."""
     spec, state, disk = spec_in(tmp_path, codec="fp16"), tmp_path / "state", tmp_path / "disk"
     disk.mkdir()
-    link = state / "checkpoints" if linked == "checkpoints" else saver.folder_of(state, spec)
+    link = state / "checkpoints" if linked == "checkpoints" else saves.folder_of(state, spec)
     link.parent.mkdir(parents=True)
     link.symlink_to(disk, target_is_directory=True)
     writer = saver.Saver(state, spec, {})
-    path = writer.save(Frozen(4), saver.Local({}))
-    assert path is not None and writer.save(Frozen(4), saver.Local({}, ahead=True)) == path
-    newest = saver.newest(state, spec)
+    path = writer.save(Frozen(4), saves.Local({}))
+    assert path is not None and writer.save(Frozen(4), saves.Local({}, ahead=True)) == path
+    newest = saves.newest(state, spec)
     assert newest is not None and not newest.ahead
     writer = saver.Saver(state, spec, {}, resumed=newest)
-    writer.save(Frozen(4), saver.Local({}, ahead=True))
-    assert not saver.read(path).ahead, "nor after a resume"
-    elsewhere = saver.Saver(tmp_path / "another", spec, {}, resumed=newest).save(Frozen(4), saver.Local({}, ahead=True))
+    writer.save(Frozen(4), saves.Local({}, ahead=True))
+    assert not saves.read(path).ahead, "nor after a resume"
+    elsewhere = saver.Saver(tmp_path / "another", spec, {}, resumed=newest).save(Frozen(4), saves.Local({}, ahead=True))
     assert elsewhere == named(tmp_path / "another", spec, 4), "another peer keeps its own"
 
 
 def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = spec_in(tmp_path, codec="fp16")
-    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saver.Local({}))
+    whole = saver.Saver(tmp_path, spec, {}).save(Frozen(4), saves.Local({}))
     assert whole is not None
-    later = whole.with_name(saver.name_of(5))
+    later = whole.with_name(saves.name_of(5))
     later.symlink_to(later.name)
-    newest = saver.newest(tmp_path, spec)
+    newest = saves.newest(tmp_path, spec)
     assert newest is not None and newest.path == whole
     assert f"{later} is a link that leads in a circle, and no checkpoint" in caplog.text
     writer = saver.Saver(tmp_path, spec, {}, kept=1, resumed=newest)
     for t in (6, 7):
-        assert writer.save(Frozen(t), saver.Local({})) is not None
+        assert writer.save(Frozen(t), saves.Local({})) is not None
     names = [path.name for path in list_checkpoints(whole.parent)]
-    assert names == [saver.name_of(5), saver.name_of(7)], "it takes no place, and is left alone"
+    assert names == [saves.name_of(5), saves.name_of(7)], "it takes no place, and is left alone"
 
 
 def test_where_the_newest_of_a_folder_is_damaged_an_older_one_is_named(tmp_path: Path) -> None:
     """Who names a folder is not given another model than the newest without a word."""
     spec = spec_in(tmp_path, codec="fp16")
-    older, newest = (saver.Saver(tmp_path, spec, {}).save(Frozen(t), saver.Local({})) for t in (4, 5))
-    saver.Saver(tmp_path, dataclasses.replace(spec, seed=7), {}).save(Frozen(3), saver.Local({}))
+    older, newest = (saver.Saver(tmp_path, spec, {}).save(Frozen(t), saves.Local({})) for t in (4, 5))
+    saver.Saver(tmp_path, dataclasses.replace(spec, seed=7), {}).save(Frozen(3), saves.Local({}))
     assert older is not None and newest is not None
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"{newest} cannot be read .*; name an older one, such as {older}"):
-        saver.chosen(newest.parent, None)
+        saves.chosen(newest.parent, None)
     with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
-        saver.chosen(newest, None)
+        saves.chosen(newest, None)
     older.unlink()
     with pytest.raises(CheckpointError, match=f"{newest} cannot be read [^;]*$"):
-        saver.chosen(tmp_path, None)  # where there is one of another run, too
+        saves.chosen(tmp_path, None)  # where there is one of another run, too
 
 
 def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> None:
@@ -970,13 +970,13 @@ def test_a_copied_folder_is_gone_on_from_at_its_last_round(tmp_path: Path) -> No
     for one, times in ((spec, (300, 200, 400)), (other, (500, 350, 450))):
         writer = saver.Saver(tmp_path, one, {}, kept=3)
         for t, time_s in enumerate(times, 8):
-            path = writer.save(Frozen(t), saver.Local({}))
+            path = writer.save(Frozen(t), saves.Local({}))
             assert path is not None
             os.utime(path, (time_s, time_s))
     os.utime(named(tmp_path, spec, 9), (450, 450))
-    assert saver.chosen(saver.folder_of(tmp_path, spec), None).t == 10
-    assert saver.chosen(tmp_path, None).path == named(tmp_path, other, 10), "the run that was written to last"
-    newest = saver.newest(tmp_path)
+    assert saves.chosen(saves.folder_of(tmp_path, spec), None).t == 10
+    assert saves.chosen(tmp_path, None).path == named(tmp_path, other, 10), "the run that was written to last"
+    newest = saves.newest(tmp_path)
     assert newest is not None and newest.path == named(tmp_path, other, 10)
 
 
@@ -1004,7 +1004,7 @@ def test_a_full_disk_stops_neither_the_training_nor_the_leave(
     _, end = train(tmp_path / "a", spec)
     assert (end.reason, end.t, end.checkpoint, end.saved) == ("rounds", ROUNDS, None, False)
     assert "t-00000001.safetensors could not be written" in caplog.text and "address book" in caplog.text
-    older = saver.newest(tmp_path / "a")
+    older = saves.newest(tmp_path / "a")
     assert older is not None and older.t == 1
 
 
@@ -1102,7 +1102,7 @@ def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
         raise NoRoom("full")
 
     def read_only(path: Path, missing_ok: bool = False) -> None:
-        if path.name == saver.name_of(1):
+        if path.name == saves.name_of(1):
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         unlink(path, missing_ok)
 
@@ -1110,7 +1110,7 @@ def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
     monkeypatch.setattr(Path, "unlink", read_only)
     _, end = train(tmp_path / "a", spec_in(tmp_path, codec="fp16"))
     assert (end.reason, end.saved, end.model) == ("rounds", True, None)
-    assert f"{saver.name_of(1)} cannot be deleted (Read-only file system)" in caplog.text
+    assert f"{saves.name_of(1)} cannot be deleted (Read-only file system)" in caplog.text
 
 
 def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
@@ -1137,7 +1137,7 @@ def test_who_names_no_run_goes_on_from_the_newest_of_the_swarms_and_not_of_any(
     other = dataclasses.replace(spec, seed=7, rounds=1)
     train(state, dataclasses.replace(spec, rounds=AT))
     train(state, other)
-    newest = saver.newest(state)
+    newest = saves.newest(state)
     assert newest is not None and newest.spec == other
     with Peer.join(spec=spec, state_dir=tmp_path / "b", hold=True) as founder:
         args = parser(demo_wanted=False).parse_args(["join"])

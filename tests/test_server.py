@@ -22,7 +22,7 @@ from dlc.errors import RoundTimeout, UsageError
 from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
 from dlc.strategyspec import ServerSpec
 from dlc.train.outer import theta_of
-from dlc.train.saver import newest
+from dlc.train.saves import newest
 from dlc.train.trainer import Trainer
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host

@@ -16,7 +16,7 @@ from dlc.errors import DlcError
 from dlc.flat import FlatView
 from dlc.peer import Peer
 from dlc.runspec import RunSpec
-from dlc.train.saver import Saved
+from dlc.train.saves import Saved
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
 

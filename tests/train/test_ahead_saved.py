@@ -16,9 +16,9 @@ from dlc.comm.ledger import Range
 from dlc.errors import CheckpointError
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
-from dlc.train import saver
+from dlc.train import saves
 from dlc.train.progress import Progress
-from dlc.train.saver import Saved
+from dlc.train.saves import Saved
 from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
 from tests.train.test_ahead import PER_STEP, far, spec, trained
 from tests.train.test_trainer import H, Run
@@ -59,7 +59,7 @@ def saved_ahead(spec: RunSpec, folder: Path) -> Saved:
     run.peer.slices = [AHEAD]
     run.on_step = {H + AHEAD + 1: run.stop.set}
     assert run.go().t == 1
-    return saver.read(saver.folder_of(folder, spec) / saver.name_of(1))
+    return saves.read(saves.folder_of(folder, spec) / saves.name_of(1))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_steps_beyond_a_long_round_are_gone_on_from_without_an_overlap_too(spec:
     run.peer.slices, run.peer.round_s = [AHEAD], -1000.0  # committed long before the steps ended
     run.peer.others = [far(0)]
     run.go()
-    again = Run(Resumed(spec, H * PER_STEP), tmp_path, resume=saver.read(run.trainer._saver._folder / saver.name_of(1)))
+    again = Run(Resumed(spec, H * PER_STEP), tmp_path, resume=saves.read(run.trainer._saver._folder / saves.name_of(1)))
     again.go()
     rest = [(event["step"], event["loss"]) for event in again.all("step")]
     assert rest == [(event["step"], event["loss"]) for event in run.all("step")][H + AHEAD :]
@@ -145,7 +145,7 @@ def test_where_steps_ahead_were_lost_the_checkpoint_that_has_them_stays(delayed:
     again = Run(Resumed(delayed, 0), tmp_path, resume=saved)
     again.stop.set()
     assert again.go().t == 1
-    assert "steps" in saver.read(saved.path).own
+    assert "steps" in saves.read(saved.path).own
 
 
 def test_a_checkpoint_that_does_not_tell_of_steps_ahead_is_gone_on_from(
@@ -168,10 +168,10 @@ class Two(FakePeer):
 def test_eager_goes_on_with_the_share_that_it_had_of_the_last_mean(delayed: RunSpec, tmp_path: Path) -> None:
     eager = dataclasses.replace(delayed, overlap="eager")
     Run(Two(eager), tmp_path, each_is_saved=True, checkpoint_every=1).go()
-    path = saver.folder_of(tmp_path, eager) / saver.name_of(2)
+    path = saves.folder_of(tmp_path, eager) / saves.name_of(2)
 
     def resumed(**changes: Any) -> Run:
-        saved = saver.read(path)
+        saved = saves.read(path)
         return Run(Two(eager), tmp_path, resume=dataclasses.replace(saved, own={**saved.own, **changes}))
 
     again = resumed()

@@ -40,7 +40,7 @@ from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
-from dlc.train import averaging, gifts, noloco, saver
+from dlc.train import averaging, gifts, noloco, saves
 from dlc.train.averaging import Averaged
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
@@ -269,7 +269,7 @@ def test_a_newcomer_whose_fellows_are_all_gone_before_it_has_their_model_trains_
     end = school.start(new)
     with pytest.raises(JoinError, match=rf"have left, or do not answer.*\({old.peer.id[:8]}\)"):
         end.result(DEADLINE_S)
-    assert not new.all("step") and saver.newest(tmp_path / "1", spec) is None
+    assert not new.all("step") and saves.newest(tmp_path / "1", spec) is None
 
 
 def newcomer_when_the_old_left(school: School, spec: RunSpec, folder: Path) -> Pupil:
@@ -290,7 +290,7 @@ def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_on
     spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
     new = newcomer_when_the_old_left(school, spec, tmp_path)
     school.start(new)
-    saved = saver.newest(tmp_path / "0", spec)
+    saved = saves.newest(tmp_path / "0", spec)
     back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saved))
     school.start(back)
     assert [summary.t for summary in school.summaries()] == [20, 40, 40]
@@ -315,7 +315,7 @@ def test_one_that_comes_back_is_waited_for_until_it_has_its_model_again(
     monkeypatch.setattr(new.trainer.strategy, "_furthest", look_and_be_late)
     school.start(new)
     wait_until(lambda: len(looks) == 2, DEADLINE_S, "it has looked")
-    back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saver.newest(tmp_path / "0", spec)))
+    back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saves.newest(tmp_path / "0", spec)))
     wait_until(lambda: len(new.peer.members()) == 2, DEADLINE_S, "the join is heard")
     back_here.set()
     wait_until(lambda: len(looks) > 3 or new.all("step"), DEADLINE_S, "it looks again, or trains")
@@ -335,7 +335,7 @@ def test_who_needs_no_model_of_those_who_left_trains_on(
         first.on_event = lambda event: first.stop.set() if event["event"] == "averaging" and event["t"] == 4 else None
         school.start(first)
         assert school.summaries()[0].t == 4
-    saved = saver.newest(tmp_path / "1", spec) if own else None
+    saved = saves.newest(tmp_path / "1", spec) if own else None
     old = Pupil(spec, tmp_path / "0")
     if own:
         ahead(school, old)[1].set()
@@ -455,7 +455,7 @@ def test_who_resumes_goes_on_as_if_it_had_never_stopped(
     half.on_event = lambda event: half.stop.set() if event["event"] == where and event["t"] == 4 else None
     school.start(half)
     assert school.summaries()[-1].reason == "interrupted"
-    saved = saver.newest(tmp_path / "b", spec)
+    saved = saves.newest(tmp_path / "b", spec)
     assert saved is not None and saved.t == 4
     rest = school.add(Pupil(spec, tmp_path / "b", resume=saved))
     school.start(rest)

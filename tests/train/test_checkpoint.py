@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
-from dlc.train import checkpoint, saver, shelf
+from dlc.train import checkpoint, saves, shelf
 from dlc.train.checkpoint import DamagedError, UnreadableError, left_over, load_checkpoint, save_checkpoint
 from dlc.train.shelf import list_checkpoints
 
@@ -170,11 +170,11 @@ def test_a_file_on_a_disk_with_errors_is_read_before_it_is_mapped(tmp_path: Path
 
 def test_a_named_pipe_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its opening waited for ever for somebody who writes."""
-    path = tmp_path / shelf.FOLDER / "run" / saver.name_of(1)
+    path = tmp_path / shelf.FOLDER / "run" / saves.name_of(1)
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
     found: list[object] = []
-    looked_at = [lambda: saver.newest(tmp_path), lambda: saver.of_another_run(tmp_path, RunSpec())]
+    looked_at = [lambda: saves.newest(tmp_path), lambda: saves.of_another_run(tmp_path, RunSpec())]
     looking = threading.Thread(target=lambda: found.extend(look() for look in looked_at), daemon=True)
     looking.start()
     looking.join(20)

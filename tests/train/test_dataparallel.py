@@ -18,7 +18,7 @@ from dlc.comm.filling import Filling
 from dlc.errors import DlcError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
-from dlc.train import saver
+from dlc.train import saves
 from dlc.train.gradients import Gradients
 from dlc.train.inner import InnerLoop
 from dlc.train.joint import NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
@@ -239,7 +239,7 @@ def test_a_checkpoint_brings_the_moments_back(tmp_path: Path) -> None:
     half = Run(FakePeer(spec), tmp_path / "half")
     half.on_step = {6: half.stop.set}
     assert half.go().reason == "interrupted"
-    saved = saver.newest(tmp_path / "half", spec)
+    saved = saves.newest(tmp_path / "half", spec)
     assert saved is not None and saved.t == 6 and not saved.inner
     peer = FakePeer(spec)
     rest = Run(peer, tmp_path / "rest", resume=saved)
@@ -264,7 +264,7 @@ def test_more_steps_than_a_run_had_go_on_from_its_state(tmp_path: Path) -> None:
         first = Run(FakePeer(short), folder)
         first.on_step = {3: first.stop.set} if not before else {}
         first.go()
-        saved = saver.newest(folder, spec)
+        saved = saves.newest(folder, spec)
         assert saved is not None and saved.spec == short and saved.t == 3
         rest = Run(FakePeer(spec), folder, resume=saved)
         assert rest.go().t == spec.rounds and len(rest.peer.counted) == spec.rounds - 3
@@ -332,7 +332,7 @@ def test_two_peers_take_the_steps_of_one_process_with_the_joint_batch(
         [ids_ for share in told[t]["contributors"] for ids_ in at[ids[share["peer"]]][t - 1]]
         for t in range(1, rounds + 1)
     ]
-    model = saver.newest(tmp_path / "0", spec)
+    model = saves.newest(tmp_path / "0", spec)
     assert model is not None
     view = FlatView.of(model_of(spec))
     theta = torch.frombuffer(bytearray(model.image[128 : 128 + 4 * view.numel]), dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dlc.cli.sinks import sentence
 from dlc.errors import CheckpointError, DataError, DlcError, SwarmClosed, UsageError
 from dlc.runspec import RunSpec
-from dlc.train import saver
+from dlc.train import saver, saves
 from dlc.train.data import BlockSource
 from dlc.train.group import SiteLost
 from dlc.train.inner import InnerLoop, StepResult
@@ -69,7 +69,7 @@ def diverging(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(InnerLoop, "train_step", spoilt)
 
 
-def is_sound(saved: saver.Saved) -> bool:
+def is_sound(saved: saves.Saved) -> bool:
     return bool(theta_of(saved.image).isfinite().all()) and all(bool(t.isfinite().all()) for t in saved.inner.values())
 
 
@@ -86,7 +86,7 @@ def test_what_was_counted_is_saved_where_the_data_cannot_be_read_on(
     assert "the training failed, and left the run at round 1" in sentence(end)
     assert [event["tokens"] for event in run.all("work_dropped")] == [2 * STEP_TOKENS] and run.peer.left
     assert torch.equal(run.params(), run.peer.theta()) and Path(end["model"], "model.safetensors").is_file()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and str(saved.path) == end["checkpoint"] and saved.t == 1
     assert torch.equal(theta_of(saved.image), run.peer.theta())
 
@@ -97,7 +97,7 @@ def test_it_goes_on_from_there(spec: RunSpec, tmp_path: Path, monkeypatch: pytes
         first = Run(FakePeer(spec), tmp_path)
         with pytest.raises(DlcError, match="3 times in a row"):
             first.go()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 1 and is_sound(saved)
     second = Run(FakePeer(spec), tmp_path, resume=saved)
     assert second.go().t == 2 and not second.all("diverged")
@@ -131,7 +131,7 @@ def test_without_rounds_it_is_this_peers_own_model(
         wait_until(lambda: school.ends[0].done(), DEADLINE_S, "it fails")
         with pytest.raises(DlcError, match="torn|3 times in a row"):
             school.ends[0].result()
-        saved = saver.newest(tmp_path / "0", run)
+        saved = saves.newest(tmp_path / "0", run)
         assert saved is not None and saved.t == 1 and is_sound(saved)
         assert torch.equal(theta_of(saved.image), pupil.model())
 
@@ -144,7 +144,7 @@ def test_of_a_parameter_server_it_is_what_was_pulled(
     run = Run(FakePeer(spec), tmp_path)
     with pytest.raises(DlcError, match="3 times in a row"):
         run.go()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 1 and is_sound(saved)
     assert torch.equal(theta_of(saved.image), run.params())
 
@@ -236,7 +236,7 @@ def test_who_never_was_in_step_saves_nothing(spec: RunSpec, tmp_path: Path, monk
     run = Run(peer, tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
         run.go()
-    assert saver.newest(tmp_path) is None and not run.all("end") and not (tmp_path / "model").exists()
+    assert saves.newest(tmp_path) is None and not run.all("end") and not (tmp_path / "model").exists()
 
 
 def test_the_error_is_told_whatever_becomes_of_the_files(

@@ -16,7 +16,7 @@ from dlc.comm.grid import Grid
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
-from dlc.train import saver
+from dlc.train import saver, saves
 from dlc.train.diloco import DiLoCo
 from dlc.train.feedback import Feedback
 from dlc.train.offers import Work
@@ -327,7 +327,7 @@ def test_a_checkpoint_brings_the_residual_back_bit_for_bit(tmp_path: Path, codec
     run = Run(lossy(spec), tmp_path / "state", checkpoint_every=1)
     run.go()
     kept = run.trainer.strategy.local().residual
-    saved = saver.newest(tmp_path / "state", spec)
+    saved = saves.newest(tmp_path / "state", spec)
     assert kept is not None and kept.any() and saved is not None and saved.residual is not None
     assert saved.t == 3 and torch.equal(saved.residual, kept)
     again = Run(lossy(spec), tmp_path / "other", resume=saved)
@@ -339,7 +339,7 @@ def test_a_checkpoint_brings_the_residual_back_bit_for_bit(tmp_path: Path, codec
 def test_a_checkpoint_without_a_residual_starts_at_zero(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "fp16")
     Run(lossy(spec), tmp_path / "state").go()
-    saved = saver.newest(tmp_path / "state", spec)
+    saved = saves.newest(tmp_path / "state", spec)
     assert saved is not None and saved.residual is None
 
 
@@ -352,36 +352,36 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(tmp_path: Path, mon
 
     monkeypatch.setattr(saver, "save_checkpoint", late)
     residual, writer = noise(0, 5), saver.Saver(tmp_path / "state", spec, {})
-    writer.start(FakeCheckpoint(b"the log", 1, 2.0, b"digest", memoryview(b"image")), saver.Local({}, residual))
+    writer.start(FakeCheckpoint(b"the log", 1, 2.0, b"digest", memoryview(b"image")), saves.Local({}, residual))
     residual.zero_()  # as the next round would
     changed.set()
     writer.finish()
-    saved = saver.newest(tmp_path / "state", spec)
+    saved = saves.newest(tmp_path / "state", spec)
     assert saved is not None and saved.residual is not None and torch.equal(saved.residual, noise(0, 5))
 
 
 def test_what_somebody_keeps_beside_the_checkpoints_is_left_alone(tmp_path: Path) -> None:
     spec, state = spec_of(tmp_path, "int8"), tmp_path / "state"
-    writer, folder = saver.Saver(state, spec, {}, kept=1), saver.folder_of(state, spec)
+    writer, folder = saver.Saver(state, spec, {}, kept=1), saves.folder_of(state, spec)
 
     def save(t: int) -> None:
-        writer.save(FakeCheckpoint(b"the log", t, 2.0, b"digest", memoryview(b"image")), saver.Local({}))
+        writer.save(FakeCheckpoint(b"the log", t, 2.0, b"digest", memoryview(b"image")), saves.Local({}))
 
     save(9)
     kept = [folder / f"{name}.safetensors" for name in ("best", "t-00000009-good", "v1")]
     for copy in kept:
-        shutil.copy(folder / saver.name_of(9), copy)
+        shutil.copy(folder / saves.name_of(9), copy)
     save(10)
     save(7)  # of a history that has won
-    assert sorted(folder.iterdir()) == sorted([*kept, folder / saver.name_of(7)])
-    found = saver.newest(state, spec)
+    assert sorted(folder.iterdir()) == sorted([*kept, folder / saves.name_of(7)])
+    found = saves.newest(state, spec)
     assert found is not None and found.t == 7
 
 
 def test_a_residual_of_another_model_is_refused_before_a_seat_is_taken(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "int4")
     Run(lossy(spec), tmp_path / "state").go()
-    saved = saver.newest(tmp_path / "state", spec)
+    saved = saves.newest(tmp_path / "state", spec)
     assert saved is not None and saved.residual is not None
     run = Run(lossy(spec), tmp_path / "other", resume=saved.__class__(**{**vars(saved), "residual": torch.zeros(3)}))
     with pytest.raises(CheckpointError, match=r"residual.*\(3,\).*another model"):

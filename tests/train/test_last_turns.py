@@ -15,7 +15,7 @@ import dlc.train.outer_loop
 from dlc.errors import DataError, DlcError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec, RunSpec
-from dlc.train import phases, saver
+from dlc.train import phases, saves
 from dlc.train.held import END_PATIENCE_S
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.rounds import Rounds
@@ -79,7 +79,7 @@ def test_nothing_that_was_trained_is_lost_at_the_end(
         assert limit == "tokens" and summary.t == 3 * k, "of these steps each fragment has its turn, too"
     assert set(run.peer.patiences_s[2 * k :]) == {END_PATIENCE_S} and run.peer.uptos[2 * k - 1] == 2 * H * PER_STEP
     assert trained == list(range(len(trained))) and summary.setbacks.tokens_dropped == 0
-    saved = saver.newest(tmp_path / "state")
+    saved = saves.newest(tmp_path / "state")
     assert saved is not None and saved.t == summary.t and not any(saved.own["held"]) and "parameters" not in saved.own
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.runspec import DataSpec, RunSpec
 from dlc.train import loader as loader_module
-from dlc.train import outer_loop, saver, supply
+from dlc.train import outer_loop, saves, supply
 from dlc.train.data import BlockSource
 from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from dlc.train.supply import Supply
@@ -197,7 +197,7 @@ def test_a_training_whose_source_hangs_stops_and_saves(spec: RunSpec, tmp_path: 
     hang(run, H + steps)
     summary = run.go()
     assert (summary.reason, summary.t, summary.saved) == ("interrupted", 1, True) and run.peer.left
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 1
     assert torch.equal(run.params(), run.peer.theta())
 

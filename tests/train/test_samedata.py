@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from dlc.runspec import RunSpec
-from dlc.train import saver
+from dlc.train import saves
 from dlc.train.samedata import FIELD, SameData
 from tests.train.fake_peer import FakeMember, FakePeer
 from tests.train.test_trainer import Run, spec
@@ -39,7 +39,7 @@ def test_who_resumes_with_data_that_changed_meanwhile_is_told(
     caplog.set_level("WARNING")  # an earlier test may have left the log more talkative
     first = Run(FakePeer(spec), tmp_path)
     first.go()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None
     Run(FakePeer(spec), tmp_path, resume=saved)
     assert not caplog.records

@@ -18,7 +18,7 @@ from dlc.errors import DlcError, RoundTimeout
 from dlc.report import Share
 from dlc.runspec import RunSpec
 from dlc.server import ServerReport
-from dlc.train import saver, served
+from dlc.train import saves, served
 from dlc.train.data import OWN_BLOCKS, first_block
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import theta_of
@@ -116,7 +116,7 @@ def test_rounds_of_a_checkpoint_that_the_swarm_does_not_have_are_told(
     server: RunSpec, tmp_path: Path, helpers: type[Helpers]
 ) -> None:
     Run(FakePeer(server), tmp_path).go()
-    saved_last = saver.newest(tmp_path, server)
+    saved_last = saves.newest(tmp_path, server)
     assert saved_last is not None
     helpers.says = {0: {"rounds_lost": 3}}
     run = Run(FakePeer(server), tmp_path, resume=saved_last)
@@ -178,7 +178,7 @@ def test_who_resumes_draws_on_where_it_was(
     half = Run(FakePeer(server), tmp_path / "parts")
     half.on_step = {H + 1: half.stop.set}
     assert half.go().reason == "interrupted"
-    saved = saver.newest(tmp_path / "parts", server)
+    saved = saves.newest(tmp_path / "parts", server)
     assert saved is not None and saved.t == 2
     assert Run(FakePeer(server), tmp_path / "parts", resume=saved).go().t == 4
     assert len(trained) == (3 * H + 1) * server.inner.accumulate
@@ -206,7 +206,7 @@ def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(
         server.tokens_per_round // 2,
     )
     assert summary.waited_s == 7.0, "a wait in vain is one, too"
-    saved = saver.newest(tmp_path, server)
+    saved = saves.newest(tmp_path, server)
     assert saved is not None and torch.equal(run.params(), theta_of(saved.image))
 
 
@@ -238,7 +238,7 @@ def test_who_wakes_after_the_end_of_a_run_that_nobody_serves_any_more_ends_and_s
         run.go()
     assert 60.0 <= now[0] - 100.0 <= 80.0 and peer.left
     assert [event["tokens"] for event in run.all("work_dropped")] == [server.tokens_per_round]
-    saved = saver.newest(tmp_path, server)
+    saved = saves.newest(tmp_path, server)
     assert saved is not None and saved.t == 1 and torch.equal(run.params(), theta_of(saved.image))
 
 

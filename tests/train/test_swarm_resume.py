@@ -15,11 +15,11 @@ import pytest
 
 from dlc.peer import Peer, Resume
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
-from dlc.train import saver
+from dlc.train import saves
 from dlc.train.others import Others
 from dlc.train.phases import Phases
 from dlc.train.rounds import Rounds
-from dlc.train.saver import Saved
+from dlc.train.saves import Saved
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, PATIENT, ROUND_S, free_addresses
@@ -120,7 +120,7 @@ def test_two_trainers_that_are_started_again_go_on_as_if_they_had_not_been_stopp
     first = Pair(spec, before, at, [None, None])
     (end, other_end) = first.run()
     after = [shutil.copytree(folder, folder.with_name(f"{folder.name}-again")) for folder in before]
-    saved = [saver.read(saver.folder_of(folder, spec) / saver.name_of(AT)) for folder in after]
+    saved = [saves.read(saves.folder_of(folder, spec) / saves.name_of(AT)) for folder in after]
     second = Pair(spec, after, at, saved)
     ends = second.run()
     assert set(first.contributors) == set(second.contributors) == {2}, "somebody was late: the test proves nothing"

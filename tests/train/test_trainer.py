@@ -16,7 +16,7 @@ from dlc.comm.roles import HELPER
 from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
-from dlc.train import checkpoint, saver
+from dlc.train import checkpoint, saver, saves
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
@@ -215,7 +215,7 @@ def test_a_round_that_passes_while_it_stops_is_in_the_model_the_checkpoint_and_t
 
     monkeypatch.setattr(run.peer, "checkpoint", passed)
     summary = run.go()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and summary.t == saved.t == 2
     assert torch.equal(run.params(), run.peer.theta())
 
@@ -224,9 +224,9 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(spec: RunSpec, tmp_path: Path
     first = Run(FakePeer(spec), tmp_path)
     first.on_step = {H + 1: first.stop.set}
     first.go()
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 1 and saved.log == b"the log" and saved.spec == spec
-    anything = saver.newest(tmp_path)
+    anything = saves.newest(tmp_path)
     assert anything is not None and anything.path == saved.path
     second = Run(FakePeer(spec), tmp_path, resume=saved)
     second.go()
@@ -242,7 +242,7 @@ def test_the_outer_optimizer_and_its_moments_go_on_from_a_checkpoint(spec: RunSp
     first.on_step = {2 * H + 1: first.stop.set}
     first.go()
     assert first.peer.state.spec == dataclasses.replace(outer, total_rounds=4)
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 2
     second = Run(FakePeer(spec), tmp_path, resume=saved)
     second.go()
@@ -257,13 +257,13 @@ def test_a_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(
     spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
-    assert saver.newest(tmp_path, dataclasses.replace(spec, seed=1)) is None
-    paths = sorted(saver.folder_of(tmp_path, spec).iterdir())
+    assert saves.newest(tmp_path, dataclasses.replace(spec, seed=1)) is None
+    paths = sorted(saves.folder_of(tmp_path, spec).iterdir())
     assert [path.name for path in paths] == ["t-00000001.safetensors", "t-00000002.safetensors"]
     paths[1].write_bytes(paths[1].read_bytes()[:-9])
-    older = saver.newest(tmp_path, spec)
+    older = saves.newest(tmp_path, spec)
     assert older is not None and older.t == 1 and "t-00000002" in caplog.text
-    assert saver.set_aside(tmp_path) is not None and saver.newest(tmp_path) is None
+    assert saves.set_aside(tmp_path) is not None and saves.newest(tmp_path) is None
 
 
 def test_a_full_disk_is_told_and_training_goes_on(
@@ -307,11 +307,11 @@ def test_where_there_is_no_room_for_one_more_checkpoint_the_oldest_makes_way(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: bool
 ) -> None:
     spec = dataclasses.replace(spec, rounds=4)
-    disk = Disk(saver.folder_of(tmp_path, spec), 3, monkeypatch, quota=quota)
+    disk = Disk(saves.folder_of(tmp_path, spec), 3, monkeypatch, quota=quota)
     run = Run(FakePeer(spec), tmp_path, each_is_saved=True, checkpoint_every=1, keep=3)
     summary = run.go()
     assert summary.saved and disk.names() == [f"t-{t:08}.safetensors" for t in (2, 3, 4)]
-    assert saver.newest(tmp_path, spec).path == summary.checkpoint  # type: ignore[union-attr]
+    assert saves.newest(tmp_path, spec).path == summary.checkpoint  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("room", [2, 1], ids=["an older one makes way", "too little"])
@@ -319,7 +319,7 @@ def test_where_there_is_no_room_for_the_model_older_checkpoints_make_way(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     """The newest, which the model can be had from, stays."""
-    folder, save = saver.folder_of(tmp_path, spec), dlc.train.trainer.save_model
+    folder, save = saves.folder_of(tmp_path, spec), dlc.train.trainer.save_model
 
     def save_where_there_is_room(model: Any, target: Path, tokenizer: Any) -> None:
         if len(list(folder.iterdir())) >= room:
@@ -340,10 +340,10 @@ def test_the_newest_that_is_whole_makes_way_for_none(
 ) -> None:
     """It is the one that the run goes on from, here the older of two: the other is damaged."""
     Run(FakePeer(spec), tmp_path, checkpoint_every=1).go()
-    folder = saver.folder_of(tmp_path, spec)
+    folder = saves.folder_of(tmp_path, spec)
     one, two = (folder / f"t-{t:08}.safetensors" for t in (1, 2))
     two.write_bytes(two.read_bytes()[:-9])
-    saved = saver.newest(tmp_path, spec)
+    saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.path == one
     (folder / ".t-00000002.safetensors.tmp-1").touch()  # of a process that was killed
     disk = Disk(folder, 1, monkeypatch, quota=False)
@@ -364,8 +364,8 @@ def test_other_errors_of_a_disk_delete_nothing(spec: RunSpec, tmp_path: Path, mo
         raise SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)")
 
     monkeypatch.setattr(checkpoint, "save_file", fails)
-    assert not Run(FakePeer(spec), tmp_path, resume=saver.newest(tmp_path, spec)).go().saved
-    assert len(list(saver.folder_of(tmp_path, spec).iterdir())) == 2
+    assert not Run(FakePeer(spec), tmp_path, resume=saves.newest(tmp_path, spec)).go().saved
+    assert len(list(saves.folder_of(tmp_path, spec).iterdir())) == 2
 
 
 def test_a_gradient_that_is_not_finite_is_a_divergence(

@@ -21,7 +21,7 @@ def export(args: argparse.Namespace) -> int:
 
     from dlc.train.model import save_model
     from dlc.train.restored import of_checkpoint
-    from dlc.train.saver import chosen
+    from dlc.train.saves import chosen
     from dlc.train.tokens import load_tokenizer
 
     disable_progress_bar()

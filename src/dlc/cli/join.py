@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
     from dlc.peer import Peer
     from dlc.train.group import Group
-    from dlc.train.saver import Saved
+    from dlc.train.saves import Saved
     from dlc.train.trainer import Summary
 
 log = logging.getLogger(__name__)
@@ -141,13 +141,13 @@ def _make(folder: Path, option: str) -> None:
 
 def _named_checkpoint(args: argparse.Namespace, spec: RunSpec | None) -> tuple[Saved, RunSpec | None]:
     """The one of --resume, and what the options say of the run that goes on from it: --rounds alone, its length."""
-    from dlc.train import saver
+    from dlc.train import saves
 
-    saved = saver.chosen(expanded(args.resume), None)
+    saved = saves.chosen(expanded(args.resume), None)
     if args.config is None and spec is not None:
         spec = _with_rounds(saved.spec, args.rounds)
     if spec is not None:
-        saver.demand_way(saved, spec)
+        saves.demand_way(saved, spec)
     return saved, spec
 
 
@@ -159,17 +159,17 @@ def _take_part(
     interrupts: Interrupts,
     group: Group | None,
 ) -> None:
-    from dlc.train import saver
+    from dlc.train import saves
 
     if args.role == TRAINER:
         state.hold(state.path / FOLDER)
-    if args.resume == NEVER and (aside := saver.set_aside(state.path)) is not None:
+    if args.resume == NEVER and (aside := saves.set_aside(state.path)) is not None:
         log.info("the checkpoints that were here are set aside in %s", aside)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     importlib.import_module(WORK[args.role])  # seconds: not as a member
     interrupts.holds = True
     try:
-        found = named or saver.newest(state.path, spec) if args.role == TRAINER else None
+        found = named or saves.newest(state.path, spec) if args.role == TRAINER else None
         if args.role == TRAINER and spec is not None:
             _check_parts(spec, group)
             if found is None:
@@ -185,8 +185,8 @@ def _take_part(
             take_part = help_out if args.role == HELPER else look_on
             take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
-        state.hold(saver.folder_of(state.path, peer.spec))
-        if named is not None and (aside := saver.set_later_aside(state.path, named, peer.spec)) is not None:
+        state.hold(saves.folder_of(state.path, peer.spec))
+        if named is not None and (aside := saves.set_later_aside(state.path, named, peer.spec)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)
         if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
             _tell_awaited(state)
@@ -218,9 +218,9 @@ def _check_parts(spec: RunSpec, group: Group | None) -> None:
 
 
 def _tell_other_run(folder: Path, spec: RunSpec) -> None:
-    from dlc.train import saver
+    from dlc.train import saves
 
-    if (other := saver.of_another_run(folder, spec)) is not None:
+    if (other := saves.of_another_run(folder, spec)) is not None:
         path, there = other
         differ = spec.differences(there, "now", "then")
         some = "; ".join(differ[:DIFFERENCES_TOLD]) + (" ..." if len(differ) > DIFFERENCES_TOLD else "")
@@ -248,7 +248,7 @@ def join_swarm(
     """The peer, and the checkpoint it goes on from: `saved`, or else the newest that leads to the swarm's run."""
     from dlc.joining import OtherSpec
     from dlc.peer import Peer, Resume
-    from dlc.train import saver
+    from dlc.train import saves
 
     def attempt(spec: RunSpec | None, saved: Saved | None) -> Peer:
         return Peer.join(
@@ -280,7 +280,7 @@ def join_swarm(
             raise
     if not theirs.same_but_length(saved.spec):
         log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
-    own = saver.newest(state.path, theirs)
+    own = saves.newest(state.path, theirs)
     return attempt(None if own is None else theirs, own), own
 
 

@@ -40,7 +40,7 @@ from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer import OuterState, theta_of
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
-from dlc.train.saver import Local, Saved
+from dlc.train.saves import Local, Saved
 from dlc.train.strategy import Parts
 from dlc.train.swarm import Frozen
 from dlc.train.telling import ENDS

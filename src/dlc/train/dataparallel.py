@@ -36,7 +36,7 @@ from dlc.train.loader import AHEAD_MAX, Loader
 from dlc.train.outer_loop import WAIT_SLICE_S
 from dlc.train.phases import DIVERGED_MAX, LAST_ROUND_S
 from dlc.train.rng import load_random_state, random_state
-from dlc.train.saver import Local, Saved
+from dlc.train.saves import Local, Saved
 from dlc.train.strategy import CHANNEL, Parts
 from dlc.train.swarm import Frozen, Pending, Position
 

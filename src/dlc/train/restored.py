@@ -9,10 +9,10 @@ from torch import nn
 
 from dlc.flat import FlatView
 from dlc.runspec import BYTES, RunSpec
-from dlc.train import saver
+from dlc.train import saves
 from dlc.train.model import load_model
 from dlc.train.outer import theta_of
-from dlc.train.saver import Saved, check_same_model
+from dlc.train.saves import Saved, check_same_model
 from dlc.train.setup import model_of
 from dlc.train.shelf import expanded, has_tokenizer
 
@@ -41,7 +41,7 @@ def restore(target: str) -> Restored:
     if os.path.isfile(path / "config.json") or not exists:
         tokenizer = target if not exists or has_tokenizer(path) else BYTES
         return Restored(load_model(target, whole=True), target, tokenizer, None, None)
-    return of_checkpoint(saver.chosen(path, None))
+    return of_checkpoint(saves.chosen(path, None))
 
 
 def of_checkpoint(saved: Saved) -> Restored:

@@ -22,7 +22,7 @@ from dlc.train.outer_loop import OuterLoop
 from dlc.train.phases import Phases
 from dlc.train.progress import Progress
 from dlc.train.rng import load_random_state, random_state
-from dlc.train.saver import Local, Saved
+from dlc.train.saves import Local, Saved
 from dlc.train.scalars import saved_share
 from dlc.train.strategy import CHANNEL, Parts
 from dlc.train.swarm import Frozen, Position

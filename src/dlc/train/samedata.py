@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from dlc.train.saver import Saved
+from dlc.train.saves import Saved
 from dlc.train.swarm import MemberView
 
 log = logging.getLogger(__name__)

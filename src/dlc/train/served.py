@@ -36,7 +36,7 @@ from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from dlc.train.outer import OuterState, pseudo_gradient, theta_of
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
-from dlc.train.saver import Local, Saved
+from dlc.train.saves import Local, Saved
 from dlc.train.strategy import CHANNEL, Parts
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.train.data import Blocks
 from dlc.train.engine import Engine
-from dlc.train.saver import Local, Saved
+from dlc.train.saves import Local, Saved
 from dlc.train.swarm import Frozen, Position, TrainerPeer
 from dlc.train.telling import Teller
 

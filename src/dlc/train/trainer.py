@@ -36,7 +36,8 @@ from dlc.train.model import save_model
 from dlc.train.packing import TOKENS
 from dlc.train.rng import seed_peer
 from dlc.train.samedata import FIELD, SameData
-from dlc.train.saver import KEPT, Saved, Saver, check_same_model
+from dlc.train.saver import KEPT, Saver
+from dlc.train.saves import Saved, check_same_model
 from dlc.train.setup import check_own_tokenizer, check_vocabulary, pick_device
 from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
