@@ -5,8 +5,9 @@ Promises:
   peer. To hear from somebody, or of somebody, is not enough.
 - `gone(v)` is a proof that the process is no more: its signed leave, or a signed record of its peer with a greater inc.
 - The dead, and bootstrap addresses behind which nobody alive is known, are contacted for ever, one at random each
-  T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed. Who left is forgotten; so is who has been
-  dead for longer than T_evict and is not in the electorate, where many others have died since (`records.py`).
+  T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed. Who left is forgotten. Of who has been
+  dead for longer than T_evict and is not in the electorate, where many others have died since, nothing is told any
+  more, and little is kept (`records.py`); it is still asked for where it was, now and then.
 - My own changes reach every peer that I exchange a ping with, and all others by gossip.
 
 The work is divided: records.py holds what is known and who is proved gone, piggyback.py spreads it, probing.py and
@@ -276,13 +277,14 @@ class Membership(View):
     # ------------------------------------------------------------------ contact
 
     def _contact(self) -> None:
-        """One at random of those that nobody else here pings: the dead, and addresses that nobody alive answers at."""
+        """One at random of those that nobody else here pings: the dead, and addresses that nobody alive answers at; of
+        those who are forgotten one is drawn to be among them."""
         dead = [m for m in self._table.members.values() if m.standing is Standing.DEAD and not m.watched]
         for member in self._table.forget(dead, self._time.running_s - self.t_evict_s):
             dead.remove(member)
             self._detector.removed(member)
         silent = [member for member in dead if not member.probe_nonce]
-        choices: list[Member | str] = [*silent, *self._open_addresses()]
+        choices: list[Member | str] = [*silent, *self._open_addresses(), *self._table.left_behind(self._rng)]
         if choices:
             choice = self._rng.choice(choices)
             if isinstance(choice, str):

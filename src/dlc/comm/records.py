@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ DEAD_MAX = 64
 """Dead peers that are kept however few live: each is asked once in so many T_dead/2, and a newcomer is told them all,
 and asks them all at once. Machines lent for hours, with a new key each time, leave thousands in a week."""
 FORGOTTEN_MAX = 4096
-"""Forgotten peers, remembered for as long as others may tell of them."""
+"""Forgotten peers of which so much is kept as to know old news of them, and to ask now and then where they were."""
 TOMBSTONES_MAX = 1024
 """Peers that left, remembered for as long as stale records of them may still be on their way."""
 ADDRESSES_MAX = 16
@@ -126,6 +127,8 @@ class Forgotten:
     voter: Voter
     seq: int
     """Of its last record."""
+    control: tuple[str, ...]
+    """Where that said it was to be reached."""
     seen_run: float
     """When it was last proved to live, or else first heard of."""
 
@@ -271,11 +274,15 @@ class RecordTable:
             peer = member.voter.peer
             del self.members[peer]
             self.forgotten.pop(peer, None)
-            self.forgotten[peer] = Forgotten(member.voter, member.record.seq, member.seen_run)
+            self.forgotten[peer] = Forgotten(member.voter, member.record.seq, member.record.control, member.seen_run)
             if len(self.forgotten) > FORGOTTEN_MAX:
                 del self.forgotten[next(iter(self.forgotten))]
         self._changed()
         return forgotten
+
+    def left_behind(self, rng: random.Random) -> tuple[str, ...]:
+        """Where one of the forgotten was, at random: it may live, and have forgotten me as well."""
+        return rng.choice(list(self.forgotten.values())).control[:1] if self.forgotten else ()
 
     def remember(self, voter: Voter) -> None:
         """What others tell of it is taken again."""
