@@ -311,11 +311,13 @@ def test_who_goes_on_with_rounds_on_a_lost_fork_with_a_second_state_of_its_own_f
 @pytest.mark.parametrize(
     "seed",
     [
-        7033,  # before any round, so that nobody votes and no record changes: what each answered to a Hello was old news
+        7033,  # before any round, so that nobody votes and no record changes: answers to Hellos were old news
         7130,  # the only one that both had listed crashed: nobody asked any more where the other one had been
     ],
 )
-def test_two_sides_that_have_forgotten_each_other_as_dead_meet_again(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_two_sides_that_have_forgotten_each_other_as_dead_meet_again(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     monkeypatch.setattr(records_module, "DEAD_MAX", 0)
     good(scenario(seed, 2, 6, FAULTS))
 
