@@ -521,7 +521,7 @@ def test_the_one_that_is_gone_on_from_stays_however_it_is_named_and_whatever_fai
         def broken(*_: Any) -> None:
             raise OSError("broken")
 
-        patch.setattr(saver, "_move_later", broken)
+        patch.setattr(saver, "move_later", broken)
         assert writer.save(Frozen(6), saves.Local({})) == named(state, spec, 6)
     assert writer.last == named(state, spec, 6), "it is written, whatever came after that"
 
@@ -542,7 +542,7 @@ def test_a_history_that_was_given_up_stays_so_where_a_kill_left_its_checkpoints_
         def killed(*_: Any) -> None:
             raise Killed
 
-        patch.setattr(saver, "_move_later", killed)
+        patch.setattr(saver, "move_later", killed)
         with pytest.raises(Killed):
             saver.Saver(tmp_path, spec, {}, kept=2).save(Frozen(6), saves.Local({}))
     assert named(tmp_path, spec, 8).exists() and named(tmp_path, longer, 9).exists()

@@ -47,6 +47,7 @@ from dlc.comm.events import (
     MemberLeft,
     MemberUp,
     RoundDone,
+    SeenAt,
     SelfReplaced,
     StateMisfit,
     Waiting,
@@ -146,8 +147,8 @@ class Peer(Unpicklable, Collectives):
         key: the run key (its text, its 32 bytes, or the path of its file). listen: HOST:PORT, and the port after it;
         None is a free one: with a key (or `insecure`) on all interfaces, unless all `peers` are on this machine, else
         on loopback. advertise: HOST[:PORT], what others dial; None: where it listens; if that is all interfaces, the
-        host that others see, or else that of the default route, or, where that is none, the first that somebody reaches
-        it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
+        host that others see, also where that changes, or else that of the default route, or, where that is none, the
+        first that somebody reaches it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
         in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. found: begin
         the run, or go on with that of `resume`, where none of `peers` tells of one within 15 s. role:
         "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has no vote, takes part in
@@ -538,6 +539,9 @@ class Peer(Unpicklable, Collectives):
                 self._watch.tell(event)
         elif isinstance(event, SelfReplaced):
             self._driver.stop(0.0, SwarmClosed(REPLACED))
+        elif isinstance(event, SeenAt):
+            self._seen_at(event.host)
+            return
         elif isinstance(event, BulkLost):
             self._bulk_lost(event)
         elif isinstance(event, HistoryLost):
@@ -588,6 +592,15 @@ class Peer(Unpicklable, Collectives):
         if record.control != self._node.members.own.control:
             log.info("others reach this peer at %s, and are told so from now on", record.control[0])
             self._perform(self._node.describe(now, control=record.control, bulk=record.bulk))
+
+    def _seen_at(self, host: str) -> None:
+        """On the driver thread: nobody answers where this peer is said to be, and this is where it was seen to be."""
+        if self._node is None:
+            return
+        record = self._intro.record(host)
+        if record.control != self._node.members.own.control and not on_this_host(record.control[0]):
+            log.warning("nobody reaches this peer any more; its address is %s now, and it says so", record.control[0])
+            self._perform(self._node.describe(clock(), control=record.control, bulk=record.bulk))
 
     def _came(self, peer: str) -> None:
         """Who was to answer at an address is here, and may have another one now."""

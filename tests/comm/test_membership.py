@@ -7,8 +7,9 @@ import random
 import pytest
 
 from dlc.comm.effects import Dial, Notify, Send
+from dlc.comm.events import SeenAt
 from dlc.comm.membership import Membership
-from dlc.comm.messages import Ack, Gossip, Hello, Ping, Rumour
+from dlc.comm.messages import Ack, Gossip, Hello, Ping, Rumour, Welcome
 from dlc.comm.timeouts import Timeouts
 from tests.comm.swim_net import Net, record_of, signed, swarm, verify
 
@@ -98,6 +99,25 @@ def test_a_crash_of_one_of_two_is_detected_as_fast() -> None:
     net = swarm("ab")
     net.crash("b")
     assert net.run_until(lambda: net.alive("a") == "", 30) <= net.timeouts.t_dead_s(2, 1) + 0.1
+
+
+def test_who_is_left_alone_asks_others_how_they_see_it_and_believes_them_only_then() -> None:
+    """Its own address may have changed: what they answer to its pings goes to where it was."""
+    net = swarm("ab")
+    a, b = net.hosts["a"].machine, net.hosts["b"]
+    welcome = Welcome(1, "run", b"", b.machine.own, (), "b:1", "9.9.9.9")
+
+    def told() -> list[object]:
+        effects = a.receive(b.voter, welcome, net.now)
+        return [e.event for e in effects if isinstance(e, Notify)]
+
+    assert not told()
+    net.crash("b")
+    net.run_until(lambda: ("a", "b") in net.said("MemberDown"), 10)
+    dialled = [e for tick in range(10) for e in a.tick(net.now + 60 * tick) if isinstance(e, Dial)]
+    assert {e.address for e in dialled} == {b.machine.own.control[0]} and told() == [SeenAt("9.9.9.9")]
+    newcomer = Net().start("n", "b").machine
+    assert not any(isinstance(e, Notify) for e in newcomer.receive(b.voter, welcome, 1000.0)), "it has met nobody yet"
 
 
 def test_what_a_machine_says_is_what_it_answers() -> None:

@@ -29,6 +29,13 @@ class MemberLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenAt:
+    """Others lived, and none is known to any more; but one answered a Hello, and saw it come from this host."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class SelfReplaced:
     """Another process with our identity and a greater incarnation is alive: this one must stop."""
 

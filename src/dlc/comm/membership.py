@@ -8,6 +8,8 @@ Promises:
   T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed. Who left is forgotten. Of who has been
   dead for longer than T_evict and is not in the electorate, where many others have died since, nothing is told any
   more, and little is kept (`records.py`); it is still asked for where it was, now and then.
+- Where nobody else lives any more, as seen from here, it may be my own address that has changed: an answer to a Hello
+  comes on its own connection, and tells by which address that came (`SeenAt`).
 - My own changes reach every peer that I exchange a ping with, and all others by gossip.
 
 The work is divided: records.py holds what is known and who is proved gone, piggyback.py spreads it, probing.py and
@@ -32,7 +34,7 @@ from typing import Any
 
 from dlc.comm.detector import SLACK_S
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Send
-from dlc.comm.events import MemberDown, MemberLeft, SelfReplaced
+from dlc.comm.events import MemberDown, MemberLeft, SeenAt, SelfReplaced
 from dlc.comm.health import LocalTime
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import (
@@ -47,7 +49,7 @@ from dlc.comm.messages import (
     Welcome,
 )
 from dlc.comm.piggyback import NEWS_RECORDS_MAX
-from dlc.comm.records import Member, Merged, RecordTable, Standing
+from dlc.comm.records import NEVER, Member, Merged, RecordTable, Standing
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.view import View
 
@@ -232,6 +234,8 @@ class Membership(View):
             self._detector.proof(member, ack.nonce, ping, relay=sender.peer)
 
     def _welcome(self, welcome: Welcome) -> None:
+        if welcome.observed_host and self._left_alone:
+            self._out.append(Notify(SeenAt(welcome.observed_host)))
         if welcome.record is not None:
             if welcome.address in self._bootstrap:
                 self._lives_at[welcome.address] = welcome.record.voter.peer
@@ -291,6 +295,15 @@ class Membership(View):
                 self._out.append(Dial(choice, self._hello()))
             else:
                 self._detector.ping(choice)
+        if self._left_alone:  # what is answered to pings may go to an address that I have no more
+            one = self._rng.choice(list(self._table.members.values()))
+            self._out.extend(Dial(address, self._hello()) for address in one.record.control[:1])
+
+    @property
+    def _left_alone(self) -> bool:
+        """Others did live, and none is known to any more."""
+        others = self._table.members.values()
+        return any(m.proof_run > NEVER for m in others) and not any(map(self._detector.alive, others))
 
     def _open_addresses(self) -> list[str]:
         """Bootstrap addresses that have not answered, or whose peer is not alive."""
