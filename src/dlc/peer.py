@@ -148,8 +148,8 @@ class Peer(Unpicklable, Collectives):
         None is a free one: with a key (or `insecure`) on all interfaces, unless all `peers` are on this machine, else
         on loopback. advertise: HOST[:PORT], what others dial; None: where it listens; if that is all interfaces, the
         host that others see, also where that changes, or else that of the default route, or, where that is none, the
-        first that somebody reaches it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
-        in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. found: begin
+        first that somebody reaches it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and
+        address book; None keeps them in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. found: begin
         the run, or go on with that of `resume`, where none of `peers` tells of one within 15 s. role:
         "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has no vote, takes part in
         no round, and is not waited for; without `peers` it waits until somebody has joined by its address, and begun
