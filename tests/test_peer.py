@@ -36,6 +36,7 @@ from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.comm.transport import Transport
 from dlc.errors import DlcError, RoundTimeout, SpecMismatch, SwarmClosed, UnreachableError, UsageError, WrongKeyError
+from dlc.handles import Flag
 from dlc.mesh import Group
 from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
@@ -985,6 +986,33 @@ def _interrupted(at: int, pause: int) -> tuple[bool, bool]:
         assert not failed and not setter.is_alive(), (at, pause, failed)
         assert pending.done and pending.wait(0.0) is None
     return paused, interrupted
+
+
+def test_ctrl_c_in_a_wait_that_is_over_keeps_nobody_else_waiting() -> None:
+    flag, passed = Flag(), threading.Event()
+    others = [threading.Thread(target=flag.wait, daemon=True) for _ in range(4)]
+
+    def come_later() -> None:
+        for other in others:
+            other.start()
+        threading.Timer(TICK_S, flag.set).start()
+
+    def at_the_gate(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code is Flag._open.__code__:
+            passed.set()
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(at_the_gate)
+    try:
+        threading.Timer(TICK_S, come_later).start()
+        with pytest.raises(KeyboardInterrupt):
+            flag.wait(JOIN_S)
+    finally:
+        sys.settrace(before)
+    for other in others:
+        other.join(JOIN_S)
+    assert passed.is_set() and not any(other.is_alive() for other in others)
 
 
 def test_a_driver_that_ends_while_a_call_waits_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from dlc.comm import vectors
+from dlc.comm.clock import clock
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
 from dlc.comm.ledger import Lease
@@ -31,6 +33,10 @@ class Unpicklable:
             f"a {type(self).__name__} can be neither pickled nor copied, as it holds a peer of this process: "
             "keep it out of what goes to another process, and let that one join with a peer of its own"
         )
+
+
+LOOK_S = 1.0
+"""How often who waits for a flag looks at it: another who waits may have been interrupted as it passed the gate."""
 
 
 class Flag:
@@ -63,8 +69,10 @@ class Flag:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """As of a `threading.Event`."""
-        limit_s = -1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
-        if not self._up and self._gate.acquire(timeout=limit_s):
+        end = math.inf if timeout_s is None else clock() + timeout_s
+        while not self._up and (left_s := end - clock()) > 0:
+            self._gate.acquire(timeout=min(left_s, LOOK_S))
+        if self._up:
             self._open()  # for whoever waits as well
         return self._up
 
