@@ -599,7 +599,7 @@ class Peer(Unpicklable, Collectives):
             return
         record = self._intro.record(host)
         if record.control != self._node.members.own.control and not on_this_host(record.control[0]):
-            log.warning("nobody reaches this peer any more; its address is %s now, and it says so", record.control[0])
+            log.warning("nobody reaches this peer where it said; it was seen at %s, and says so now", record.control[0])
             self._perform(self._node.describe(clock(), control=record.control, bulk=record.bulk))
 
     def _came(self, peer: str) -> None:

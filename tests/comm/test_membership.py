@@ -116,8 +116,15 @@ def test_who_is_left_alone_asks_others_how_they_see_it_and_believes_them_only_th
     net.run_until(lambda: ("a", "b") in net.said("MemberDown"), 10)
     dialled = [e for tick in range(10) for e in a.tick(net.now + 60 * tick) if isinstance(e, Dial)]
     assert {e.address for e in dialled} == {b.machine.own.control[0]} and told() == [SeenAt("9.9.9.9")]
-    newcomer = Net().start("n", "b").machine
-    assert not any(isinstance(e, Notify) for e in newcomer.receive(b.voter, welcome, 1000.0)), "it has met nobody yet"
+    later = Net()
+    newcomer = later.start("n", "b").machine
+
+    def heard() -> list[object]:
+        return [e.event for e in newcomer.receive(b.voter, welcome, later.now) if isinstance(e, Notify)]
+
+    assert heard() == heard() == [], "it has just come to know of somebody"
+    later.run(30)
+    assert heard() == [SeenAt("9.9.9.9")], "who never answered where it said that it was"
 
 
 def test_what_a_machine_says_is_what_it_answers() -> None:

@@ -30,7 +30,7 @@ class MemberLeft:
 
 @dataclass(frozen=True, slots=True)
 class SeenAt:
-    """Others lived, and none is known to any more; but one answered a Hello, and saw it come from this host."""
+    """Nobody else is known to live, and has had time to answer; but one answered a Hello, and saw it come from here."""
 
     host: str
 

@@ -8,8 +8,8 @@ Promises:
   T_dead/2. No bootstrap peer has to stay alive, and a healed cut is noticed. Who left is forgotten. Of who has been
   dead for longer than T_evict and is not in the electorate, where many others have died since, nothing is told any
   more, and little is kept (`records.py`); it is still asked for where it was, now and then.
-- Where nobody else lives any more, as seen from here, it may be my own address that has changed: an answer to a Hello
-  comes on its own connection, and tells by which address that came (`SeenAt`).
+- Where nobody else lives, as seen from here, it may be my own address that is wrong, or has changed: an answer to a
+  Hello comes on its own connection, and tells by which address that came (`SeenAt`).
 - My own changes reach every peer that I exchange a ping with, and all others by gossip.
 
 The work is divided: records.py holds what is known and who is proved gone, piggyback.py spreads it, probing.py and
@@ -49,7 +49,7 @@ from dlc.comm.messages import (
     Welcome,
 )
 from dlc.comm.piggyback import NEWS_RECORDS_MAX
-from dlc.comm.records import NEVER, Member, Merged, RecordTable, Standing
+from dlc.comm.records import Member, Merged, RecordTable, Standing
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.view import View
 
@@ -301,9 +301,9 @@ class Membership(View):
 
     @property
     def _left_alone(self) -> bool:
-        """Others did live, and none is known to any more."""
-        others = self._table.members.values()
-        return any(m.proof_run > NEVER for m in others) and not any(map(self._detector.alive, others))
+        """Others have been known for long enough to answer, and none is known to live."""
+        others, since_run = self._table.members.values(), self._time.running_s - self.t_dead_s
+        return any(m.seen_run < since_run for m in others) and not any(map(self._detector.alive, others))
 
     def _open_addresses(self) -> list[str]:
         """Bootstrap addresses that have not answered, or whose peer is not alive."""
