@@ -538,10 +538,7 @@ def test_nothing_stalls_before_T_stall_and_T_dead_nor_while_contributions_become
     patience = exchange.collector.patience
     coordinator._moved, patience.fills_until = ctx.running_s - stall_s + 0.1, 0.0
     coordinator._watch()
-    coordinator._moved, exchange.collector.patience.fills_until = (
-        ctx.running_s - 10 * stall_s,
-        ctx.running_s - stall_s + 0.1,
-    )
+    coordinator._moved, patience.fills_until = ctx.running_s - 10 * stall_s, ctx.running_s - stall_s + 0.1
     coordinator._watch()
     assert coordinator.plan is plan
     patience.fills_until = 0.0
