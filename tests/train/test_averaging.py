@@ -589,7 +589,7 @@ def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
         second, third = (
             host.start(name, "--peers", address, "--key-file", str(host.key)) for name in ("second", "third")
         )
-        for peer in (second, third):
+        for peer in (first, second, third):
             peer.event("averaging")
         second.kill()
         ids = [peer.event("started")["peer"] for peer in (first, third)]
