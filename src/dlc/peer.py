@@ -30,27 +30,21 @@ from typing import Any, TypeVar
 from dlc.addressbook import AddressBook
 from dlc.addresses import addresses_of, advertised, default_listen
 from dlc.arguments import function, instance, seconds
-from dlc.channels import has_seat, why_of
+from dlc.channels import has_seat
 from dlc.collectives import Collectives
-from dlc.comm.addresses import on_this_host
 from dlc.comm.bundle import STREAMS
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
 from dlc.comm.entries import EMPTY, SavedLog
 from dlc.comm.events import (
-    BadImage,
-    BulkLost,
     ContributionDropped,
-    HistoryLost,
     MemberDown,
     MemberLeft,
     MemberUp,
     RoundDone,
     SeenAt,
     SelfReplaced,
-    StateMisfit,
-    Waiting,
 )
 from dlc.comm.framing import run_tag
 from dlc.comm.ground import Ground
@@ -68,6 +62,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.errors import CheckpointError, ConfigError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
+from dlc.eventlog import log_event
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
 from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
@@ -76,6 +71,7 @@ from dlc.statedir import Ephemeral, PeerState, StateDir
 from dlc.strategyspec import WITHOUT_LOG, WITHOUT_RATES
 from dlc.survey import Member, member_of, status
 from dlc.watching import Callback, MemberChange, MemberWatch
+from dlc.whereabouts import reached_at, seen_at
 
 __all__ = ["Checkpoint", "Member", "MemberChange", "Peer", "Pending", "Position", "Reduction", "Resume", "status"]
 
@@ -107,7 +103,7 @@ class Peer(Unpicklable, Collectives):
         self._former: dict[str, str] = {}
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._reached_host = ""
-        """See `_reached`."""
+        """By which address of this host somebody dialled it."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -530,38 +526,25 @@ class Peer(Unpicklable, Collectives):
 
     def _event(self, event: object) -> None:
         """On the driver thread."""
-        if isinstance(event, RoundDone | ContributionDropped):
-            self._over(event)
-        elif isinstance(event, MemberUp | MemberDown | MemberLeft):
-            if isinstance(event, MemberUp):
-                self._came(event.voter.peer)
-            if self._watch is not None:
-                self._watch.tell(event)
-        elif isinstance(event, SelfReplaced):
-            self._driver.stop(0.0, SwarmClosed(REPLACED))
-        elif isinstance(event, SeenAt):
-            self._seen_at(event.host)
-            return
-        elif isinstance(event, BulkLost):
-            self._bulk_lost(event)
-        elif isinstance(event, HistoryLost):
-            if event.rounds and self._on_event is None:  # else whoever listens says so
-                log.warning(
-                    "the swarm goes by another history, as after a split: %d rounds of ours, of weight %g in all, are "
-                    "set aside",
-                    event.rounds,
-                    event.tokens,
-                )
-        elif isinstance(event, BadImage):
-            log.warning("the state that %s sent is not the one it named; another is asked", event.donor.peer[:8])
-        elif isinstance(event, StateMisfit):
-            log.warning("the run's state of channel %r cannot be taken here: %s", event.channel, event.why)
-        elif isinstance(event, Waiting):
-            log.warning("waiting: %s", why_of(event))
-        elif isinstance(event, ServiceNews):
-            for listener in tuple(self._listeners):
-                listener(event)
-            return
+        match event:
+            case SeenAt():
+                if self._node is not None:
+                    self._correct(self._node, seen_at(event.host, self._intro, self._node.members.own))
+                return
+            case ServiceNews():
+                for listener in tuple(self._listeners):
+                    listener(event)
+                return
+            case RoundDone() | ContributionDropped():
+                self._over(event)
+            case MemberUp() | MemberDown() | MemberLeft():
+                if isinstance(event, MemberUp):
+                    self._came(event.voter.peer)
+                if self._watch is not None:
+                    self._watch.tell(event)
+            case SelfReplaced():
+                self._driver.stop(0.0, SwarmClosed(REPLACED))
+        log_event(event, self._intro, heard=self._on_event is not None)
         if self._on_event is not None:
             try:
                 self._on_event(event)
@@ -570,37 +553,15 @@ class Peer(Unpicklable, Collectives):
         with self._changed:
             self._changed.notify_all()
 
-    def _bulk_lost(self, event: BulkLost) -> None:
-        """Say whose port it may be; others may have found that it is ours."""
-        others = [v.peer for v in event.voters if v.peer != self._intro.voter.peer]
-        if others:
-            names = ", ".join(peer[:8] for peer in others)
-            log.warning("%s answers pings, but its bulk does not pass: is its second port (control + 1) open?", names)
-        if len(others) < len(event.voters):
-            log.warning(
-                "no bulk passes between others and this peer, or not in time: does a firewall let TCP port %d in?",
-                self._intro.bulk_port,
-            )
-
     def _reached(self, host: str, now: float) -> None:
-        """On the driver thread: others can dial this address of my host, since one did. It takes the place of loopback,
-        which stood there for want of a better guess, and of nothing else."""
+        """On the driver thread: somebody dialled this address of my host."""
         self._reached_host = host
-        if self._node is None or not on_this_host(self._node.members.own.control[0]):
-            return
-        record = self._intro.record(host)
-        if record.control != self._node.members.own.control:
-            log.info("others reach this peer at %s, and are told so from now on", record.control[0])
-            self._perform(self._node.describe(now, control=record.control, bulk=record.bulk))
+        if self._node is not None:
+            self._correct(self._node, reached_at(host, self._intro, self._node.members.own))
 
-    def _seen_at(self, host: str) -> None:
-        """On the driver thread: nobody answers where this peer is said to be, and this is where it was seen to be."""
-        if self._node is None:
-            return
-        record = self._intro.record(host)
-        if record.control != self._node.members.own.control and not on_this_host(record.control[0]):
-            log.warning("nobody reaches this peer where it said; it was seen at %s, and says so now", record.control[0])
-            self._perform(self._node.describe(clock(), control=record.control, bulk=record.bulk))
+    def _correct(self, node: Node, changes: dict[str, Any]) -> None:
+        if changes:
+            self._perform(node.describe(clock(), **changes))
 
     def _came(self, peer: str) -> None:
         """Who was to answer at an address is here, and may have another one now."""
