@@ -3,6 +3,7 @@
     python benchmarks/chaos.py --n 8 --every 20 --minutes 10
     python benchmarks/chaos.py --n 8 --sites 4 --minutes 10
     python benchmarks/chaos.py --overlap delayed --fragments 2
+    python benchmarks/chaos.py --strategy data-parallel --n 4 --every 10 --step 0.3 --share 0.9
     python benchmarks/chaos.py --seed 7 --print-schedule
 
 First an undisturbed run of the same length, then one with faults: SIGKILL (and a restart in the same state directory
@@ -80,6 +81,7 @@ def spec(args: argparse.Namespace) -> RunSpec:
     }
     return RunSpec(
         run="chaos",
+        strategy=args.strategy,
         sync_every=args.sync_every,
         overlap=args.overlap,
         fragments=args.fragments,
@@ -316,6 +318,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of schedule and run (default 0)")
     parser.add_argument("--step", type=float, default=0.5, help="seconds of an inner step (default 0.5)")
     parser.add_argument("--sync-every", type=int, default=8, help="inner steps in a round (default 8)")
+    help_text = "data-parallel: a round for each step (default diloco)"
+    parser.add_argument("--strategy", choices=("diloco", "data-parallel"), default="diloco", help=help_text)
     parser.add_argument("--overlap", choices=OVERLAPS, default="none", help="inner steps during rounds (default none)")
     parser.add_argument("--fragments", type=int, default=1, help="parts with rounds of their own (default 1)")
     parser.add_argument("--stuck", type=float, default=20.0, help="seconds without a round that fail (default 20)")

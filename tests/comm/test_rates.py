@@ -52,11 +52,12 @@ class Site:
         paced: bool = True,
         down_Bps: float = 0.0,
         jitter_s: float = 0.0,
+        still_s: float = 0.0,
     ) -> float:
         """A round that asks for so much (all that is believed), paced at a share of it; the estimate after it.
 
         waits_s: how long packets wait on the moving connections; by default 40 ms if the link is asked for more than
-        it carries, else 1 ms and the jitter.
+        it carries, else 1 ms and the jitter. still_s: how long nothing moves, in the middle.
         """
         asked_Bps = self.rates.up.Bps if asked_Bps is None else asked_Bps
         wanted_Bps = asked_Bps * share if paced else math.inf
@@ -64,12 +65,14 @@ class Site:
         if waits_s is None:
             waits_s = 0.04 if wanted_Bps > self.up_Bps else 0.001 + jitter_s
         self.rates.begin(self.now, Load(asked_Bps, asked_Bps))
-        for _ in range(round(seconds / TICK_S)):
+        ticks, still = round(seconds / TICK_S), round(still_s / TICK_S)
+        for tick in range(ticks + still):
             self.now += TICK_S
-            for peer in moving:
+            stands = ticks // 2 <= tick < ticks // 2 + still
+            for peer in () if stands else moving:
                 self.acked[peer] += round(rate_Bps * TICK_S / len(moving))
             for _ in range(4):
-                self.rates.received(self.now, round(min(down_Bps, self.down_Bps) * TICK_S / 4))
+                self.rates.received(self.now, 0 if stands else round(min(down_Bps, self.down_Bps) * TICK_S / 4))
             self.rates.samples(
                 {p: Sample(acked, RTT_S + (waits_s if p in moving else 0.0)) for p, acked in self.acked.items()},
                 self.now,
@@ -105,6 +108,19 @@ def test_a_wrong_estimate_is_right_after_two_paced_rounds(wrong: float, rounds: 
     for _ in range(rounds):
         site.round()
     assert 0.95 * 5e6 < site.rates.up.Bps < 1.1 * 5e6
+
+
+def test_a_first_round_that_stood_still_tells_nothing() -> None:
+    """A short one, in which a peer froze: later ones, paced by its rate, are too short to tell more."""
+    site = Site(5e6)
+    assert site.round(asked_Bps=0.0, paced=False, seconds=0.4, still_s=1.2, down_Bps=5e6) == 0
+    assert site.rates.told_up_Bps == site.rates.told_down_Bps == 0
+    assert site.round(asked_Bps=0.0, paced=False, still_s=1.2) == pytest.approx(5e6, rel=0.01), "most of it was busy"
+
+
+def test_what_is_known_rises_by_a_round_that_stood_still() -> None:
+    site = known(5e6, 1e6)
+    assert site.round(paced=False, seconds=2.0, still_s=3.0) == pytest.approx(5e6, rel=0.01)
 
 
 def test_it_settles_near_the_truth() -> None:
@@ -236,6 +252,29 @@ def test_a_way_up_that_is_short_does_not_lower_the_way_down() -> None:
 def test_rounds_that_are_too_short_or_too_small_tell_nothing(seconds: float, rate_Bps: float) -> None:
     site = Site(rate_Bps)
     site.round(asked_Bps=0.0, paced=False, seconds=seconds, down_Bps=rate_Bps)
+    assert (site.rates.told_up_Bps, site.rates.told_down_Bps) == (0.0, 0.0)
+
+
+def test_what_once_went_slowly_does_not_slow_short_rounds_for_ever() -> None:
+    """As where every step is a round: one that took half a second paced all later ones, which told nothing."""
+    site = known(5e6, 2e5, waits_s=0.001)
+    for _ in range(20):
+        site.round(seconds=0.3)
+    assert site.rates.told_up_Bps > 4e6
+    high_Bps = site.round(seconds=0.3, waits_s=0.04)
+    assert site.round(seconds=0.3) == high_Bps, "packets have waited"
+
+
+def test_short_rounds_do_not_raise_what_was_found_by_waiting() -> None:
+    site = known(5e6, 2e5, waits_s=0.04)
+    for _ in range(20):
+        assert site.round(seconds=0.3) == pytest.approx(2e5, rel=0.01)
+
+
+def test_who_sends_too_little_to_tell_does_not_tell_what_came() -> None:
+    """It may have come as slowly as others could send, and they would go on so."""
+    site = Site(1e4)
+    site.round(asked_Bps=0.0, paced=False, down_Bps=5e5)
     assert (site.rates.told_up_Bps, site.rates.told_down_Bps) == (0.0, 0.0)
 
 

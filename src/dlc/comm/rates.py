@@ -22,9 +22,14 @@ come in bursts, behind what was lost and sent again, so that the most that was s
 of a round sends about as much as it gets, so nothing is gained by knowing a wider way down: it is told to be like the
 way up, unless a round showed that it is less. Who sends nothing tells what came.
 
+Rounds may be small, and their first ones slow for reasons of their own. Paced at what those showed, all later ones
+would be as slow, and too short to tell more. So an estimate that is no more than what once went, unpaced and without
+packets waiting, rises on trial by short rounds, too, until packets wait.
+
 An idle link is not lowered: nothing was asked of it. Rounds that are too short, or have too few messages to tell,
 change nothing; until the first one that tells, the rate is 0, unknown, or what a probe of the way up has shown
-(linkprobe.py): the greatest of several. It stands for less than what a round shows: the first round that falls short of
+(linkprobe.py): the greatest of several. Nor does one begin with a round that stood still for most of its time, as for a
+peer that froze. It stands for less than what a round shows: the first round that falls short of
 it is believed.
 
     begin(plan) -> samples, sent, received ... -> end
@@ -63,6 +68,8 @@ WAITING_PACKETS = 8
 WAITING_MUCH = 0.5
 """Part of the samples with packets waiting, above which a link is short; else it flows."""
 PACKET_BYTES = 1500
+BUSY = 0.5
+"""Part of the samples from the first bytes to the last in which something moved, below which the round stood still."""
 BACKLOG = 0.8
 """Part of the time in which bulk waited to be sent, above which the way up was what was short."""
 
@@ -146,6 +153,28 @@ class Meter:
         return peak
 
 
+class Moves:
+    """In how many of the samples from the first bytes to the last something moved."""
+
+    def __init__(self) -> None:
+        self._moved, self._span, self._idle = 0, 0, 0
+
+    def look(self, moved: bool) -> None:
+        if moved:
+            self._moved, self._span, self._idle = self._moved + 1, self._span + self._idle + 1, 0
+        elif self._moved:
+            self._idle += 1
+
+    @property
+    def none(self) -> bool:
+        return not self._moved
+
+    @property
+    def share(self) -> float:
+        """1 where nothing moved."""
+        return self._moved / self._span if self._span else 1.0
+
+
 class Estimate:
     """One direction."""
 
@@ -165,6 +194,8 @@ class Estimate:
         """It was once found too high: it is more than a lower bound."""
         self.probed = False
         """It comes from probes, and no round has told anything yet."""
+        self._loose = False
+        """It is what went once where nothing was known, and packets have not waited: it may be much too low."""
 
     def learn(self, seen_Bps: float, held_Bps: float, asked_Bps: float, waiting: bool, flowing: bool) -> None:
         """A round is over.
@@ -175,9 +206,13 @@ class Estimate:
         waiting:   packets waited on my own link.
         flowing:   packets were seen not to wait there.
         """
+        self._loose = self._loose and not waiting
         if seen_Bps <= 0:
+            if self._loose and flowing and asked_Bps >= USED_UP * self.Bps:
+                self._try(asked_Bps)
             return
         before_Bps, before_short_Bps, probed = self.Bps, self._short_Bps, self.probed
+        self._loose = self._loose or not (before_Bps or waiting)
         proved_Bps, self._proved_Bps = self._proved_Bps, 0.0
         self._short_Bps, self.probed = 0.0, False
         holds = waiting and 0 < HOLDS * asked_Bps <= held_Bps
@@ -247,6 +282,7 @@ class Rates:
         self._last_acked: dict[str, int] = {}
         self._looks, self._waiting = 0, 0
         """Samples in which something moved, and those with packets waiting on all ways."""
+        self._moves = Moves()
         self._first_handed = self._last_handed = 0.0
         self._backlog_s = 0.0
         self._more = False
@@ -269,6 +305,7 @@ class Rates:
         self._received.begin(now, self._received_bytes)
         self._handed.begin(now, self._handed_bytes)
         self._message_bytes = self._looks = self._waiting = 0
+        self._moves = Moves()
         self._first_handed = self._last_handed = now
         self._backlog_s, self._more = 0.0, False
 
@@ -280,6 +317,8 @@ class Rates:
         by_messages = max(WINDOW_BYTES_MIN, WINDOW_MESSAGES * self._message_bytes)
         waiting = self._waiting > WAITING_MUCH * self._looks
         flowing = self._looks > 0 and not waiting
+        if not self.up.Bps and self._moves.share < BUSY:
+            return
         if self._sampled:
             up_Bps, up_short = self._acked.peak_Bps(WINDOW_S, WINDOW_BYTES_MIN), waiting
             up_held_Bps = self._acked.peak_Bps(WINDOW_S, WINDOW_BYTES_MIN, MEAN_SHARE)
@@ -294,7 +333,8 @@ class Rates:
         up_lacked = up_Bps < SHORT * self._asked_Bps.up
         down_short = waiting and not up_lacked and down_Bps < DOWN_SHORT * self._asked_Bps.down
         self.up.learn(up_Bps, up_held_Bps, self._asked_Bps.up, up_short, flowing)
-        self.down.learn(down_Bps, down_held_Bps, self._asked_Bps.down, down_short, flowing)
+        if self.up.Bps or self._moves.none:
+            self.down.learn(down_Bps, down_held_Bps, self._asked_Bps.down, down_short, flowing)
         self._tell()
 
     def _tell(self) -> None:
@@ -368,6 +408,7 @@ class Rates:
             self._acked.begin(now, self._acked_bytes)
             return
         self._acked.at(now, self._acked_bytes)
+        self._moves.look(bool(moving))
         if moving:
             self._look(moving, alone=len(moving) == 1 < len(samples))
 
