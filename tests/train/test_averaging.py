@@ -518,7 +518,8 @@ def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobod
 
     monkeypatch.setattr(noloco, "clock", lambda: clock() + passed_s[0])
     monkeypatch.setattr(noloco.Places, "comes", slowly)
-    spec = spec_in(tmp_path, **{**options, **quick}, rounds=3)
+    patient = TimeoutsSpec(probe_s=1.0)  # the one that is there and trains nothing is not taken for dead
+    spec = spec_in(tmp_path, **{**options, **quick}, rounds=3, timeouts=patient)
     pupil = school.add(Pupil(spec, tmp_path / "0"))
     far = 10**6
     told = {
