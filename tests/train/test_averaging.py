@@ -237,6 +237,11 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert told == ["goes on from the model of another peer, of exchange 20; its own was of exchange 0"]
 
 
+def stands(pupil: Pupil) -> object:
+    """What has come to this one of where the others stand."""
+    return pupil.peer.mesh.ask(lambda mesh, now: mesh.board.get(f"state/{averaging.NAME}"))
+
+
 def gone(school: School, old: Pupil, new: Pupil, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is ahead leaves, or cannot be reached any more, and the newcomer knows it."""
     school.acquainted()
@@ -336,15 +341,20 @@ def test_who_needs_no_model_of_those_who_left_trains_on(
         school.start(first)
         assert school.summaries()[0].t == 4
     saved = saves.newest(tmp_path / "1", spec) if own else None
-    old = Pupil(spec, tmp_path / "0")
+    old, gate = Pupil(spec, tmp_path / "0"), threading.Event()
     if own:
-        ahead(school, old)[1].set()
+        gate = ahead(school, old)[1]
     else:
         school.add(old)
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address, resume=saved))
-    wait_until(lambda: len(new.peer.members()) == 2, DEADLINE_S, "it is known")
+
+    def known() -> bool:
+        return any(m.status.get("t", 0) > 4 or not own for m in new.peer.members() if not m.me)
+
+    wait_until(known, DEADLINE_S, "it is known, and how far it is")
     old.peer.leave()
     wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    gate.set()
     summary = school.start(new).result(DEADLINE_S)
     assert (summary.reason, summary.t) == ("rounds", 40)
     assert new.all("averaging")[0]["t"] == (5 if own else 1)
@@ -385,6 +395,7 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     model = old.model()
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     school.acquainted()
+    wait_until(lambda: stands(new), DEADLINE_S, "it could hear")
     standings, members, looks = Handover.standings, new.peer.members, [0]
 
     def told(self: Handover) -> list[Standing]:
@@ -417,6 +428,7 @@ def test_a_newcomer_asks_for_the_model_until_it_is_given_and_exchanges_none_of_i
     old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     school.acquainted()
+    wait_until(lambda: stands(new), DEADLINE_S, "it could hear")
     standings, fetch, asked = Handover.standings, Handover.fetch, list[int]()
 
     def told(self: Handover) -> list[Standing]:
@@ -506,7 +518,8 @@ def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobod
 
     monkeypatch.setattr(noloco, "clock", lambda: clock() + passed_s[0])
     monkeypatch.setattr(noloco.Places, "comes", slowly)
-    spec = spec_in(tmp_path, **{**options, **quick}, rounds=3)
+    patient = TimeoutsSpec(probe_s=1.0)  # the one that is there and trains nothing is not taken for dead
+    spec = spec_in(tmp_path, **{**options, **quick}, rounds=3, timeouts=patient)
     pupil = school.add(Pupil(spec, tmp_path / "0"))
     far = 10**6
     told = {

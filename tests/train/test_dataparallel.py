@@ -304,7 +304,7 @@ def test_two_peers_take_the_steps_of_one_process_with_the_joint_batch(
     tmp_path: Path, batches: dict[int, list[list[Tensor]]]
 ) -> None:
     rounds = 60
-    spec = spec_in(tmp_path, rounds=rounds, timeouts=TimeoutsSpec(chunk_s=30.0))  # nobody is counted in part
+    spec = spec_in(tmp_path, rounds=rounds, timeouts=TimeoutsSpec(probe_s=1.0, chunk_s=30.0))  # none is counted in part
     threads: dict[int, int] = {}
     with School() as school:
         one = school.add(Pupil(spec, tmp_path / "0"))
