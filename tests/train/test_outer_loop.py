@@ -32,6 +32,11 @@ def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
 
 
+def timers() -> list[threading.Thread]:
+    """Of announcements."""
+    return [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+
+
 class Model:
     """One block a step; theta after all is the start plus STEP for each step that a round counted."""
 
@@ -78,7 +83,8 @@ class Model:
         blocks = tuple(lease.take(len(self.blocks) + steps)[0])
         before = len(self.peer.uptos)
         self.loop.announce(float(len(blocks)), Work(blocks, blocks[-1] + 1), 0.0 if said else 1000.0, 1.0)
-        wait_until(lambda: not said or len(self.peer.uptos) > before)
+        wait_until(lambda: not said or not timers(), what="it is said")
+        assert len(self.peer.uptos) == before + said
 
     def settle(self) -> bool:
         """True: something was counted."""
@@ -458,7 +464,7 @@ def test_a_step_that_ends_before_anything_is_said_makes_an_offer_as_any() -> Non
     m.announce(said=False)
     m.step()
     assert m.offer() and m.settle() and m.peer.fillings == [None]
-    assert not [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+    assert not timers()
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -519,7 +525,7 @@ def test_what_is_told_with_the_values_is_not_announced(options: dict[str, Any]) 
     m = Model(**options)
     m.step()
     m.loop.announce(1.0, m.work, 0.0, 1.0)
-    assert not [thread for thread in threading.enumerate() if thread.name == "dlc-announce"]
+    assert not timers()
     assert m.offer() and m.peer.fillings == [None]
 
 

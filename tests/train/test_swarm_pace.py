@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,24 +30,46 @@ from tests.train.test_trainer import LLAMA
 H = 10
 STEP_S = (0.04, 0.04, 0.04, 0.065)
 """Seconds of an inner step, for each peer: three that wait would lose more than the slow one brings."""
+OF_MACHINE = 8.0
+"""So many times what an inner step takes this machine it lasts at least, where a slower device is to make a
+difference."""
 TIMEOUTS = Timeouts(straggler_floor_s=0.05, slot_settle_s=0.3)
 ROUNDS, WINDOW = 24, 8
 DEADLINE_S = 240.0
 Event = dict[str, Any]
 
 
-@pytest.fixture
-def paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inner steps last as long as the peer's device would take, which is named after it."""
+def pace(monkeypatch: pytest.MonkeyPatch, lasts_s: Callable[[float], float]) -> None:
+    """`lasts_s`: for how long an inner step lasts that took the machine so long, asked on its trainer's thread."""
     train_step = InnerLoop.train_step
 
     def step(self: InnerLoop, batches: Any, number: int) -> StepResult:
-        end_s = time.monotonic() + PACE[threading.get_ident()]
+        begun_s = time.monotonic()
         result = train_step(self, batches, number)
+        end_s = begun_s + lasts_s(time.monotonic() - begun_s)
         time.sleep(max(0.0, end_s - time.monotonic()))
         return result
 
     monkeypatch.setattr(InnerLoop, "train_step", step)
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inner steps last as long as the peer's device would take, which is named after it."""
+    pace(monkeypatch, lambda took_s: PACE[threading.get_ident()])
+
+
+@pytest.fixture
+def paced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `paced`; on a slow machine all of them last longer, in proportion: else it would be what all wait for alike,
+    and the slower device none."""
+    newest_s = deque[float](maxlen=5 * len(STEP_S))
+
+    def lasts_s(took_s: float) -> float:
+        newest_s.append(took_s)
+        return PACE[threading.get_ident()] * max(1.0, OF_MACHINE * statistics.median(newest_s) / min(STEP_S))
+
+    pace(monkeypatch, lasts_s)
 
 
 PACE: dict[int, float] = {}
@@ -90,7 +114,7 @@ def regularly(counted: list[bool]) -> bool:
     return not all(counted) and not thrice and counted.count(False) <= 0.6 * len(counted)
 
 
-def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, paced: None) -> None:
+def test_a_slower_peer_is_counted_regularly_with_all_its_work(tmp_path: Path, paced_alike: None) -> None:
     spec = spec_of(tmp_path, ROUNDS)
     pupils: list[Pupil] = []
     with ThreadPoolExecutor(len(STEP_S)) as pool:
