@@ -395,7 +395,7 @@ def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
 
 def test_a_group_that_is_waited_for_in_vain_says_how_far_it_is() -> None:
     with Peer.join(log=False) as peer:
-        call = Group(peer, "g").all_reduce(torch.ones(2), async_op=True)
+        call = Group(peer, "g", matchmaking_s=ROUND_S).all_reduce(torch.ones(2), async_op=True)
         with pytest.raises(RoundTimeout, match=r"not done within 0.05 s: too few have come to form it yet"):
             call.wait(0.05)
         call.members = (peer.id, "another-peer")
