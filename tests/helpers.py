@@ -60,5 +60,9 @@ def benchmark_module(name: str) -> ModuleType:
         found = importlib.util.spec_from_file_location(name, path)
         assert found is not None and found.loader is not None
         known = sys.modules[name] = importlib.util.module_from_spec(found)
-        found.loader.exec_module(known)
+        sys.path.insert(0, str(path.parent))  # where it finds what it imports of that folder
+        try:
+            found.loader.exec_module(known)
+        finally:
+            sys.path.remove(str(path.parent))
     return known

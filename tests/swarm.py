@@ -109,17 +109,20 @@ def together(peers: Sequence[Peer], act: Callable[[Peer, int], RoundReport]) -> 
 
 
 _ports = itertools.count(21_000 + os.getpid() * 254 % 4000, 2)
-"""Below the range from which systems give out free ports; far from those of a test process beside this one."""
+"""Below the range from which systems give out free ports; for each test process from another one on."""
 
 
 def free_addresses(n: int) -> list[str]:
-    """Addresses nobody listens at; the port after each one is free too, for the bulk lane. No two calls give the same:
-    who was given an address may not have begun to listen yet."""
+    """Addresses nobody listens at; the port after each one is free too, for the bulk lane. No two calls give the same,
+    in this or another test process: who was given an address may not have begun to listen yet, or may come again."""
     found: list[str] = []
     for port in itertools.takewhile(lambda port: port < 32_000, _ports):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for number in (port, port + 1):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            taken = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+            taken.bind(("127.0.0.1", port))
+            taken.detach()  # UDP, which no peer uses: it stays open until this process ends
             found.append(f"127.0.0.1:{port}")
         if len(found) == n:
             return found

@@ -3,6 +3,7 @@ import io
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -247,7 +248,14 @@ def test_the_state_lies_in_a_directory_of_its_own_by_role(tmp_path: Path, role: 
     assert [path.name for path in (tmp_path / "home" / "dlc").iterdir()] == [folder]
 
 
-def test_status_says_why_nobody_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_status_says_why_nobody_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(host: str) -> list[str]:
+        """As the name server says it; one that is out of reach says nothing for longer than any of this takes."""
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("dlc.comm.addresses.look_up", unknown)
 
     def says(why: str, *words: str) -> None:
         """Sooner or later: a machine that does other things may not have found it out when the time is up."""

@@ -384,6 +384,7 @@ def test_a_call_names_the_seconds_it_was_given_not_what_was_left_when_it_came_to
 
 def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
     with swarm(2) as (peer, other):
+        wait_until(lambda: "not ready" in peer._held_up(), ROUND_S, "the coordinator has said for whom it waits")
         why = f"within 2 s: no round has begun, and these are not ready for one: {other.id[:8]}"
         with pytest.raises(RoundTimeout, match=why):
             peer.all_reduce(torch.ones(2), timeout_s=2.0, patience_s=ROUND_S)
@@ -395,7 +396,7 @@ def test_a_call_that_ends_without_a_round_says_for_whom_it_waited() -> None:
 
 def test_a_group_that_is_waited_for_in_vain_says_how_far_it_is() -> None:
     with Peer.join(log=False) as peer:
-        call = Group(peer, "g").all_reduce(torch.ones(2), async_op=True)
+        call = Group(peer, "g", matchmaking_s=ROUND_S).all_reduce(torch.ones(2), async_op=True)
         with pytest.raises(RoundTimeout, match=r"not done within 0.05 s: too few have come to form it yet"):
             call.wait(0.05)
         call.members = (peer.id, "another-peer")

@@ -35,6 +35,7 @@ from dlc.runspec import RunSpec, TimeoutsSpec
 from tests.forked import AVAILABLE, Forked
 from tests.helpers import wait_until
 from tests.swarm import ROUND_S, swarm, together
+from tests.swarm import free_addresses as addresses_for_tests
 
 ROUNDS, KILL_ROUND = 4, 2
 EXPECTED = Expected(rounds=ROUNDS, kill_round=KILL_ROUND, limit_s=180.0)
@@ -372,6 +373,7 @@ def test_the_demo_on_real_processes(
     processes = SimpleNamespace(Popen=ForkedChild, PIPE=None, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("dlc.monitor.children.subprocess", processes)
     monkeypatch.setattr("dlc.demo.RunSpec", partial(RunSpec, timeouts=TimeoutsSpec(probe_s=1.0, chunk_s=30.0)))
+    monkeypatch.setattr("dlc.demo.free_addresses", addresses_for_tests)  # other tests run beside this one
     monkeypatch.setattr("dlc.demo.LIMIT_S", E2E_S)
     monkeypatch.setattr("dlc.demo.SILENCE_MAX_S", E2E_S)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

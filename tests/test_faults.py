@@ -64,6 +64,7 @@ class Victim:
         self._aside: deque[tuple[Voter, Message]] = deque()
         self._send_due: dict[PeerId, float] = {}
         self._reduce_due = 0.0
+        self._leaving = False
         self.on_send: Callable[[Bulk], Bulk | None] = lambda bulk: bulk
         self.on_contrib: Callable[[], None] = lambda: None
         self.send_gap_s = self.reduce_gap_s = 0.0
@@ -85,7 +86,7 @@ class Victim:
         return {peer for peer in self._pending_bulk() if self._may_send(peer)}
 
     def _may_send(self, to: PeerId) -> bool:
-        return clock() >= self._send_due.get(to, 0.0)
+        return not self._leaving and clock() >= self._send_due.get(to, 0.0)
 
     def receive(self, sender: Voter, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Contrib):
@@ -115,6 +116,7 @@ class Victim:
         raise Crash
 
     def leave(self) -> None:
+        self._leaving = True  # the round is not to end before that thread gets to run
         threading.Thread(target=self.peer.leave).start()
 
     def freeze(self) -> None:

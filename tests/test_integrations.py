@@ -555,7 +555,7 @@ def test_a_search_or_several_devices_in_lightning_are_refused_before_the_run_is_
     assert peer.weights
 
 
-def test_lightnings_loggers_take_each_round(fit: Any) -> None:
+def test_lightnings_loggers_take_each_round(fit: Any, tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
     class Seen(CSVLogger):  # type: ignore[misc]
@@ -564,7 +564,7 @@ def test_lightnings_loggers_take_each_round(fit: Any) -> None:
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             self.rounds += [metrics["round/t"]] if "round/t" in metrics else []
 
-    logger = Seen("logs")
+    logger = Seen(tmp_path)
     fit(strategy(FakePeer()), logger=logger)
     assert logger.rounds == [1, 2, 3]
 

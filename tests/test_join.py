@@ -113,10 +113,11 @@ def test_an_observer_looks_on_is_an_address_to_join_by_and_holds_nothing_up(host
     late = host.start("late", "--peers", observer.event("started")["address"], *key)
     late.event("round", counted=True)
     ids = {process.event("started")["peer"] for process in (founder, late)}
-    observer.event("looked_on", t=seen["t"] + 1)
+    observer.event("looked_on", lambda event: event["t"] > seen["t"])
     observer.signal(signal.SIGINT)
     assert observer.exit_code() == 0 and observer.event("end")["rounds"] >= 2
-    after = founder.event("round", t=observer.all("looked_on")[-1]["t"] + 2)
+    last = observer.all("looked_on")[-1]["t"]
+    after = founder.event("round", lambda event: event["t"] >= last + 2)
     assert {share["peer"] for share in after["contributors"]} <= ids
     alone = host.start("alone", "--role", "observer", "--found", *key)
     assert alone.exit_code() == 2 and "an observer founds no run" in alone.log()
