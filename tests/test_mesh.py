@@ -522,6 +522,7 @@ def test_a_call_that_cannot_be_is_refused_and_the_next_one_is_not_the_worse_for_
         assert pit.average(torch.ones(4), weight=torch.tensor(2.0)).weight == 2.0  # type: ignore[arg-type]
         gossips = [dlc.Gossip(p, "walk", codec="fp32") for p in peers]
         values = [torch.full((4,), float(i)) for i in range(2)]
+        wait_until(lambda: all(len(g._members()) == 1 for g in gossips), LONG_S)
         with pytest.raises(UsageError, match="NaN or Inf"):
             gossips[0].step(torch.tensor([1.0, float("nan"), 0.0, 0.0]))
         for weight in (0.0, 3e-7, 1e300, float("nan")):  # one below the least was taken for that, in silence
@@ -647,7 +648,8 @@ def test_a_moshpit_round_tells_who_did_not_come_and_who_had_gone_on() -> None:
     with swarm(3, log=False) as peers, ThreadPoolExecutor(2) as pool:
         know_each_other(peers)
         peers.sort(key=lambda p: p.id)
-        pits = [dlc.Moshpit(p, dims=1, codec="fp32", matchmaking_s=1.0) for p in peers]
+        waits_s = (1.0, MEET_S, MEET_S)
+        pits = [dlc.Moshpit(p, dims=1, codec="fp32", matchmaking_s=s) for p, s in zip(peers, waits_s, strict=True)]
         wait_until(lambda: all(shown(p, "moshpit/moshpit") == 3 for p in peers), LONG_S)
         alone = pits[0].step(torch.ones(4))
         assert alone.absent == dict.fromkeys((peers[1].id, peers[2].id), "did not come")

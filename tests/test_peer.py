@@ -337,20 +337,30 @@ def asked(address: str) -> Transport:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_connection_on_which_no_answer_comes_is_not_called_one_that_could_not_be_made(ends: bool) -> None:
+def test_a_connection_on_which_no_answer_comes_is_not_called_one_that_could_not_be_made(
+    ends: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where large packets were lost on the way, it was said to the end that nobody listened there."""
+    over = threading.Event()
+    monkeypatch.setattr(joining, "clock", lambda: clock() + JOIN_S * over.is_set())
+    monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
     (address,) = free_addresses(1)
+    why = f"{address} (connected, but no answer has come"
+    if ends:
+        why += ", as on one before, which ended: packets of full size"
     with ThreadPoolExecutor(1) as pool:
-        asks = pool.submit(Peer.join, [address], join_timeout_s=5)
+        asks = pool.submit(Peer.join, [address], join_timeout_s=JOIN_S)
         silent = asked(address)
         if ends:
             silent.close(0.0)
             silent = asked(address)
+        wait_until(lambda: why in caplog.text, JOIN_S)
+        over.set()
         with pytest.raises(UnreachableError) as error:
             asks.result()
         silent.close(0.0)
-    assert f"{address} (connected, but no answer has come" in str(error.value)
-    assert ("as on one before, which ended: packets of full size" in str(error.value)) == ends
+    assert why in str(error.value)
+    assert ("as on one before" in str(error.value)) == ends
 
 
 def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(

@@ -696,7 +696,7 @@ def test_a_stream_with_deadlines_is_trained_once_though_a_peer_dies(host: Host) 
     *rest, dying = [host.start(str(i), *words, "--listen", addresses[i]) for i in range(3)]
     dying.event("round", lambda event: event["counted"] and event["t"] >= 3)
     dying.kill()
-    died = max(event["t"] for event in rest[0].told("round"))
+    died = max(event["t"] for process in (*rest, dying) for event in process.told("round"))
     lacked = rest[0].event("round", lambda event: event["t"] > died and len(event["contributors"]) == 2)["t"]
     for process in rest:
         process.event("round", lambda event: event["t"] > lacked + 3)

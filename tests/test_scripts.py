@@ -22,6 +22,7 @@ import pytest
 
 from dlc.peer import Peer
 from tests.helpers import wait_until
+from tests.swarm import free_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the runner forks after torch was imported")
 
@@ -54,7 +55,7 @@ for line in sys.stdin.read().splitlines():
 JOIN = """\
 import os, signal, sys, threading, torch
 from dlc.peer import Peer
-peer = Peer.join(["ADDRESS"], join_timeout_s=180.0)
+peer = Peer.join(["ADDRESS"], listen="LISTEN", join_timeout_s=180.0)
 print("joined", peer.id, peer.address, flush=True)
 """
 NET = """\
@@ -69,7 +70,7 @@ HIVEMIND = (
     """\
 import os, sys, torch
 import dlc.compat.hivemind as hivemind
-dht = hivemind.DHT([], start=True)
+dht = hivemind.DHT([], host_maddrs=["LISTEN"], start=True)
 print("joined", dht.peer_id, dht.swarm.address, flush=True)
 """
     + NET
@@ -104,7 +105,7 @@ assert opt.local_epoch > epoch and dht.is_alive()
 import os, signal, sys, threading, torch
 from functools import partial
 from dlc.compat.opendiloco import DHT, DiLoCoOptimizer
-dht = DHT([], start=True)
+dht = DHT([], host_maddrs=["LISTEN"], start=True)
 print("joined", dht.peer_id, dht.peer.address, flush=True)
 """
     + NET
@@ -202,7 +203,7 @@ def average():
                 return
     sys.exit("no round of both")
 
-with Peer.join() as one, Peer.join([one.address], join_timeout_s=180.0) as two:
+with Peer.join(listen="LISTEN") as one, Peer.join([one.address], join_timeout_s=180.0) as two:
     for batch in DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
         assert all("join in the child" in text for text in batch), batch
         average()
@@ -234,10 +235,10 @@ def ends(survivor: Peer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """By script: exit status, whether one of its processes is left, and what it printed."""
     folder = tmp_path_factory.mktemp("scripts")
     there = sorted((name for name in SCRIPTS if not lacking(name)), key=lambda name: name in EXTRAS)
-    lines = [
-        json.dumps([f"{folder}/{name}", SCRIPTS[name].replace("ADDRESS", survivor.address), *EXTRAS.get(name, ())[1:]])
-        for name in there
-    ]
+    lines = []
+    for name, listen in zip(there, free_addresses(len(there)), strict=True):
+        script = SCRIPTS[name].replace("ADDRESS", survivor.address).replace("LISTEN", listen)
+        lines.append(json.dumps([f"{folder}/{name}", script, *EXTRAS.get(name, ())[1:]]))
     done = subprocess.run(
         [sys.executable, "-c", RUNNER], input="\n".join(lines), capture_output=True, text=True, timeout=DEADLINE_S
     )
@@ -270,7 +271,7 @@ def test_a_script_ends_as_it_should_and_leaves_no_process_and_no_port(
     assert not left, "a process of it is still there"
     for peer in (line.split() for line in text.splitlines() if line.startswith("joined")):
         host, _, port = peer[2].rpartition(":")
-        with socket.socket() as caller, pytest.raises(ConnectionRefusedError):  # others may dial from that port by now
+        with socket.socket() as caller, pytest.raises(ConnectionRefusedError):  # nobody else listens at that port
             caller.connect((host, int(port)))
 
 
