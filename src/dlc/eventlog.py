@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dlc.channels import why_of
-from dlc.comm.events import BadImage, BulkLost, HistoryLost, StateMisfit, Waiting
+from dlc.comm.events import BadImage, BulkLost, HistoryLost, LeftAhead, StateMisfit, Waiting
 from dlc.joining import Introduction
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,13 @@ def log_event(event: object, intro: Introduction, heard: bool) -> None:
                 "the swarm goes by another history, as after a split: %d rounds of ours, of weight %g in all, are "
                 "set aside",
                 event.rounds,
+                event.tokens,
+            )
+        case LeftAhead() if not heard:
+            log.warning(
+                "%s left with rounds of weight %g that nobody here has: the run goes on from here without them, and "
+                "their checkpoints hold them",
+                ", ".join(voter.peer[:8] for voter in event.voters),
                 event.tokens,
             )
         case BadImage():

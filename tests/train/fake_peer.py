@@ -41,6 +41,7 @@ class FakeMember:
     alive: bool = True
     left: bool = False
     depth: int = 0
+    tokens: float = 0.0
     channels: tuple[str, ...] = ()
     me: bool = False
     role: str = TRAINER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 import dlc.train.outer_loop
-from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, Waiting
-from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
+from dlc.cli.sinks import sentence
+from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, LeftAhead, Waiting
+from dlc.errors import DlcError
+from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.train import others, phases
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.loader import Loader
 from dlc.train.offers import Work
 from dlc.train.outer_loop import OuterLoop
-from tests.train.fake_peer import FakeMember, FakePeer
+from tests.helpers import wait_until
+from tests.train.fake_peer import THIRD, FakeMember, FakePeer
+from tests.train.school import DEADLINE_S, Pupil, School
 from tests.train.test_trainer import LLAMA, H, Run
 
 PER_STEP = 4
@@ -278,3 +283,59 @@ def test_setbacks_are_told_and_summed_up(spec: RunSpec, tmp_path: Path) -> None:
     assert run.all("waiting")[0]["left_s"] == 35.0
     told = {"rounds_lost": 3, "tokens_lost": 4096.0, "digest_mismatches": 1, "contributions_dropped": 1}
     assert run.all("end")[0]["setbacks"] == dataclasses.asdict(summary.setbacks) == {**told, "tokens_dropped": 0}
+
+
+@pytest.mark.parametrize(("t", "ends"), [(2, True), (1, False), ("2", False)])
+def test_who_is_left_behind_by_all_that_ended_the_run_gives_it_no_other_end(
+    spec: RunSpec, tmp_path: Path, t: object, ends: bool
+) -> None:
+    """As a host that slept to the end: it had trained on alone, and ended with another model, of the same round."""
+    run = Run(FakePeer(spec), tmp_path)
+
+    def leave() -> None:
+        run.peer.others = [FakeMember("gone-to-the-end", left=True, alive=False, status={"t": t})]
+        run.peer.events.put(LeftAhead((THIRD,), 640.0))
+
+    run.on_step = {H: leave}
+    if ends:
+        why = "ended while this peer was away: gone-to- came to its last round, .* this peer's is of round 1. Started"
+        with pytest.raises(DlcError, match=why):
+            run.go()
+        assert run.all("end")[0]["reason"] == "failed" and run.all("end")[0]["t"] == 1 and run.all("end")[0]["saved"]
+    else:
+        assert run.go().reason == "rounds"
+    told = run.all("left_ahead")[0]
+    assert told == {"event": "left_ahead", "peers": [THIRD.peer], "tokens": 640.0}
+    assert "left with 640 tokens trained that nobody here has" in sentence(told)
+
+
+def test_a_host_that_stands_still_until_the_others_have_ended_the_run_says_so(spec: RunSpec, tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec, rounds=12, timeouts=TimeoutsSpec(probe_s=0.25, evict_s=15.0))
+    gate = threading.Event()
+    with School() as school:
+        first = school.add(Pupil(spec, tmp_path / "0"))
+        second = school.add(Pupil(spec, tmp_path / "1", first.peer.address))
+        ends = {pupil: school.start(pupil) for pupil in (first, second)}
+        both = [(first, second), (second, first)]
+
+        def stands_still(event: dict[str, Any]) -> None:
+            """From the third round of both on, whichever of them the other can do without at once."""
+            if event["event"] != "round" or len(event["contributors"]) < 2 or event["t"] < 3:
+                return
+            rank0 = first.peer._ask(lambda node, now: node.log.state.rank0)
+            asleep = next(a for a, other in both if other.peer.voter == rank0)
+            first.on_event = lambda event: None
+            asleep.peer._driver.call(lambda now: gate.wait(DEADLINE_S))
+            slept.append(asleep)
+
+        slept: list[Pupil] = []
+        first.on_event = stands_still
+        wait_until(lambda: bool(slept), DEADLINE_S, "one stands still")
+        (other,) = {first, second} - set(slept)
+        assert ends[other].result(DEADLINE_S).t == 12
+        gate.set()
+        with pytest.raises(
+            DlcError, match=f"ended while this peer was away: {other.peer.id[:8]} came to its last round"
+        ):
+            ends[slept[0]].result(DEADLINE_S)
+        assert len(slept[0].all("left_ahead")) == 1 and slept[0].all("end")[0]["t"] < 12

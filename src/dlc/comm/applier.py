@@ -19,13 +19,14 @@ from dlc.comm.events import (
     ContributionDropped,
     DigestMismatch,
     ElectorateChanged,
+    LeftAhead,
     RoundDone,
 )
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, counted_of, grid_of
 from dlc.comm.offered import Traffic
-from dlc.comm.permit import alive_records
+from dlc.comm.permit import alive_records, can_vote
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.comm.slot import Slot
 from dlc.comm.sync import Sync
@@ -62,6 +63,7 @@ class Applier:
             if entry.kind != ROUND:
                 self._decided(m)
                 self.apply(entry, (), ())
+                self._look_back()
                 return
             bytes_of = self._bytes_of(entry)
             if bytes_of is not None:
@@ -71,6 +73,7 @@ class Applier:
                     raise ProtocolError("a round entry that its results do not fit")
                 self._decided(m)
                 self.apply(entry, *bytes_of)
+                self._look_back()
                 return
         if entry.depth > log.state.depth and entry.hash != log.head:
             # I lack bytes, or more than this entry: catch up from one who holds them.
@@ -86,6 +89,13 @@ class Applier:
             self.log.fellows = (m.entry.hash, frozenset(m.holders))
         else:
             self.log.learned_run = self.ctx.running_s
+
+    def _look_back(self) -> None:
+        """Where a forced ballot has just gone on from here, some may have gone further, and left meanwhile."""
+        tokens = self.log.state.tokens
+        gone = [r for r in self.ctx.members.departed() if can_vote(r) and r.tokens > tokens]
+        if gone and self.log.fellows_here:
+            self.ctx.notify(LeftAhead(tuple(r.voter for r in gone), max(r.tokens for r in gone) - tokens))
 
     def last_decision(self) -> msg.Commit:
         """My last entry, and who decided it, as far as I was told: for those who are behind by it."""

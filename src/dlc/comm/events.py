@@ -95,6 +95,16 @@ class HistoryLost:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftAhead:
+    """The run goes on from our history without a quorum, and these, which have left, were further than that: what they
+    did since is in their checkpoints only."""
+
+    voters: tuple[Voter, ...]
+    tokens: float
+    """What had counted there at most beyond what has here, in weights of contributions."""
+
+
+@dataclass(frozen=True, slots=True)
 class BulkLost:
     """These peers answer pings, but bulk does not get to them or from them: they own nothing for a while."""
 

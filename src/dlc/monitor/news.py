@@ -24,6 +24,12 @@ def _news(event: Mapping[str, Any]) -> str:
         case "history_lost":
             rounds = "1 round" if event["rounds"] == 1 else f"{event['rounds']} rounds"
             return f"the swarm goes by another history: {rounds} and {event['tokens']:.0f} tokens of ours are set aside"
+        case "left_ahead":
+            who = ", ".join(peer[:8] for peer in event["peers"])
+            return (
+                f"{who} left with {event['tokens']:.0f} tokens trained that nobody here has: the run goes on from here "
+                "without them, and their checkpoints hold them"
+            )
         case "digest_mismatch":
             return f"our state of round {event['t']} differed from the swarm's and is fetched again"
         case "contribution_dropped":

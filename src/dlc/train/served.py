@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 
 from dlc.comm import vectors
-from dlc.comm.roles import HELPER, TRAINER
+from dlc.comm.roles import HELPER
 from dlc.errors import DlcError, RoundTimeout
 from dlc.handles import Checkpoint, Position
 from dlc.peer import Peer
@@ -38,6 +38,7 @@ from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saves import Local, Saved
 from dlc.train.strategy import CHANNEL, Parts
+from dlc.train.telling import at_the_end
 
 log = logging.getLogger(__name__)
 
@@ -218,11 +219,10 @@ class Served:
 
     def _ended(self) -> str:
         """Names of those who have come to the end of the run, where no helper is left; empty: it goes on."""
-        members = cast(Peer, self._parts.peer).members(departed=True) if self._spec.rounds else []
+        members = self._parts.peer.members(departed=True) if self._spec.rounds else []
         if any(m.role == HELPER and m.alive and not m.left for m in members):
             return ""
-        told = [(m.id[:8], m.status.get("t")) for m in members if m.role == TRAINER and not m.me]
-        return ", ".join(name for name, t in told if type(t) is int and t >= self._spec.rounds)
+        return at_the_end(members, self._spec)
 
     def _adopt(self, report: ServerReport) -> None:
         """The model becomes what was pulled."""

@@ -122,6 +122,10 @@ class MemberView(Protocol):
         """Entries of the log that it has applied."""
 
     @property
+    def tokens(self) -> float:
+        """What has counted in its history."""
+
+    @property
     def channels(self) -> tuple[str, ...]:
         """Whose states it holds, as they are after these entries."""
 
@@ -217,8 +221,8 @@ class TrainerPeer(TrainPeer, Protocol):
     def spec(self) -> RunSpec:
         """The swarm's RunSpec."""
 
-    def members(self) -> Sequence[MemberView]:
-        """Everybody known."""
+    def members(self, departed: bool = False) -> Sequence[MemberView]:
+        """Everybody known; with `departed` those that have left, too."""
 
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave and end."""

@@ -11,13 +11,15 @@ import dataclasses
 import math
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dlc.comm import events
+from dlc.comm.roles import TRAINER
 from dlc.comm.straggler import NEVER_S
+from dlc.runspec import RunSpec
 from dlc.train.flops import Utilisation
-from dlc.train.swarm import TrainerPeer
+from dlc.train.swarm import MemberView, TrainerPeer
 
 DESCRIBE_EVERY_S = 0.5
 """A status travels by gossip to everybody: twice a second is plenty for people."""
@@ -79,6 +81,8 @@ class Teller:
         """The same of its tokens."""
         self._synced_t = -1
         self.setbacks = Setbacks()
+        self.left_ahead = False
+        """Some have left with rounds that nobody here has."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -168,6 +172,9 @@ class Teller:
                     self.event("digest_mismatch", t=t)
                 case events.HistoryLost(lost, tokens):
                     self.history_lost(lost, tokens)
+                case events.LeftAhead(voters, tokens):
+                    self.left_ahead = True
+                    self.event("left_ahead", peers=[voter.peer for voter in voters], tokens=tokens)
                 case events.ContributionDropped(channel):
                     self.setbacks.contributions_dropped += 1
                     self.event("contribution_dropped", channel=channel)
@@ -177,6 +184,12 @@ class Teller:
                 case events.MemberUp() | events.MemberSuspect() | events.MemberDown() | events.MemberLeft() as news:
                     self.event("member", change=MEMBER_CHANGES[type(news)], peer=news.voter.peer)
         return rounds
+
+
+def at_the_end(members: Iterable[MemberView], spec: RunSpec) -> str:
+    """Names of the other trainers that have come to the end of the run, as they say; empty: nobody has."""
+    told = [(m.id[:8], m.status.get("t"), m.tokens) for m in members if m.role == TRAINER and not m.me]
+    return ", ".join(name for name, t, tokens in told if type(t) is int and spec.over(t, tokens))
 
 
 def _finite(value: Any) -> Any:

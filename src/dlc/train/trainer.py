@@ -43,7 +43,7 @@ from dlc.train.site import SiteEngine
 from dlc.train.strategies import strategy_of
 from dlc.train.strategy import CHANNEL, Calls, Parts
 from dlc.train.swarm import Frozen, MemberView, Position, TrainerPeer
-from dlc.train.telling import ENDS, Event, Setbacks, Teller
+from dlc.train.telling import ENDS, Event, Setbacks, Teller, at_the_end
 from dlc.train.tokens import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,10 @@ EVAL_BLOCKS = 64
 CHECKPOINT_EVERY = 10
 INTERRUPTED, FAILED = "interrupted", "failed"
 """Reasons of an end that is not the run's."""
+_LEFT_BEHIND = (
+    "the run has ended while this peer was away: %s came to its last round, and left. The model of the end is in their "
+    "state directories; this peer's is of round %d. Started again, it would train on from there, to another end"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +196,12 @@ class Trainer:
 
     def _run(self, stop: threading.Event) -> Summary:
         self._open()
-        while (reason := self._over(stop)) is None:
+        while True:
             self._hear()
+            if not stop.is_set():
+                self._check_not_left_behind()
+            if (reason := self._over(stop)) is not None:
+                break
             if self.strategy.ready():
                 with contextlib.suppress(Stopped):
                     self.strategy.advance(stop)
@@ -233,6 +241,14 @@ class Trainer:
         """Why the training is over, or None."""
         position = self.strategy.position
         return self.spec.over(position.t, position.tokens) or (INTERRUPTED if stop.is_set() else None)
+
+    def _check_not_left_behind(self) -> None:
+        """DlcError: the others have come to the run's end and left while this peer was away. To go on would give the
+        run another end, and nothing would tell the two apart."""
+        ended = at_the_end(self._peer.members(departed=True), self.spec) if self._tell.left_ahead else ""
+        self._tell.left_ahead = False
+        if ended:
+            raise DlcError(_LEFT_BEHIND % (ended, self.strategy.position.t))
 
     def _now_and_then(self, t: int, stop: threading.Event) -> None:
         for other in self._same_data.look(self._peer.members()):

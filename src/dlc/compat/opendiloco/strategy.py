@@ -36,8 +36,8 @@ class AllReduceStrategy(Enum):
 class SwarmPeer(TrainerPeer, Protocol):
     """The part of `dlc.Peer` that the optimizer uses."""
 
-    def members(self) -> Sequence[Member]:
-        """Everybody known."""
+    def members(self, departed: bool = False) -> Sequence[Member]:
+        """Everybody known; with `departed` those that have left, too."""
 
 
 def patience_of(strategy: AllReduceStrategy, timeout_s: float | None, matchmaking_s: float) -> float:
