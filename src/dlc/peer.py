@@ -359,7 +359,8 @@ class Peer(Unpicklable, Collectives):
         def read(node: Node, now: float) -> list[Member]:
             members = node.members
             records = [*members.records(), *(members.departed() if departed else ())]
-            return [member_of(r, members.alive(r.voter), r.voter == node.me) for r in records]
+            seen = ((r, members.alive(r.voter), members.away(r.voter)) for r in records)
+            return [member_of(record, alive, record.voter == node.me, away) for record, alive, away in seen]
 
         return self._look(read)
 

@@ -42,9 +42,11 @@ class Member:
     me: bool
     channels: tuple[str, ...] = ()
     """Whose states it holds, as they are at `head`."""
+    away: bool = False
+    """It has stopped to answer less than `timeouts.evict_s` ago, and may come back: nothing says that it has ended."""
 
 
-def member_of(record: Record, alive: bool, me: bool) -> Member:
+def member_of(record: Record, alive: bool, me: bool, away: bool = False) -> Member:
     return Member(
         id=record.voter.peer,
         address=record.control[0] if record.control else "",
@@ -58,6 +60,7 @@ def member_of(record: Record, alive: bool, me: bool) -> Member:
         status=_status(record.status),
         me=me,
         channels=tuple(state.channel for state in record.states),
+        away=away,
     )
 
 

@@ -272,6 +272,23 @@ def test_a_refused_connection_shortens_suspicion() -> None:
     assert net.run_until(lambda: net.all_alive("abde"), 30) <= 1.5  # a death rumour makes the others look, too
 
 
+def test_who_has_just_fallen_silent_may_come_back_until_t_evict_or_until_its_host_says_that_it_ended() -> None:
+    net = swarm("abcd")
+    host, silent, ended = net.hosts["a"], net.hosts["c"].voter, net.hosts["d"].voter
+    assert not host.machine.away(silent)
+    net.freeze("c")
+    net.crash("d")
+    net.carry_out(host, host.machine.refused("d", net.now))
+    net.run_until(lambda: net.alive("a") == "b", 30)
+    assert host.machine.away(silent) and not host.machine.away(ended)
+    assert 0.6 < net.run_until(lambda: not host.machine.away(silent), 300) / host.machine.t_evict_s <= 1.0
+    net.thaw("c")
+    net.run_until(lambda: net.alive("a") == "bc", 30)
+    net.freeze("c")
+    net.run_until(lambda: net.alive("a") == "b", 30)
+    assert host.machine.away(silent), "it was back"
+
+
 def test_a_refused_connection_does_not_kill_one_that_answers() -> None:
     net = swarm("abcde")
     for _ in range(20):

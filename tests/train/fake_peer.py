@@ -40,6 +40,7 @@ class FakeMember:
     id: str = "other"
     alive: bool = True
     left: bool = False
+    away: bool = False
     depth: int = 0
     tokens: float = 0.0
     channels: tuple[str, ...] = ()

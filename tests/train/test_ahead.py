@@ -16,7 +16,7 @@ from dlc.cli.sinks import sentence
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, LeftAhead, Waiting
 from dlc.errors import DlcError
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
-from dlc.train import others, phases
+from dlc.train import others, phases, trainer
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.loader import Loader
 from dlc.train.offers import Work
@@ -29,6 +29,7 @@ from tests.train.test_trainer import LLAMA, H, Run
 PER_STEP = 4
 """Blocks: 2 x 2 accumulated."""
 STEP_TOKENS = PER_STEP * 16
+Event = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -309,33 +310,42 @@ def test_who_is_left_behind_by_all_that_ended_the_run_gives_it_no_other_end(
     assert "left with 640 tokens trained that nobody here has" in sentence(told)
 
 
-def test_a_host_that_stands_still_until_the_others_have_ended_the_run_says_so(spec: RunSpec, tmp_path: Path) -> None:
-    spec = dataclasses.replace(spec, rounds=12, timeouts=TimeoutsSpec(probe_s=0.25, evict_s=15.0))
+@pytest.mark.parametrize("stays", [True, False], ids=["to the end", "for longer"])
+def test_a_host_that_stands_still_until_the_others_have_ended_the_run_has_their_end_or_says_so(
+    spec: RunSpec, tmp_path: Path, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not stays:
+        monkeypatch.setattr(trainer, "LINGER_S", 0.0)
+    rounds = 24
+    spec = dataclasses.replace(spec, rounds=rounds, timeouts=TimeoutsSpec(probe_s=0.25, evict_s=DEADLINE_S))
     gate = threading.Event()
     with School() as school:
         first = school.add(Pupil(spec, tmp_path / "0"))
-        second = school.add(Pupil(spec, tmp_path / "1", first.peer.address))
-        ends = {pupil: school.start(pupil) for pupil in (first, second)}
-        both = [(first, second), (second, first)]
+        second, asleep = (school.add(Pupil(spec, tmp_path / name, first.peer.address)) for name in "12")
 
-        def stands_still(event: dict[str, Any]) -> None:
-            """From the third round of both on, whichever of them the other can do without at once."""
-            if event["event"] != "round" or len(event["contributors"]) < 2 or event["t"] < 3:
-                return
-            rank0 = first.peer._ask(lambda node, now: node.log.state.rank0)
-            asleep = next(a for a, other in both if other.peer.voter == rank0)
-            first.on_event = lambda event: None
-            asleep.peer._driver.call(lambda now: gate.wait(DEADLINE_S))
-            slept.append(asleep)
+        def do_not_run_away(event: Event) -> None:
+            if event["event"] == "step" and event["step"] == 3:
+                wait_until(lambda: asleep.all("round"), DEADLINE_S, "all train")
 
-        slept: list[Pupil] = []
-        first.on_event = stands_still
-        wait_until(lambda: bool(slept), DEADLINE_S, "one stands still")
-        (other,) = {first, second} - set(slept)
-        assert ends[other].result(DEADLINE_S).t == 12
+        def ended(pupil: Pupil) -> bool:
+            return any(event["t"] == rounds for event in pupil.all("validation"))
+
+        def stand_still(event: Event) -> None:
+            if event["event"] == "round" and event["t"] < rounds:
+                asleep.on_event = lambda event: None
+                asleep.peer._driver.call(lambda now: gate.wait(DEADLINE_S))
+
+        first.on_event, second.on_event, asleep.on_event = do_not_run_away, do_not_run_away, stand_still
+        *ends, late = [school.start(pupil) for pupil in (first, second, asleep)]
+        if stays:
+            wait_until(lambda: all(ended(pupil) for pupil in (first, second)), DEADLINE_S, "they are at the end")
+            assert not (ends[0].done() or ends[1].done())
+            gate.set()
+            summaries = [end.result(DEADLINE_S) for end in (*ends, late)]
+            assert len({(s.t, s.digest) for s in summaries}) == 1 and not asleep.all("left_ahead")
+            return
+        assert {end.result(DEADLINE_S).t for end in ends} == {rounds}
         gate.set()
-        with pytest.raises(
-            DlcError, match=f"ended while this peer was away: {other.peer.id[:8]} came to its last round"
-        ):
-            ends[slept[0]].result(DEADLINE_S)
-        assert len(slept[0].all("left_ahead")) == 1 and slept[0].all("end")[0]["t"] < 12
+        with pytest.raises(DlcError, match="ended while this peer was away: .* came to its last round, and left"):
+            late.result(DEADLINE_S)
+        assert len(asleep.all("left_ahead")) == 1 and asleep.all("end")[0]["t"] < rounds

@@ -539,7 +539,12 @@ def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_
     assert summary.bytes_sent == 7 * 10 and summary.t == 5
 
 
-@pytest.mark.parametrize("lacks", [{"depth": 1, "channels": (CHANNEL,)}, {"depth": 9}], ids=["a round", "the model"])
+AWAY = {"depth": 1, "channels": (CHANNEL,), "alive": False, "away": True}
+
+
+@pytest.mark.parametrize(
+    "lacks", [{"depth": 1, "channels": (CHANNEL,)}, {"depth": 9}, AWAY], ids=["a round", "the model", "away"]
+)
 def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
     spec: RunSpec,
     tmp_path: Path,
@@ -560,6 +565,7 @@ def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
         looks.append(len(looks))
         whole: dict[str, Any] = {"depth": 9, "channels": (CHANNEL,)}
         others = [FakeMember(**(lacks if len(looks) < 4 else whole)), FakeMember(depth=9, role=HELPER)]
+        others += [FakeMember("dead", alive=False), FakeMember("left", alive=False, left=True)]
         return [dataclasses.replace(found[0], **whole), *others]
 
     run.peer.members = behind  # type: ignore[method-assign]

@@ -195,7 +195,7 @@ class Detector:
             time.better()
         member.verdict_run = math.inf
         member.probe_nonce = 0
-        member.missed = 0
+        member.missed, member.refused = 0, False
         if member.standing is not Standing.ALIVE:
             member.owed_table = member.owed_table or member.standing is Standing.DEAD
             self._stand(member, Standing.ALIVE)

@@ -138,6 +138,7 @@ class Membership(View):
         self._time.advance(now)
         member = self._table.members.get(peer)
         if member is not None and not self._left:
+            member.refused = True
             self._detector.doubt(member)
         return self._drain()
 

@@ -92,6 +92,8 @@ class Member:
     """When that doubt ends in death, unless it answers."""
     missed: int = 0
     """Probes in a row without an answer."""
+    refused: bool = False
+    """Nobody listens where it did, as its host has said since it answered last."""
     probe_nonce: int = 0
     """The ping that is being waited for; 0: none."""
     probe_run: float = 0.0

@@ -194,17 +194,10 @@ class Slot:
             self._send_vote()
 
     def _progress(self, plan: Plan) -> Progress:
-        exchange = self.exchange
+        exchange, collector = self.exchange, self.exchange.collector
         lacks = {plan.assignment[chunk] for chunk in exchange.missing()} - {-1}
-        held = len(exchange.held)
-        return Progress(
-            self.log.head,
-            plan.ballot,
-            held,
-            exchange.collector.gained,
-            tuple(sorted(lacks)),
-            exchange.collector.waits_s,
-        )
+        told = plan.ballot, len(exchange.held), collector.gained, tuple(sorted(lacks)), collector.waits_s
+        return Progress(self.log.head, *told)
 
     def receive_nack(self, sender: Voter, m: Nack) -> None:
         self.seen = max(self.seen, m.promised)

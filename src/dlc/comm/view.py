@@ -80,6 +80,14 @@ class View:
             self._living = tuple(voter for voter in voters if self.alive(voter))
         return self._living
 
+    def away(self, voter: Voter) -> bool:
+        """It does not answer, but did within T_evict, and nothing says that its process has ended: its host may be cut
+        off, or stand still."""
+        member = self._table.members.get(voter.peer)
+        if member is None or member.voter != voter or member.refused or self.alive(voter):
+            return False
+        return not self.gone(voter) and self._time.running_s - member.seen_run < self.t_evict_s
+
     def gone(self, voter: Voter) -> bool:
         """Proof that the process is no more: a signed leave, or a signed record of its peer with a greater inc."""
         return self._table.gone(voter)

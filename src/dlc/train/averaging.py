@@ -174,18 +174,15 @@ class Averaging:
             lost, now, evict_s = self._out_of_reach(), self._parts.clock(), self._parts.spec.timeouts.evict_s
             if not lost and (self._t or not furthest):
                 return False
-            if not lost:  # a model that nobody has trained would spoil theirs
-                since = None
-                self._parts.calls.listen()
-                pause.wait(LOOK_EVERY_S)
-                continue
             if self._t:
                 log.warning("%s trained further, and left or do not answer: goes on from exchange %d", lost, self._t)
                 return False
-            if since is None:
+            if not lost:  # a model that nobody has trained would spoil theirs
+                since = None
+            elif since is None:
                 since = now
                 log.warning("%s have the model, and left or do not answer: waiting for %g s at most", lost, evict_s)
-            if now - since >= evict_s:
+            elif now - since >= evict_s:
                 raise JoinError(_MISSED % lost)
             self._parts.calls.listen()
             pause.wait(LOOK_EVERY_S)

@@ -114,6 +114,10 @@ class MemberView(Protocol):
         """Whether it answers."""
 
     @property
+    def away(self) -> bool:
+        """Whether it stopped to answer a short while ago, and may come back."""
+
+    @property
     def left(self) -> bool:
         """Whether it announced its leave."""
 

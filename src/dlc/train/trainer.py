@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 LEASE_LOOK_S = 0.1
 """Between two looks for a lease, where this peer has none."""
 LINGER_S = 60.0
-"""How long a peer that has reached the end stays for those that still fetch the last round, or the model."""
+"""How long a peer that has reached the end stays for those that still fetch the last round, or the model, or may come
+back for them."""
 LINGER_TOLD_S = 1.0
 """After which the log says so: records of the last round take a moment."""
 LAST_TRIES = 5
@@ -366,8 +367,8 @@ class Trainer:
         return folder
 
     def _linger(self, stop: threading.Event) -> None:
-        """Stay until everybody alive has applied as many entries as we have, and every trainer has the model: who has
-        come for the last rounds gets it from nobody else."""
+        """Stay until everybody has applied as many entries as we have, and every trainer has the model: who has come
+        for the last rounds gets it from nobody else, and who is cut off for a moment would train on alone."""
         since, told = self._clock(), False
         while (stayed_s := self._clock() - since) < LINGER_S and not stop.is_set():
             members = self._peer.members()
@@ -384,7 +385,7 @@ class Trainer:
 
 def _lacks(other: MemberView, me: MemberView) -> bool:
     """Whether it still needs something of the end of the run that I have."""
-    if other.me or other.left or not other.alive:
+    if other.me or other.left or not (other.alive or other.away):
         return False
     lacks_model = other.role == TRAINER and CHANNEL in me.channels and CHANNEL not in other.channels
     return other.depth < me.depth or lacks_model
