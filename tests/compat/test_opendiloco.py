@@ -293,6 +293,40 @@ def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step
     assert optimizer.param_groups[0]["lr"] == 0.01 / 2**3, "the schedule goes on with the steps that were made"
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", ["by nobody", "inner", "outer"])
+def test_gradients_are_unscaled_once_whoever_does_it(unscaled: str, fused: bool) -> None:
+    """OpenDiLoCo's own program unscales its optimizer, to clip, and then has that step: they were divided twice."""
+    sgd = partial(torch.optim.SGD, lr=0.1, fused=fused)
+    net, plain = model(), model()
+    optimizer, reference = made(net, LonePeer(), inner_optimizer=sgd), sgd(plain.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(H - 1):
+        for stepped in (optimizer, reference):
+            stepped.zero_grad()
+        scaler.scale(loss_of(net, step)).backward()
+        loss_of(plain, step).backward()
+        if unscaled != "by nobody":
+            scaler.unscale_(optimizer if unscaled == "outer" else optimizer.inner_optimizer)
+            assert torch.allclose(*(next(m.parameters()).grad for m in (net, plain)))  # type: ignore[arg-type]
+        optimizer.step(scaler=scaler)
+        reference.step()
+        scaler.update()
+        assert torch.allclose(flat(net), flat(plain), rtol=1e-5)
+
+
+def test_an_overflow_that_unscaling_found_is_no_step() -> None:
+    net, peer = model(), LonePeer()
+    optimizer, before = made(net, peer), flat(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(net, 0)).backward()
+    next(net.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+    scaler.unscale_(optimizer)
+    optimizer.step(scaler=scaler)
+    scaler.update()
+    assert torch.equal(flat(net), before) and scaler.get_scale() == 512.0 and not optimizer.tracker.local_step
+
+
 def test_a_closure_is_evaluated_once_and_its_loss_comes_back() -> None:
     net = model()
     optimizer, calls = made(net, LonePeer()), []

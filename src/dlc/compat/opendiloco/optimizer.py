@@ -136,6 +136,8 @@ class DiLoCoOptimizer(BoundOptimizer):
         self._epochs_before = 0
         """Of a run that this one goes on from."""
         self._samples = self._made = 0
+        self._asking = self._by_scaler = False
+        """In `_is_unscaled`; in a step that `_step_by` has the scaler make."""
         self.inner_optimizer.register_step_post_hook(self._count)
         self._saved: Mapping[str, Any] | None = None
 
@@ -148,10 +150,14 @@ class DiLoCoOptimizer(BoundOptimizer):
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | float | None:
         """One inner step, by `scaler` where given (one that it skips does not count), and the exchange that may be due.
+        The gradients may be unscaled already, by `scaler.unscale_` of this optimizer or of the inner one.
 
         Returns the loss of `closure`. A first step that finds another model in the swarm takes that, and drops the
         gradients, which were not of it. Raises what `dlc.DiLoCo.step` raises; ValueError: closure and scaler.
         """
+        if self._by_scaler:
+            self.inner_optimizer.step()
+            return None
         if scaler is not None and closure is not None:
             raise ValueError("a closure and a scaler cannot be used together")
         if self._diloco is None and self._take_swarms():
@@ -168,7 +174,7 @@ class DiLoCoOptimizer(BoundOptimizer):
             diloco.weight = self._samples / (before + 1)
         last = diloco.last_report
         inner: Any = self.inner_optimizer
-        loss = scaler.step(inner) if scaler is not None else inner.step(closure)
+        loss = self._step_by(scaler) if scaler is not None else inner.step(closure)
         if self._made == made:  # skipped by the scaler
             self._samples -= samples
         else:
@@ -204,7 +210,7 @@ class DiLoCoOptimizer(BoundOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of the inner optimizer."""
-        return self.inner_optimizer.param_groups
+        return [] if self._asking else self.inner_optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -252,6 +258,29 @@ class DiLoCoOptimizer(BoundOptimizer):
 
     def _count(self, *_: object) -> None:
         self._made += not skipped(self.inner_optimizer)
+
+    def _step_by(self, scaler: torch.amp.GradScaler) -> float | None:
+        """A scaler knows by the optimizer what is unscaled: stepping the inner one, it would do again what the caller
+        had done to this one, as OpenDiLoCo's programs do."""
+        if not self._is_unscaled(scaler):
+            return scaler.step(self.inner_optimizer)
+        self._by_scaler = True
+        try:
+            return scaler.step(self)
+        finally:
+            self._by_scaler = False
+
+    def _is_unscaled(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether the caller has done that to this optimizer: only then is it an error to do it again. It is tried
+        without parameters, since they may have been unscaled as the inner one's."""
+        self._asking = True
+        try:
+            scaler.unscale_(self)
+        except RuntimeError:
+            return True
+        finally:
+            self._asking = False
+        return False
 
     def _own(self) -> Own:
         steps = self._diloco.inner_step if self._diloco is not None else 0
