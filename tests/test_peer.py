@@ -697,6 +697,7 @@ MISUSE: list[tuple[str, Callable[[Peer], object]]] = [
     ("must be a number of seconds", lambda p: p.all_reduce(torch.ones(4), timeout_s=float("nan"))),
     ("must be a number of seconds", lambda p: p.barrier(timeout_s=float("nan"))),
     ("torch tensors, not ndarray", lambda p: p.all_reduce([torch.ones(4).numpy()])),  # type: ignore[call-overload]
+    (r"not ndarray: torch.from_numpy\(x\)", lambda p: p.all_reduce(torch.ones(4).numpy())),  # type: ignore[call-overload]
     ("must be dense", lambda p: p.all_reduce(torch.ones(4).to_sparse())),
     ("on meta has no values", lambda p: p.all_reduce(torch.ones(4, device="meta"))),
     (r"clone\(\) it", lambda p: p.all_reduce(torch.ones(1).expand(4))),

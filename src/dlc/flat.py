@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
@@ -91,6 +92,8 @@ def check_writable(t: Tensor) -> None:
 
 def writable_tensors(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One or many as a list. UsageError unless their values can be read, and all of them written."""
+    if isinstance(tensors, np.ndarray):
+        raise UsageError("what is averaged must be torch tensors, not ndarray: torch.from_numpy(x) shares its memory")
     if not isinstance(tensors, (Tensor, Iterable)):
         raise UsageError(f"what is averaged must be torch tensors, not {type(tensors).__name__}")
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
