@@ -33,7 +33,7 @@ from dlc.sim.network import Weather
 from dlc.sim.schedule import Scenario, Start
 from dlc.sim.world import Process, World
 from tests.helpers import wait_until
-from tests.swarm import swarm, together
+from tests.swarm import PATIENT, swarm, together
 
 MBIT = 125_000.0
 FOUR_SITES = (935 * MBIT, 127 * MBIT, 450 * MBIT, 935 * MBIT)
@@ -559,9 +559,10 @@ def test_peers_without_a_log_know_their_links_before_any_group(monkeypatch: pyte
     monkeypatch.setattr(linkprobe, "on_this_host", lambda address: False)
     roles = ("trainer", "trainer", "observer", "helper")
     with ExitStack() as stack:
-        peers = [stack.enter_context(Peer.join(log=False, role=roles[0]))]
+        peers = [stack.enter_context(Peer.join(log=False, role=roles[0], timeouts=PATIENT))]
         for role in roles[1:]:
-            peers.append(stack.enter_context(Peer.join([peers[0].address], log=False, role=role)))
+            joined = Peer.join([peers[0].address], log=False, role=role, timeouts=PATIENT)
+            peers.append(stack.enter_context(joined))
 
         def told(peer: Peer) -> float:
             return peer._ask(lambda node, now: node.exchange.rates.told_up_Bps)

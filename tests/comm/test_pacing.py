@@ -451,6 +451,7 @@ def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     seconds_for(a, b, 1_000_000)
     a.transport.pace(b.bulk_address, 5e6)
     seconds_for(a, b, 2_000_000)
+    pump(lambda: (now := link(a.transport, b.bulk_address).tcp_sample()) and not now.queued_bytes, a, b)
     last, whole = link(a.transport, b.bulk_address).tcp_sample(), a.transport.way_sample(b.bulk_address)
     assert last is not None and whole is not None
     assert last.bytes_acked <= whole.bytes_acked < last.bytes_acked + 10_000 and whole.min_rtt_s == last.min_rtt_s
@@ -684,8 +685,10 @@ def bulk_address(peer: Peer, of: Peer) -> str:
 
 
 def sample_of(peer: Peer, of: Peer) -> tcp.WaySample | None:
-    address = bulk_address(peer, of)
-    return peer._ask(lambda node, now: peer._driver.transport.way_sample(address))
+    record = peer._ask(lambda node, now: node.record_of(of.id))
+    if record is None:  # not heard of yet
+        return None
+    return peer._ask(lambda node, now: peer._driver.transport.way_sample(record.bulk[0]))
 
 
 @linux

@@ -24,6 +24,7 @@ from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import UsageError
 from tests.helpers import wait_until
+from tests.swarm import free_addresses
 
 WAIT_S = 120.0
 """Until what is to happen has happened: a machine may stand still for seconds."""
@@ -65,12 +66,6 @@ def pump(until: Callable[[], object], *nodes: Node, want: dict[Node, list[str]] 
         assert time.monotonic() < deadline, [n.events[-5:] for n in nodes]
         for n in nodes:
             n.events += n.transport.poll(0.01, (want or {}).get(n, ()))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def has_ipv6() -> bool:
@@ -199,7 +194,7 @@ def zap_only(one: Node) -> Node:
 
 
 def test_a_refused_connection_is_reported_and_tried_for_ever(node: Callable[..., Node]) -> None:
-    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    a, (nobody,) = node("a"), free_addresses(1)
     assert a.transport.send_control(nobody, [b"x"])
     pump(lambda: len(a.link_kinds(nobody)) >= 3, a)
     assert set(a.link_kinds(nobody)) == {"refused"}
@@ -210,8 +205,7 @@ def test_a_refused_connection_is_reported_and_tried_for_ever(node: Callable[...,
 
 
 def test_a_peer_that_starts_later_gets_what_was_sent_before(node: Callable[..., Node]) -> None:
-    a, port = node("a"), free_port()
-    address = f"127.0.0.1:{port}"
+    a, (address,) = node("a"), free_addresses(1)
     for i in range(5):
         assert a.transport.send_control(address, [b"%d" % i])
     pump(lambda: "refused" in a.link_kinds(address), a)
@@ -221,7 +215,7 @@ def test_a_peer_that_starts_later_gets_what_was_sent_before(node: Callable[..., 
 
 
 def test_a_peer_that_restarts_is_reached_again(node: Callable[..., Node]) -> None:
-    a, b = node("a"), node("b")
+    a, b = node("a"), node("b", *free_addresses(1))
     a.transport.send_control(b.address, [b"1"])
     pump(lambda: b.messages(), a, b)
     b.transport.close()
@@ -244,10 +238,9 @@ def test_a_route_that_has_gone_is_not_sent_to(node: Callable[..., Node]) -> None
 
 
 def test_a_full_queue_says_so(node: Callable[..., Node]) -> None:
-    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    a, (nobody, large) = node("a"), free_addresses(2)
     accepted = sum(a.transport.send_control(nobody, [b"x"]) for _ in range(links.CONTROL_PENDING_MAX + 10))
     assert accepted == links.CONTROL_PENDING_MAX
-    large = f"127.0.0.1:{free_port()}"
     accepted = sum(a.transport.send_control(large, [bytes(1 << 20)]) for _ in range(30))
     assert accepted == links.CONTROL_PENDING_BYTES_MAX >> 20
 
@@ -447,8 +440,7 @@ def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
 
 def test_close_tries_those_once_more_who_were_not_there(node: Callable[..., Node]) -> None:
     """One that had been restarted in its place never heard that the other left: its link had failed a moment before."""
-    a, port = node("a"), free_port()
-    address = f"127.0.0.1:{port}"
+    a, (address,) = node("a"), free_addresses(1)
     a.transport.send_control(address, [b"leave"])
     pump(lambda: len(a.link_kinds(address)) >= 3, a)
     b = node("b", address)
@@ -459,7 +451,7 @@ def test_close_tries_those_once_more_who_were_not_there(node: Callable[..., Node
 
 
 def test_close_does_not_wait_for_those_who_are_not_there(node: Callable[..., Node]) -> None:
-    a, nobody = node("a"), f"127.0.0.1:{free_port()}"
+    a, (nobody,) = node("a"), free_addresses(1)
     a.transport.send_control(nobody, [b"x"])
     pump(lambda: a.link_kinds(nobody), a)
     began = time.monotonic()
@@ -471,7 +463,7 @@ def test_close_leaves_no_thread_and_no_port(node: Callable[..., Node]) -> None:
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("counts threads in /proc")
     before = set(os.listdir("/proc/self/task"))  # one of the test before may be ending still
-    a, b = node("a"), node("b")
+    a, b = node("a", *free_addresses(1)), node("b")
     a.transport.send_control(b.address, [b"x"])
     a.transport.send_control("localhost:1", [b"x"])
     pump(lambda: b.messages(), a, b)
@@ -550,21 +542,21 @@ def test_strangers_addresses_cannot_open_links_without_end(
 ) -> None:
     monkeypatch.setattr(transport_module, "LINKS_MAX", 3)
     a = node("a")
-    ports = [free_port() for _ in range(5)]
-    assert [a.transport.send_control(f"127.0.0.1:{p}", [b"x"]) for p in ports] == [True] * 3 + [False] * 2
-    a.transport.forget(f"127.0.0.1:{ports[0]}")
-    assert a.transport.send_control(f"127.0.0.1:{ports[4]}", [b"x"])
+    others = free_addresses(5)
+    assert [a.transport.send_control(other, [b"x"]) for other in others] == [True] * 3 + [False] * 2
+    a.transport.forget(others[0])
+    assert a.transport.send_control(others[4], [b"x"])
 
 
 def test_links_that_are_down_and_of_no_use_are_let_go(node: Callable[..., Node]) -> None:
     """Of all who died in the weeks of a run, each had a link that was tried every two seconds, for ever."""
     now, a, b = 1000.0, node("a"), node("b")
     a.transport._clock = lambda: now
-    nobody, other = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    nobody, other = free_addresses(2)
     for address in (nobody, other, b.address):
         a.transport.send_control(address, [b"x"])
     a.transport.open_bulk(nobody)
-    pump(lambda: a.link_kinds(nobody) and a.link_kinds(other) and b.messages(), a, b)
+    pump(lambda: a.link_kinds(nobody) and a.link_kinds(other) and a.link_kinds(b.address) and b.messages(), a, b)
     now += links.UNUSED_S - 1.0
     a.transport.send_control(other, [b"y"])
     a.transport.poll(0.0)
@@ -583,9 +575,7 @@ def test_a_link_for_which_there_are_not_enough_sockets_fails_and_is_tried_again(
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, sockets)
         resolver = addresses.Resolver(lambda: None)
-        link = links.Link(
-            context, f"127.0.0.1:{free_port()}", "control", routing_id=b"a", security=None, resolver=resolver
-        )
+        link = links.Link(context, *free_addresses(1), "control", routing_id=b"a", security=None, resolver=resolver)
         found = link.advance(0.0)
         if link.socket is None:
             assert [(event.kind, event.detail) for event in found] == [
@@ -606,8 +596,7 @@ def test_a_process_that_may_open_no_more_files_says_so_once(
     monkeypatch.setattr(transport_module, "SOCKETS_MAX", 8)  # two listen, each with both ends of a monitor
     a = Transport(security=None, ident=b"a")
     try:
-        for _ in range(3):
-            address = f"127.0.0.1:{free_port()}"
+        for address in free_addresses(3):
             if lane == "control":
                 a.send_control(address, [b"x"])
             else:
