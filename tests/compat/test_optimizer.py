@@ -466,7 +466,11 @@ def test_an_epoch_that_is_counted_is_in_the_model_though_nobody_came(caplog: pyt
     assert caplog.text.count("no longer waited for") == 1
 
 
-def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [False, True])
+def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody has come before the step that began this has ended."""
     town, net = Town(), model()
     options = {"batch_size_per_step": TARGET, "delay_grad_averaging": True, "matchmaking_time": 0.2}
     opt = optimizer(town, net, **options)
@@ -476,6 +480,13 @@ def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(monkeypat
     def nobody_comes(*_: object) -> None:
         other.tracker.report_local_progress(0, 1)
 
+    def update_epoch(epoch: int) -> int:
+        if slow:
+            opt.state_averager.wait_for_delayed_updates()
+        return update(epoch)
+
+    update = opt.tracker.update_epoch
+    monkeypatch.setattr(opt.tracker, "update_epoch", update_epoch)
     monkeypatch.setattr(opt.dht.swarm, "average", nobody_comes)
     backward(net, 0)
     opt.step()

@@ -373,8 +373,9 @@ class Optimizer(TorchFace):
         return here - {self.dht.swarm.id} - self._given_up
 
     def _somebody_trains(self, epoch: int) -> bool:
-        """Whether another peer is known to train by now, or to have made the epoch."""
-        return self.tracker.global_progress.num_peers > 1 or self._missed(epoch)
+        """Whether another peer is known to train by now, or to have made the epoch. In the background: the step that
+        began it may hold the progress still."""
+        return self.tracker.progress_now().num_peers > 1 or self._missed(epoch)
 
     def _out_of_step(self) -> bool:
         """Whether others have made an epoch without this peer."""
