@@ -1465,6 +1465,27 @@ def test_a_group_is_looked_for_when_the_gradients_are_there() -> None:
     assert order == ["copy", "look for a group"]
 
 
+def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_its_sums(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They were taken for used, and averages for there, as long as the thread of that step was not done with it."""
+    on = threading.Event()
+
+    class Slow(GradientAverager):
+        def schedule_step(self, *args: Any, **kwargs: Any) -> StepControl:
+            control = super().schedule_step(*args, **kwargs)
+            control.add_done_callback(lambda _: on.wait(WAIT_S))
+            return control
+
+    peer = Slow([nn.Parameter(torch.zeros(1))], dht=dht(Town()), prefix="g", start=True, min_matchmaking_time=0.1)
+    for _ in range(2):
+        peer.accumulate_grads_(batch_size=1)
+        control = peer.step(reset_accumulators=False, allow_retries=False, wait=False)
+        assert isinstance(control.exception(WAIT_S), DlcError)
+    on.set()
+    assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
+
+
 def test_an_offloaded_optimizer_leaves_out_what_a_batch_did_not_use() -> None:
     used, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     parts = components.build(lambda p: torch.optim.SGD(p, lr=1.0), [used, other], None, None, True)
