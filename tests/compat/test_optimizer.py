@@ -706,6 +706,32 @@ def test_who_made_no_step_in_the_background_gives_no_state_and_loads_that_of_the
     assert not opts[0].state_averager.lacks_step
 
 
+def test_who_tells_late_how_far_it_is_as_a_donor_does_not_take_back_that_it_lacks_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step fails in the background while the epoch is told of."""
+    opt, lock = optimizer(Town(), model(), batch_size_per_step=TARGET), Watched()
+    state, priority = opt.state_averager, TrainingStateAverager.state_sharing_priority
+
+    def fail() -> None:
+        state.lacks_step = True
+        opt._tell_priority()
+
+    def late(averager: TrainingStateAverager, told: float) -> None:
+        if threading.current_thread() is not failing:
+            failing.start()
+            wait_until(lambda: len(lock.came) == 2 or not failing.is_alive(), WAIT_S, "it has failed")
+        priority.fset(averager, told)  # type: ignore[attr-defined]
+
+    failing = threading.Thread(target=fail)
+    monkeypatch.setattr(opt, "_lock_priority", lock, raising=False)
+    monkeypatch.setattr(TrainingStateAverager, "state_sharing_priority", priority.setter(late))  # type: ignore[attr-defined]
+    state.local_epoch = 1
+    opt._tell_priority()
+    failing.join(WAIT_S)
+    assert state.state_sharing_priority == state.entry.priority == 0.5
+
+
 def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
@@ -1063,29 +1089,32 @@ def test_a_model_that_is_loaded_alone_beside_an_average_stays_and_the_mean_is_fo
     assert net.bias.item() == -7.0 and extra.tolist() == [-7.0] * 2
 
 
+class Watched:
+    """A lock, and how many have come to it."""
+
+    def __init__(self) -> None:
+        self.lock, self.came = threading.Lock(), list[str]()
+
+    def __enter__(self) -> None:
+        self.came.append(threading.current_thread().name)
+        self.lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
 def test_what_a_training_averager_has_loaded_is_not_overwritten_by_a_step_that_was_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    town, nets, entered = Town(), [model(), nn.Linear(5, 1)], list[str]()
+    town, nets, lock = Town(), [model(), nn.Linear(5, 1)], Watched()
     options = {"average_parameters": True, "average_gradients": False, "prefix": "t", "start": True}
     first, _ = (TrainingAverager(SGD(net.parameters()), dht=dht(town), **options) for net in nets)
     began, on = average_that_waits(monkeypatch, first)
-
-    class Watched:
-        lock = threading.Lock()
-
-        def __enter__(self) -> None:
-            entered.append(threading.current_thread().name)
-            self.lock.acquire()
-
-        def __exit__(self, *exc: object) -> None:
-            self.lock.release()
-
-    monkeypatch.setattr(first, "lock_averager_step", Watched())
+    monkeypatch.setattr(first, "lock_averager_step", lock)
     step = first.step(wait=False)
     assert began.wait(WAIT_S)
     loading = first.load_state_from_peers(wait=False, timeout=WAIT_S)
-    wait_until(lambda: loading.done() or len(entered) == 2, WAIT_S, "what was fetched is taken over, or waits")
+    wait_until(lambda: loading.done() or len(lock.came) == 2, WAIT_S, "what was fetched is taken over, or waits")
     on.set()
     assert loading.result(WAIT_S) is not None and len(step.result(WAIT_S)) == 1
     assert torch.equal(weights(nets[0]), weights(nets[1]))
