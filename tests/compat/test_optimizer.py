@@ -736,7 +736,7 @@ def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
     helper_net = model()
-    helper = optimizer(town, helper_net, auxiliary=True, matchmaking_time=0.2)
+    helper = optimizer(town, helper_net, auxiliary=True, average_state_every=1000)
     start = weights(helper_net)
     for net in nets:
         backward(net, 0)
