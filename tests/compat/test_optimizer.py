@@ -1366,13 +1366,22 @@ def test_a_scaled_step_that_waits_for_one_in_the_background_lets_it_be_made(monk
     assert [opt.local_epoch for opt in opts] == [2, 2] and torch.equal(weights(nets[0]), weights(nets[1]))
 
 
-def test_a_sum_has_one_scale_though_a_step_in_the_background_ends_while_it_grows() -> None:
-    net, alone = model(), model()
+def test_a_sum_has_one_scale_though_a_step_in_the_background_ends_while_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, alone, updated, in_background = model(), model(), threading.Event(), state_averager.in_background
+
+    def late(work: Callable[[], None], name: str) -> Any:
+        return in_background(lambda: work() if updated.wait(WAIT_S) else None, name)
+
+    monkeypatch.setattr(state_averager, "in_background", late)
     opt = optimizer(Town(), net, batch_size_per_step=16, **SCALED)
     scaler, plain = GradScaler("cpu", init_scale=64.0, growth_interval=1), SGD(alone.parameters())
     data, scales, made = batches(0, 6, 16), [], []
     for batch in data:
+        updated.clear()
         scaled_step(scaler, opt, net, batch)
+        updated.set()
         made.append(weights(net))
         opt.state_averager.wait_for_delayed_updates()  # so the next call finds it done
         scales.append(scaler.get_scale())
