@@ -19,7 +19,7 @@ from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
 from dlc.compat.hivemind.averaging.image import pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
-from dlc.compat.hivemind.swarm import Outcome
+from dlc.compat.hivemind.swarm import Notice, Outcome
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
@@ -463,6 +463,30 @@ def test_a_second_averager_of_one_name_takes_the_place_of_the_first(caplog: pyte
         assert loader.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [2.0] * 3
     taken.shutdown()
     assert list(donor.averagers) == ["another"]
+
+
+def test_who_is_dropped_answers_nobody_who_asks_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was about to look who asks, and gets to it late: it gave the state that nobody trains any more."""
+    town, looks, on = Town(), threading.Event(), threading.Event()
+    donor = DHT(start=True, p2p=town.peer())
+    dropped = Own([torch.zeros(1)], donor, start=True, prefix="mine")
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "dlc-hivemind-state")
+    notices = donor.swarm.notices
+
+    def late(prefix: str) -> list[Notice]:
+        if threading.current_thread() is thread and not on.is_set():
+            looks.set()
+            assert on.wait(WAIT_S)
+        return notices(prefix)
+
+    monkeypatch.setattr(donor.swarm, "notices", late)
+    town.changed()
+    assert looks.wait(WAIT_S)
+    dropped.shutdown()
+    town.peer().post(f"want/mine/{donor.peer_id}", b"nonce", 60.0)
+    on.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not dropped.calls
 
 
 def test_a_state_is_held_as_long_as_its_loader_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from dlc.compat.hivemind.utils.serializer import DEPTH_MAX, MSGPackSerializer
 from dlc.compat.opendiloco import DHT as OpenDiLoCoDHT
 from dlc.errors import JoinError, UsageError
 from dlc.peer import Peer
+from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -167,7 +168,7 @@ def test_the_command_is_an_address_to_join_by_until_ctrl_c() -> None:
             told = command.stdout.readline()
             assert told.startswith("others join with initial_peers /ip4/127.0.0.1/tcp/"), told
             with hivemind.DHT(told.split()[4:], start=True, startup_timeout=WAIT_S) as dht:
-                assert len(dht.swarm.present()) == 2
+                wait_until(lambda: len(dht.swarm.present()) == 2, WAIT_S, "both know that the other is here")
             command.send_signal(signal.SIGINT)
             assert command.wait(WAIT_S) == 0
         finally:

@@ -466,7 +466,11 @@ def test_an_epoch_that_is_counted_is_in_the_model_though_nobody_came(caplog: pyt
     assert caplog.text.count("no longer waited for") == 1
 
 
-def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [False, True])
+def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody has come before the step that began this has ended."""
     town, net = Town(), model()
     options = {"batch_size_per_step": TARGET, "delay_grad_averaging": True, "matchmaking_time": 0.2}
     opt = optimizer(town, net, **options)
@@ -476,6 +480,13 @@ def test_who_is_heard_of_while_it_is_waited_for_is_not_gone_on_without(monkeypat
     def nobody_comes(*_: object) -> None:
         other.tracker.report_local_progress(0, 1)
 
+    def update_epoch(epoch: int) -> int:
+        if slow:
+            opt.state_averager.wait_for_delayed_updates()
+        return update(epoch)
+
+    update = opt.tracker.update_epoch
+    monkeypatch.setattr(opt.tracker, "update_epoch", update_epoch)
     monkeypatch.setattr(opt.dht.swarm, "average", nobody_comes)
     backward(net, 0)
     opt.step()
@@ -695,11 +706,37 @@ def test_who_made_no_step_in_the_background_gives_no_state_and_loads_that_of_the
     assert not opts[0].state_averager.lacks_step
 
 
+def test_who_tells_late_how_far_it_is_as_a_donor_does_not_take_back_that_it_lacks_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step fails in the background while the epoch is told of."""
+    opt, lock = optimizer(Town(), model(), batch_size_per_step=TARGET), Watched()
+    state, priority = opt.state_averager, TrainingStateAverager.state_sharing_priority
+
+    def fail() -> None:
+        state.lacks_step = True
+        opt._tell_priority()
+
+    def late(averager: TrainingStateAverager, told: float) -> None:
+        if threading.current_thread() is not failing:
+            failing.start()
+            wait_until(lambda: len(lock.came) == 2 or not failing.is_alive(), WAIT_S, "it has failed")
+        priority.fset(averager, told)  # type: ignore[attr-defined]
+
+    failing = threading.Thread(target=fail)
+    monkeypatch.setattr(opt, "_lock_priority", lock, raising=False)
+    monkeypatch.setattr(TrainingStateAverager, "state_sharing_priority", priority.setter(late))  # type: ignore[attr-defined]
+    state.local_epoch = 1
+    opt._tell_priority()
+    failing.join(WAIT_S)
+    assert state.state_sharing_priority == state.entry.priority == 0.5
+
+
 def test_an_auxiliary_peer_helps_and_trains_nothing() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
     helper_net = model()
-    helper = optimizer(town, helper_net, auxiliary=True, matchmaking_time=0.2)
+    helper = optimizer(town, helper_net, auxiliary=True, average_state_every=1000)
     start = weights(helper_net)
     for net in nets:
         backward(net, 0)
@@ -1052,29 +1089,32 @@ def test_a_model_that_is_loaded_alone_beside_an_average_stays_and_the_mean_is_fo
     assert net.bias.item() == -7.0 and extra.tolist() == [-7.0] * 2
 
 
+class Watched:
+    """A lock, and how many have come to it."""
+
+    def __init__(self) -> None:
+        self.lock, self.came = threading.Lock(), list[str]()
+
+    def __enter__(self) -> None:
+        self.came.append(threading.current_thread().name)
+        self.lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
 def test_what_a_training_averager_has_loaded_is_not_overwritten_by_a_step_that_was_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    town, nets, entered = Town(), [model(), nn.Linear(5, 1)], list[str]()
+    town, nets, lock = Town(), [model(), nn.Linear(5, 1)], Watched()
     options = {"average_parameters": True, "average_gradients": False, "prefix": "t", "start": True}
     first, _ = (TrainingAverager(SGD(net.parameters()), dht=dht(town), **options) for net in nets)
     began, on = average_that_waits(monkeypatch, first)
-
-    class Watched:
-        lock = threading.Lock()
-
-        def __enter__(self) -> None:
-            entered.append(threading.current_thread().name)
-            self.lock.acquire()
-
-        def __exit__(self, *exc: object) -> None:
-            self.lock.release()
-
-    monkeypatch.setattr(first, "lock_averager_step", Watched())
+    monkeypatch.setattr(first, "lock_averager_step", lock)
     step = first.step(wait=False)
     assert began.wait(WAIT_S)
     loading = first.load_state_from_peers(wait=False, timeout=WAIT_S)
-    wait_until(lambda: loading.done() or len(entered) == 2, WAIT_S, "what was fetched is taken over, or waits")
+    wait_until(lambda: loading.done() or len(lock.came) == 2, WAIT_S, "what was fetched is taken over, or waits")
     on.set()
     assert loading.result(WAIT_S) is not None and len(step.result(WAIT_S)) == 1
     assert torch.equal(weights(nets[0]), weights(nets[1]))
@@ -1326,13 +1366,22 @@ def test_a_scaled_step_that_waits_for_one_in_the_background_lets_it_be_made(monk
     assert [opt.local_epoch for opt in opts] == [2, 2] and torch.equal(weights(nets[0]), weights(nets[1]))
 
 
-def test_a_sum_has_one_scale_though_a_step_in_the_background_ends_while_it_grows() -> None:
-    net, alone = model(), model()
+def test_a_sum_has_one_scale_though_a_step_in_the_background_ends_while_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, alone, updated, in_background = model(), model(), threading.Event(), state_averager.in_background
+
+    def late(work: Callable[[], None], name: str) -> Any:
+        return in_background(lambda: work() if updated.wait(WAIT_S) else None, name)
+
+    monkeypatch.setattr(state_averager, "in_background", late)
     opt = optimizer(Town(), net, batch_size_per_step=16, **SCALED)
     scaler, plain = GradScaler("cpu", init_scale=64.0, growth_interval=1), SGD(alone.parameters())
     data, scales, made = batches(0, 6, 16), [], []
     for batch in data:
+        updated.clear()
         scaled_step(scaler, opt, net, batch)
+        updated.set()
         made.append(weights(net))
         opt.state_averager.wait_for_delayed_updates()  # so the next call finds it done
         scales.append(scaler.get_scale())
@@ -1452,6 +1501,27 @@ def test_a_group_is_looked_for_when_the_gradients_are_there() -> None:
     averager.accumulate_grads_(batch_size=1)
     averager.step(wait=False)
     assert order == ["copy", "look for a group"]
+
+
+def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_its_sums(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They were taken for used, and averages for there, as long as the thread of that step was not done with it."""
+    on = threading.Event()
+
+    class Slow(GradientAverager):
+        def schedule_step(self, *args: Any, **kwargs: Any) -> StepControl:
+            control = super().schedule_step(*args, **kwargs)
+            control.add_done_callback(lambda _: on.wait(WAIT_S))
+            return control
+
+    peer = Slow([nn.Parameter(torch.zeros(1))], dht=dht(Town()), prefix="g", start=True, min_matchmaking_time=0.1)
+    for _ in range(2):
+        peer.accumulate_grads_(batch_size=1)
+        control = peer.step(reset_accumulators=False, allow_retries=False, wait=False)
+        assert isinstance(control.exception(WAIT_S), DlcError)
+    on.set()
+    assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
 
 
 def test_an_offloaded_optimizer_leaves_out_what_a_batch_did_not_use() -> None:

@@ -1,15 +1,24 @@
-"""`PeerSwarm`, where it takes more peers than a machine has room for: over memberships on a virtual clock."""
+"""`PeerSwarm` without sockets: where it takes more peers than a machine has room for, over memberships on a virtual
+clock, and where it depends on which of two threads is first."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+import torch
+
 from dlc.comm.detector import HEARTBEATS_MAX
 from dlc.comm.membership import Membership
+from dlc.compat.hivemind import peer_swarm
+from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.peer_swarm import PeerSwarm
+from dlc.errors import RoundTimeout
 from tests.comm.swim_net import Net
+from tests.helpers import wait_until
 
 
 def swarm_of(members: Membership) -> PeerSwarm:
@@ -33,3 +42,36 @@ def test_nobody_who_lives_is_missed_in_a_swarm_too_large_to_ping_all_of_it_and_t
     net.crash(names[-1])
     net.run_until(lambda: len(first.present()) < len(names), 120.0)
     assert first.present() == set(names[:-1])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_gives_up_a_call_that_begins_goes_on_when_it_is_cancelled(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on at once, and the others took the call that was cancelled later into their group."""
+    control, order = StepControl(0.0, float("inf"), allow_retries=False, weight=1.0, number=-1), list[str]()
+
+    def give_up() -> None:
+        control.cancel()
+        order.append("goes on")
+
+    def begin(*_: Any, **__: Any) -> Mock:
+        order.append("begins")
+        giving_up.start()
+        wait_until(lambda: control.cancelled() and (waits.is_set() or not giving_up.is_alive()))
+        wait = Mock(side_effect=RoundTimeout("no"))
+        return Mock(cancel=lambda: order.append("cancelled"), wait=wait, members=("me",))
+
+    waits, giving_up = threading.Event(), threading.Thread(target=give_up)
+    terms = Mock(patience_s=1.0, budget_s=1.0)
+    terms.when_given_up = lambda end: control.add_done_callback(lambda _: (waits.set(), end()))
+    monkeypatch.setattr(peer_swarm, "Group", Mock(return_value=Mock(begin=begin, matchmaking_s=1.0)))
+    swarm = swarm_of(Mock(me=Mock(peer="me")))
+    if not begun:
+        give_up()
+        assert swarm.average("key", [(torch.zeros(1), "fp32")], terms) is None and order == ["goes on"]
+        return
+    with pytest.raises(RoundTimeout):
+        swarm.average("key", [(torch.zeros(1), "fp32")], terms)
+    giving_up.join()
+    assert order == ["begins", "cancelled", "goes on"]

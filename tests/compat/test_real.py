@@ -175,7 +175,9 @@ def test_a_group_that_is_there_is_known_before_anybody_can_have_its_mean(monkeyp
         ]
         wait_until(lambda: all(a.directory.others() for a in pair), WAIT_S)
         monkeypatch.setattr(GroupCall, "_end", end)
-        steps = [averager.step(wait=False) for averager in pair]
+        steps = [averager.step(wait=False, require_trigger=True) for averager in pair]
+        for step in steps:
+            step.allow_allreduce()
         for step in steps:
             step.result(WAIT_S)
     assert known[0] == [True, True]

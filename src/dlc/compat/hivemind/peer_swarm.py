@@ -161,10 +161,18 @@ class PeerSwarm:
 
     # ---------------------------------------------------------------- averages
 
-    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome:
+    def average(self, key: str, parts: Parts, terms: Terms) -> Outcome | None:
         self._hello()
         missing: dict[str, str] = {}
         first: GroupReport | None = None
+        given_up, beginning = threading.Event(), threading.Lock()
+
+        def give_up() -> None:
+            given_up.set()
+            with beginning:  # who gives up goes on when what begins just now is cancelled, too
+                pass
+
+        terms.when_given_up(give_up)
         for index, (vector, codec) in enumerate(parts):
             group = Group(
                 self._peer,
@@ -178,15 +186,18 @@ class PeerSwarm:
                 expected=terms.expected if first is None else None,
                 formed=(lambda _: terms.formed()) if first is None else None,
             )
-            call = group.begin(
-                vector,
-                weight=terms.weight,
-                gather=terms.data,
-                contributes=terms.contributes,
-                receives=terms.contributes,
-                timeout_s=group.matchmaking_s + terms.budget_s,
-            )
-            terms.when_given_up(partial(_cancel, call))
+            with beginning:
+                if given_up.is_set():
+                    return None
+                call = group.begin(
+                    vector,
+                    weight=terms.weight,
+                    gather=terms.data,
+                    contributes=terms.contributes,
+                    receives=terms.contributes,
+                    timeout_s=group.matchmaking_s + terms.budget_s,
+                )
+                terms.when_given_up(partial(_cancel, call))
             report = _waited(call)
             if call.mean is not None:
                 if terms.keeps_unsaid and codec != "fp32":

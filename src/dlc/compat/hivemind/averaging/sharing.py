@@ -151,6 +151,8 @@ class Sharing:
             while not self._closed:
                 heard = self._heard
                 asked = self._swarm.notices(f"want/{self._prefix}/{self._swarm.id}")
+                if self._closed:  # whoever has asked since is answered by who is in its place
+                    break
                 wanted = [notice for notice in asked if notice.lives]
                 self._give_back({notice.value.decode(errors="replace") for notice in wanted})
                 for notice in wanted:

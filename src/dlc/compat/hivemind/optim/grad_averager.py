@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +53,7 @@ class GradientAverager(DecentralizedAverager):
         self.local_samples_accumulated = self.local_times_accumulated = 0
         self._first_batch: int | None = None
         self._sums_used = self._averages_unused = False
+        self._last: StepControl | None = None
         grads = list(self._grads())
         check_real(grads)
         self._sums = None if reuse_grad_buffers else [torch.zeros_like(g, device=accumulate_grads_on) for g in grads]
@@ -78,6 +78,7 @@ class GradientAverager(DecentralizedAverager):
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
         """Add the present gradients, the mean over `batch_size` samples, to the sums."""
+        self._look_back()
         if self._sums_used and self.warn:
             log.warning("the sums of the last round were not reset: call reset_accumulated_grads_ after it")
             self._sums_used = False
@@ -115,6 +116,7 @@ class GradientAverager(DecentralizedAverager):
             raise UsageError(f"{', '.join(kwargs)}: give this to schedule_step, where the group is looked for")
         if control is not None and control.triggered:
             raise UsageError("this StepControl was used already")
+        self._look_back()
         if self._averages_unused and self.warn:
             log.warning("the averages of the last round were not used")
         self.load_accumulators_into_averager_()
@@ -124,13 +126,15 @@ class GradientAverager(DecentralizedAverager):
         control.weight = self.local_samples_accumulated if weight is None else weight
         if reset_accumulators:
             self.reset_accumulated_grads_()
-        control.add_done_callback(self._over)
+        self._last = control
         control.allow_allreduce()
         return control.result(timeout) if wait else control
 
-    def _over(self, control: Future[Any]) -> None:
-        """Where there was no mean, the sums are as good as before, and nobody can use averages."""
-        if control.cancelled() or control.exception() is not None:
+    def _look_back(self) -> None:
+        """Where there was no mean, the sums are as good as before, and nobody can use averages. Looked at when that
+        counts: who has waited for the step may go on before a callback of it is called."""
+        last = self._last
+        if last is not None and last.done() and (last.cancelled() or last.exception() is not None):
             self._sums_used = self._averages_unused = False
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ sums are kept and the next call tries again; who has missed an epoch that others
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -165,6 +166,8 @@ class Optimizer(TorchFace):
                 )
             undo.pop_all()
         self._step_supports_amp_scaling = reuse_grad_buffers
+        self._lock_priority = threading.Lock()
+        """Whoever tells it holds this: or else a slower thread would take back what another has told since."""
         self._met: frozenset[str] = frozenset()
         """Peers in the last average of gradients."""
         self._given_up: frozenset[str] = frozenset()
@@ -373,8 +376,9 @@ class Optimizer(TorchFace):
         return here - {self.dht.swarm.id} - self._given_up
 
     def _somebody_trains(self, epoch: int) -> bool:
-        """Whether another peer is known to train by now, or to have made the epoch."""
-        return self.tracker.global_progress.num_peers > 1 or self._missed(epoch)
+        """Whether another peer is known to train by now, or to have made the epoch. In the background: the step that
+        began it may hold the progress still."""
+        return self.tracker.progress_now().num_peers > 1 or self._missed(epoch)
 
     def _out_of_step(self) -> bool:
         """Whether others have made an epoch without this peer."""
@@ -457,8 +461,10 @@ class Optimizer(TorchFace):
         self._tell_priority()
 
     def _tell_priority(self) -> None:
-        if self.state_averager.allow_state_sharing:
-            self.state_averager.state_sharing_priority = self.local_epoch - 0.5 * self.state_averager.lacks_step
+        """From any thread."""
+        with self._lock_priority:
+            if self.state_averager.allow_state_sharing:
+                self.state_averager.state_sharing_priority = self.local_epoch - 0.5 * self.state_averager.lacks_step
 
     def shutdown(self) -> None:
         """Be no peer of this run any more; the DHT goes on. Idempotent."""

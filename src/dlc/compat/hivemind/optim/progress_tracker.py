@@ -104,13 +104,28 @@ class ProgressTracker:
 
     @property
     def global_progress(self) -> GlobalTrainingProgress:
-        if self._paused is not None:
-            return self._paused
-        now = time.monotonic()
-        if self._read is None or now - self._read[0] > FRESH_S:
-            self._read = now, self._sum()
+        now, paused, read = time.monotonic(), self._paused, self._read  # which another thread may drop meanwhile
+        if paused is not None:
+            return paused
+        if read is None or now - read[0] > FRESH_S:
+            self._read = read = now, self.progress_now()
             self.fetched_global_progress_this_epoch.set()
-        return self._read[1]
+        return read[1]
+
+    def progress_now(self) -> GlobalTrainingProgress:
+        """`global_progress` as it is known now, though updates be paused. From any thread."""
+        now = get_dht_time()
+        peers = self._others() + ([self.local_progress] if self._reports else [])
+        epoch = max([self.local_progress.epoch, *(p.epoch for p in peers if not p.client_mode)])
+        near = [p for p in peers if p.epoch >= epoch - 1]  # the others have stopped, or will load the state first
+        samples = sum(p.samples_accumulated for p in near if p.epoch == epoch)
+        speed = self.performance_ema.eps + sum(p.samples_per_second for p in near)
+        ahead = sum(
+            p.samples_accumulated + max(0.0, now - p.time) * p.samples_per_second for p in near if p.epoch == epoch
+        )
+        eta = now + max(0.0, self.target_batch_size - ahead) / speed
+        clients = sum(p.client_mode for p in near)
+        return GlobalTrainingProgress(epoch, samples, self.target_batch_size, len(near), clients, eta, now)
 
     @property
     def global_epoch(self) -> int:
@@ -156,7 +171,7 @@ class ProgressTracker:
         self.report_local_progress(new_epoch, 0)
         self.fetched_global_progress_this_epoch.clear()
         if self._paused is not None:
-            self._paused = self._sum()
+            self._paused = self.progress_now()
         return new_epoch
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -181,20 +196,6 @@ class ProgressTracker:
         if self._alive and self._reports:
             raw = MSGPackSerializer.dumps(list(dataclasses.astuple(self.local_progress)))
             self._swarm.post(self._key, raw, TTL_S)
-
-    def _sum(self) -> GlobalTrainingProgress:
-        now = get_dht_time()
-        peers = self._others() + ([self.local_progress] if self._reports else [])
-        epoch = max([self.local_progress.epoch, *(p.epoch for p in peers if not p.client_mode)])
-        near = [p for p in peers if p.epoch >= epoch - 1]  # the others have stopped, or will load the state first
-        samples = sum(p.samples_accumulated for p in near if p.epoch == epoch)
-        speed = self.performance_ema.eps + sum(p.samples_per_second for p in near)
-        ahead = sum(
-            p.samples_accumulated + max(0.0, now - p.time) * p.samples_per_second for p in near if p.epoch == epoch
-        )
-        eta = now + max(0.0, self.target_batch_size - ahead) / speed
-        clients = sum(p.client_mode for p in near)
-        return GlobalTrainingProgress(epoch, samples, self.target_batch_size, len(near), clients, eta, now)
 
     def _others(self) -> list[LocalTrainingProgress]:
         swarm, found = self._swarm, []
