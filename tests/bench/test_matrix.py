@@ -47,10 +47,16 @@ class Waiting(Transport):
         return events
 
 
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is through with SMALL in less than 0.15 s has a rate, too."""
+    monkeypatch.setattr(flow_module, "PACE_S_MIN", 0.001)
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for long; for the asker time passes only while nothing comes."""
     patient(monkeypatch)
+    fast(monkeypatch)
     reached_by_polls(monkeypatch, OPEN_S)
     monkeypatch.setattr(matrix_module, "OPEN_S", OPEN_S)
     monkeypatch.setattr(matrix_module, "Transport", Waiting)
@@ -110,6 +116,7 @@ def test_a_receiver_that_is_busy_is_named(soon: None, monkeypatch: pytest.Monkey
 def test_two_matrices_at_once_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """One asks a to measure the way to b, and the other one b the way to a."""
     patient(monkeypatch)
+    fast(monkeypatch)
     monkeypatch.setattr(serve_module, "GIVE_WAY_S", 0.3)
     with serving() as a, serving() as b, ThreadPoolExecutor(2) as pool:
         both = [(a.address, b.address), (b.address, a.address)]
