@@ -41,6 +41,8 @@ class Applier:
         self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
         slot.fetching = lambda: self.sync.busy
         self._decision: msg.Commit | None = None
+        self._left_ahead: set[Voter] = set()
+        """Who was told of as such."""
 
     def committed(self, entry: Entry, holders: list[Voter]) -> None:
         """I coordinated the decision of this entry: tell everyone, and apply it."""
@@ -91,10 +93,12 @@ class Applier:
             self.log.learned_run = self.ctx.running_s
 
     def _look_back(self) -> None:
-        """Where a forced ballot has just gone on from here, some may have gone further, and left meanwhile."""
+        """Where a forced ballot has just gone on from here, some may have gone further, and left meanwhile. Each is
+        told of once: what was accepted before may be decided first, and then the same is done again."""
         tokens = self.log.state.tokens
         gone = [r for r in self.ctx.members.departed() if can_vote(r) and r.tokens > tokens]
-        if gone and self.log.fellows_here:
+        if self.log.fellows_here and not self._left_ahead.issuperset(r.voter for r in gone):
+            self._left_ahead.update(r.voter for r in gone)
             self.ctx.notify(LeftAhead(tuple(r.voter for r in gone), max(r.tokens for r in gone) - tokens))
 
     def last_decision(self) -> msg.Commit:
