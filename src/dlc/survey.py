@@ -43,7 +43,8 @@ class Member:
     channels: tuple[str, ...] = ()
     """Whose states it holds, as they are at `head`."""
     away: bool = False
-    """It has stopped to answer less than `timeouts.evict_s` ago, and may come back: nothing says that it has ended."""
+    """It has stopped to answer less than `timeouts.evict_s` ago, and may come back: nothing says that it has ended.
+    `dlc status`, which looks on for a moment only, knows of none."""
 
 
 def member_of(record: Record, alive: bool, me: bool, away: bool = False) -> Member:

@@ -28,9 +28,8 @@ packets waiting, rises on trial by short rounds, too, until packets wait.
 
 An idle link is not lowered: nothing was asked of it. Rounds that are too short, or have too few messages to tell,
 change nothing; until the first one that tells, the rate is 0, unknown, or what a probe of the way up has shown
-(linkprobe.py): the greatest of several. Nor does one begin with a round that stood still for most of its time, as for a
-peer that froze. It stands for less than what a round shows: the first round that falls short of
-it is believed.
+(linkprobe.py): the greatest of several. It stands for less than what a round shows: the first round that falls short of
+it is believed. A round that stood still for most of its time, as for a peer that froze, is no first one that tells.
 
     begin(plan) -> samples, sent, received ... -> end
 
