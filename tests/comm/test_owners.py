@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 
+from dlc.comm.ids import Voter
 from dlc.comm.messages import Plan
-from dlc.comm.owners import asked_Bps, shape_of
+from dlc.comm.owners import asked_Bps, cut_off, shape_of
+from dlc.sim.schedule import TRAIN
 from dlc.sim.world import Process
 from tests.comm.stage import Stage
 
@@ -130,6 +133,70 @@ def test_after_the_death_of_a_large_owner_the_open_chunks_are_divided_by_rates()
     assert owned(again)[slow.host.name] == 0 and owned(again)[large.host.name] == 0
     assert abs(owned(again)[middle.host.name] - owned(again)[other.host.name]) <= 1
     stage.committed(plan.entry.t, survivors, limit_s=120.0)
+
+
+def cut(stage: Stage, pairs: list[tuple[str, str]], both_ways: bool = True) -> None:
+    for a, b in pairs:
+        stage.world.network.cut(a, b)
+        if both_ways:
+            stage.world.network.cut(b, a)
+    stage.world.checker.paths_changed()
+
+
+def rounds_in_a_cut(stage: Stage, n: int) -> list[Plan]:
+    """The plans of the next n rounds after one that may not know of the cut yet, each decided in one ballot by all."""
+    t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers())
+    stage.committed(t + 1, stage.peers(), limit_s=120.0)
+    plans = []
+    for later in range(t + 2, t + 2 + n):
+        _, plan = stage.planned()
+        reports = stage.committed(later, stage.peers(), limit_s=120.0)
+        assert {len(r.contributors) for r in reports.values()} == {len(stage.peers())}
+        assert all(r.ballots == 1 for r in reports.values())
+        plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("pair", [("p1", "p2"), ("p0", "p2")])
+@pytest.mark.parametrize("n", [3, 4])
+def test_two_that_do_not_reach_each_other_own_nothing_and_are_in_with_all(
+    n: int, pair: tuple[str, str], both_ways: bool
+) -> None:
+    """What each of them sent to the other, as an owner, would come to nobody: every round would wait for it."""
+    stage = stage_of(n)
+    cut(stage, [pair], both_ways)
+    for plan in rounds_in_a_cut(stage, 3):
+        assert {name for name, k in owned(plan).items() if k} == {p.host.name for p in stage.peers()} - set(pair)
+        assert all(r.complete for r in stage.reports(plan.entry.t).values())
+    stage.world.network.cuts.clear()
+    stage.world.checker.paths_changed()
+    stage.until(lambda: all(p.node.members.relay_for(q) is None for p in stage.peers() for q in pair), 30.0)
+    stage.between_rounds()
+    next_round(stage)  # its READYs may be from before
+    plan, _ = next_round(stage)
+    assert all(owned(plan)[name] for name in pair), "both own again as soon as they reach each other"
+
+
+def test_for_one_that_few_reach_the_others_do_not_stand_back() -> None:
+    stage = stage_of(4)
+    cut(stage, [("p3", "p1"), ("p3", "p2")])
+    for plan in rounds_in_a_cut(stage, 2):
+        assert {name for name, k in owned(plan).items() if k} == {"p0", "p1", "p2"}
+        (report, *_) = stage.reports(plan.entry.t).values()
+        shares = {s.peer: s.fraction for s in report.contributors}
+        assert 0 < shares["p3"] < 0.5 and all(shares[name] == 1.0 for name in ("p0", "p1", "p2"))
+
+
+def test_who_is_cut_off() -> None:
+    a, b, c, d, e = (Voter(name, 1) for name in "abcde")
+    assert cut_off((a, b, c), ()) == set()
+    assert cut_off((a, b, c), {(a, b)}) == cut_off((a, b, c), {(b, a)}) == {a, b}
+    assert cut_off((a, b, c), {(a, b), (b, a)}) == {a, b}
+    assert cut_off((a, b, c, d), {(a, b), (a, c)}) == {a}
+    assert cut_off((a, b, c, d, e), {(a, b), (a, c)}) == {a, b, c}, "half of the others"
+    assert cut_off((a, b, c), {(a, d), (d, b)}) == set(), "d takes no part"
+    assert cut_off((a, b), {(a, b)}) == {a, b}
 
 
 def test_claims_beyond_all_measure_make_a_plan_like_any_other() -> None:

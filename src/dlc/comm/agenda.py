@@ -122,6 +122,10 @@ class Agenda:
     def mute(self) -> frozenset[Voter]:
         return frozenset(v for v, until in self._mute_until.items() if until > self.ctx.now)
 
+    def apart(self) -> set[tuple[Voter, Voter]]:
+        """Pairs between which there is no direct way, as those who are ready say."""
+        return {(v, other) for by_voter in self._ready.values() for v, (m, _) in by_voter.items() for other in m.apart}
+
     def applied(self, channel: str) -> None:
         """A round of this channel was applied: the next inner phase of its contributors begins."""
         self._unheard.pop(channel, None)
@@ -214,7 +218,7 @@ class Agenda:
         roster = tuple(Part(v, fit[v][0].weight, fit[v][0].upto) for v in sorted(room))
         norms = tuple(fit[part.voter][0].norm for part in roster)
         entry = self._entry(ROUND, channel, state.round_of(channel) + 1, roster, grid, b"", 0)
-        owners, assignment = plan_round(self.ctx, self.log, roster, grid_of(entry), (), (), self.mute())
+        owners, assignment = plan_round(self.ctx, self.log, roster, grid_of(entry), (), (), self.mute(), self.apart())
         fill_s = max(m.fill_s for m, _ in fit.values())
         return Draft(entry, digest, owners, assignment, norms if any(norms) else (), fill_s)
 

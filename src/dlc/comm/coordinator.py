@@ -299,10 +299,11 @@ class Coordinator:
         base = self.deciders or None
         electorate, trainers = next_electorate(self.ctx, self.log, base, self.agenda.recent(), ranks_anew=True)
         entry = dataclasses.replace(old, electorate=electorate, trainers=trainers, manifest=b"")
-        mute = self.agenda.mute()
+        mute, apart = self.agenda.mute(), self.agenda.apart()
         fixed = {f.chunk: f for f in choice.fixed if not mute.issuperset(f.holders)}
         grid = grid_of(entry) if choice.plan.assignment else None
-        owners, assignment = plan_round(self.ctx, self.log, entry.roster, grid, fixed.keys(), self.deciders, mute)
+        kept = fixed.keys()
+        owners, assignment = plan_round(self.ctx, self.log, entry.roster, grid, kept, self.deciders, mute, apart)
         old_plan = choice.plan
         self._propose(
             entry, owners, assignment, tuple(fixed.values()), old_plan.digest, old_plan.norms, old_plan.fill_s

@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -201,6 +201,8 @@ class Ready:
     """Seconds from the offer until the contribution is final, from its end to its front; 0: it is."""
     offered_s: float = 0.0
     """Running time since it was offered: slots may be shorter than the wait that it asks for."""
+    apart: tuple[Voter, ...] = ()
+    """Voters that answer its sender by a relay only, which carries no bulk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,15 +40,19 @@ def plan_round(
     fixed: Collection[int],
     deciders: tuple[Voter, ...],
     mute: Collection[Voter],
+    apart: Collection[tuple[Voter, Voter]],
 ) -> tuple[tuple[Voter, ...], tuple[int, ...]]:
     """(owners, assignment): every chunk that is not fixed gets an alive owner, in contiguous spans, so that the round
     takes the least time that the links allow.
 
     `grid`: None where the entry has no bulk. `mute`: peers from which no bulk came; they own something only where
-    nobody else could. `owners` names all others that are alive: a slow one may own no chunk.
+    nobody else could. `apart`: pairs between which no bulk passes (`cut_off`). `owners` names all others that are
+    alive: a slow one may own no chunk.
     """
     alive = sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v))
-    owners = tuple(v for v in alive if v not in mute) or tuple(alive)
+    heard = [v for v in alive if v not in mute] or alive
+    missed = cut_off(heard, apart)
+    owners = tuple(v for v in heard if v not in missed) or tuple(heard)
     n_chunks = grid.n_chunks if grid is not None else 0
     open_chunks = [c for c in range(n_chunks) if c not in fixed]
     assignment = [-1] * n_chunks
@@ -61,6 +65,17 @@ def plan_round(
         for chunk, owner in zip(open_chunks, spans, strict=True):
             assignment[chunk] = owner
     return owners, tuple(assignment)
+
+
+def cut_off(voters: Collection[Voter], apart: Collection[tuple[Voter, Voter]]) -> set[Voter]:
+    """Those who should own nothing, as the parts of another would not reach them, nor their results that one.
+
+    Of two that are apart it is both, and the round may take longer than it would with them, but all of both is in its
+    mean. Not for the sake of one that is apart from most: then it alone owns nothing, and is in what it can reach.
+    """
+    of = {v: {b if v == a else a for a, b in apart if v in (a, b)} & set(voters) for v in voters}
+    lonely = {v for v, others in of.items() if 2 * len(others) > len(of) - 1}
+    return lonely | {v for v, others in of.items() if others - lonely}
 
 
 def shape_of(ctx: Context, plan: Plan, recipients: Collection[Voter]) -> Shape | None:

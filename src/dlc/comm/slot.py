@@ -394,6 +394,7 @@ class Slot:
         state = self.log.state
         if not self.votes_here and state.electorate:
             return
+        apart = tuple(v for v in state.electorate if self.ctx.members.relay_for(v.peer) is not None)
         for channel, wish in self.wishes.items():
             attached = self.log.attached[channel]
             if not (self.log.is_open(channel) or attached.void):
@@ -402,7 +403,7 @@ class Slot:
             if mine.ready.base == state.base(channel):
                 offered_s = max(0.0, self.ctx.running_s - mine.since_run)
                 digest = self.log.digest(channel)
-                yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s)
+                yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s, apart=apart)
 
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
