@@ -112,6 +112,16 @@ class BulkLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """These voters answer by a relay only, which carries no bulk: neither they nor we own anything meanwhile. Told of
+    each once."""
+
+    voters: tuple[Voter, ...]
+    relays: tuple[str, ...]
+    """Peer ids, one for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class BadImage:
     """An image came whole and is not the state that its donor named: it was thrown away, and another is asked for."""
 
