@@ -555,6 +555,32 @@ def test_who_takes_the_place_of_an_owner_has_time_for_its_chunks(budget_s: float
     check_means([*callers[:2], callers[2]])
 
 
+@pytest.mark.parametrize("how", [{}, INVITED], ids=["at once", "invited"])
+@pytest.mark.parametrize("n", [3, 5])
+def test_two_that_do_not_reach_each_other_own_nothing_and_are_in_with_all(n: int, how: dict[str, Any]) -> None:
+    net = MeshNet(5)
+    hosts = net.add(n)
+    net.cut(hosts[1], hosts[2], relay=hosts[0])
+    callers = calls(net, hosts, budget_s=60.0, **how)
+    took_s = net.until(lambda: ended(callers))
+    check_means(callers)
+    for caller in callers:
+        outcome = caller.outcome
+        assert not outcome.missing and not outcome.lost
+        assert set(outcome.included.values()) == {NUMEL}
+        assert [i for i, seat in enumerate(outcome.seats) if not seat.chunks] == [1, 2]
+    assert took_s < 5.0, "nobody waits for what cannot come"
+
+
+def test_a_group_of_two_that_do_not_reach_each_other_owns_what_it_can() -> None:
+    net = MeshNet(5)
+    a, b, relay = net.add(3)
+    net.cut(a, b, relay)
+    callers = calls(net, [a, b], expected=(a.name, b.name), budget_s=30.0)
+    net.until(lambda: ended(callers))
+    assert all([seat.chunks for seat in c.outcome.seats] == [16, 16] for c in callers)
+
+
 @pytest.mark.parametrize("lost", [1, 1 << 30])
 def test_who_receives_nothing_has_not_failed_where_it_is_not_told_that_the_others_are_done(lost: int) -> None:
     net = MeshNet(20)

@@ -121,6 +121,8 @@ class Wish:
     """Digest of those whom it waits for (crowd.py), itself among them; empty: it waits to be invited."""
     gather: bytes
     """What all members are to get, where it is shown with a crowd."""
+    apart: tuple[Voter, ...] = ()
+    """Those who are up and answer its author by a relay only, which carries no bulk."""
 
 
 @dataclass(frozen=True, slots=True)

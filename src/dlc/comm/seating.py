@@ -12,6 +12,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Begin, Parcel, Seat, Wish
 from dlc.comm.messages import GridSpec
+from dlc.comm.owners import cut_off
 from dlc.comm.parcels import WHY_CHARS_MAX
 from dlc.comm.partition import Member, counts
 from dlc.comm.reducer import WEIGHT_MAX
@@ -26,13 +27,15 @@ WEIGHT_SLACK = 1e-6
 
 def seats_of(wishes: Mapping[Voter, Wish], gathers: Mapping[Voter, bytes], grid: Grid) -> tuple[Seat, ...]:
     """Sorted by voter. Those that contribute with an equal label share one weight; chunks are owned as the links are
-    fast (partition.py), by everybody where nobody offers to own any."""
+    fast (partition.py), by everybody where nobody offers to own any, and by none of two that do not reach each other
+    while others can."""
     voters = sorted(wishes)
     labels = [wishes[v].label if wishes[v].contributes else "" for v in voters]
-    anyone = any(w.owns for w in wishes.values())
+    willing = {v for v in voters if wishes[v].owns} or set(voters)
+    owners = willing - cut_off(voters, [(v, other) for v in voters for other in wishes[v].apart]) or willing
     links = [
-        Member(w.up_Bps, w.down_Bps, w.contributes, w.owns or not anyone, w.receives)
-        for w in (wishes[v] for v in voters)
+        Member(w.up_Bps, w.down_Bps, w.contributes, v in owners, w.receives)
+        for v, w in ((v, wishes[v]) for v in voters)
     ]
     seats = []
     for voter, label, link, n_chunks in zip(voters, labels, links, counts(grid.n_chunks, links), strict=True):

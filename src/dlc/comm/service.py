@@ -51,6 +51,10 @@ class Members(Protocol):
         """The newest of each known peer that has not left, mine first; not to be changed."""
         ...
 
+    def relay_for(self, peer: PeerId) -> PeerId | None:
+        """Who carries messages there, but no bulk, as the direct way to it fails; None: it is reached directly."""
+        ...
+
     def rtt_s(self, peer: PeerId) -> float: ...
 
     @property

@@ -61,6 +61,7 @@ class Seen:
         self.me, self._net = me, net
         self.down: set[Voter] = set()
         self.left: set[Voter] = set()
+        self.relays: dict[PeerId, PeerId] = {}
         self._records: list[Record] = []
         self._for = -1
 
@@ -83,6 +84,9 @@ class Seen:
             hosts = [h for h in self._net.hosts.values() if h.voter not in self.left and h.voter != self.me]
             self._records = [self._net.hosts[self.me.peer].record, *(h.record for h in hosts)]
         return self._records
+
+    def relay_for(self, peer: PeerId) -> PeerId | None:
+        return self.relays.get(peer)
 
     def rtt_s(self, peer: PeerId) -> float:
         return self._net.rtt_s
@@ -203,6 +207,10 @@ class MeshNet:
         del self.hosts[host.name]
         self.version += 1
 
+    def cut(self, a: Host, b: Host, relay: Host) -> None:
+        """No bulk passes between the two from now on. Messages do, by way of `relay`, as both know."""
+        a.seen.relays[b.name] = b.seen.relays[a.name] = relay.name
+
     def _unseen(self, host: Host) -> None:
         def notice() -> None:
             if host.dead or host.frozen:
@@ -298,6 +306,7 @@ class MeshNet:
         host.sending = False
         target, changed = self.hosts.get(peer), self.tamper(host.name, peer, message)
         self.sent[type(message).__name__] += 1
-        if target is not None and changed is not None and not host.dead:
+        passes = peer not in host.seen.relays
+        if target is not None and changed is not None and passes and not host.dead:
             self.network.carry(host.name, peer, self._deliver, target, host.voter, changed, bulk=True)
         self._pump(host)
