@@ -287,6 +287,39 @@ def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to(kind: str) -> No
     assert flops(2) - flops(1) == 6 * 2 * 3 * 16 * 24, "one more expert of three matrices in each layer"
 
 
+def test_experts_that_are_stacked_under_another_name_count_likewise() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "kv_channels": 8}
+    kind = {"model_type": "jetmoe", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1}
+    model = build_model({**sizes, **kind}, 0)
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    met = sum(p.numel() for p in model.parameters()) - stacked + stacked // 4
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert stacked and flops_per_token(model, 8) == 6 * (met - 32 * 16 * (not tied)) + 12 * 2 * 16 * 8
+
+
+def test_layers_that_differ_count_each_by_its_own_width() -> None:
+    class Layer:
+        num_attention_heads, hidden_size = 2, 16
+
+        def __init__(self, head_dim: int) -> None:
+            self.head_dim = head_dim
+
+    class Config:
+        """As one of transformers, which tells nothing of what differs."""
+
+        num_hidden_layers, is_heterogeneous = 3, True
+        per_layer_config = (Layer(8), Layer(8), Layer(64))
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' is a per-layer attribute and may vary across layers")
+
+    model = Tiny()
+    n = flops_per_token(model, 8)
+    model.config = Config()
+    assert flops_per_token(model, 8) == n + 12 * 2 * (8 + 8 + 64) * 8
+
+
 def test_mfu_is_told_where_the_peak_is_known() -> None:
     peaks = {
         "NVIDIA H200": 989.4e12,

@@ -12,10 +12,14 @@ Recomputation (activation checkpointing) does not count: it is not the model's w
 from __future__ import annotations
 
 import re
+import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+from dlc.train.muon import parameters_of_stacked_experts
 
 PEAKS_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0),
@@ -45,7 +49,10 @@ OTHERS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")
 
 
 EXPERTS = "experts"
-"""The module of transformers that holds those of a layer among which a token is sent to some."""
+"""The module of transformers that holds those of a layer among which a token is sent to some, where each is a module of
+its own; of stacks the class tells (`muon`)."""
+SHARED = "shared"
+"""In the names of those to which all tokens are sent."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of their number in a config."""
 
@@ -70,20 +77,40 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     head = find() if callable(find) else None
     if head is not None:
         tables.pop(id(head.weight), None)  # tied: looked up once, and multiplied once
-    config = getattr(model, "config", None)
-    met = _experts_met(config)
-    numels = (p.numel() * (met if EXPERTS in name.split(".") else 1.0) for name, p in model.named_parameters())
-    n = sum(numels) - sum(t.numel() for t in tables.values())
-    layers = getattr(config, "num_hidden_layers", 0)
-    heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or 0) or getattr(config, "hidden_size", 0)
-    return 6.0 * n + 12.0 * layers * width * seq_len
+    layers = _layers(getattr(model, "config", None))
+    met = statistics.fmean(map(_experts_met, layers)) if layers else 1.0
+    routed = _routed(model)
+    n = sum(p.numel() * (met if id(p) in routed else 1.0) for p in model.parameters())
+    n -= sum(t.numel() for t in tables.values())
+    return 6.0 * n + 12.0 * sum(map(_attention_width, layers)) * seq_len
 
 
-def _experts_met(config: object) -> float:
+def _routed(model: nn.Module) -> set[int]:
+    """Ids of the parameters of experts among which a token is sent to some."""
+    stacked = {id(p) for p in parameters_of_stacked_experts(model)}
+    named = model.named_parameters()
+    if stacked:
+        return {id(p) for name, p in named if id(p) in stacked and SHARED not in name}
+    return {id(p) for name, p in named if EXPERTS in name.split(".")}
+
+
+def _layers(config: Any) -> list[Any]:
+    """A config for each layer. Of a model whose layers differ the whole one refuses to tell in what, and raises."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * getattr(config, "num_hidden_layers", 0)
+
+
+def _attention_width(layer: Any) -> int:
+    heads: int = getattr(layer, "num_attention_heads", 0)
+    width: int = heads * (getattr(layer, "head_dim", None) or 0) or getattr(layer, "hidden_size", 0)
+    return width
+
+
+def _experts_met(layer: Any) -> float:
     """The part of a layer's experts that a token is sent to; 1 where there are none."""
-    of = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
-    return (getattr(config, "num_experts_per_tok", None) or of) / of if of else 1.0
+    of = next((count for name in EXPERT_COUNTS if (count := getattr(layer, name, None))), 0)
+    return (getattr(layer, "num_experts_per_tok", None) or of) / of if of else 1.0
 
 
 def peak_flops(device: torch.device) -> float | None:

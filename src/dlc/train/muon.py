@@ -114,17 +114,18 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     head = find() if callable(find) else None
     if head is not None:
         outer |= {id(parameter) for parameter in head.parameters()}
-    outer |= {id(parameter) for parameter in _of_stacked_experts(model)}
+    outer |= {id(parameter) for parameter in parameters_of_stacked_experts(model)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in outer]
 
 
 def stacked_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trainable 3-D parameters of experts, one matrix of each after the other; other 3-D parameters, such as those of
     convolutions, are none."""
-    return [p for p in _of_stacked_experts(model) if p.requires_grad and p.dim() == 3]
+    return [p for p in parameters_of_stacked_experts(model) if p.requires_grad and p.dim() == 3]
 
 
-def _of_stacked_experts(model: nn.Module) -> list[nn.Parameter]:
+def parameters_of_stacked_experts(model: nn.Module) -> list[nn.Parameter]:
+    """Matrices and biases."""
     experts = (module for module in model.modules() if type(module).__name__.endswith(EXPERTS))
     return [p for module in experts for p in module.parameters(recurse=False)]
 
