@@ -144,12 +144,13 @@ def cut(stage: Stage, pairs: list[tuple[str, str]], both_ways: bool = True) -> N
     stage.world.checker.paths_changed()
 
 
-def rounds_in_a_cut(stage: Stage, n: int) -> list[Plan]:
-    """The plans of the next n rounds after one that may not know of the cut yet, each decided in one ballot by all."""
-    t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers())
-    stage.committed(t + 1, stage.peers(), limit_s=120.0)
+def rounds_in_a_cut(stage: Stage, n: int, known_after: int = 1) -> list[Plan]:
+    """The plans of the next n rounds after so many that may not know of the cut yet, each decided in one ballot by
+    all."""
+    t = max(p.node.log.state.round_of(TRAIN) for p in stage.peers()) + known_after
+    stage.committed(t, stage.peers(), limit_s=120.0)
     plans = []
-    for later in range(t + 2, t + 2 + n):
+    for later in range(t + 1, t + 1 + n):
         _, plan = stage.planned()
         reports = stage.committed(later, stage.peers(), limit_s=120.0)
         assert {len(r.contributors) for r in reports.values()} == {len(stage.peers())}
@@ -182,14 +183,27 @@ def test_two_that_do_not_reach_each_other_own_nothing_and_are_in_with_all(
     assert all(owned(plan)[name] for name in pair), "both own again as soon as they reach each other"
 
 
-def test_for_one_that_few_reach_the_others_do_not_stand_back() -> None:
+def test_for_one_that_half_of_them_reach_one_owner_is_left() -> None:
     stage = stage_of(4)
     cut(stage, [("p3", "p1"), ("p3", "p2")])
     for plan in rounds_in_a_cut(stage, 2):
-        assert {name for name, k in owned(plan).items() if k} == {"p0", "p1", "p2"}
+        assert {name for name, k in owned(plan).items() if k} == {"p0"}
+        assert all(r.complete for r in stage.reports(plan.entry.t).values())
+
+
+def test_for_one_that_few_reach_the_others_do_not_stand_back_nor_wait() -> None:
+    """It gets what the others reduce from the one that it reaches, and stays in step."""
+    stage = stage_of(5)
+    _, whole_s = next_round(stage)
+    cut(stage, [("p4", "p1"), ("p4", "p2"), ("p4", "p3")])
+    rounds_in_a_cut(stage, 0, known_after=2)
+    began = stage.world.now
+    for plan in rounds_in_a_cut(stage, 4):
+        assert {name for name, k in owned(plan).items() if k} == {"p0", "p1", "p2", "p3"}
         (report, *_) = stage.reports(plan.entry.t).values()
         shares = {s.peer: s.fraction for s in report.contributors}
-        assert 0 < shares["p3"] < 0.5 and all(shares[name] == 1.0 for name in ("p0", "p1", "p2"))
+        assert 0 < shares["p4"] < 0.5 and all(shares[name] == 1.0 for name in ("p0", "p1", "p2", "p3"))
+    assert stage.world.now - began < 5 * 2 * whole_s, "p0's link carries to it what the others reduce, once more"
 
 
 def test_who_is_cut_off() -> None:
@@ -197,8 +211,8 @@ def test_who_is_cut_off() -> None:
     assert cut_off((a, b, c), ()) == set()
     assert cut_off((a, b, c), {(a, b)}) == cut_off((a, b, c), {(b, a)}) == {a, b}
     assert cut_off((a, b, c), {(a, b), (b, a)}) == {a, b}
-    assert cut_off((a, b, c, d), {(a, b), (a, c)}) == {a}
-    assert cut_off((a, b, c, d, e), {(a, b), (a, c)}) == {a, b, c}, "half of the others"
+    assert cut_off((a, b, c, d), {(a, b), (a, c)}) == {a, b, c}, "two thirds of the others"
+    assert cut_off((a, b, c, d, e), {(a, b), (a, c), (d, a)}) == {a}
     assert cut_off((a, b, c), {(a, d), (d, b)}) == set(), "d takes no part"
     assert cut_off((a, b), {(a, b)}) == {a, b}
 

@@ -71,10 +71,11 @@ def cut_off(voters: Collection[Voter], apart: Collection[tuple[Voter, Voter]]) -
     """Those who should own nothing, as the parts of another would not reach them, nor their results that one.
 
     Of two that are apart it is both, and the round may take longer than it would with them, but all of both is in its
-    mean. Not for the sake of one that is apart from most: then it alone owns nothing, and is in what it can reach.
+    mean. Not for the sake of one that is apart from more than two thirds of the others, who would have to wait for the
+    rest: then it alone owns nothing, and is in what it can reach.
     """
     of = {v: {b if v == a else a for a, b in apart if v in (a, b)} & set(voters) for v in voters}
-    lonely = {v for v, others in of.items() if 2 * len(others) > len(of) - 1}
+    lonely = {v for v, others in of.items() if 3 * len(others) > 2 * (len(of) - 1)}
     return lonely | {v for v, others in of.items() if others - lonely}
 
 

@@ -113,6 +113,10 @@ class Patience:
         if not self._overdue(voter):
             self._late.discard(voter)
 
+    def began(self, voter: Voter) -> bool:
+        """Some of its parts have come in this plan."""
+        return bool(self._received.get(voter))
+
     def sign(self, voter: Voter) -> None:
         """Something else came on its bulk lane: its uplink serves results, too, and is not silent."""
         if voter in self._heard:

@@ -1,11 +1,20 @@
-"""States of the run that are not in step here: whether anybody in reach could give them, and what I may do without."""
+"""What is in reach: those to whom bulk has a way; states of the run that are not in step here, whether anybody could
+give them, and what I may do without."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dlc.comm.context import Context
+from dlc.comm.ids import Voter
 from dlc.comm.log import Log
 from dlc.comm.permit import alive_records
 from dlc.comm.records import STATES_MAX, key_of
+
+
+def direct(ctx: Context, voters: Iterable[Voter]) -> list[Voter]:
+    """Those of them that do not answer by a relay only, which carries no bulk."""
+    return [voter for voter in voters if ctx.members.relay_for(voter.peer) is None]
 
 
 def out_of_reach(ctx: Context, log: Log) -> set[str]:

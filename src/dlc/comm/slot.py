@@ -40,6 +40,7 @@ from dlc.comm.messages import (
 from dlc.comm.owners import shape_of
 from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
+from dlc.comm.reach import direct
 from dlc.comm.records import STATES_MAX, told_digest
 from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
@@ -432,9 +433,11 @@ class Slot:
         self._ask_for(missing, int(now / stall_s))
 
     def _ask_for(self, missing: Iterable[int], turn: int) -> None:
-        """FETCH these chunks of the plan: from a holder where they are fixed, else from owner or coordinator."""
+        """FETCH these chunks of the plan: from a holder where they are fixed, else from owner or coordinator. Where no
+        bulk comes from any of these, from others, who get the results as I do."""
         members, plan = self.ctx.members, self.plan
         assert plan is not None
+        others = direct(self.ctx, (v for v in self.log.state.electorate if v != self.ctx.me and members.alive(v)))
         holders = {f.chunk: f for f in plan.fixed}
         asked: dict[Voter, list[int]] = {}
         for chunk in missing:
@@ -442,6 +445,7 @@ class Slot:
                 choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
             else:
                 choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
+            choices = direct(self.ctx, choices) or others or choices
             target = choices[turn % len(choices)]
             if target != self.ctx.me:
                 asked.setdefault(target, []).append(chunk)

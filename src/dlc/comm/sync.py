@@ -39,6 +39,7 @@ from dlc.comm.messages import (
     SyncReq,
 )
 from dlc.comm.permit import alive_records, greater_alive
+from dlc.comm.reach import direct
 from dlc.comm.records import STATES_MAX, key_of, told_digest
 from dlc.comm.shapes import plausible_entry, plausible_results
 from dlc.errors import CheckpointError
@@ -158,6 +159,7 @@ class Sync:
             ahead.insert(0, hint)
         if not ahead:
             return
+        ahead = direct(self.ctx, ahead) or ahead  # who answers by a relay can give entries, and no bytes
         # Turn by turn among the best few, so that one silent donor is not asked for ever.
         best = ahead if self.offers.first_states else ahead[:BEST]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
@@ -298,6 +300,7 @@ class Sync:
     def _donors(self, key: tuple[float, int, bytes]) -> list[Voter]:
         """Who stands at the offered head, or has passed it and may keep its image."""
         donors = [r.voter for r in alive_records(self.ctx) if key_of(r) >= key]
+        donors = direct(self.ctx, donors) or donors
         if self.donor is not None and self.donor not in donors and self.ctx.members.alive(self.donor):
             donors.append(self.donor)
         return donors
