@@ -661,3 +661,17 @@ def test_a_mute_peer_is_tried_again_after_twice_as_long_each_time(desk: Desk) ->
         ctx.now += waits_s[-1]
         assert not agenda.mute()
     assert waits_s == pytest.approx([min(MUTE_S * 2**i, MUTE_S_MAX) for i in range(7)])
+
+
+def test_a_peer_that_is_mute_now_and_then_is_tried_again_soon_and_one_that_is_gone_is_forgotten(desk: Desk) -> None:
+    agenda, ctx, (mute, once, *_) = desk.agenda, desk.ctx, desk.others
+    agenda.silent([once])
+    for _ in range(7):
+        agenda.silent([mute])
+        ctx.now += MUTE_S + 1
+        assert not agenda.mute()
+        agenda.silent([mute])
+        ctx.now += MUTE_S + 1
+        assert agenda.mute() == {mute}
+        ctx.now += MUTE_S_MAX + MUTE_S
+    assert set(agenda._mute_until) == {mute} == set(agenda._mute_s)

@@ -18,6 +18,7 @@ from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
 from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT
 from dlc.comm.groups import DONE_AGAIN_S
+from dlc.comm.meetings import WITHDRAWN_S
 from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import LATE, WHY_CHARS_MAX
@@ -817,3 +818,16 @@ def test_links_are_opened_to_those_who_wait_for_the_same_group() -> None:
     assert not any(c.end for c in callers), "they wait for the third"
     assert hosts[0].mesh.bulk_peers() == {hosts[1].name} and hosts[1].mesh.bulk_peers() == {hosts[0].name}
     assert not hosts[2].mesh.bulk_peers()
+
+
+def test_calls_with_a_key_each_leave_nothing_on_the_board_however_patient_they_are() -> None:
+    net = MeshNet(3)
+    hosts = net.add(3)
+    for step in range(20):
+        callers = [Caller(net, h, i, f"k#{step}", least=3, patience_s=3600.0) for i, h in enumerate(hosts)]
+        net.until(lambda callers=callers: all(c.end for c in callers), 20.0)  # type: ignore[misc]
+        assert all(isinstance(c.end, GroupDone) for c in callers)
+    lonely = Caller(net, hosts[0], 0, "nobody else", least=2, patience_s=3600.0)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up("nobody else", now))
+    net.run(2 * WITHDRAWN_S)
+    assert lonely.end is None and not any(h.mesh.board._by_key for h in hosts)

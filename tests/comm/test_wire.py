@@ -13,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlc.comm import messages as msg
 from dlc.comm import wire
 from dlc.comm.catalogue import KINDS
+from dlc.comm.effects import Answer
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import HeldChunk, Nack, Promise, Relay
+from dlc.comm.records import STATES_MAX, STATUS_BYTES_MAX
 from dlc.errors import ProtocolError
+from tests.comm.stage import Stage
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(1 << 63), (1 << 64) - 1),
@@ -178,3 +182,20 @@ def test_an_error_names_the_message_and_what_was_wrong() -> None:
 def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
     with pytest.raises(ProtocolError, match="not finite"):
         wire.decoder(float)(bad)
+
+
+def test_a_newcomer_is_told_of_no_more_peers_than_one_message_has_room_for() -> None:
+    """Whoever answered it stopped on an error: its socket takes no longer one. So did whom it asked next."""
+    stage = Stage(3)
+    member, *others = stage.peers()
+    digests = tuple(msg.StateDigest(f"train/{i}", bytes(32)) for i in range(STATES_MAX))
+    like = dataclasses.replace(member.node.members.own, states=digests, status=bytes(STATUS_BYTES_MAX))
+    known = [dataclasses.replace(like, voter=Voter(f"dead {i}", 1)) for i in range(1500)]
+    for record in known:
+        member.node.members._merge(record, news=False)
+    hello = msg.Hello(msg.PROTOCOL_VERSION, "sim", b"spec", None, "sim:p0")
+    effects = member.node.receive(Voter("new", 1), hello, member.node.ctx.now)
+    (welcome,) = (e.message for e in effects if isinstance(e, Answer))
+    assert isinstance(welcome, msg.Welcome)
+    assert wire.unpack(wire.pack(welcome), msg.Welcome) == welcome and len(welcome.records) > 500
+    assert {p.voter for p in (member, *others)} <= {record.voter for record in welcome.records[:3]}

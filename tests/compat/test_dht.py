@@ -10,6 +10,9 @@ import torch
 
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
+from dlc.compat.hivemind.averaging.directory import Directory, Entry
+from dlc.compat.hivemind.dht.storage import notice_key
+from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
@@ -168,3 +171,15 @@ def test_shutdown_ends_it_once_and_for_all() -> None:
     assert not b.is_alive() and len(town.peers) == 1
     with pytest.raises(SwarmClosed):
         b.store("k", 1, get_dht_time() + 60)
+
+
+def test_what_is_read_again_and_again_and_is_of_no_use_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer of another version would fill the logs of all: notices stay for days."""
+    _, a, b = two()
+    for key in (notice_key("k", None), "averagers/run/", "progress/run/"):
+        a.swarm.post(key, MSGPackSerializer.dumps([1, 2]), 60.0)
+    directory = Directory(b.swarm, "run", Entry("", 0, ""))
+    tracker = ProgressTracker(b, "run", 100, start=True)
+    for _ in range(3):
+        assert b.get("k") is None and not directory.others() and not tracker.progress_now().num_peers
+    assert len([r for r in caplog.records if r.name.startswith("dlc.compat") and r.args == (a.swarm.id[:8],)]) == 3

@@ -77,3 +77,18 @@ def test_a_line_torn_before_a_restart_spoils_no_later_one(tmp_path: Path) -> Non
     again.scalar(3, loss=3.0)
     again.close()
     assert [r["step"] for r in read_metrics(w.path)] == [1, 2, 3]
+
+
+def test_a_file_that_is_rotated_away_is_begun_anew_and_one_that_is_cut_is_gone_on_with(tmp_path: Path) -> None:
+    w = writer(tmp_path)
+    w.scalar(1, loss=1.0)
+    w.path.rename(tmp_path / "metrics.jsonl.1")
+    w.scalar(2, loss=1.0)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl.1")] == [1]
+    assert [r["step"] for r in read_metrics(w.path)] == [2]
+    os.truncate(w.path, 0)
+    w.scalar(3, loss=1.0)
+    w.path.unlink()
+    w.scalar(4, loss=1.0)
+    w.close()
+    assert [r["step"] for r in read_metrics(w.path)] == [4]

@@ -35,7 +35,8 @@ T = TypeVar("T")
 MUTE_S = 120.0
 """How long a peer whose bulk did not come is given no chunks; then it is tried again, which may cost a stall."""
 MUTE_S_MAX = 3600.0
-"""It doubles each time, up to this."""
+"""It doubles each time, up to this. Whoever was not found mute for so long after it begins anew: in weeks, all are now
+and then."""
 OPEN_PATIENCE_S = 5.0
 """How long an opening waits for the other voters' wishes after the first."""
 PHASE_UNKNOWN_S = 30.0
@@ -115,6 +116,9 @@ class Agenda:
         if not fresh:
             return
         self.ctx.notify(BulkLost(tuple(fresh)))
+        since = self.ctx.now - MUTE_S_MAX
+        self._mute_until = {v: until for v, until in self._mute_until.items() if until > since}
+        self._mute_s = {v: self._mute_s[v] for v in self._mute_until}
         for voter in fresh:
             self._mute_s[voter] = min(2 * self._mute_s.get(voter, MUTE_S / 2), MUTE_S_MAX)
             self._mute_until[voter] = self.ctx.now + self._mute_s[voter]

@@ -96,11 +96,12 @@ class Board:
             raise UsageError(f"one peer may have {NOTICES_MAX} notices of {AUTHOR_BYTES_MAX} bytes together")
         self._say(key, value, False, self.ground.now + ttl_s, None if to is None else set(to))
 
-    def withdraw(self, key: str) -> None:
-        """My notice of this key is no longer shown anywhere."""
+    def withdraw(self, key: str, told_s: float = math.inf) -> None:
+        """My notice of this key is no longer shown anywhere. told_s: that is told, and known, for so long at most; who
+        was cut off until then sees the notice until it ends."""
         mine = self._by_key.get(key, {}).get(self.ground.me.peer)
         if mine is not None and not mine.gone:
-            self._say(key, b"", True, mine.until, self._repeats[key].to)
+            self._say(key, b"", True, min(mine.until, self.ground.now + told_s), self._repeats[key].to)
 
     def _say(self, key: str, value: bytes, gone: bool, until: float, to: set[PeerId] | None) -> None:
         self._seq += 1

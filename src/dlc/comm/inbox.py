@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from dlc.comm import messages as msg
 from dlc.comm.applier import Applier
 from dlc.comm.catalogue import KINDS, SERVICE_KINDS
@@ -11,11 +13,14 @@ from dlc.comm.ids import Voter
 from dlc.comm.permit import greater_alive
 from dlc.comm.service import Services
 from dlc.comm.shapes import check_slot_message
-from dlc.comm.wire import unpack
+from dlc.comm.wire import HEADER_BYTES_MAX, STRING_BYTES_MAX, pack, unpack
 from dlc.errors import ProtocolError
 
 SLOT_MESSAGES = (msg.Ready, msg.Prepare, msg.Promise, msg.Nack, msg.Coord, msg.Progress, msg.Plan, msg.Held)
 MEMBERSHIP_MESSAGES = (msg.Ping, msg.Ack, msg.PingReq, msg.IndirectAck, msg.Leave, msg.Welcome)
+WELCOME_BYTES_MAX = HEADER_BYTES_MAX - 2 * STRING_BYTES_MAX
+"""Of the records in one answer to a newcomer, beside a RunSpec: thousands, or some hundreds that tell of many channels.
+"""
 
 
 class Inbox:
@@ -171,9 +176,19 @@ class Inbox:
                     self.run,
                     self.spec,
                     own,
-                    tuple(self.ctx.members.records()),
+                    self._records_to_tell(),
                     m.address,
                     "",
                 )
             )
         )
+
+    def _records_to_tell(self) -> tuple[msg.Record, ...]:
+        """Of all whom I know; where a message has no room for so many, of the living before the dead."""
+        members = self.ctx.members
+        records, sizes = members.records(), [len(pack(record)) for record in members.records()]
+        if sum(sizes) <= WELCOME_BYTES_MAX:
+            return tuple(records)
+        order = sorted(range(len(records)), key=lambda i: not members.alive(records[i].voter))
+        ends = accumulate(sizes[i] for i in order)
+        return tuple(records[i] for i, end in zip(order, ends, strict=True) if end <= WELCOME_BYTES_MAX)

@@ -45,6 +45,9 @@ RANKS_MAX = 4
 """As many steps in, the rank adds no more."""
 LINGER_S = 15.0
 """A wish stays on the board for so long after its end, unless it is withdrawn: its owner may be invited still."""
+WITHDRAWN_S = 15.0
+"""That a wish is withdrawn is told for so long: of calls with a key each there would be ever more on the board, and all
+are repeated. Who does not hear of it invites in vain."""
 PATIENCE_S_MAX = TTL_S_MAX - LINGER_S
 """Of one call: no wish stays on the board for longer."""
 HASTE_S = 1.0
@@ -313,7 +316,7 @@ class Meeting:
             for voter in self.ground.up():
                 if voter.peer in self._crowd.peers:
                     self.ground.send(voter, decline)
-        self.board.withdraw(BOARD_PREFIX + self.call.key)
+        self.board.withdraw(BOARD_PREFIX + self.call.key, WITHDRAWN_S)
         if isinstance(state, Forming):
             self._cancel(state, state.wishes)
         elif isinstance(state, Accepted):
@@ -516,7 +519,7 @@ class Meeting:
 
     def _start(self, leader: Voter, begin: Begin) -> None:
         self.over, self._state = True, None
-        self.board.withdraw(BOARD_PREFIX + self.call.key)
+        self.board.withdraw(BOARD_PREFIX + self.call.key, WITHDRAWN_S)
         members = tuple(seat.voter.peer for seat in begin.seats)
         self.ground.notify(GroupFormed(begin.key, members, frozenset(self._misfits.difference(members))))
         self._begun(self, leader, begin, self._finished.get(begin.nonce, ()))

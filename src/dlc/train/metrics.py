@@ -9,7 +9,8 @@ One JSON object a line, each written at once and whole, so that a live table or 
 A peer that goes on from a checkpoint appends: of steps and rounds that it makes again, which shows in numbers that go
 back, the later lines count. Lines of one step that follow each other are steps of their own, beyond those of a round.
 Values that are not finite stand as null (JSON has no NaN). Metrics never stop a training: a full disk is logged once,
-and the next line is tried again. Where somebody removes the file, it is begun anew.
+and the next line is tried again. The file grows as long as the peer trains. Where somebody removes it, or gives it
+another name, it is begun anew; one that is cut is gone on with.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class MetricsWriter:
     def _write(self, record: dict[str, Any]) -> None:
         try:
             line = (json.dumps(_jsonable(record), allow_nan=False) + "\n").encode()
-            if self._fd is not None and not os.fstat(self._fd).st_nlink:
+            if self._fd is not None and not self._is_there(self._fd):
                 self.close()
             if self._fd is None:
                 self._before_write()
@@ -87,6 +88,13 @@ class MetricsWriter:
                 self._tell(f"{self.path} is not complete: the disk is full")
         except (OSError, UsageError) as e:
             self._tell(f"{self.path} is not complete: {e}")
+
+    def _is_there(self, fd: int) -> bool:
+        """That file still has the name."""
+        try:
+            return os.path.samestat(os.fstat(fd), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def _tell(self, message: str) -> None:
         if not self._told:

@@ -130,12 +130,13 @@ class Directory:
             )
         return entry.schema == self.entry.schema
 
-    @staticmethod
-    def _read(author: str, raw: bytes) -> Entry | None:
+    def _read(self, author: str, raw: bytes) -> Entry | None:
         try:
             return Entry(*MSGPackSerializer.loads(raw))
         except (ValueError, TypeError):
-            log.warning("%s posted something that is no averager's notice; it is not looked at", author[:8])
+            if author not in self._warned:
+                self._warned.add(author)
+                log.warning("%s posted something that is no averager's notice; it is not looked at", author[:8])
             return None
 
 

@@ -111,6 +111,8 @@ class DHT:
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
         self._swarm, self._log, self._probe_links = p2p, log, probe_links
         self._closed = False
+        self._warned: set[str] = set()
+        """Of whom it was told that what they stored is of no use here."""
         self.averagers: dict[str, Any] = {}
         """By prefix, those that are not shut down: a peer has one."""
         if start:
@@ -230,7 +232,7 @@ class DHT:
         return _maybe_future(newest(self._records(key)), return_future)
 
     def _records(self, key: Any) -> list[Record]:
-        return records(self.swarm.notices(notice_prefix(key)), key, self._validator)
+        return records(self.swarm.notices(notice_prefix(key)), key, self._validator, self._warned)
 
     def add_validators(self, record_validators: Iterable[RecordValidatorBase]) -> None:
         """Ask these, too, from now on, also of what is stored already. TypeError: one is no validator."""

@@ -74,23 +74,28 @@ def notice_prefix(key: Any) -> str:
     return f"dht/{_digest(key)}/"
 
 
-def records(notices: Iterable[Notice], key: Any, validator: RecordValidatorBase) -> list[Record]:
+def records(notices: Iterable[Notice], key: Any, validator: RecordValidatorBase, warned: set[str]) -> list[Record]:
     """Those of `key` that the validator takes. What is no record is dropped, and so is what it does not take, or fails
-    at; the author is named. Notices end by themselves: nobody's clock is compared with mine."""
+    at; the author is named once, and is in `warned` then: the same is read again and again. Notices end by themselves:
+    nobody's clock is compared with mine."""
     found = []
     for notice in notices:
+        author, told = notice.author[:8], notice.author in warned
         try:
             record = Record.from_bytes(notice.value, validator)
         except (ValueError, TypeError, DlcError):
-            log.warning("%s stored something that is no record; it is not looked at", notice.author[:8])
-            continue
+            if not told:
+                log.warning("%s stored something that is no record; it is not looked at", author)
         except Exception:
-            log.exception("a validator failed at what %s stored; it is not looked at", notice.author[:8])
-            continue
-        if record is None:
-            log.warning("what %s stored is refused by a validator", notice.author[:8])
-        elif record.key == key:
-            found.append(record)
+            if not told:
+                log.exception("a validator failed at what %s stored; it is not looked at", author)
+        else:
+            if record is not None:
+                found += [record] if record.key == key else []
+                continue
+            if not told:
+                log.warning("what %s stored is refused by a validator", author)
+        warned.add(notice.author)
     return found
 
 

@@ -95,6 +95,7 @@ class ProgressTracker:
         """Samples were reported: before that this peer is not counted, and an auxiliary one never is."""
         self._paused: GlobalTrainingProgress | None = None
         self._read: tuple[float, GlobalTrainingProgress] | None = None
+        self._warned: set[str] = set()
 
     def start(self) -> None:
         self._alive = True
@@ -204,7 +205,9 @@ class ProgressTracker:
                 try:
                     found.append(_checked(LocalTrainingProgress(*MSGPackSerializer.loads(notice.value))))
                 except (ValueError, TypeError):
-                    log.warning("%s posted something that is no progress; it is not counted", notice.author[:8])
+                    if notice.author not in self._warned:
+                        self._warned.add(notice.author)
+                        log.warning("%s posted something that is no progress; it is not counted", notice.author[:8])
         return found
 
 
