@@ -196,7 +196,7 @@ class Collector:
         # The coordinator left it out as an owner, and I find it silent myself: no need to wait for my own verdict.
         if not members.alive(voter) or (voter not in plan.owners and members.suspect(voter)):
             return "dead"
-        # It owns nothing, nor would I if I were to be spared what it cannot send me: we are apart, and it from many.
+        # The plan has no place for it as an owner, and I reach it by a relay only: its bulk has no way to me.
         if voter not in plan.owners and members.relay_for(voter.peer) is not None and not self.patience.began(voter):
             return "late"
         return "late" if self.patience.given_up(voter) else None
