@@ -68,17 +68,19 @@ class Introduction:
     role: str
 
     def record(self, observed_host: str = "") -> Record:
-        """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess."""
-        host, port = self.host, self.control_port
+        """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess. Who
+        says another port than that which is listened on has two ports side by side that lead here from outside."""
+        host, port, bulk_port = self.host, self.control_port, self.bulk_port
         if self.advertise:
             host, port = advertised(self.advertise, port)
+            bulk_port = bulk_port if port in (self.control_port, 65535) else port + 1
         elif ipaddress.ip_address(host).is_unspecified:
             host = observed_host or outbound_host(host)
         return Record(
             voter=self.voter,
             public_key=self.state.identity.public_key,
             control=(join_address(host, port),),
-            bulk=(join_address(host, self.bulk_port),),
+            bulk=(join_address(host, bulk_port),),
             role=self.role,
             head=EMPTY,
             tokens=0.0,
