@@ -26,7 +26,7 @@ from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
-from dlc.comm.events import HistoryLost, RoundDone
+from dlc.comm.events import HistoryLost, RoundDone, Waiting
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.lanes import Incoming
@@ -1097,3 +1097,12 @@ def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest
 def test_who_begins_with_another_name_than_the_founder_is_told() -> None:
     with Peer.join() as first, pytest.raises(SpecMismatch, match="mine"):
         Peer.join([first.address], run="mine", join_timeout_s=JOIN_S)
+
+
+def test_who_joins_by_a_list_of_which_one_is_gone_is_not_told_to_start_that_one() -> None:
+    """It was, as if the run were still to be founded, before the member that had answered had proved that it lives."""
+    heard: list[object] = []
+    with Peer.join(timeouts=PATIENT) as first:
+        listed = [first.address, *free_addresses(1)]
+        with Peer.join(listed, timeouts=PATIENT, on_event=heard.append, join_timeout_s=JOIN_S):
+            assert heard and not [event for event in heard if isinstance(event, Waiting)]

@@ -280,9 +280,9 @@ class Peer(Unpicklable, Collectives):
             self._mesh = Mesh(Ground(node.me, node.members, node.exchange.rates, rng, node.rates_changed))
             node.services.add(self._mesh)
             self._driver.install(self._node, run_tag(spec.run, spec.hash), self._node)
-            self._perform(self._node.tick(now))
             for met in reception.records:
                 self._perform(self._node.members.learn(met, now))
+            self._perform(self._node.tick(now))
             if self._reached_host:  # while the lobby was driven
                 self._reached(self._reached_host, now)
 

@@ -123,7 +123,8 @@ class Waits:
         if unheard:
             what = "founding" if log.head == EMPTY else "going on from a checkpoint"
             advice = "start these, or give the address of a member that runs (--peers)"
-            return Waiting(f"{what} needs every listed address", unheard, advice=advice), 0.0
+            met = any(record.active for record in members.records())  # but has not proved yet that it lives
+            return Waiting(f"{what} needs every listed address", unheard, advice=advice), CONTACT_S if met else 0.0
         here = {record.voter.peer for record in alive} | {self.ctx.me.peer}
         lost = tuple(address for address in slot.listed if slot.answers[address] not in here)
         watching = {r.voter.peer for r in members.records() if not can_vote(r) and members.alive(r.voter)}
