@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dlc.comm.security import generate_run_key
 from dlc.joining import Introduction
 from dlc.peer import Peer
 from dlc.statedir import Ephemeral
+from dlc.whereabouts import SEEN_MIN, seen_at
 from tests.helpers import benchmark_module, wait_until
 from tests.swarm import PATIENT, free_addresses
 
@@ -138,6 +140,18 @@ def test_behind_ports_of_a_router_that_lead_to_others_a_peer_is_in_rounds() -> N
 def test_the_bulk_port_is_told_that_leads_here(advertise: str, bulk: int) -> None:
     intro = Introduction(Ephemeral(), Voter("p", 1), "0.0.0.0", 4600, 4701, advertise, "trainer")
     assert intro.record().bulk == (f"host:{bulk}",)
+
+
+@pytest.mark.parametrize("given", ["host", "192.0.2.8:4600", "192.0.2.7"])
+def test_where_nobody_reaches_a_given_address_it_is_said_once_and_stays(
+    caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    """It trained alone, and nobody was told that another address had been seen."""
+    intro = Introduction(Ephemeral(), Voter("p", 1), "0.0.0.0", 4600, 4601, given, "trainer")
+    seen = Counter[str]()
+    for times in range(1, 3 * SEEN_MIN):
+        assert seen_at("192.0.2.7", intro, intro.record(), seen) == {}
+        assert len(caplog.records) == (times >= SEEN_MIN and given != "192.0.2.7")
 
 
 @pytest.mark.alone

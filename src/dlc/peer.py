@@ -20,6 +20,7 @@ import random
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -104,6 +105,8 @@ class Peer(Unpicklable, Collectives):
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._reached_host = ""
         """By which address of this host somebody dialled it."""
+        self._seen = Counter[str]()
+        """Where this peer was seen to be, and how often, since nobody answers."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -531,7 +534,8 @@ class Peer(Unpicklable, Collectives):
         match event:
             case SeenAt():
                 if self._node is not None:
-                    self._correct(self._node, seen_at(event.host, self._intro, self._node.members.own))
+                    own = self._node.members.own
+                    self._correct(self._node, seen_at(event.host, self._intro, own, self._seen))
                 return
             case ServiceNews():
                 for listener in tuple(self._listeners):
@@ -541,6 +545,7 @@ class Peer(Unpicklable, Collectives):
                 self._over(event)
             case MemberUp() | MemberDown() | MemberLeft():
                 if isinstance(event, MemberUp):
+                    self._seen.clear()
                     self._came(event.voter.peer)
                 if self._watch is not None:
                     self._watch.tell(event)
