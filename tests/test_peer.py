@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import queue
@@ -21,12 +22,12 @@ import torch
 from dlc import collectives, joining
 from dlc import peer as peer_module
 from dlc.addresses import outbound_host
-from dlc.comm import driver, entries, waiting
+from dlc.comm import driver, entries, links, waiting
 from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
-from dlc.comm.events import HistoryLost, RoundDone
+from dlc.comm.events import HistoryLost, RoundDone, Waiting
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.lanes import Incoming
@@ -44,6 +45,10 @@ from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
 from tests.helpers import TICK_S, wait_until
 from tests.swarm import JOIN_S, PATIENT, ROUND_S, free_addresses, swarm, together
+
+KEY = generate_run_key()
+WAIT_S = 30.0
+"""For a connection that somebody is about to make."""
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16])
@@ -424,6 +429,35 @@ def test_wrong_key_and_missing_key_are_told_apart_from_silence() -> None:
         (own,) = free_addresses(1)  # all of a list, but for itself
         with pytest.raises(WrongKeyError, match=f"^{peer.address} answered, but refused our run key"):
             Peer.join([own, peer.address], listen=own, key=generate_run_key(), join_timeout_s=JOIN_S, found=True)
+
+
+def test_a_host_that_takes_connections_and_says_nothing_is_not_called_one_with_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it was suspended, all who wanted to join by it meanwhile ended: their key was said to be wrong."""
+    over = threading.Event()
+    monkeypatch.setattr(joining, "clock", lambda: clock() + JOIN_S * over.is_set())
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as calls:
+        door.settimeout(WAIT_S)
+        joins = pool.submit(Peer.join, [f"127.0.0.1:{door.getsockname()[1]}"], key=KEY, join_timeout_s=JOIN_S)
+        for _ in range(joining.REFUSALS_MIN + 1):
+            calls.enter_context(door.accept()[0])
+        over.set()
+        with pytest.raises(UnreachableError, match="it takes connections, and says nothing"):
+            joins.result()
+
+
+def test_a_peer_that_dies_in_a_handshake_is_not_called_one_with_another_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
+        door.settimeout(WAIT_S)
+        address = f"127.0.0.1:{door.getsockname()[1]}"
+        joins = pool.submit(Peer.join, [address], key=KEY, join_timeout_s=JOIN_S)
+        for _ in range(joining.REFUSALS_MIN - 1):
+            door.accept()[0].close()
+        door.close()
+        with Peer.join(key=KEY, listen=address) as first, joins.result() as second:
+            assert {m.address for m in second.members()} == {first.address, second.address}
 
 
 def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
@@ -1097,3 +1131,12 @@ def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest
 def test_who_begins_with_another_name_than_the_founder_is_told() -> None:
     with Peer.join() as first, pytest.raises(SpecMismatch, match="mine"):
         Peer.join([first.address], run="mine", join_timeout_s=JOIN_S)
+
+
+def test_who_joins_by_a_list_of_which_one_is_gone_is_not_told_to_start_that_one() -> None:
+    """It was, as if the run were still to be founded, before the member that had answered had proved that it lives."""
+    heard: list[object] = []
+    with Peer.join(timeouts=PATIENT) as first:
+        listed = [first.address, *free_addresses(1)]
+        with Peer.join(listed, timeouts=PATIENT, on_event=heard.append, join_timeout_s=JOIN_S):
+            assert heard and not [event for event in heard if isinstance(event, Waiting)]

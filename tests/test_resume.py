@@ -1162,7 +1162,9 @@ def test_an_end_that_could_not_be_saved_is_no_success(
     config.write_text(dataclasses.replace(spec_in(tmp_path, codec="fp16"), rounds=1).to_toml())
     assert main(["join", "--config", str(config), "--state-dir", str(tmp_path / "a"), "--device", "cpu"]) == 4
     said = capsys.readouterr().err
-    assert "the end was not saved whole" in said and "the same command goes on from it" in said
+    assert (
+        "the end was not saved whole" in said and "the same command begins without a checkpoint: none is here" in said
+    )
 
 
 def test_where_only_the_model_could_not_be_written_it_is_told_how_to_get_it(

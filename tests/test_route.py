@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dlc.comm.addresses import join_address, parse_address
+from dlc.comm.ids import Voter
 from dlc.comm.security import generate_run_key
+from dlc.joining import Introduction
 from dlc.peer import Peer
+from dlc.statedir import Ephemeral
+from dlc.whereabouts import SEEN_MIN, seen_at
 from tests.helpers import benchmark_module, wait_until
+from tests.swarm import PATIENT, free_addresses
 
 wan_module = benchmark_module("_wan")
 REASON = wan_module.available()
 JOIN_S = 60.0
 KEY = generate_run_key()
+ROUTER = "127.0.0.9"
+"""Another host, with ports of its own."""
 
 MEMBER = """
 import sys
@@ -44,6 +58,34 @@ def joined(first: Peer, host: str) -> Peer:
     """Somebody who joins `first` by this address of its host."""
     address = join_address(host, parse_address(first.address)[1])
     return Peer.join([address], key=KEY, log=False, join_timeout_s=JOIN_S)
+
+
+@contextlib.contextmanager
+def forwarded(outside: int, inside: int) -> Iterator[None]:
+    """What comes to this port of ROUTER is led to that one of this machine."""
+
+    def carry(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # whoever ends it
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as ends:
+            while True:
+                caller = ends.enter_context(door.accept()[0])
+                callee = ends.enter_context(socket.create_connection(("127.0.0.1", inside)))
+                for way in ((caller, callee), (callee, caller)):
+                    threading.Thread(target=carry, args=way, daemon=True).start()
+
+    with socket.create_server((ROUTER, outside)) as door:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield
+        door.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 @pytest.fixture
@@ -78,6 +120,38 @@ def test_an_address_that_was_given_or_may_be_dialled_stays(routes: pytest.Monkey
     with Peer.join(key=KEY, log=False, advertise=advertise) as first:
         with joined(first, "127.0.0.2"):
             assert parse_address(first.address)[0] == host
+
+
+def test_behind_ports_of_a_router_that_lead_to_others_a_peer_is_in_rounds() -> None:
+    """Others dialled the router at the bulk port that the peer had inside, and nothing was there."""
+    inside, outside = free_addresses(2)
+    ports = [parse_address(address)[1] for address in (outside, inside)]
+    with forwarded(*ports), forwarded(*(port + 1 for port in ports)), Peer.join(timeouts=PATIENT) as first:
+        options: dict[str, Any] = {"listen": inside, "advertise": f"{ROUTER}:{ports[0]}", "timeouts": PATIENT}
+        with Peer.join([first.address], join_timeout_s=JOIN_S, **options) as second:
+            assert second.address == options["advertise"]
+            calls = [peer.all_reduce(torch.ones(2, 100_000), async_op=True) for peer in (first, second)]
+            assert [len(call.wait(JOIN_S).contributors) for call in calls] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("advertise", "bulk"), [("host", 4701), ("host:4600", 4701), ("host:7000", 7001), ("host:65535", 4701)]
+)
+def test_the_bulk_port_is_told_that_leads_here(advertise: str, bulk: int) -> None:
+    intro = Introduction(Ephemeral(), Voter("p", 1), "0.0.0.0", 4600, 4701, advertise, "trainer")
+    assert intro.record().bulk == (f"host:{bulk}",)
+
+
+@pytest.mark.parametrize("given", ["host", "192.0.2.8:4600", "192.0.2.7"])
+def test_where_nobody_reaches_a_given_address_it_is_said_once_and_stays(
+    caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    """It trained alone, and nobody was told that another address had been seen."""
+    intro = Introduction(Ephemeral(), Voter("p", 1), "0.0.0.0", 4600, 4601, given, "trainer")
+    seen = Counter[str]()
+    for times in range(1, 3 * SEEN_MIN):
+        assert seen_at("192.0.2.7", intro, intro.record(), seen) == {}
+        assert len(caplog.records) == (times >= SEEN_MIN and given != "192.0.2.7")
 
 
 @pytest.mark.alone

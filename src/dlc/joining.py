@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 from dlc.addresses import advertised, outbound_host
@@ -32,6 +33,8 @@ SAY_AFTER_S, SAY_EVERY_S_MAX = 5.0, 300.0
 """A joiner says whom it still waits for at first after this time, then after twice as long each time, up to this."""
 DESK_SAYS_EVERY_S = 300.0
 """The same of an observer that waits for a run to begin."""
+REFUSALS_MIN = 3
+"""Handshakes in a row that an address ends, until it is believed that it has another key: one may end as it dies."""
 FOUND_AFTER_S = 15.0
 """How long who may found the run alone asks the listed addresses first: one that lives would have answered by then."""
 
@@ -68,17 +71,19 @@ class Introduction:
     role: str
 
     def record(self, observed_host: str = "") -> Record:
-        """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess."""
-        host, port = self.host, self.control_port
+        """My record on the empty log. Advertised: what the user said, else the host that others see, else a guess. Who
+        says another port than that which is listened on has two ports side by side that lead here from outside."""
+        host, port, bulk_port = self.host, self.control_port, self.bulk_port
         if self.advertise:
             host, port = advertised(self.advertise, port)
+            bulk_port = bulk_port if port in (self.control_port, 65535) else port + 1
         elif ipaddress.ip_address(host).is_unspecified:
             host = observed_host or outbound_host(host)
         return Record(
             voter=self.voter,
             public_key=self.state.identity.public_key,
             control=(join_address(host, port),),
-            bulk=(join_address(host, self.bulk_port),),
+            bulk=(join_address(host, bulk_port),),
             role=self.role,
             head=EMPTY,
             tokens=0.0,
@@ -128,11 +133,13 @@ def introduce(
     """Drive the lobby until the RunSpec is known. may_found: who does not answer is not waited for beyond
     FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch."""
     failures: dict[str, LinkEvent] = {}
+    refusals = Counter[str]()
     ended: set[str] = set()
     """Where a connection was made, and ended."""
     changed = Flag()
 
     def on_link(event: LinkEvent) -> None:
+        refusals[event.address] = refusals[event.address] + 1 if event.kind == "auth_failed" else 0
         if event.kind == "disconnected":
             ended.add(event.address)
         else:
@@ -148,7 +155,7 @@ def introduce(
     say_at, pause_s = began + (0.0 if waits else SAY_AFTER_S), SAY_AFTER_S
     while not lobby.done:
         unheard, silent = lobby.unheard(), lobby.silent()
-        barred = [a for a in silent if a in failures and failures[a].kind in ("handshake_failed", "auth_failed")]
+        barred = [a for a in silent if refusals[a] >= REFUSALS_MIN]
         if barred and len(barred) + len(lobby.own()) == len(listed):
             raise WrongKeyError(wrong_key(barred, has_key))
         if not driver.running:

@@ -20,6 +20,7 @@ import random
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -104,6 +105,8 @@ class Peer(Unpicklable, Collectives):
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._reached_host = ""
         """By which address of this host somebody dialled it."""
+        self._seen = Counter[str]()
+        """Where this peer was seen to be, and how often, since nobody answers."""
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -142,22 +145,23 @@ class Peer(Unpicklable, Collectives):
 
         key: the run key (its text, its 32 bytes, or the path of its file). listen: HOST:PORT, and the port after it;
         None is a free one: with a key (or `insecure`) on all interfaces, unless all `peers` are on this machine, else
-        on loopback. advertise: HOST[:PORT], what others dial; None: where it listens; if that is all interfaces, the
-        host that others see, also where that changes, or else that of the default route, or, where that is none, the
-        first that somebody reaches it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and
-        address book; None keeps them in memory only. With `spec`, those in the book are asked beside `peers`, which may
-        be gone by now. found: begin the run, or go on with that of `resume`, where none of `peers` tells of one within
-        15 s. role: "trainer"; "helper", which reduces for the others; or "observer", which looks on: it has no vote,
-        takes part in no round, and is not waited for; without `peers` it waits until somebody has joined by its
-        address, and begun the run. hold: return as soon as the RunSpec is known and take a seat with `open`; otherwise
-        return as a voter. timeouts: None takes those of the RunSpec; others must be the same on every peer. log: False
-        takes part without the replicated log, for what needs no rounds of all (`dlc.Group`, `dlc.Gossip`,
-        `dlc.Moshpit`): nothing is founded or voted for, and one peer alone may begin; the same on all peers of a run;
-        implied by strategies that need none. probe_links: before the first round, or group, send some junk to others,
-        64 MiB at a time at most, to see what the link carries, and receive theirs; False (for links that are paid by
-        the byte): what it carries is learned in rounds, the first of which knows nothing. on_event: called with each
-        event (`dlc.comm.events`) on the thread that talks to the others, who wait for as long as it takes; what it
-        raises is logged. It may use the peer, but for what waits for others; see `on_member_change`.
+        on loopback. advertise: HOST[:PORT], what others dial; another PORT than that of `listen`, and the port after
+        it, lead there from outside. None: where it listens; if that is all interfaces, the host that others see, also
+        where that changes, or else that of the default route, or, where that is none, the first that somebody reaches
+        it by from beyond loopback. spec: None takes the swarm's. state_dir: identity and address book; None keeps them
+        in memory only. With `spec`, those in the book are asked beside `peers`, which may be gone by now. found: begin
+        the run, or go on with that of `resume`, where none of `peers` tells of one within 15 s. role: "trainer";
+        "helper", which reduces for the others; or "observer", which looks on: it has no vote, takes part in no round,
+        and is not waited for; without `peers` it waits until somebody has joined by its address, and begun the run.
+        hold: return as soon as the RunSpec is known and take a seat with `open`; otherwise return as a voter. timeouts:
+        None takes those of the RunSpec; others must be the same on every peer. log: False takes part without the
+        replicated log, for what needs no rounds of all (`dlc.Group`, `dlc.Gossip`, `dlc.Moshpit`): nothing is founded
+        or voted for, and one peer alone may begin; the same on all peers of a run; implied by strategies that need
+        none. probe_links: before the first round, or group, send some junk to others, 64 MiB at a time at most, to see
+        what the link carries, and receive theirs; False (for links that are paid by the byte): what it carries is
+        learned in rounds, the first of which knows nothing. on_event: called with each event (`dlc.comm.events`) on the
+        thread that talks to the others, who wait for as long as it takes; what it raises is logged. It may use the
+        peer, but for what waits for others; see `on_member_change`.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
@@ -279,9 +283,9 @@ class Peer(Unpicklable, Collectives):
             self._mesh = Mesh(Ground(node.me, node.members, node.exchange.rates, rng, node.rates_changed))
             node.services.add(self._mesh)
             self._driver.install(self._node, run_tag(spec.run, spec.hash), self._node)
-            self._perform(self._node.tick(now))
             for met in reception.records:
                 self._perform(self._node.members.learn(met, now))
+            self._perform(self._node.tick(now))
             if self._reached_host:  # while the lobby was driven
                 self._reached(self._reached_host, now)
 
@@ -530,7 +534,8 @@ class Peer(Unpicklable, Collectives):
         match event:
             case SeenAt():
                 if self._node is not None:
-                    self._correct(self._node, seen_at(event.host, self._intro, self._node.members.own))
+                    own = self._node.members.own
+                    self._correct(self._node, seen_at(event.host, self._intro, own, self._seen))
                 return
             case ServiceNews():
                 for listener in tuple(self._listeners):
@@ -540,6 +545,7 @@ class Peer(Unpicklable, Collectives):
                 self._over(event)
             case MemberUp() | MemberDown() | MemberLeft():
                 if isinstance(event, MemberUp):
+                    self._seen.clear()
                     self._came(event.voter.peer)
                 if self._watch is not None:
                     self._watch.tell(event)

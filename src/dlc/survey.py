@@ -104,7 +104,7 @@ def status(
             for event in transport.poll(0.1):
                 if isinstance(event, LinkEvent):
                     details[event.address] = event.detail
-                    if event.kind in ("handshake_failed", "auth_failed"):
+                    if event.kind == "auth_failed":
                         barred.add(event.address)
                 if isinstance(event, Incoming):
                     _take(event, run, answered, known, others)

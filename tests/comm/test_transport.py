@@ -621,19 +621,23 @@ def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node:
         assert after.poll(WAIT_S * 1000) and after.recv() == b"to the later"
 
 
+@pytest.mark.parametrize("streams", [1, 4])
 def test_where_only_small_packets_pass_it_is_said_and_what_helps(
-    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, streams: int
 ) -> None:
-    """Of a path that loses packets above 1300 bytes it was only said that a port might be closed, which was open."""
+    """Of a path that loses packets above 1300 bytes it was only said that a port might be closed, which was open; then
+    by each of the connections to one host."""
     a, b = node("a"), node("b")
     a.transport.open_bulk(b.bulk_address)
-    (link,) = a.transport._bundles[b.bulk_address].links
+    a.transport._widen(b.bulk_address, streams)
+    many = a.transport._bundles[b.bulk_address].links
     stalled = tcp.TcpSample(1000, 0.1, 0.1, 1e6, False, 1.0, 20, timeouts=links.STALLED_TIMEOUTS)
-    monkeypatch.setattr(link, "tcp_sample", lambda: stalled if link.up else None)
+    for link in many:
+        monkeypatch.setattr(link, "tcp_sample", lambda link=link: stalled if link.up else None)
     for said in (0, 1, 1):
-        pump(lambda: link.up, a, b)
+        pump(lambda: len(many) == streams and all(link.up for link in many), a, b)
         a.transport.revive_bulk()
-        assert not link.up and len(caplog.records) == said
+        assert not any(link.up for link in many) and len(caplog.records) == said
     assert b.bulk_address in caplog.text and "mtu 1280" in caplog.text
 
 

@@ -357,7 +357,8 @@ def _not_whole(summary: Summary) -> str:
         parts.append(f"the model of the end is in {summary.model}")
     elif summary.checkpoint is not None:
         parts.append(f"`dlc export {shlex.quote(str(summary.checkpoint))} --out DIR` writes its model to another disk")
-    return "; ".join([*parts, "once that is mended, the same command goes on from it"])
+    again = "goes on from it" if summary.checkpoint is not None else "begins without a checkpoint: none is here"
+    return "; ".join([*parts, f"once that is mended, the same command {again}"])
 
 
 def _asked_for(args: argparse.Namespace, peer: Peer, folder: Path) -> list[Sink]:

@@ -153,7 +153,10 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "--listen", type=given, metavar="HOST:PORT", help="default: a free port, on all interfaces if a key is given"
     )
     swarm.add_argument(
-        "--advertise", type=given, metavar="HOST[:PORT]", help="address that others dial; default: found out"
+        "--advertise",
+        type=given,
+        metavar="HOST[:PORT]",
+        help="address that others dial; another PORT, and the one after it, lead here from outside; default: found out",
     )
     swarm.add_argument(
         "--found",

@@ -422,7 +422,8 @@ class Link:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if value in _CLOSED_BY_PEER:
                 return self._fail("auth_failed", "it closed the connection during the handshake: another run key?", now)
-            return self._fail("handshake_failed", f"no handshake: {errno.errorcode.get(value, value)}", now)
+            said = {**errno.errorcode, errno.EAGAIN: "it takes connections, and says nothing"}.get(value, value)
+            return self._fail("handshake_failed", f"no handshake: {said}", now)
         if event == zmq.EVENT_DISCONNECTED:
             if self.up:
                 return self._fail("disconnected", "the connection ended", now)

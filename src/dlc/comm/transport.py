@@ -203,17 +203,17 @@ class Transport:
 
     def revive_bulk(self) -> None:
         """Connect those of our bulk links anew on which the kernel gets no answer."""
-        for bundle in self._bundles.values():
+        for address, bundle in self._bundles.items():
+            before = max(link.stalls for link in bundle.links)
             for link in bundle.links:
-                before = link.stalls
                 self._note(link, link.revive(self._clock()))
-                if before < STALLS_TOLD <= link.stalls:
-                    log.warning(
-                        "bulk connections to %s are made, and get no answer to what is sent then, %d in a row: %s",
-                        link.address,
-                        link.stalls,
-                        FULL_PACKETS_LOST,
-                    )
+            if before < STALLS_TOLD <= (stalls := max(link.stalls for link in bundle.links)):
+                log.warning(
+                    "bulk connections to %s are made, and get no answer to what is sent then, %d in a row: %s",
+                    address,
+                    stalls,
+                    FULL_PACKETS_LOST,
+                )
 
     def barred(self, address: str) -> str:
         """Why the last attempt to make a bulk link to `address` failed; empty where one is up, none has

@@ -6,7 +6,7 @@ an ordinary start goes through in passing is told only when it lasts. Nothing he
 | this peer | is told |
 |---|---|
 | is outside the run, a listed address has not answered | which; a run is founded, or resumed, only with all of them |
-| is outside the run, who answered there left or is silent, nobody else is in it | which addresses; another one helps |
+| is outside the run, who answered left, is silent or cannot dial here, nobody else is in it | which; what helps |
 | is outside the run, and so is everybody here | these; each of them says for whom it waits |
 | sees no quorum alive | the voters that are missing, and how long until the others may go on without them |
 | lacks a state that nobody here holds | that, and of which channel if it holds others |
@@ -123,7 +123,8 @@ class Waits:
         if unheard:
             what = "founding" if log.head == EMPTY else "going on from a checkpoint"
             advice = "start these, or give the address of a member that runs (--peers)"
-            return Waiting(f"{what} needs every listed address", unheard, advice=advice), 0.0
+            met = any(record.active for record in members.records())  # but has not proved yet that it lives
+            return Waiting(f"{what} needs every listed address", unheard, advice=advice), CONTACT_S if met else 0.0
         here = {record.voter.peer for record in alive} | {self.ctx.me.peer}
         lost = tuple(address for address in slot.listed if slot.answers[address] not in here)
         watching = {r.voter.peer for r in members.records() if not can_vote(r) and members.alive(r.voter)}
@@ -134,8 +135,15 @@ class Waits:
             )
             return Waiting(reason, lost, advice=advice), CONTACT_S
         if lost:
-            reason = "no member of the run is in reach: those who answered have left, or are silent"
-            advice = "these are tried for ever; give the address of another member (--peers). No run is founded instead"
+            mine = members.own.control[0]
+            reason = (
+                f"no member of the run is in reach: those who answered have left, are silent, or cannot dial {mine}"
+            )
+            advice = (
+                "does a firewall, or a router, let that TCP port of this peer's and the next one in (--advertise where "
+                "others reach it elsewhere)? These are tried for ever; give the address of another member (--peers). "
+                "No run is founded instead"
+            )
             return Waiting(reason, lost, advice=advice), CONTACT_S
         if log.head == EMPTY and members.own.role != OBSERVER:
             peers = tuple(sorted(record.voter.peer for record in alive))
