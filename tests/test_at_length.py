@@ -46,7 +46,7 @@ class SlowState(ToyState):
 @contextmanager
 def training(monkeypatch: pytest.MonkeyPatch, bytes_min: int = 0) -> Iterator[tuple[list[Peer], list[SlowState]]]:
     monkeypatch.setattr(node_module, "AT_LENGTH_BYTES_MIN", bytes_min)
-    with swarm(2, timeouts=Timeouts()) as peers:  # which ping often
+    with swarm(2, timeouts=Timeouts(slot_settle_s=0.3)) as peers:  # which ping often
         states = [SlowState() for _ in peers]
         try:
             together(peers, lambda p, i: p.open("train", states[i], codec="fp32", chunk_elems=100))  # type: ignore[arg-type, return-value]

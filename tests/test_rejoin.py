@@ -57,7 +57,7 @@ EVICT_S = 600.0
 """What a restart must not wait for."""
 SETTLE = Timeouts(slot_settle_s=0.3, evict_s=EVICT_S)
 """A death is found out soon; in one process, where all stand still together, nobody dies of a busy machine."""
-CALM = dataclasses.replace(PATIENT, slot_settle_s=0.3, evict_s=EVICT_S)
+CALM = dataclasses.replace(PATIENT, evict_s=EVICT_S)
 """Where no death is to be found out: a restart proves it."""
 SHORT = Timeouts(slot_settle_s=0.3, probe_s=0.18, beat_s=0.5, evict_s=6.0)
 """An early eviction; nobody is taken for dead who only waits for a processor."""
