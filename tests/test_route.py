@@ -80,7 +80,6 @@ def test_an_address_that_was_given_or_may_be_dialled_stays(routes: pytest.Monkey
             assert parse_address(first.address)[0] == host
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_third_host_reaches_a_founder_without_a_default_route(tmp_path: Path) -> None:
     key = tmp_path / "run.key"
