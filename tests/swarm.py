@@ -41,9 +41,11 @@ DEADLINE_S = 300.0
 """Most of it is for importing torch and transformers on a busy machine."""
 ROUND_S = 240.0
 """For a round of all: who comes late to it, since its machine did something else, has half of that."""
-PATIENT = Timeouts(probe_s=1.5, beat_s=1.5, chunk_s=30.0, commit_s=30.0, straggler_floor_s=60.0)
+PATIENT = Timeouts(probe_s=1.5, beat_s=1.5, chunk_s=30.0, commit_s=30.0, slot_settle_s=0.3, straggler_floor_s=60.0)
 """For tests in which nobody fails: whom the machine does not run for ten seconds is not taken for dead, and no round
-goes on without its work, its bytes or its vote."""
+goes on without its work, its bytes or its vote. Only who comes later is not waited for, to be taken in together."""
+QUICK = Timeouts(slot_settle_s=PATIENT.slot_settle_s)
+"""The usual ones, but for that."""
 WORKER_ROUND_S = 1200.0
 """A worker is patient: it waits for the others half as long before it averages alone."""
 RUN = """\

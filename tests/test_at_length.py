@@ -14,12 +14,11 @@ from dlc.comm import node as node_module
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Ping
 from dlc.comm.node import Node
-from dlc.comm.timeouts import Timeouts
 from dlc.errors import SwarmClosed
 from dlc.peer import Peer
 from dlc.sim.toy import ToyState
 from tests.helpers import wait_until
-from tests.swarm import swarm, together
+from tests.swarm import QUICK, swarm, together
 
 ELEMENTS = 1000
 LIMIT_S = 180.0
@@ -46,7 +45,7 @@ class SlowState(ToyState):
 @contextmanager
 def training(monkeypatch: pytest.MonkeyPatch, bytes_min: int = 0) -> Iterator[tuple[list[Peer], list[SlowState]]]:
     monkeypatch.setattr(node_module, "AT_LENGTH_BYTES_MIN", bytes_min)
-    with swarm(2, timeouts=Timeouts()) as peers:  # which ping often
+    with swarm(2, timeouts=QUICK) as peers:  # which ping often
         states = [SlowState() for _ in peers]
         try:
             together(peers, lambda p, i: p.open("train", states[i], codec="fp32", chunk_elems=100))  # type: ignore[arg-type, return-value]

@@ -270,10 +270,11 @@ def test_status_says_why_nobody_answers(
     says("cannot be looked up", "--peers", "nobody.invalid:1", "--timeout", "3")
     says("its run is 'r'", "--peers", "nobody.invalid:1", "--timeout", "0.2", "--run", "r")
     with Peer.join(key=generate_run_key()) as peer:
-        says("wants a run key: add --key-file", "--peers", peer.address)
+        at = ("--peers", peer.address, "--timeout", "2")  # which it waits for in any case
+        says("wants a run key: add --key-file", *at)
         (tmp_path / "other.key").write_text(generate_run_key())
         (tmp_path / "other.key").chmod(0o600)
-        says("refused our run key", "--peers", peer.address, "--key-file", str(tmp_path / "other.key"))
+        says("refused our run key", *at, "--key-file", str(tmp_path / "other.key"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -33,7 +33,7 @@ from dlc.peer import MemberChange, Peer
 from dlc.report import RoundReport
 from dlc.watching import MemberWatch
 from tests.helpers import wait_until
-from tests.swarm import JOIN_S, PATIENT, ROUND_S, swarm, together
+from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, swarm, together
 
 LATE_S = 5.0
 """An owner waits so long for those who were not ready in time; PATIENT ones wait half a minute."""
@@ -161,7 +161,7 @@ def test_who_comes_fails_and_leaves_is_told_on_a_thread_of_its_own(caplog: pytes
         """A busy machine may find a peer dead in between, and alive again."""
         return [change.kind for change in changes if change.peer == peer.id]
 
-    with Peer.join() as first, caplog.at_level(logging.ERROR, logger="dlc"):
+    with Peer.join(timeouts=QUICK) as first, caplog.at_level(logging.ERROR, logger="dlc"):
         first.on_member_change(broken)
         end = first.on_member_change(callback)
         with Peer.join([first.address], join_timeout_s=JOIN_S) as second:

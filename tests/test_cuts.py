@@ -17,7 +17,7 @@ from tests.helpers import benchmark_module, wait_until
 
 wan_module = benchmark_module("_wan")
 REASON = wan_module.available()
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 KEY = generate_run_key()
 BULK_BYTES_MIN = 1 << 20

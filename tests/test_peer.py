@@ -44,7 +44,7 @@ from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
 from tests.helpers import TICK_S, wait_until
-from tests.swarm import JOIN_S, PATIENT, ROUND_S, free_addresses, swarm, together
+from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, free_addresses, swarm, together
 
 KEY = generate_run_key()
 WAIT_S = 30.0
@@ -236,15 +236,15 @@ def test_no_bootstrap_peer_has_to_stay_alive() -> None:
 
 def test_who_starts_again_with_a_list_of_peers_that_are_gone_finds_those_it_knew(tmp_path: Path) -> None:
     """The same command line after a restart, when the one peer that it names has left for good."""
-    spec = RunSpec()
-    with Peer.join(spec=spec) as first, Peer.join([first.address], join_timeout_s=JOIN_S) as second:
+    spec, join = RunSpec(), partial(Peer.join, timeouts=QUICK, join_timeout_s=JOIN_S)
+    with join(spec=spec) as first, join([first.address]) as second:
         gone = first.address
-        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as third:
+        with join([gone], spec=spec, state_dir=tmp_path) as third:
             before = third.id
             wait_until(lambda: {m.id for m in third.members()} >= {first.id, second.id}, JOIN_S)
         first.leave()
         wait_until(lambda: len(second._ask(lambda node, now: node.log.state.electorate)) == 1, JOIN_S)
-        with Peer.join([gone], spec=spec, state_dir=tmp_path, join_timeout_s=JOIN_S) as again:
+        with join([gone], spec=spec, state_dir=tmp_path) as again:
             assert again.id == before
             assert second.id in {v.peer for v in again._ask(lambda node, now: node.log.state.electorate)}
 
@@ -281,7 +281,8 @@ def test_starters_of_a_run_without_a_log_wait_for_all_of_their_list_and_say_for_
 def test_entries_of_an_address_book_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
     book = {"a": 1, "b": {"addresses": []}, "c": {"addresses": [7]}, "d": {"addresses": ["no address"]}, "e": None}
     (tmp_path / "peers.json").write_text(json.dumps(book))
-    with Peer.join() as first, Peer.join([first.address], spec=first.spec, state_dir=tmp_path, join_timeout_s=JOIN_S):
+    join = partial(Peer.join, timeouts=QUICK, join_timeout_s=JOIN_S)
+    with join() as first, join([first.address], spec=first.spec, state_dir=tmp_path):
         pass
 
 
@@ -302,14 +303,15 @@ def test_a_timeout_says_whom_an_opening_waits_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ipv6_and_host_names() -> None:
+    join = partial(Peer.join, timeouts=QUICK, join_timeout_s=JOIN_S)
     try:
-        first = Peer.join(listen="[::1]:0")
+        first = join(listen="[::1]:0")
     except UsageError as error:
         pytest.skip(f"no IPv6 loopback here: {error}")
-    with first, Peer.join([first.address], listen="[::1]:0", join_timeout_s=JOIN_S) as second:
+    with first, join([first.address], listen="[::1]:0") as second:
         assert first.address.startswith("[::1]:")
         wait_until(lambda: len(second.members()) == 2)
-    with Peer.join() as first, Peer.join([f"localhost:{first.address.split(':')[1]}"], join_timeout_s=JOIN_S) as second:
+    with join() as first, join([f"localhost:{first.address.split(':')[1]}"]) as second:
         wait_until(lambda: len(second.members()) == 2)
 
 
@@ -381,7 +383,7 @@ def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(
             super().__init__(*args, **options)
             self.bulk_port = closed
 
-    with Peer.join() as first:
+    with Peer.join(timeouts=QUICK) as first:
         with monkeypatch.context() as patch:
             patch.setattr(peer_module, "Transport", Closed)
             second = Peer.join([first.address], join_timeout_s=JOIN_S)
@@ -461,7 +463,7 @@ def test_a_peer_that_dies_in_a_handshake_is_not_called_one_with_another_key() ->
 
 
 def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
-    with Peer.join(spec=RunSpec(sync_every=10)) as peer:
+    with Peer.join(spec=RunSpec(sync_every=10), timeouts=QUICK) as peer:
         with pytest.raises(SpecMismatch, match="sync_every"):
             Peer.join([peer.address], spec=RunSpec(sync_every=20), join_timeout_s=JOIN_S)
         with Peer.join([peer.address], join_timeout_s=JOIN_S) as newcomer:

@@ -154,7 +154,6 @@ def test_where_nobody_reaches_a_given_address_it_is_said_once_and_stays(
         assert len(caplog.records) == (times >= SEEN_MIN and given != "192.0.2.7")
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_third_host_reaches_a_founder_without_a_default_route(tmp_path: Path) -> None:
     key = tmp_path / "run.key"

@@ -453,10 +453,16 @@ class Peer(Unpicklable, Collectives):
 
     def _save_address_book(self) -> None:
         def read(node: Node, now: float) -> tuple[list[Record], set[str]]:
-            members = node.members
+            members, electorate = node.members, node.log.state.electorate
             others = [r for r in members.records() if r.voter != node.me]
-            lost = {r.voter.peer for r in others if not can_vote(r) or members.unseen_s(r.voter) >= members.t_evict_s}
-            return others, lost
+
+            def lost(r: Record) -> bool:
+                # T_evict grows while this peer is slow; the log has gone on without somebody all the same
+                gone_on = node.config.log and r.voter not in electorate
+                patience_s = members.timeouts.evict_s if gone_on else members.t_evict_s
+                return not can_vote(r) or members.unseen_s(r.voter) >= patience_s
+
+            return others, {r.voter.peer for r in others if lost(r)}
 
         self._book.save(*self._ask(read))
 

@@ -126,7 +126,9 @@ def test_alone_it_is_the_inner_loop(tmp_path: Path, school: School, options: dic
 
 
 @pytest.mark.parametrize("kind", ["average", "noloco", "moshpit"])
-def test_who_is_to_stop_waits_for_nobody(tmp_path: Path, school: School, kind: str) -> None:
+def test_who_is_to_stop_waits_for_nobody(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """The first Ctrl-C was heard when `wait_s` was over."""
     wait_s, update = 10 * DEADLINE_S, "noloco" if kind == "noloco" else "average"
     moshpit: dict[str, Any] = {"strategy": "moshpit", "gossip": GossipSpec(), "moshpit": MoshpitSpec(2, wait_s=wait_s)}
@@ -145,8 +147,10 @@ def test_who_is_to_stop_waits_for_nobody(tmp_path: Path, school: School, kind: s
 
     two.on_event = busy
     one.on_event = lambda event: waits.set() if event.get("phase") == "waiting" else None
+    monkeypatch.setattr(averaging, "LOOK_S", 0.0)
     slow = school.start(two)
     assert trains.wait(DEADLINE_S)
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)  # it hears of the other
     stopped = school.start(one)
     try:
         assert waits.wait(DEADLINE_S)
@@ -277,23 +281,25 @@ def test_a_newcomer_whose_fellows_are_all_gone_before_it_has_their_model_trains_
     assert not new.all("step") and saves.newest(tmp_path / "1", spec) is None
 
 
-def newcomer_when_the_old_left(school: School, spec: RunSpec, folder: Path) -> Pupil:
+def newcomer_when_the_old_left(school: School, spec: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pupil:
     """It knows that one has made 20 exchanges and is gone, with its state in folder "0"."""
     old = school.add(Pupil(spec, folder / "0"))
     old.on_event = lambda event: old.stop.set() if event["event"] == "averaging" and event["t"] == 20 else None
     new = school.add(Pupil(spec, folder / "1", old.peer.address))
     school.acquainted()
-    school.start(old)
-    assert school.summaries()[0].t == 20
+    with monkeypatch.context() as patch:
+        patch.setattr(averaging, "LOOK_S", 0.0)  # the newcomer does not train yet, and tells nothing
+        school.start(old)
+        assert school.summaries()[0].t == 20
     wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
     return new
 
 
 def test_a_newcomer_that_only_waits_for_those_who_are_gone_takes_the_model_of_one_that_comes_back(
-    tmp_path: Path, school: School
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
-    new = newcomer_when_the_old_left(school, spec, tmp_path)
+    new = newcomer_when_the_old_left(school, spec, tmp_path, monkeypatch)
     school.start(new)
     saved = saves.newest(tmp_path / "0", spec)
     back = school.add(Pupil(spec, tmp_path / "0", new.peer.address, resume=saved))
@@ -307,7 +313,7 @@ def test_one_that_comes_back_is_waited_for_until_it_has_its_model_again(
 ) -> None:
     """It had joined between two looks, and told nothing yet: the newcomer began from its own model."""
     spec = spec_in(tmp_path, rounds=40, timeouts=TimeoutsSpec(evict_s=DEADLINE_S))
-    new = newcomer_when_the_old_left(school, spec, tmp_path)
+    new = newcomer_when_the_old_left(school, spec, tmp_path, monkeypatch)
     look, looks, back_here = new.trainer.strategy._furthest, list[int](), threading.Event()  # type: ignore[attr-defined]
 
     def look_and_be_late(handover: Handover) -> int:
