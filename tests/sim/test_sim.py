@@ -31,6 +31,7 @@ CALM = Weather(latency_max_s=0.05)
 EARLIER = tuple(kind for kind in FAULTS if kind not in ("probes", "filling", "patient", "misfits", "turns", "orphans"))
 LATER = tuple(kind for kind in FAULTS if kind not in ("patient", "misfits", "turns", "orphans"))
 LATEST = tuple(kind for kind in FAULTS if kind not in ("misfits", "turns", "orphans"))
+ALL = tuple(FAULTS)
 """Seeds that failed did so on schedules of these."""
 
 
@@ -287,6 +288,8 @@ ALL_BUT_PARTITION = tuple(kind for kind in FIRST_KINDS if kind != "partition")
         # two decided by force an entry that left both without a vote; each knew the other at the head before, and went
         # on alone
         (182465, 2, 7, LATEST),
+        # one that had slept was given a vote by the only voter while it did not vote yet: both waited for T_evict
+        (900403, 2, 7, ALL),
     ],
 )
 def test_seeds_that_failed(seed: int, low: int, high: int, kinds: tuple[str, ...]) -> None:
