@@ -650,6 +650,7 @@ def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
     a.transport.open_bulk(b.bulk_address)
     pump(lambda: b.messages() and a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
     ports, told_s = (b.transport.control_port, b.transport.bulk_port), dict[tuple[int, str], int]()
+    idle_s = list[int]()
     with contextlib.closing(tcp.Spare()) as spare:
         for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
             with spare.duplicate(fd) as sock:
@@ -657,5 +658,7 @@ def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
                 for end, port in ends.items():
                     if sock is not None and port in ports:
                         told_s[port, end] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
+                        idle_s.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
     silent_s = zip(ports, (CONTROL_KEEPALIVE.silent_s, BULK_KEEPALIVE.silent_s), strict=True)
     assert told_s == {(port, end): seconds for port, seconds in silent_s for end in "ab"}
+    assert max(idle_s) < 30, "some routers forget a connection that rests for so long"

@@ -55,9 +55,10 @@ class Keepalive:
 
 
 CONTROL_KEEPALIVE = Keepalive(idle_s=5, interval_s=2, count=3)
-BULK_KEEPALIVE = Keepalive(idle_s=30, interval_s=10, count=3)
+BULK_KEEPALIVE = Keepalive(idle_s=15, interval_s=15, count=3)
 """Longer: a peer that computes at length takes no chunks meanwhile, which looks alike to the kernel where many are on
-their way. `Link.revive` tells it apart, and is sooner."""
+their way. `Link.revive` tells it apart, and is sooner. But no longer idle than that: some routers forget a connection
+of which they have seen nothing for 30 s."""
 
 
 @dataclass(frozen=True)
