@@ -14,8 +14,7 @@ def test_two_that_do_not_reach_each_other_are_named_with_who_carries_their_messa
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     intro = Introduction.__new__(Introduction)
-    log_event(Apart((Voter("anna" * 8, 1), Voter("bert" * 8, 2)), ("carl" * 8, "dora" * 8)), intro, heard=True)
-    lines = [r.getMessage() for r in caplog.records if r.name == "dlc.eventlog"]
-    assert len(lines) == 2
-    assert lines[0].startswith("annaanna and this host do not reach each other") and "by way of carlcarl" in lines[0]
-    assert lines[1].startswith("bertbert and") and "by way of doradora" in lines[1] and "firewall" in lines[1]
+    log_event(Apart(Voter("anna" * 8, 1), "carl" * 8), intro, heard=True)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "dlc.eventlog"]
+    assert line.startswith("annaanna and this host do not reach each other") and "by way of carlcarl" in line
+    assert "firewall" in line

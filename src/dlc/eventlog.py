@@ -17,13 +17,12 @@ def log_event(event: object, intro: Introduction, heard: bool) -> None:
         case BulkLost():
             _bulk_lost(event, intro)
         case Apart():
-            for voter, relay in zip(event.voters, event.relays, strict=True):
-                log.warning(
-                    "%s and this host do not reach each other directly: messages go by way of %s, and neither reduces "
-                    "anything for the others meanwhile, so rounds may take longer; does a firewall stand between them?",
-                    voter.peer[:8],
-                    relay[:8],
-                )
+            log.warning(
+                "%s and this host do not reach each other directly: messages go by way of %s, bulk cannot, and neither "
+                "reduces anything for the others meanwhile, so rounds may take longer; does a firewall stand between?",
+                event.voter.peer[:8],
+                event.relay[:8],
+            )
         case HistoryLost() if event.rounds and not heard:
             log.warning(
                 "the swarm goes by another history, as after a split: %d rounds of ours, of weight %g in all, are "

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dlc.comm import detector
 from dlc.comm.effects import Dial, Notify, Send
 from dlc.comm.events import SeenAt
 from dlc.comm.membership import Membership
@@ -208,9 +209,34 @@ def test_a_one_way_cut_leaves_both_alive_and_names_the_relay() -> None:
     assert a.relay_for("b") in {"c", "d"}
     assert b.relay_for("a") in {"c", "d"}  # its pings arrive, their answers do not
     assert a.relay_for("c") is None and a.relay_for("unknown") is None
+    assert net.said("Apart") == {("a", "b"), ("b", "a")}
     net.cut.clear()
     net.run(10)
     assert a.relay_for("b") is None
+
+
+def test_of_a_cut_of_a_second_nothing_is_said() -> None:
+    net = swarm("abcd")
+    net.cut.add(("a", "b"))
+    net.run(1.5)
+    net.cut.clear()
+    net.run(20)
+    assert not net.said("Apart")
+
+
+def test_where_not_all_are_pinged_all_the_time_an_old_direct_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had once answered by a relay was taken to be reached by one only, until its turn came again."""
+    monkeypatch.setattr(detector, "HEARTBEATS_MAX", 2)
+    net = swarm("abcdefghijklmnopqrstuvwxyz")
+    net.cut.add(("a", "b"))
+    net.run(60)
+    net.cut.clear()
+    a = net.hosts["a"].machine
+    a.watch(())
+    net.run(60)
+    for _ in range(60):
+        net.run(0.5)
+        assert a.relay_for("b") is None
 
 
 def test_two_way_cut_between_two_leaves_both_alive_too() -> None:

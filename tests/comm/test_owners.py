@@ -171,7 +171,7 @@ def test_two_that_do_not_reach_each_other_own_nothing_and_are_in_with_all(
     for plan in rounds_in_a_cut(stage, 3):
         assert {name for name, k in owned(plan).items() if k} == {p.host.name for p in stage.peers()} - set(pair)
         assert all(r.complete for r in stage.reports(plan.entry.t).values())
-    apart = [(name, e.voters[0].peer, e.relays[0]) for name, e in stage.told if isinstance(e, Apart)]
+    apart = [(name, e.voter.peer, e.relay) for name, e in stage.told if isinstance(e, Apart)]
     assert sorted(name for name, _, _ in apart) == sorted(pair), "each tells it once"
     assert all({name, other} == set(pair) and relay not in pair for name, other, relay in apart)
     stage.world.network.cuts.clear()

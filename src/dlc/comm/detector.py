@@ -27,7 +27,7 @@ import random
 from collections.abc import Container
 
 from dlc.comm.effects import Effect, Notify
-from dlc.comm.events import MemberDown, MemberSuspect, MemberUp
+from dlc.comm.events import Apart, MemberDown, MemberSuspect, MemberUp
 from dlc.comm.health import LocalTime
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Rumour
@@ -191,6 +191,8 @@ class Detector:
             return
         if ping.sent_run < member.doubt_run:
             return
+        if relay is not None:
+            self._apart(member, relay)
         if nonce == member.probe_nonce and member.probe_scored:
             time.better()
         member.verdict_run = math.inf
@@ -202,6 +204,13 @@ class Detector:
             self.out.append(Notify(MemberUp(member.voter)))
             member.due_run = min(member.due_run, time.running_s + self._pace_s(member))
             self._arm(member)
+
+    def _apart(self, member: Member, relay: PeerId) -> None:
+        """It answered by a relay. If it is pinged all the time, and has answered like this for T_dead, that is told."""
+        paced, since_run = self._pace_s(member) != math.inf, member.relayed_run
+        if paced and not member.told_apart and self._time.running_s - since_run >= self._time.t_dead_s:
+            member.told_apart = True
+            self.out.append(Notify(Apart(member.voter, relay)))
 
     def hearing(self, member: Member) -> None:
         """Something came from a member that has no standing as alive: it may be within reach."""
@@ -306,6 +315,7 @@ class Detector:
         self._stand(member, Standing.DEAD)
         member.verdict_run = math.inf
         member.probe_nonce = 0
+        member.relayed_run = math.inf
         member.acked_seq = -1  # should it come back, it may have forgotten me
         member.due_run = self._time.running_s + self._pace_s(member)
         self._spread(member, Standing.DEAD)

@@ -113,12 +113,11 @@ class BulkLost:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """These voters answer by a relay only, which carries no bulk: neither they nor we own anything meanwhile. Told of
-    each once."""
+    """For T_dead it has answered by a relay only, which carries no bulk. Told of each process once."""
 
-    voters: tuple[Voter, ...]
-    relays: tuple[str, ...]
-    """Peer ids, one for each of them."""
+    voter: Voter
+    relay: str
+    """Peer id."""
 
 
 @dataclass(frozen=True, slots=True)

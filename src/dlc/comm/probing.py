@@ -106,10 +106,10 @@ class Prober:
             member.generation = self.generation
         if relay is None:
             self._measure_rtt(member, ping)
-            member.direct_run = max(member.direct_run, ping.sent_run)
+            member.direct_run, member.relayed_run = max(member.direct_run, ping.sent_run), math.inf
             member.acked_seq = max(member.acked_seq, ping.own_seq)
         else:
-            member.relay = relay
+            member.relay, member.relayed_run = relay, min(member.relayed_run, self._time.running_s)
         member.proof_run = max(member.proof_run, ping.sent_run)
         self.heard_run = max(self.heard_run, ping.sent_run)
 

@@ -76,6 +76,10 @@ class Member:
     """The same for direct answers alone."""
     relay: PeerId | None = None
     """By whom an indirect ping succeeded last."""
+    relayed_run: float = math.inf
+    """Since when it has answered by relays only."""
+    told_apart: bool = False
+    """That was told to the application."""
     rtt_s: float = -1.0
     """Smoothed round trip; negative: not measured."""
     rtt_var_s: float = 0.0

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
-from dlc.comm.events import Apart
 from dlc.comm.exchange import Exchange, result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
@@ -92,7 +91,6 @@ class Slot:
         """The first state that this slot's opening needs here, and the running time at which I last had hope of it."""
         self._last_ready = -1.0
         self._last_fetch = 0.0
-        self._told_apart: set[Voter] = set()
 
     # ---------------------------------------------------------------- life of a slot
 
@@ -397,7 +395,7 @@ class Slot:
         state = self.log.state
         if not self.votes_here and state.electorate:
             return
-        apart = self._apart()
+        apart = tuple(v for v in state.electorate if self.ctx.members.relay_for(v.peer) is not None)
         for channel, wish in self.wishes.items():
             attached = self.log.attached[channel]
             if not (self.log.is_open(channel) or attached.void):
@@ -407,16 +405,6 @@ class Slot:
                 offered_s = max(0.0, self.ctx.running_s - mine.since_run)
                 digest = self.log.digest(channel)
                 yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s, apart=apart)
-
-    def _apart(self) -> tuple[Voter, ...]:
-        """Voters to which only a relay leads from here."""
-        electorate = self.log.state.electorate
-        by = {v: relay for v in electorate if (relay := self.ctx.members.relay_for(v.peer)) is not None}
-        fresh = by.keys() - self._told_apart
-        if fresh:
-            self._told_apart = fresh | self._told_apart.intersection(electorate)
-            self.ctx.notify(Apart(tuple(sorted(fresh)), tuple(by[v] for v in sorted(fresh))))
-        return tuple(by)
 
     def _fetch_missing(self) -> None:
         """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""

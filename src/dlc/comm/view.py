@@ -141,6 +141,8 @@ class View:
         member = self._table.members.get(peer)
         if member is None or member.relay is None or self._detector.direct(member):
             return None
+        if member.direct_run >= member.proof_run:  # in swarms too large to ping all of them it may be long ago
+            return None
         relay = self._table.members.get(member.relay)
         return member.relay if relay is not None and self._detector.alive(relay) else None
 
