@@ -18,8 +18,8 @@ def log_event(event: object, intro: Introduction, heard: bool) -> None:
             _bulk_lost(event, intro)
         case Apart():
             log.warning(
-                "%s and this host do not reach each other directly: messages go by way of %s, bulk cannot, and neither "
-                "reduces anything for the others meanwhile, so rounds may take longer; does a firewall stand between?",
+                "%s and this host do not reach each other directly: messages go by way of %s, but no vectors, so "
+                "others reduce for both where they can, which may take longer; does a firewall stand between?",
                 event.voter.peer[:8],
                 event.relay[:8],
             )
