@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable
 
 from dlc.comm.addresses import parse_address
 from dlc.comm.messages import Record
+from dlc.comm.node import Node
+from dlc.comm.permit import can_vote
 from dlc.errors import UsageError
 from dlc.statedir import PeerState
 
@@ -56,3 +58,17 @@ class AddressBook:
             if not self._stays:
                 log.warning("the address book could not be written (%s); the old one stays", error)
             self._stays = True
+
+
+def known_to(node: Node) -> tuple[list[Record], set[str]]:
+    """(the others, ids of those whom the run had gone on without, or would have): as `AddressBook.save` takes them."""
+    members, electorate = node.members, node.log.state.electorate
+    others = [r for r in members.records() if r.voter != node.me]
+
+    def lost(r: Record) -> bool:
+        # T_evict grows while this peer is slow; the log has gone on without somebody all the same
+        gone_on = node.config.log and r.voter not in electorate
+        patience_s = members.timeouts.evict_s if gone_on else members.t_evict_s
+        return not can_vote(r) or members.unseen_s(r.voter) >= patience_s
+
+    return others, {r.voter.peer for r in others if lost(r)}

@@ -28,7 +28,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlc.addressbook import AddressBook
+from dlc.addressbook import AddressBook, known_to
 from dlc.addresses import addresses_of, advertised, default_listen
 from dlc.arguments import function, instance, seconds
 from dlc.channels import has_seat
@@ -52,9 +52,7 @@ from dlc.comm.ground import Ground
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.mesh import Mesh
-from dlc.comm.messages import Record
 from dlc.comm.node import Node, NodeConfig
-from dlc.comm.permit import can_vote
 from dlc.comm.records import STATUS_BYTES_MAX
 from dlc.comm.roles import OBSERVER, ROLES
 from dlc.comm.security import LinkSecurity, load_run_key
@@ -424,7 +422,7 @@ class Peer(Unpicklable, Collectives):
             return
         if self._driver.running and self._node is not None:
             try:
-                self._save_address_book()
+                self._book.save(*self._ask(lambda node, now: known_to(node)))
                 self._act(lambda node, now: node.leave(now))
             except SwarmClosed:
                 log.debug("the driver had ended before the leave")
@@ -450,21 +448,6 @@ class Peer(Unpicklable, Collectives):
             self._watch.close(0.0)
         with self._changed:
             self._changed.notify_all()
-
-    def _save_address_book(self) -> None:
-        def read(node: Node, now: float) -> tuple[list[Record], set[str]]:
-            members, electorate = node.members, node.log.state.electorate
-            others = [r for r in members.records() if r.voter != node.me]
-
-            def lost(r: Record) -> bool:
-                # T_evict grows while this peer is slow; the log has gone on without somebody all the same
-                gone_on = node.config.log and r.voter not in electorate
-                patience_s = members.timeouts.evict_s if gone_on else members.t_evict_s
-                return not can_vote(r) or members.unseen_s(r.voter) >= patience_s
-
-            return others, {r.voter.peer for r in others if lost(r)}
-
-        self._book.save(*self._ask(read))
 
     def __enter__(self) -> Peer:
         return self
