@@ -819,8 +819,17 @@ def test_a_filling_of_another_size_is_refused() -> None:
             peer.contribute("train", torch.ones(8), weight=1.0, filling=Filling(7, 1.0))
 
 
-def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [False, True], ids=["", "whose caller's thread is slow"])
+def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(
+    monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
     """It is an error of the machine as any other: who is in doubt must not vote. It did, where its turn was due."""
+    call = Driver.call
+
+    def called(driver: Driver, fn: Callable[[float], Any], look: bool = False) -> Any:
+        future = call(driver, fn, look)
+        wait_until(lambda: future.done() and (not driver.running or pending.done), what="the driver went on")
+        return future
 
     def filled(node: Node, now: float) -> float:
         monkeypatch.setattr(Node, "next_deadline", lambda self: now)
@@ -831,6 +840,8 @@ def test_an_error_behind_a_call_that_nobody_waits_for_ends_the_peer(monkeypatch:
         monkeypatch.setattr(Node, "filled", filled)
         filling = Filling(8, 60.0)
         pending = peer.contribute("train", torch.ones(8), weight=1.0, filling=filling)
+        if slow:
+            monkeypatch.setattr(Driver, "call", called)
         filling.reached(0)
         with pytest.raises(SwarmClosed, match="division by zero"):
             pending.wait(JOIN_S)

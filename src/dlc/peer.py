@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -422,7 +421,7 @@ class Peer(Unpicklable, Collectives):
             return
         if self._driver.running and self._node is not None:
             try:
-                self._book.save(*self._ask(lambda node, now: known_to(node)))
+                self._save_address_book()
                 self._act(lambda node, now: node.leave(now))
             except SwarmClosed:
                 log.debug("the driver had ended before the leave")
@@ -448,6 +447,9 @@ class Peer(Unpicklable, Collectives):
             self._watch.close(0.0)
         with self._changed:
             self._changed.notify_all()
+
+    def _save_address_book(self) -> None:
+        self._book.save(*self._ask(lambda node, now: known_to(node)))
 
     def __enter__(self) -> Peer:
         return self
@@ -490,17 +492,16 @@ class Peer(Unpicklable, Collectives):
 
     def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
         def run(now: float) -> None:
-            if self._node is not None:
-                self._perform(fn(self._node, now))
+            """Nobody waits for its result: an error of the machine ends the driver, before the machine does anything
+            more, as one in any other event does."""
+            try:
+                if self._node is not None:
+                    self._perform(fn(self._node, now))
+            except BaseException as error:
+                log.exception("the driver stops on an error")
+                self._driver.stop(0.0, error)
 
-        self._driver.call(run).add_done_callback(self._told)
-
-    def _told(self, done: Future[None]) -> None:
-        """Nobody waits for its result: an error of the machine ends the driver, as one in any other event does."""
-        error = done.exception()
-        if error is not None and not isinstance(error, SwarmClosed) and self._driver.running:
-            log.error("the driver stops on an error", exc_info=error)
-            self._driver.stop(0.0, error)
+        self._driver.call(run)
 
     def _perform(self, effects: list[Effect]) -> None:
         self._driver.perform(effects)

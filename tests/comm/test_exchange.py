@@ -62,6 +62,9 @@ class Everybody:
     def rtt_s(self, peer: str) -> float:
         return 0.01
 
+    def relay_for(self, peer: str) -> str | None:
+        return None
+
     def record(self, peer: str) -> Any:
         return SimpleNamespace(voter=Voter(peer, 1), up_Bps=0.0, down_Bps=0.0)
 
