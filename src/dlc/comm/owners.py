@@ -51,7 +51,7 @@ def plan_round(
     """
     alive = sorted(v for v in (deciders or log.state.electorate) if ctx.members.alive(v))
     heard = [v for v in alive if v not in mute] or alive
-    missed = cut_off(heard, apart)
+    missed = cut_off(alive, apart)
     owners = tuple(v for v in heard if v not in missed) or tuple(heard)
     n_chunks = grid.n_chunks if grid is not None else 0
     open_chunks = [c for c in range(n_chunks) if c not in fixed]
@@ -74,7 +74,11 @@ def cut_off(voters: Collection[Voter], apart: Collection[tuple[Voter, Voter]]) -
     mean. Not for the sake of one that is apart from more than two thirds of the others, who would have to wait for the
     rest: then it alone owns nothing, and is in what it can reach.
     """
-    of = {v: {b if v == a else a for a, b in apart if v in (a, b)} & set(voters) for v in voters}
+    of: dict[Voter, set[Voter]] = {v: set() for v in voters}
+    for a, b in apart:
+        if a != b and a in of and b in of:
+            of[a].add(b)
+            of[b].add(a)
     lonely = {v for v, others in of.items() if 3 * len(others) > 2 * (len(of) - 1)}
     return lonely | {v for v, others in of.items() if others - lonely}
 
