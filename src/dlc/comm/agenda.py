@@ -423,8 +423,7 @@ def _most_common(values: list[T]) -> T:
 def next_electorate(
     ctx: Context, log: Log, forced: tuple[Voter, ...] | None, recent: Collection[bytes], ranks_anew: bool = False
 ) -> tuple[tuple[Voter, ...], tuple[Voter, ...]]:
-    """(voters, trainers) after this entry: those that stay, plus alive newcomers that stand in step at a `recent` head,
-    but for those that slept and do not vote yet: beside one voter, all would wait for their votes.
+    """(voters, trainers) after this entry: those that stay, plus alive newcomers that stand in step at a `recent` head.
 
     A forced ballot names its deciders as the electorate. Where half of the voters decide by the casting vote, and the
     entry ranks them anew, the others leave with it, before T_remove: it might give the casting vote to one of them.
@@ -443,7 +442,7 @@ def next_electorate(
         newcomers = {
             r.voter
             for r in records.values()
-            if r.role != OBSERVER and r.synced and not r.stale and r.head in recent and members.alive(r.voter)
+            if r.role != OBSERVER and r.synced and r.head in recent and members.alive(r.voter)
         }
         electorate |= {v for v in newcomers if not members.gone(v)}
     newest: dict[str, Voter] = {}

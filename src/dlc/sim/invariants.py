@@ -382,14 +382,17 @@ class Checker:
 
     def faults_end(self) -> None:
         """From here on the next round has a limit: where a quorum is awake and in step, what it takes to see who is
-        dead, and to take over once; else T_evict, for those who wake now and for a forced ballot after that."""
+        dead, and to take over once; else T_evict, for those who wake now and for a forced ballot after that. So it
+        is, too, where those who have woken would be half once they are given votes, which they do not use yet."""
         awake = [p for p in self.world.running() if p.awake and not p.left]
         if not awake:
             return
         top = max((p.node.log.state for p in awake), key=lambda s: s.key)
         in_step = [p.voter for p in awake if p.node.log.head == top.head and not p.node.ctx.stale]
         members = [p.node.members for p in awake]
-        quorum = bool(top.electorate) and proper_quorum(in_step, top)
+        woken = sum(p.node.ctx.stale and p.voter not in top.electorate for p in awake)
+        outvoted = woken and 2 * len(set(top.electorate).intersection(in_step)) <= len(top.electorate) + woken
+        quorum = bool(top.electorate) and proper_quorum(in_step, top) and not outvoted
         detection_s = 2 * max(m.t_dead_s for m in members) if quorum else 1.5 * max(m.t_evict_s for m in members)
         self._round_by = self.world.now + detection_s + ROUND_S
 
