@@ -13,6 +13,7 @@ import dlc.bench.link as link_module
 from dlc.bench.flow import Meter, least_s
 from dlc.bench.link import Budget, LinkReport, StreamRates, fitting, least_phase_s, moving_s, too_short
 from dlc.bench.transfer import DRAIN_S
+from dlc.comm.window import WINDOW_BYTES_MIN
 
 RATE_MBIT = 50.0
 STEPS = 10
@@ -31,8 +32,17 @@ class Moved:
 class World:
     """A link with slow start, and a clock that only its transfers move."""
 
-    def __init__(self, rtt_s: float, rate_mbit: float = RATE_MBIT, drain_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        rtt_s: float,
+        rate_mbit: float = RATE_MBIT,
+        drain_s: float = 0.0,
+        shared: bool = False,
+        held_bytes: int = 0,
+    ) -> None:
+        """shared: all streams together have that rate. held_bytes: on the way of each when its time is over."""
         self.now, self.rtt_s, self.rate, self.drain_s = 0.0, rtt_s, rate_mbit * 125_000, drain_s
+        self.shared, self.held_bytes = shared, held_bytes
         self.connected = 0
 
 
@@ -60,9 +70,10 @@ class FakeStream:
             return Moved(1, 1)
         at = world.now + world.rtt_s
         begin, end, total, marks = at, min(at + seconds, until), 0.0, []
-        while at < end and total < bytes_max:
+        fair = world.rate / world.connected if world.shared else world.rate
+        while at < end + world.held_bytes / fair and total < bytes_max:
             marks.append((at, int(total)))
-            rate = min(14_600 * 2 ** ((at - begin) / world.rtt_s) / world.rtt_s, world.rate)
+            rate = min(14_600 * 2 ** ((at - begin) / world.rtt_s) / world.rtt_s, fair)
             total = min(total + rate * world.rtt_s / STEPS, bytes_max)
             at += world.rtt_s / STEPS
         done = Moved(int(total), bytes_max)
@@ -114,6 +125,17 @@ def test_what_a_slow_link_still_holds_is_no_reason_to_go_on(monkeypatch: pytest.
     assert report.seconds <= 20.0 + 3 * DRAIN_S and world.connected == 1
     assert [rates.up_mbps is None for rates in report.streams] == [False, True, True, True]
     assert all(rates.up_missing == link_module.TOO_SLOW for rates in report.streams[1:])
+    assert report.missing == 0 and [rates.planned for rates in report.streams] == [True, False, False, False]
+    assert report.remarks() == [f"not measured with --streams 2,4,8: {link_module.TOO_SLOW}"]
+
+
+def test_what_drains_after_its_time_makes_no_link_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 Mbit/s hold what four connections have on the way for over DRAIN_S: eight of them are not tried."""
+    world = World(0.02, 2.0, shared=True, held_bytes=WINDOW_BYTES_MIN)
+    report = measured(monkeypatch, world, Budget(30.0, 10**10))
+    assert world.connected == 4 and [rates.planned for rates in report.streams] == [True, True, True, False]
+    assert report.streams[3].up_missing == report.streams[3].down_missing == link_module.TOO_SLOW
+    assert report.missing == 0
 
 
 def test_a_transfer_that_drains_late_leaves_less_time_and_no_starved_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ Streams are connections of the bulk lane, each with a transport and a thread of 
 with one thread, as a peer does. Rates are payload bytes at the receiver, encrypted as in a real run.
 
 A transfer needs a number of round trips before its rate means anything. So the time is not spread over more numbers of
-streams than it is enough for: the last ones are not measured, and their report says why.
+streams than it is enough for: the last ones are not measured, and their report says why. Nor are those that a slow link
+would only hold for long.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class StreamRates:
     bytes_ended: bool = False
     """The bytes of a transfer were used up before its time was over."""
     planned: bool = True
-    """The time is enough for it, as far as round trips tell; else it is no fault that there are no rates."""
+    """The time is enough for it, as far as round trips tell, and the link not too slow for so many connections; else it
+    is no fault that there are no rates."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ class _Work:
             needed_s = connecting_s(self._rtt_s) + budget.directions * least_phase_s(self._rtt_s)
             if place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
                 why = TOO_SLOW if self._slow else too_short(budget, self._rtt_s)
-                rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=place < fit))
+                planned = place < fit and not self._slow
+                rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=planned))
             else:
                 rates.append(self._rates(n, fit - place - 1))
         return LinkReport(
@@ -288,7 +291,7 @@ class _Work:
             mbps[place] = rate_mbps([t.meter for t in done], self._rtt_s)
             ended = any(t.bytes_ended for t in done)
             bytes_ended = bytes_ended or ended
-            slow = not ended and sum(t.moved for t in done) * DRAIN_S < n * WINDOW_BYTES_MIN * move_s
+            slow = not ended and _bytes_per_s(done) * DRAIN_S < n * WINDOW_BYTES_MIN
             self._slow = self._slow or slow
             if mbps[place] is None:
                 missing[place] = unsettled(self._enough(done) if ended else 0)
@@ -309,6 +312,15 @@ class _Work:
         self._moved += sum(t.moved for t in done)
         self._asked += sum(t.asked for t in done)
         return done
+
+
+def _bytes_per_s(done: Sequence[Transfer]) -> float:
+    """Of transfers side by side, from their first sign of progress to the last: also while they drain."""
+    marks = [t.meter for t in done if t.meter.times]
+    if not marks:
+        return 0.0
+    lasted_s = max(m.times[-1] for m in marks) - min(m.times[0] for m in marks)
+    return sum(t.moved for t in done) / max(lasted_s, PACE_S_MIN)
 
 
 # ---------------------------------------------------------------- what the time is enough for
