@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Hashable
 
 import pytest
 
 import dlc.bench.flow as flow_module
 import dlc.bench.link as link_module
 import dlc.bench.transfer as transfer_module
+from dlc.bench.host import Host
 from dlc.bench.link import Budget, LinkReport, StreamRates, measure
 from dlc.bench.stream import MeasureFailed, Stopped
-from dlc.comm.measures import MeasureData
+from dlc.comm.measures import MeasureData, MeasurePull, MeasurePush
 from dlc.comm.messages import Message
 from dlc.comm.security import LinkSecurity
 from dlc.errors import UnreachableError, UsageError, WrongKeyError
@@ -114,6 +116,26 @@ def test_a_closed_bulk_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             measure(site.address, KEYED, SMALL)
         site._host._bulk_port = site.bulk_port
         assert measure(site.address, KEYED, SMALL).moved_mb > 15, "the site is free again at once"
+
+
+def test_a_further_connection_that_carries_nothing_is_no_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Firewalls limit connections, too; and a link may be cut just then."""
+    real, routes = Host._bulk, set()
+
+    def first_only(self: Host, route: Hashable, message: MeasurePush | MeasurePull, now: float) -> None:
+        routes.add(route)
+        if len(routes) == 1:
+            real(self, route, message, now)
+
+    def stalled(self: transfer_module.Transfer, now: float) -> bool:
+        return len(routes) > 1 and threading.current_thread() is not threading.main_thread()
+
+    monkeypatch.setattr(Host, "_bulk", first_only)
+    monkeypatch.setattr(transfer_module.Transfer, "stalled", stalled)
+    with serving() as site, pytest.raises(MeasureFailed) as failed:
+        measure(site.address, KEYED, SMALL)
+    assert "one more connection" in str(failed.value) and f"TCP {site.bulk_port}" in str(failed.value)
+    assert "fewer --streams" in str(failed.value) and "firewall" not in str(failed.value)
 
 
 def test_a_site_that_vanishes_in_the_middle_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

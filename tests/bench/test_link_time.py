@@ -56,7 +56,7 @@ class FakeStream:
     def open(self, seconds: float, bytes_max: int, say: Callable[[str], None]) -> int:
         return 1
 
-    def use(self, bulk_port: int) -> None:
+    def use(self, bulk_port: int, passable: bool = False) -> None:
         pass
 
     def ping(self, seconds: float) -> list[float]:

@@ -271,7 +271,7 @@ class _Work:
         """Of that many streams; so many numbers of streams come after this one, and need their time too."""
         while len(self.streams) < n:
             self.streams.append(self._connect())
-            self.streams[-1].use(self._bulk_port)
+            self.streams[-1].use(self._bulk_port, passable=self._moved > 0)
         # Connected before, and not in the middle of the others' traffic, where a handshake can take seconds.
         self._side_by_side(n, True, PING_S_MAX, 1, self._until)
         directions = self._budget.directions

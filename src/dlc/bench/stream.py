@@ -72,7 +72,8 @@ class Stream:
         self._asked = False
         self._bulk = ""
         self._connected = False  # the control link is up
-        self._carried = False  # something has come through to or from the bulk port
+        self._carried = False  # something has come through on this connection
+        self._passable = False  # or on another one to that port
         self._counted = 0
         self._kept_alive_at = 0.0
 
@@ -113,9 +114,10 @@ class Stream:
                     say(f"{self._address} is busy with another measurement, for {answer.wait_s:.0f} s at most; waiting")
                 busy = True
 
-    def use(self, bulk_port: int) -> None:
-        """The session is open, by this stream or another: its bulk goes to that port."""
-        self._bulk = join_address(parse_address(self._address)[0], bulk_port)
+    def use(self, bulk_port: int, passable: bool = False) -> None:
+        """The session is open, by this stream or another: its bulk goes to that port. passable: other connections have
+        carried something there."""
+        self._bulk, self._passable = join_address(parse_address(self._address)[0], bulk_port), passable
 
     def ping(self, seconds: float, within_s: float = PING_LOST_S) -> list[float]:
         """Round-trip times, in seconds; at least one. Raises MeasureFailed where none comes within that, or `within_s`
@@ -186,6 +188,11 @@ class Stream:
         if self._carried:
             return f"nothing came through to {self._address} for {STALL_S:g} s in the middle of a transfer"
         port = parse_address(self._bulk)[1]
+        if self._passable:
+            return (
+                f"one more connection to {self._address} (TCP {port}) carried nothing for {STALL_S:g} s, though others "
+                "did: try again, or with fewer --streams"
+            )
         return f"{self._address} answers, but nothing passes on its bulk port: open TCP {port} in the firewall there"
 
     def _silent(self) -> str:
