@@ -781,3 +781,28 @@ def test_a_gossip_opens_the_links_of_its_next_step() -> None:
             list(pool.map(lambda g: g.step(torch.ones(4)), gossips))
         asked = [peer.mesh.ask(lambda mesh, now: mesh.bulk_peers()) for peer in peers]
         assert asked == [{peers[1].id}, {peers[0].id}]
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random-pairs"])
+def test_a_gossip_gives_nothing_to_whom_no_vector_reaches_and_comes_to_the_mean_of_all(graph: str) -> None:
+    """On the ring both neighbours of the second peer are beyond its reach: without another way it would be alone."""
+    net = MeshNet(1)
+    hosts = net.add(4)
+    for other in (hosts[0], hosts[2]):
+        net.cut(hosts[1], other, hosts[3])
+    gossips = [dlc.Gossip(cast(dlc.Peer, NetPeer(net, host)), graph=graph, codec="fp32") for host in hosts]
+    net.run(5.0)
+    held = [torch.full((4,), float(i)) for i in range(4)]
+    for _ in range(40):
+        for gossip, x in zip(gossips, held, strict=True):
+            report = gossip.step(x, wait_s=0.0)
+            assert not report.returned and report.overdrawn == report.unsure == 0.0
+            if gossip is gossips[1]:
+                assert report.gave.keys() <= {hosts[3].name}
+        net.run(3.0)
+    assert all(abs(float(x[0]) - 1.5) < 0.05 for x in held), held
+    for gossip, x in zip(gossips, held, strict=True):
+        gossip._give = lambda *args: []  # type: ignore[method-assign]
+        gossip.step(x, wait_s=0.0)
+    assert sum(gossip.weight for gossip in gossips) == pytest.approx(4.0)
+    assert sum(gossip.weight * float(x[0]) for gossip, x in zip(gossips, held, strict=True)) == pytest.approx(6.0)

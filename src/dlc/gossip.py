@@ -12,7 +12,7 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -23,10 +23,11 @@ from dlc.arguments import joined, number, seconds
 from dlc.collectives import refuse_sparse
 from dlc.comm.board import DIRECT_MAX, TTL_S_MAX
 from dlc.comm.clock import clock
+from dlc.comm.detours import Detours
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Arrivals, GossipNews, absorb, give_away
 from dlc.comm.gossip import Gossip as Machine
-from dlc.comm.graphs import GRAPHS, neighbours
+from dlc.comm.graphs import GRAPHS
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
@@ -97,6 +98,7 @@ class Gossip:
         self._bytes = (0, 0)
         self._trail = Trail()
         self._strides = Strides()
+        self._detours = Detours(graph, peer.voter, seed)
         self._written: Tensor | None = None
         """What the last step has written into the tensors."""
         self._unsaid: Tensor | None = None
@@ -139,6 +141,7 @@ class Gossip:
         took: dict[str, float] = {}
         returned: dict[str, str] = {}
         everybody = sorted([*members, self.peer.voter])
+        apart = self._apart(members)
 
         own = None if self._written is None else self._written.neg_().add_(z)
         if self._unsaid is not None:
@@ -150,13 +153,14 @@ class Gossip:
             came = sum(share.weight for share in (*arrivals.taken, *arrivals.returned))
             if own is not None and came:  # it was made by the whole of this peer, what was on its way here included
                 z.add_(own, alpha=came / (held + came))
-            return arrivals, self._give(machine, grid, z, everybody, keep_s)
+            return arrivals, self._give(machine, grid, z, everybody, apart, keep_s)
 
         try:
             before, gave = _unbroken(exchange)
-            self._open_links(machine, everybody)
+            self._open_links(machine, everybody, apart)
             waited = clock()
-            self._wait(machine, members, took, wait_s)
+            givers = [v for v in self._detours.waits_for(everybody, self.t, apart) if v.peer not in took]
+            self._wait(machine, givers, wait_s)
             waited = clock() - waited
             after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
         finally:
@@ -210,6 +214,7 @@ class Gossip:
         for share in arrivals.taken:
             self.weight = absorb(grid, z, self.weight, share)
             took[share.peer.peer] = took.get(share.peer.peer, 0.0) + share.weight
+            self._detours.came(share.peer, share.step)
         for share in arrivals.returned:
             self.weight = absorb(grid, z, self.weight, share)
             returned[share.peer.peer] = share.why
@@ -217,10 +222,9 @@ class Gossip:
         return arrivals
 
     def _give(
-        self, machine: Machine, grid: Grid, z: Tensor, members: list[Voter], keep_s: float
+        self, machine: Machine, grid: Grid, z: Tensor, members: list[Voter], apart: set[Voter], keep_s: float
     ) -> list[tuple[Voter, float]]:
-        me = self.peer.voter
-        shares = neighbours(self.graph, members, me, self.t, self.seed)
+        shares = self._detours.gives(members, self.t, apart)
         if not shares or self.weight < WEIGHT_MIN:
             return []
         due = [(voter, share) for voter, share in shares if self._strides.due(voter)]
@@ -238,20 +242,14 @@ class Gossip:
             self._strides.gave(voter)
         return gifts
 
-    def _open_links(self, machine: Machine, everybody: list[Voter]) -> None:
+    def _open_links(self, machine: Machine, everybody: list[Voter], apart: set[Voter]) -> None:
         """To those who will be given to by the next step."""
-        shares = neighbours(self.graph, everybody, self.peer.voter, self.t + 1, self.seed)
+        shares = self._detours.ahead(everybody, self.t + 1, apart)
         next_to = frozenset(voter.peer for voter, _ in shares)
         self._ask(lambda: setattr(machine, "next_to", next_to))
 
-    def _wait(self, machine: Machine, members: dict[Voter, Place], took: dict[str, float], wait_s: float) -> None:
+    def _wait(self, machine: Machine, givers: list[Voter], wait_s: float) -> None:
         """For the gifts of this step to this peer, and for its own to be settled."""
-        everybody, me = sorted([*members, self.peer.voter]), self.peer.voter
-        givers = [
-            v
-            for v in members
-            if any(to == me for to, _ in neighbours(self.graph, everybody, v, self.t, self.seed)) and v.peer not in took
-        ]
         end = clock() + wait_s
 
         def waiting() -> bool:
@@ -284,6 +282,14 @@ class Gossip:
 
         self._mesh.ask(read)
         return found
+
+    def _apart(self, members: Iterable[Voter]) -> set[Voter]:
+        """Those of them that no vector reaches."""
+
+        def found(mesh: Mesh, now: float) -> set[Voter]:
+            return {voter for voter in members if mesh.ground.members.relay_for(voter.peer) is not None}
+
+        return self._mesh.ask(found)
 
     def _post(self, projection: bytes) -> None:
         """Shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""

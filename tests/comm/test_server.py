@@ -1229,3 +1229,65 @@ def test_nobody_believes_in_an_owner_that_is_no_helper_nor_in_a_last_term() -> N
                 with pytest.raises(ProtocolError, match="a view "):
                     process.node.receive(net.processes["t1"].voter._replace(inc=2), message, net.now)
     net.exchange({"t0": torch.ones(net.spans.grid.numel), "t1": torch.ones(net.spans.grid.numel)})
+
+
+def keep_apart(net: Net, a: str, b: str) -> None:
+    """Nothing passes between these two directly; others carry their messages, and no bulk."""
+    net.lost = lambda source, to, message: {source.name, to} == {a, b}
+    between = net.processes[a].node.members, net.processes[b].node.members
+    net.until(lambda: between[0].relay_for(b) and between[1].relay_for(a), 60.0, "a way by relay")
+
+
+def warned(process: Process) -> list[str]:
+    return [news.text for news in process.news if isinstance(news, serverpeer.Notice) and news.serious]
+
+
+def test_a_trainer_that_reaches_an_owner_by_relay_only_says_so_and_goes_on_once_it_reaches_it() -> None:
+    net = swarm(3, 2)
+    barred, other, owner = net.processes["t0"], net.processes["t1"], net.owner(3)
+    keep_apart(net, "t0", owner.name)
+    barred.begin(torch.full((NUMEL,), -1.0))
+    other.begin(torch.full((NUMEL,), -3.0))
+    net.until(lambda: warned(barred), 30.0, "who can't reach whom")
+    (text,) = warned(barred)
+    assert re.search(rf"helper {owner.name} .* by way of (t1|h\d) only, .* firewall", text)
+    net.until(lambda: len(other.exchanges) == 2, what="the others go on")
+    net.run(110.0)
+    assert len(warned(barred)) == 3, "after 30 s, and after as long again"
+    assert len(barred.exchanges) == 1 and not warned(other)
+    theta = torch.full((NUMEL,), 2.0)
+    a, b = SPANS.elements(3)
+    theta[a:b] = 3.0
+    assert torch.equal(net.theta(), theta), "the mean is of those who are in it"
+    net.lost = lambda source, to, message: False
+    net.until(lambda: len(barred.exchanges) == 2, 60.0, "it reaches the owner")
+    assert [o.outcome for o in barred.outcomes()] == [sm.COUNTED] * 3 + [sm.LATE]
+    assert torch.equal(barred.service.theta, theta) and len(warned(barred)) == 3
+
+
+def test_a_trainer_that_waits_for_an_owner_beyond_reach_goes_on_when_that_helper_is_stopped() -> None:
+    net = swarm(3, 2)
+    barred, owner = net.processes["t0"], net.owner(3)
+    keep_apart(net, "t0", owner.name)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: warned(barred), 30.0, "who can't reach whom")
+    net.kill(owner)
+    net.until(lambda: len(barred.exchanges) == 2, 120.0, "its standby takes over")
+    assert torch.equal(barred.service.theta, torch.ones(NUMEL))
+
+
+@pytest.mark.parametrize("helper", ["h0", "h1", "h2"])
+def test_the_first_parameters_come_from_a_trainer_whose_vectors_reach_the_helper(helper: str) -> None:
+    """The helper of the first span asked the first trainer for ever, and nobody could begin."""
+    net = Net(seed=3)
+    net.lost = lambda source, to, message: {source.name, to} == {"t0", helper}
+    for name in ("t0", "t1", "h0", "h1", "h2"):
+        net.start(name)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(None)
+    net.until(lambda: net.processes["t1"].exchanges, 60.0, "the first parameters")
+    net.until(lambda: warned(net.processes["t0"]), 60.0, "it is told whom it does not reach")
+    net.processes["t1"].begin(ones())
+    net.until(lambda: len(net.processes["t1"].exchanges) == 2, 60.0, "a round")
+    assert torch.equal(net.theta(), torch.ones(NUMEL))

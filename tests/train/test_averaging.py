@@ -840,7 +840,8 @@ def alone(place: Place, rounds: int = 0) -> Pairs:
     members = [
         SimpleNamespace(id=peer, me=peer == "me", alive=True, left=False, role=TRAINER) for peer in ("me", "other")
     ]
-    mesh = SimpleNamespace(ask=lambda fn: fn(None, 100.0))
+    reached = SimpleNamespace(ground=SimpleNamespace(members=SimpleNamespace(relay_for=lambda other: None)))
+    mesh = SimpleNamespace(ask=lambda fn: fn(reached, 100.0))
     peer = SimpleNamespace(id="me", mesh=mesh, members=lambda: members)
     spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=rounds)
     pair = Pairs(cast(Peer, peer), spec)
@@ -875,3 +876,23 @@ def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypat
     monkeypatch.setattr(noloco, "Group", Waits)
     averaged = pair.step(1, torch.ones(10))
     assert (averaged.seconds, averaged.waiting_s) == (4.0, 4.0)
+
+
+def test_a_partner_that_no_vector_reaches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair met by way of the third peer, and each waited for the other's half in vain."""
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S))
+    with swarm(3, log=False) as peers, ThreadPoolExecutor(2) as pool:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 3, DEADLINE_S, "all are up")
+        a, b, relay = sorted(peers, key=lambda peer: peer.id)
+        for one, other in ((a, b), (b, a)):
+            way = {other.id: relay.id}
+            monkeypatch.setattr(one._node.members, "relay_for", way.get)
+        two = [Pairs(peer, spec) for peer in (a, b)]
+        vectors = [torch.ones(4), torch.ones(4)]
+        for pair in two:
+            pair.begin(torch.zeros(4))
+        t = next(t for t in range(1, 100) if pairs(3, t, spec.seed)[0] == 1)
+        told = list(pool.map(lambda pair, vector: pair.step(t, vector), two, vectors))
+        assert all((averaged.t, averaged.partners, dict(averaged.missing)) == (t, (), {}) for averaged in told)
+        assert all(float(vector[0]) == pytest.approx(0.7) for vector in vectors)

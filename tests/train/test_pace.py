@@ -52,14 +52,14 @@ def phase_of(pace: Pace, clock: Clock, step_s: float, made: int = 0) -> int:
     return made
 
 
-def swarm_round(h: int, steps_s: Sequence[float], in_step: bool = True) -> tuple[list[int], list[float]]:
+def swarm_round(h: int, steps_s: Sequence[float]) -> tuple[list[int], list[float]]:
     """Inner steps of each peer in one phase after a common commit, and when each offers them."""
     made, offered_s = [], []
     for index, step_s in enumerate(steps_s):
         members = [telling(s, name=str(i)) for i, s in enumerate(steps_s) if i != index]
         clock = Clock()
         pace = Deadline(h, 0.0, Others(lambda m=members: m, clock), lambda s=step_s: s, clock)
-        pace.begins(0, 0, in_step)
+        pace.begins(0, 0, clock.now)
         made.append(phase_of(pace, clock, step_s))
         offered_s.append(clock.now)
     return made, offered_s
@@ -100,7 +100,7 @@ def test_a_slow_peer_makes_one_step_at_least() -> None:
 def test_the_time_of_a_round_may_be_told() -> None:
     clock = Clock()
     pace = Deadline(50, 2.0, Others(lambda: [telling(9.0)], clock), lambda: 0.25, clock)
-    pace.begins(3, 0, True)
+    pace.begins(3, 0, clock.now)
     assert pace.target(0) == 8 and phase_of(pace, clock, 0.25) == 8
 
 
@@ -108,7 +108,7 @@ def test_steps_made_while_the_round_was_on_its_way_count() -> None:
     clock = Clock()
     clock.now = 7.0
     pace = Deadline(50, 2.0, Others(list, clock), lambda: 0.25, clock)
-    pace.begins(3, 3, True)
+    pace.begins(3, 3, clock.now - 3 * 0.25)
     assert pace.target(3) == 8 and phase_of(pace, clock, 0.25, made=3) == 8
 
 
@@ -117,14 +117,14 @@ def test_a_newcomer_is_ready_when_the_others_are() -> None:
     clock = Clock()
     members = [telling(0.1, t=4, inner=20, of=50, name=str(i)) for i in range(3)]
     pace = Deadline(50, 0.0, Others(lambda: members, clock), lambda: 0.2, clock)
-    pace.begins(4, 0, False)
+    pace.begins(4, 0, None)
     assert phase_of(pace, clock, 0.2) == 10 and clock.now == pytest.approx(2.0)
 
 
 def test_nobody_knows_a_speed_before_the_first_steps() -> None:
     clock, told = Clock(), [0.0]
     pace = Deadline(5, 0.0, Others(list, clock), lambda: told[0], clock)
-    pace.begins(0, 0, False)
+    pace.begins(0, 0, None)
     assert pace.target(0) == 5 and not pace.due(0) and not pace.due(4) and pace.due(5)
     told[0] = 0.5
     assert phase_of(pace, clock, 0.5) == 5
@@ -142,7 +142,13 @@ class Timed:
     """A trainer whose inner steps take `step_s` of a virtual clock, among others of `others_s`."""
 
     def __init__(
-        self, spec: RunSpec, folder: Path, step_s: float, others_s: Sequence[float], patch: pytest.MonkeyPatch
+        self,
+        spec: RunSpec,
+        folder: Path,
+        step_s: float,
+        others_s: Sequence[float],
+        patch: pytest.MonkeyPatch,
+        **options: Any,
     ) -> None:
         self.clock = clock = Clock()
         train_step = InnerLoop.train_step
@@ -152,7 +158,7 @@ class Timed:
             return train_step(loop, batches, step)
 
         patch.setattr(InnerLoop, "train_step", timed)
-        self.run = Run(FakePeer(spec), folder, clock=clock)
+        self.run = Run(FakePeer(spec), folder, clock=clock, **options)
         self.run.peer.others = [telling(s, name=str(i)) for i, s in enumerate(others_s)]
 
 
@@ -183,3 +189,34 @@ def test_a_fast_trainer_goes_on_as_far_as_its_lease_holds(
     assert trained == list(range((first + 5 * H) * PER_STEP))
     steps = [event["step"] for event in timed.run.all("step")]
     assert steps[:first] == [*range(H), *[H - 1] * (first - H)], "the rate stays at that of the round's last step"
+
+
+def test_a_trainer_that_is_busy_after_a_round_offers_with_the_others_all_the_same(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their time runs from the commit. Half of it is gone when this one has measured its validation loss."""
+    deadline = dataclasses.replace(spec, rounds=3, sync_every=H, sync_mode="deadline", round_s=2.0)
+    timed = Timed(deadline, tmp_path, 0.1, [], monkeypatch, eval_every=1)
+    timed.run.peer.round_s = 0.0
+
+    def evaluate(batches: object) -> float:
+        timed.clock.now += 1.0
+        return 1.0
+
+    monkeypatch.setattr(timed.run.trainer._engine, "evaluate", evaluate)
+    timed.run.go()
+    assert timed.run.peer.weights == [H * STEP_TOKENS, H // 2 * STEP_TOKENS, H // 2 * STEP_TOKENS]
+
+
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+def test_with_overlap_the_deadline_is_as_long_after_the_plan_as_for_the_others(
+    overlap: str, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever offered early would be as early in the next round, and more so in each, if its time ran from its own
+    offer: there would be no moment that all have in common."""
+    deadline = dataclasses.replace(spec, rounds=4, sync_every=H, sync_mode="deadline", round_s=2.0, overlap=overlap)
+    timed = Timed(deadline, tmp_path, 0.1, [], monkeypatch)
+    early = 5
+    timed.run.peer.slices, timed.run.peer.round_s = [early, early, early], early * 0.1
+    timed.run.go()
+    assert timed.run.peer.weights == [H * STEP_TOKENS, *[(early + H) * STEP_TOKENS] * 3]

@@ -62,7 +62,8 @@ class Seeder:
         all_told = seeding.stakes.keys() >= set(trainers)
         if self.host.now < seeding.began + self._patience_s(span, newest, all_told):
             return
-        giver = min(v for v, s in told.items() if s.version == newest)
+        barred = {v for v in told if self.host.members.relay_for(v.peer) is not None}  # no vector comes from these
+        giver = min((v for v, s in told.items() if s.version == newest), key=lambda v: (v in barred, v))
         self._fetch_stake(span, seeding, giver, told[giver])
 
     def _cut_alike(self, stake: Stake) -> bool:

@@ -14,6 +14,9 @@ was asked (a pull of number ASKING, which brings no theta); it owns the span wit
 Who begins with a checkpoint knows by its *history* what it holds of which training, and is told with its first pull how
 many rounds of that are no part of theta here: a swarm that was stopped as a whole may go on from an older one.
 
+Vectors go directly only. Where an owner answers by way of a third peer, its span waits until that is mended or another
+owns it; that is told, again and again (`_say_barred`).
+
 A trainer is a witness of claims, too, and holds what it pulled last as its *stake*, with the pushes that are part of
 it: where a span's owner and standby are both gone, the next helper takes the newest stake.
 """
@@ -28,7 +31,7 @@ from torch import Tensor
 from dlc.comm.claims import ASK_S
 from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.effects import Effect
-from dlc.comm.ids import NOBODY, Voter
+from dlc.comm.ids import NOBODY, PeerId, Voter
 from dlc.comm.messages import Message
 from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.serverexchange import (
@@ -82,7 +85,9 @@ REPEAT_S = 1.0
 UNSOUND_MAX = 3
 """So often a span is asked for again that was not finite when it came."""
 PAUSED_S = 5.0
-"""A span without an owner for so long is told; a takeover is over by then."""
+"""A span without an owner for so long is told, or with one that no vector reaches; a takeover is over by then."""
+AGAIN_S = 30.0
+"""The latter is told again after this time, twice this time, four times ..."""
 
 
 class SpanClient(ServerPeer):
@@ -120,6 +125,8 @@ class SpanClient(ServerPeer):
         self._asked_at = float("-inf")
         self._served_at = now
         self._paused: tuple[int, ...] = ()
+        self._barred: dict[PeerId, tuple[float, float]] = {}
+        """Owners that I wait for and that no vector reaches: since when, and when that is told (again)."""
         self._begun = False
         """A helper asked for my stake in the first span before I had pulled any of it."""
         self._fp32 = get_codec("fp32")
@@ -181,6 +188,7 @@ class SpanClient(ServerPeer):
             self._asked_at = self.now
             self.cast(self.living(HELPER, TRAINER), AskViews(layout_of(self.spans), ""))
         self._say_paused(tuple(unserved))
+        self._say_barred(exchange)
         if exchange is None or exchange.over:
             return
         for span, leg in enumerate(exchange.legs):
@@ -193,6 +201,26 @@ class SpanClient(ServerPeer):
         if paused != self._paused and (paused or not unserved):
             self._paused = paused
             self.tell(Paused(paused))
+
+    def _say_barred(self, exchange: Exchange | None) -> None:
+        """An owner that answers, but only by way of another peer, would be waited for without end, and in silence."""
+        legs = enumerate(exchange.legs) if exchange is not None and not exchange.over else ()
+        waited = {owner.peer for span, leg in legs if leg.phase != OVER and (owner := self._owner(span)) is not None}
+        relays = {peer: relay for peer in sorted(waited) if (relay := self.members.relay_for(peer)) is not None}
+        self._barred = {peer: self._barred.get(peer, (self.now, self.now + PAUSED_S)) for peer in relays}
+        for peer, (since, at) in self._barred.items():
+            if self.now >= at:
+                self._barred[peer] = since, self.now + max(AGAIN_S, self.now - since)
+                self.tell(Notice(self._barred_text(peer, relays[peer]), serious=True))
+
+    def _barred_text(self, peer: PeerId, relay: PeerId) -> str:
+        record = self.members.record(peer)
+        where = f" ({', '.join(record.bulk)})" if record is not None else ""
+        return (
+            f"training pauses: helper {peer[:8]}{where} owns a part of the parameters, and this host reaches it by way "
+            f"of {relay[:8]} only, which carries no vectors: let TCP pass between the two hosts (a firewall, or a "
+            "route?), or stop that helper, so that another takes its part over"
+        )
 
     def _owner(self, span: int) -> Voter | None:
         view = self.witness.established.get(span)

@@ -5,10 +5,10 @@
     phi    <- phi + m ;  theta <- phi
 
 Pairs are a matching of the members that is drawn from the run's seed and the step. A partner that does not come within
-`gossip.wait_s` is not waited for: the step is then taken alone, with means over one. Who is behind goes on to a step in
-which others wait, or that its partner has not passed, and in some steps waits as long as its partner trains
-(comm/rotation.py): those who have come apart would never meet again. If it meets nobody where it goes, it has taken no
-more than its own step: two that never meet would count each other's.
+`gossip.wait_s` is not waited for: the step is then taken alone, with means over one; and one that no vector reaches is
+not waited for at all. Who is behind goes on to a step in which others wait, or that its partner has not passed, and in
+some steps waits as long as its partner trains (comm/rotation.py): those who have come apart would never meet again. If
+it meets nobody where it goes, it has taken no more than its own step: two that never meet would count each other's.
 Where the partner went on without a part of this peer's, which came too late, the mean of that part is made here: so
 what was learned here is not lost. Momentum and slow weights are each peer's own, and differ. What the codec cannot say
 of a peer's d and phi stays in the means that it takes itself.
@@ -134,12 +134,16 @@ class Pairs:
         return next_turn(t, partial(self._partner, ids), others, 1, self._places.ask(), wait_s, away_s)
 
     def _partner(self, ids: list[PeerId], t: int) -> tuple[PeerId, ...]:
-        """Of these members, in step `t`; none for the one left over, and after the end of the run."""
+        """Of these members, in step `t`; none for the one left over, where no vector reaches the partner, and after the
+        end of the run."""
         if self._spec.rounds and t > self._spec.rounds:
             return ()
         me = ids.index(self._peer.id)
         partner = pairs(len(ids), t, self._spec.seed)[me]
-        return () if partner == me else (ids[partner],)
+        return () if partner == me or self._apart(ids[partner]) else (ids[partner],)
+
+    def _apart(self, other: PeerId) -> bool:
+        return self._peer.mesh.ask(lambda mesh, now: mesh.ground.members.relay_for(other) is not None)
 
     def _awaited(self, turn: Turn, since: float) -> frozenset[PeerId]:
         """On the peer's driver thread, while this peer waits."""

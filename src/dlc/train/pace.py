@@ -6,9 +6,11 @@
                by speed as in asynchronous local SGD, arXiv:2401.09135)
 
 The time of a round is what H inner steps of the median peer take, by what all tell of themselves, or `round_s`. It
-begins for everybody when the last round is committed, which is within a round trip the same moment: nobody's clock is
-compared with another's. A peer ends before the deadline rather than after it, since all others would wait for it; what
-it loses by that is less than one step. Whose single step is longer than a round is late, and left out as any straggler.
+begins for everybody when the last round is committed, whatever a peer has to do before its next inner step; with
+overlap when that round is planned, as who is still waited for then goes on from there. Either is within a round trip
+the same moment: nobody's clock is compared with another's. A peer ends before the deadline rather than after it, since
+all others would wait for it; what it loses by that is less than one step. Whose single step is longer than a round is
+late, and left out as any straggler.
 
 Who was in no round yet, or was left out, takes the deadline from what the others say they have before them.
 """
@@ -31,8 +33,8 @@ as the median would otherwise be left out by chance."""
 class Pace(Protocol):
     """Asked between two inner steps. `made`: steps of this phase so far, those made ahead included."""
 
-    def begins(self, t: int, made: int, in_step: bool) -> None:
-        """A phase begins after round t; `in_step`: that round counted us, so the others began with us."""
+    def begins(self, t: int, made: int, since: float | None) -> None:
+        """A phase begins after round t. `since`: when it did for all whom that round counted; None: not for us."""
 
     def due(self, made: int) -> bool:
         """Whether it is time for a round."""
@@ -47,7 +49,7 @@ class Steps:
     def __init__(self, h: int) -> None:
         self._h = h
 
-    def begins(self, t: int, made: int, in_step: bool) -> None:
+    def begins(self, t: int, made: int, since: float | None) -> None:
         pass
 
     def due(self, made: int) -> bool:
@@ -68,10 +70,10 @@ class Deadline:
         self._until: float | None = None
         """The deadline, where the others told it."""
 
-    def begins(self, t: int, made: int, in_step: bool) -> None:
+    def begins(self, t: int, made: int, since: float | None) -> None:
         now = self._clock()
-        self._began = now - made * self._step_s()
-        etas_s = [] if in_step else self._others.etas_s(t)
+        self._began = now - made * self._step_s() if since is None else min(since, now)
+        etas_s = self._others.etas_s(t) if since is None else []
         self._until = now + statistics.median(etas_s) if etas_s else None
 
     def due(self, made: int) -> bool:

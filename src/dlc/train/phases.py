@@ -102,6 +102,8 @@ class Phases:
         """Of this phase; beyond H if it goes on."""
         self._in_step = False
         """The last round counted us: the others began their phase when we did."""
+        self._since = 0.0
+        """When that was: at its commit, with overlap at its plan."""
         self._begun = 0
         """Steps of the next phase that are made already: we were in the middle of one when the round was committed."""
         self._passed = False
@@ -140,7 +142,7 @@ class Phases:
         t, pace = self._outer.position.t, self._pace
         if not self._passed:
             self._inner_step = self._first_step(t)
-            pace.begins(t, self._inner_step, self._in_step)
+            pace.begins(t, self._inner_step, self._since if self._in_step else None)
         self._supply.forget()
         if self._inner_step < (of := pace.target(self._inner_step)):
             self._tell.round_begins(t, self._inner_step, of)
@@ -263,7 +265,7 @@ class Phases:
         with overlap all the while."""
         outer, done, clock, overlaps = self._outer, self._done, self._clock, self._overlaps()
         self._tell.phase("overlapping" if overlaps else "waiting")
-        since = offered_at = tried_at = clock()
+        since = tried_at = clock()
         stepped_s, patience_s, may_step = 0.0, self._patience_s(), not self._ends
         outer.announced.retract(but=(float(done.tokens), done.work))
         while not outer.announced.free(WAIT_SLICE_S):
@@ -277,7 +279,8 @@ class Phases:
         if not outer.offer(weight, done.work):
             self.drop()
             return
-        self._offer_s = clock() - began
+        offered_at = clock()
+        self._offer_s = offered_at - began
         offered, slice_s = len(done), 0.0 if overlaps else WAIT_SLICE_S
         while not outer.wait(slice_s):
             slice_s = WAIT_SLICE_S
@@ -300,7 +303,7 @@ class Phases:
                     may_step = False
                     continue
                 if outer.offered == done.work:
-                    offered, offered_at = len(done), tried_at
+                    offered, offered_at = len(done), clock()
             began, before = clock(), len(done)
             may_step = not stop.is_set() and self._step_beyond(offered, overlaps)
             stepped_s += clock() - began
@@ -311,6 +314,7 @@ class Phases:
             late_s = max(0.0, clock() - offered_at - report.seconds)
             begun = len(done) if overlaps else round(late_s / self._tell.step_s) if len(done) else 0
             self._begun = min(len(done), begun)
+            self._since = offered_at + (report.waiting_s if overlaps else report.seconds)
             self._calls.counted(report.t, stop)
 
     def _overlaps(self) -> bool:
