@@ -17,6 +17,7 @@ from dlc.errors import CheckpointError
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
 from dlc.train import saves
+from dlc.train.offers import Work
 from dlc.train.progress import Progress
 from dlc.train.saves import Saved
 from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
@@ -204,3 +205,13 @@ def test_saved_steps_whose_parts_do_not_fit_are_refused(wrong: dict[str, Tensor]
         Progress.of({**named, **wrong})
     with pytest.raises(CheckpointError, match="do not fit each other"):
         Progress.of({"steps": named["steps"]})
+
+
+def test_saved_steps_are_the_same_ones_and_end_where_the_last_block_used_does() -> None:
+    """Blocks of the dead are used between fresh ones: the last block in order of use is not the greatest."""
+    made = Progress()
+    made.add((28, 29), 64, 1.0 / 3.0)
+    made.add((3,), 32, 0.1)
+    again = Progress.of(made.tensors())
+    assert again.work == made.work == Work((28, 29, 3), 4) and (again.tokens, len(again)) == (96, 2)
+    assert again.counted(1) == 1.0 / 3.0 and again.work == Work((3,), 4) and again.counted(1) == 0.1
