@@ -585,7 +585,7 @@ def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(
     assert saved is not None and saved.residual is not None and saved.rng and saved.peer
     assert saved.as_of(saved.peer) is saved
     other = saved.as_of("another")
-    assert other.residual is None and not other.rng and other.inner
+    assert other.residual is None and not other.rng and other.inner and other.ahead
     steps, summary = train(tmp_path / "b", spec, saved, stop_at=(AT, 1))
     assert summary.t == AT and len(steps) == 1
     own = saves.newest(tmp_path / "b", spec)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc.comm.ids import Voter
-from dlc.comm.ledger import AWAY_ENTRIES, RANGES_PER_VOTER, Ledger, Range
+from dlc.comm.ledger import AWAY_ENTRIES, RANGES_PER_VOTER, Lease, Ledger, Range
 
 VOTERS = [Voter(name, inc) for name in "abcd" for inc in (1, 2)]
 
@@ -51,6 +51,44 @@ def test_what_a_removed_voter_had_not_committed_is_handed_out_again_first() -> N
     assert lease is not None and lease.ranges == (Range(30, 40), Range(4, 10))
 
 
+def test_of_a_short_pool_who_has_nothing_is_given_first() -> None:
+    """Else it trains fresh blocks, and those of the dead wait behind what the other has yet."""
+    a, b, c = VOTERS[0], VOTERS[2], VOTERS[4]
+    ledger = Ledger(10, (Lease(a, (Range(0, 10),)), Lease(b, ())), (Range(10, 17),), 17).seated([a, b, c])
+    ranges = [lease.ranges for lease in ledger.leases]
+    assert [held[0] for held in ranges] == [Range(0, 10), Range(10, 17), Range(17, 27)]
+    assert [held[1] for held in ranges] == [Range(27, 37), Range(37, 47), Range(47, 57)] and not ledger.pool
+
+
+def test_who_has_committed_all_of_its_lease_leaves_none_behind() -> None:
+    a, b = VOTERS[0], VOTERS[2]
+    ledger = Ledger(length=10).seated([a]).committed([(a, 20)])
+    assert ledger.lease(a) == Lease(a, ()) and ledger.seated([b]).lease(a) is None
+
+
+def test_a_table_that_no_entries_can_have_made_is_not_sound() -> None:
+    a, b = VOTERS[0], VOTERS[2]
+    one, other = Range(0, 10), Range(10, 20)
+    assert Ledger().sound and Ledger(10, (Lease(a, (one,)), Lease(b, (other,), 1)), (Range(20, 30),), 30).sound
+    assert Ledger(10, (Lease(a, (Range(4, 10), other)), Lease(b, ())), (), 30).sound, "what is missing is consumed"
+    for leases, pool, then in (
+        ((Lease(b, (one,)), Lease(a, (other,))), (), 20),  # out of order
+        ((Lease(a, (one,)), Lease(a, (other,))), (), 20),  # two of one voter
+        ((Lease(a, (one,)), Lease(b, (Range(9, 20),))), (), 20),  # a block is leased twice
+        ((Lease(a, (one,)),), (Range(5, 6),), 20),  # leased, and in the pool
+        ((Lease(a, (Range(5, 5),)),), (), 20),  # nothing is a range
+        ((Lease(a, (Range(-1, 5),)),), (), 20),
+        ((Lease(a, (one, other)),), (), 19),  # a block that is handed out again as a fresh one
+        ((), (one,), 9),
+        ((Lease(a, (one, other, Range(20, 30))),), (), 30),
+        ((Lease(a, (one,), AWAY_ENTRIES + 1),), (), 20),
+        ((Lease(a, (one,), -1),), (), 20),
+    ):
+        assert not Ledger(10, leases, pool, then).sound
+    for without in (Ledger(0, (Lease(a, ()),)), Ledger(0, (), (one,)), Ledger(0, (), (), 1)):
+        assert not without.sound, "the run has no leases"
+
+
 def test_who_comes_back_in_time_goes_on_with_its_lease() -> None:
     a, b = VOTERS[0], VOTERS[2]
     ledger = Ledger(length=10).seated([a, b]).committed([(a, 4)])
@@ -78,6 +116,14 @@ def test_of_two_older_processes_the_first_is_succeeded_and_what_the_other_had_go
     lease = ledger.lease(third)
     assert lease is not None and lease.ranges == (Range(0, 10), Range(20, 30))
     assert ledger.pool == (Range(10, 20), Range(30, 40)) and len(ledger.leases) == 1
+
+
+def test_of_two_newer_processes_the_last_one_succeeds() -> None:
+    """The one before it is about to lose its seat."""
+    a, again, third = *VOTERS[:2], Voter("a", 3)
+    ledger = Ledger(length=10).seated([a]).committed([(a, 4)]).seated([again, third])
+    ranges = [lease.ranges for lease in ledger.leases]
+    assert ranges == [(Range(20, 30), Range(30, 40)), (Range(4, 10), Range(10, 20))]
 
 
 def test_take_crosses_ranges_and_upto_advances_over_both() -> None:

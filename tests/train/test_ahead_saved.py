@@ -17,8 +17,9 @@ from dlc.errors import CheckpointError
 from dlc.report import Missing, RoundReport, Share
 from dlc.runspec import RunSpec
 from dlc.train import saves
+from dlc.train.offers import Work
 from dlc.train.progress import Progress
-from dlc.train.saves import Saved
+from dlc.train.saves import Local, Saved
 from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
 from tests.train.test_ahead import PER_STEP, far, spec, trained
 from tests.train.test_trainer import H, Run
@@ -204,3 +205,23 @@ def test_saved_steps_whose_parts_do_not_fit_are_refused(wrong: dict[str, Tensor]
         Progress.of({**named, **wrong})
     with pytest.raises(CheckpointError, match="do not fit each other"):
         Progress.of({"steps": named["steps"]})
+
+
+def test_saved_steps_are_the_same_ones_and_end_where_the_last_block_used_does() -> None:
+    """Blocks of the dead are used between fresh ones: the last block in order of use is not the greatest."""
+    made = Progress()
+    made.add((28, 29), 64, 1.0 / 3.0)
+    made.add((3,), 32, 0.1)
+    again = Progress.of(made.tensors())
+    assert again.work == made.work == Work((28, 29, 3), 4) and (again.tokens, len(again)) == (96, 2)
+    assert again.counted(1) == 1.0 / 3.0 and again.work == Work((3,), 4) and again.counted(1) == 0.1
+
+
+def test_what_is_being_written_is_not_changed_by_the_next_step_nor_its_meaning_lost() -> None:
+    parts = [{"a": torch.ones(3)} for _ in range(3)]
+    local = Local(parts[0], torch.ones(3), parts[1], parts[2], ahead=True)
+    copied = local.copy()
+    for tensor in local.tensors().values():
+        tensor.zero_()
+    assert copied.ahead and copied.tensors().keys() == local.tensors().keys() and len(copied.tensors()) == 4
+    assert all(bool((tensor == 1.0).all()) for tensor in copied.tensors().values())

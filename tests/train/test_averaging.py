@@ -48,7 +48,7 @@ from dlc.train.noloco import Pairs, noloco_step
 from tests.helpers import wait_until
 from tests.swarm import Host, free_addresses, late_for_its_partner, swarm
 from tests.train.school import DEADLINE_S, Pupil, School
-from tests.train.test_trainer import LLAMA
+from tests.train.test_trainer import DROPPING, LLAMA
 
 Event = dict[str, Any]
 
@@ -59,7 +59,8 @@ def spec_in(folder: Path, **options: Any) -> RunSpec:
     usual: dict[str, Any] = {"rounds": 8, "sync_every": 3, "codec": "fp32", "strategy": "gossip"}
     usual["gossip"] = GossipSpec(wait_s=10.0)
     inner, data = InnerSpec(batch_size=2, warmup_steps=3), DataSpec(source=str(text), seq_len=16)
-    return RunSpec(data=data, model=ModelSpec(config=LLAMA), inner=inner, **{**usual, **options})
+    usual |= {"data": data, "inner": inner, "model": ModelSpec(config=LLAMA)}
+    return RunSpec(**{**usual, **options})
 
 
 @pytest.fixture
@@ -463,7 +464,7 @@ def test_who_resumes_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, school: School, gossip: GossipSpec, where: str
 ) -> None:
     """After an exchange, and after the first of the three inner steps that follow it."""
-    spec = spec_in(tmp_path, gossip=gossip)
+    spec = spec_in(tmp_path, gossip=gossip, model=ModelSpec(config=DROPPING))
     StateDir(tmp_path / "a").close()
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # the same peer, twice
     whole = school.add(Pupil(spec, tmp_path / "a"))

@@ -60,9 +60,17 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         damaged.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         with pytest.raises(CheckpointError):
             load_checkpoint(damaged)
-    damaged.write_bytes(raw.replace(b'round\\": 12', b'round\\": 13'))
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(damaged)
+    of_header = [
+        (b'round\\": 12', b'round\\": 13'),
+        (b'"part"', b'"parT"'),
+        (b'"BF16"', b'"F16"'),
+        (b"[0,3]", b"[3,0]"),
+    ]
+    for was, then in of_header:  # a header of another length is padded with blanks
+        assert raw.count(was) == 1
+        damaged.write_bytes(raw.replace(was, then.ljust(len(was))))
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_checkpoint(damaged)
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:

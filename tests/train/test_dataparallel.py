@@ -22,12 +22,13 @@ from dlc.train import saves
 from dlc.train.gradients import Gradients
 from dlc.train.inner import InnerLoop
 from dlc.train.joint import NORM_ELEMENTS_MAX, JointState, Squares, joint_spec
+from dlc.train.outer import IMAGE_HEADER
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.setup import inner_loop_of, model_of, schedule_of
 from tests.helpers import wait_until
 from tests.train.fake_peer import FakePeer
 from tests.train.school import DEADLINE_S, Pupil, School
-from tests.train.test_trainer import LLAMA, Run
+from tests.train.test_trainer import DROPPING, LLAMA, Run
 
 ROUNDS = 12
 
@@ -232,8 +233,8 @@ def test_a_backward_that_fails_takes_back_what_it_offered(tmp_path: Path) -> Non
     assert bad is not None and bad.stopped and run.peer.withdrawn == 1 and len(run.peer.counted) == 2
 
 
-def test_a_checkpoint_brings_the_moments_back(tmp_path: Path) -> None:
-    spec = spec_in(tmp_path)
+def test_a_checkpoint_brings_the_moments_and_the_random_state_back(tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec_in(tmp_path), model=ModelSpec(config=DROPPING))
     whole = Run(FakePeer(spec), tmp_path / "whole")
     whole.go()
     half = Run(FakePeer(spec), tmp_path / "half")
@@ -274,12 +275,39 @@ def test_more_steps_than_a_run_had_go_on_from_its_state(tmp_path: Path) -> None:
         )
 
 
-def test_who_is_to_stop_takes_back_what_waits_for_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_who_is_to_stop_takes_back_what_waits_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: bool
+) -> None:
+    """Where that cannot be taken back, the peer may still send it: it stays as it is."""
     monkeypatch.setattr("dlc.train.dataparallel.LAST_ROUND_S", 0.0)
     run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
-    run.peer.planned, run.peer.slices = False, [0, 1000]
+    run.peer.planned, run.peer.slices = planned, [0, 1000]
     run.peer.on_contribute = lambda: run.stop.set() if len(run.peer.vectors) == 1 else None
-    assert run.go().reason == "interrupted" and run.peer.withdrawn == 1 and len(run.peer.counted) == 1
+    contribute, given = run.peer.contribute, list[Any]()
+
+    def kept(channel: str, vector: Tensor, **rest: Any) -> Any:
+        given.append(vector)
+        return contribute(channel, vector, **rest)
+
+    run.peer.contribute = kept  # type: ignore[method-assign]
+    assert run.go().reason == "interrupted"
+    assert run.peer.withdrawn == (not planned) and len(run.peer.counted) == 1
+    assert torch.equal(run.params(), run.peer.theta())
+    assert not planned or torch.equal(given[1], run.peer.vectors[1])
+
+
+def test_a_state_of_another_history_is_taken_though_it_is_of_as_many_rounds(tmp_path: Path) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    t = run.go().t
+    image = bytearray(run.peer.state.export())
+    theta = torch.frombuffer(image, dtype=torch.float32, count=run.peer.state.size, offset=IMAGE_HEADER.size)
+    theta.add_(1.0)
+    run.peer.state.restore(bytes(image))
+    strategy = run.trainer.strategy
+    strategy.ready()
+    assert strategy.position.t == t and strategy.position.digest == run.peer.state.digest()
+    assert torch.equal(run.params(), theta)
 
 
 @pytest.mark.parametrize("reason", ["nan", "refused: not finite"])
@@ -295,6 +323,30 @@ def test_steps_that_diverge_in_a_row_end_the_training(
         run.go()
     assert [event["in_a_row"] for event in run.all("diverged")] == [1, 2, 3]
     assert len(run.peer.vectors) == (0 if reason == "nan" else DIVERGED_MAX) and not run.peer.counted
+
+
+def test_steps_that_diverge_in_a_row_end_the_training_though_others_took_a_part_of_them(tmp_path: Path) -> None:
+    run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
+    calls, contribute = itertools.count(1), run.peer.contribute
+    FlatView.of(run.trainer.model).tensors[0].register_hook(lambda g: g * math.inf if next(calls) > 2 else g)
+
+    def counted(*args: Any, **rest: Any) -> Any:
+        pending = contribute(*args, **rest)
+        wait = pending.wait
+
+        def waited(timeout_s: float | None = None) -> Any:
+            report = wait(timeout_s)
+            pending.counted = True
+            return report
+
+        pending.wait = waited  # type: ignore[method-assign]
+        return pending
+
+    run.peer.contribute = counted  # type: ignore[method-assign]
+    with pytest.raises(DlcError, match="3 steps in a row"):
+        run.go()
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1, 2, 3]
+    assert [event["counted"] for event in run.all("round")] == [True] * 4
 
 
 # ------------------------------------------------------------------ a swarm

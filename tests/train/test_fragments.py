@@ -63,6 +63,21 @@ def test_each_element_is_in_one_fragment_of_equal_length(k: int) -> None:
         assert torch.equal(part, fragments.take(flat, p)[start : start + len(part)])
 
 
+def test_what_fills_up_the_last_fragment_is_zero_in_whatever_memory() -> None:
+    """It is sent and averaged like the rest, and counts in the norm that is told."""
+    fragments, flat = Fragments.strided([("a.0.w", 5), ("a.1.w", 4)], 2), torch.ones(9)
+    for p, own in enumerate((5, 4)):
+        out = torch.full((5,), float("nan"))
+        assert fragments.take(flat, p, out) is out and out.tolist() == [1.0] * own + [0.0] * (5 - own)
+
+
+def test_the_fingerprint_tells_in_which_fragment_each_span_is() -> None:
+    a, b, c = Span(0, 4), Span(8, 12), Span(4, 8)
+    ways = [[a], [b], [c]], [[a, b], [c]], [[a], [b, c]], [[a], [c], [b]]
+    assert len({Fragments(way).fingerprint for way in ways} | {bytes(8)}) == len(ways) + 1
+    assert Fragments([[a, b, c]]).fingerprint == bytes(8)
+
+
 def test_too_many_fragments_are_refused() -> None:
     for size, k in ((3, 4), (5, 4), (9, 0)):
         with pytest.raises(ConfigError, match="cannot be cut"):
@@ -91,9 +106,11 @@ def test_a_fragment_moves_as_a_model_of_its_own(optimizer: str) -> None:
         assert torch.equal(fragments.take(out, p)[: 50 - p], own)
 
 
-def test_a_foreseen_round_is_the_one_that_comes_and_changes_nothing() -> None:
+@pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
+def test_a_foreseen_round_is_the_one_that_comes_and_changes_nothing(optimizer: str) -> None:
+    spec = OuterSpec(optimizer=optimizer, warmup_rounds=2)
     fragments = Fragments([[Span(0, 20), Span(30, 40)], [Span(20, 30), Span(40, 60)]])
-    state = OuterState(torch.randn(60), OuterSpec(), fragments=fragments, slice_elements=7)
+    state = OuterState(torch.randn(60), spec, fragments=fragments, slice_elements=7)
     for t in range(1, 6):
         mean, ahead, after = torch.randn(30), torch.empty(30), torch.empty(60)
         before = state.digest()

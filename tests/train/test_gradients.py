@@ -107,26 +107,34 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
     assert (bench.vector == 7.0).all()
 
 
-def changing(bench: Bench) -> None:
-    """After ours: scales a gradient once it was made."""
+def changing(bench: Bench, in_place: bool) -> None:
+    """After ours: scales a gradient once it was made, or puts another one in its place."""
 
     def halve(tensor: Tensor) -> None:
         assert tensor.grad is not None
-        tensor.grad.mul_(0.5)
+        if in_place:
+            tensor.grad.mul_(0.5)
+        else:
+            tensor.grad = tensor.grad * 0.5
 
     bench.view.tensors[-1].register_post_accumulate_grad_hook(halve)
 
 
-def test_gradients_that_change_after_they_were_made_are_offered_at_the_end_only() -> None:
+each_change = pytest.mark.parametrize("in_place", [True, False])
+
+
+@each_change
+def test_gradients_that_change_after_they_were_made_are_offered_at_the_end_only(in_place: bool) -> None:
     bench = Bench()
-    changing(bench)
+    changing(bench, in_place)
     for _ in range(3):
         assert bench.step() == (None, True) and torch.equal(bench.vector, bench.exact())
 
 
-def test_a_gradient_that_changes_after_it_was_offered_is_an_error() -> None:
+@each_change
+def test_a_gradient_that_changes_after_it_was_offered_is_an_error(in_place: bool) -> None:
     bench = Bench()
     bench.step()
-    changing(bench)
+    changing(bench, in_place)
     with pytest.raises(DlcError, match="changed after"):
         bench.step()

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dlc.comm.grid import Grid
 from dlc.runspec import InnerSpec, RunSpec
+from dlc.train.inner import learning_rate
 from dlc.train.joint import JointState, joint_spec
+from dlc.train.outer_step import outer_lr
 from tests.train.reference import QUANTISED, ROUNDING, Joint, Vector, mean_of
 from tests.train.table import Seat, Table
 
@@ -107,3 +109,13 @@ def test_steps_of_peers_that_come_and_die_are_those_of_one_process(seed: int) ->
         run.check()
         if run.rng.random() < 0.15 and len(run.states) < 4:
             run.join()
+
+
+@pytest.mark.parametrize(("rounds", "warmup"), [(9, 0), (9, 4), (3, 7), (0, 4), (0, 0)])
+def test_the_rate_of_each_step_is_that_of_the_inner_schedule_also_where_the_run_ends_in_the_warm_up(
+    rounds: int, warmup: int
+) -> None:
+    inner = InnerSpec(lr=0.02, warmup_steps=warmup, min_lr_ratio=0.1)
+    rule = joint_spec(RunSpec(strategy="data-parallel", rounds=rounds, inner=inner))
+    here = [outer_lr(rule, t) for t in range(1, 13)]
+    assert here == pytest.approx([learning_rate(step, 0.02, warmup, rounds, 0.1) for step in range(12)], rel=1e-12)

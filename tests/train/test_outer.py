@@ -11,6 +11,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from dlc.errors import CheckpointError, ConfigError, DlcError, UsageError
+from dlc.flat import Layout
 from dlc.runspec import OuterSpec
 from dlc.train.outer import OuterState, pseudo_gradient
 from dlc.train.outer_step import half_cosine, outer_lr, power
@@ -255,6 +256,35 @@ def test_a_step_that_fails_leaves_a_torn_state_that_nobody_reads(means: list[tup
             use()
     state.restore(image)
     assert state.digest() == moved(3).digest()
+
+
+@each_optimizer
+def test_moments_are_loaded_as_copies_before_the_first_round_only(spec: OuterSpec) -> None:
+    """And so are the vectors that tell them: what a caller holds is neither moved by a step, nor moves the state."""
+    state = moved(0, spec)
+    given = [vector(5 + i).abs() for i in range(state.image_bytes() // (4 * N) - 1)]
+    kept = [moment.clone() for moment in given]
+    state.load_moments(given)
+    t, (_, *told) = state.vectors()
+    assert t == 0 and all(map(torch.equal, told, kept)) and len(told) == len(kept)
+    state.step(1, whole(vector(1)))
+    assert all(map(torch.equal, given, kept)) and all(map(torch.equal, told, kept))
+    assert not any(map(torch.equal, state.vectors()[1][1:], kept))
+    digest = state.digest()
+    with pytest.raises(UsageError, match="after 1 rounds"):
+        state.load_moments(given)
+    with pytest.raises(UsageError, match="can be loaded"):
+        moved(0, spec).load_moments([*given, vector(9)])
+    assert state.digest() == digest
+
+
+def test_a_state_that_did_not_know_its_layout_has_that_of_the_image_and_so_its_digest() -> None:
+    known = OuterState(vector(0), NESTEROV, layout=Layout(b"s" * 8, b"n" * 8))
+    state = OuterState(vector(1), NESTEROV)
+    state.restore(known.export())
+    assert state.digest() == known.digest()
+    with pytest.raises(CheckpointError, match="in other shapes"):
+        OuterState(vector(0), NESTEROV, layout=Layout(b"o" * 8, b"n" * 8)).restore(state.export())
 
 
 def test_rounds_only_go_up() -> None:

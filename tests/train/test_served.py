@@ -16,7 +16,7 @@ from dlc.cli.sinks import sentence
 from dlc.comm.roles import HELPER
 from dlc.errors import DlcError, RoundTimeout
 from dlc.report import Share
-from dlc.runspec import RunSpec
+from dlc.runspec import ModelSpec, RunSpec
 from dlc.server import ServerReport
 from dlc.train import saves, served
 from dlc.train.data import OWN_BLOCKS, first_block
@@ -24,7 +24,7 @@ from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import theta_of
 from dlc.train.served import share_of_steps
 from tests.train.fake_peer import ME, FakeMember, FakePeer
-from tests.train.test_trainer import H, Run, spec
+from tests.train.test_trainer import DROPPING, H, Run, spec
 
 __all__ = ["spec"]
 ALL = {"counted": 1.0}
@@ -129,15 +129,19 @@ def test_rounds_of_a_checkpoint_that_the_swarm_does_not_have_are_told(
 def test_a_push_that_was_lost_in_part_is_told_by_its_tokens(
     server: RunSpec, tmp_path: Path, helpers: type[Helpers]
 ) -> None:
-    helpers.says = {1: {"outcomes": {"counted": 0.75, "lost": 0.25}}, 2: {"outcomes": {"stale": 1.0}}}
+    helpers.says = {
+        1: {"outcomes": {"counted": 0.75, "lost": 0.25}},
+        2: {"outcomes": {"stale": 1.0}},
+        3: {"outcomes": {"counted": 0.25, "lost": 0.75}},
+    }
     run = Run(FakePeer(server), tmp_path)
     summary = run.go()
     tokens = server.tokens_per_round
     dropped = [(event["steps"], event["tokens"], event["share"]) for event in run.all("work_dropped")]
-    assert dropped == [(H, tokens // 4, 0.25), (H, tokens, 1.0)]
+    assert dropped == [(H, tokens // 4, 0.25), (H, tokens, 1.0), (H, tokens // 4 * 3, 0.75)]
     assert "in 25% of the model" in sentence(run.all("work_dropped")[0])
-    assert summary.setbacks.tokens_dropped == tokens // 4 + tokens
-    assert [event["counted"] for event in run.all("round")] == [True, False, True, True]
+    assert summary.setbacks.tokens_dropped == tokens // 4 * 4 + tokens
+    assert [event["counted"] for event in run.all("round")] == [True, False, False, True]
 
 
 def test_steps_that_diverge_end_their_phase_and_are_told_as_a_person_can_read_them(
@@ -159,6 +163,63 @@ def test_steps_that_diverge_end_their_phase_and_are_told_as_a_person_can_read_th
     dropped = [(event["steps"], event["tokens"]) for event in run.all("work_dropped")]
     assert dropped == [(2, 2 * server.tokens_per_round // H)]
     assert calls == [*range(H), H, H + 1, *range(H, 4 * H)], "what follows a step that diverged is not trained in vain"
+
+
+def test_steps_that_diverge_are_undone_and_pushed_by_nobody_and_count_only_in_a_row(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times in four rounds; the second time the loss of the step after which nothing is finite still was."""
+    spoilt = {H + 2: True, 3 * H + 2: False, 4 * H + 3: True}
+    calls, loops, pushed = list[int](), list[InnerLoop](), list[Tensor]()
+    step, begin = InnerLoop.train_step, Helpers.begin
+
+    def spoil(self: InnerLoop, batches: Sequence[Tensor], number: int) -> StepResult:
+        calls.append(number)
+        loops.append(self)
+        result = step(self, batches, number)
+        if len(calls) not in spoilt:
+            return result
+        with torch.no_grad():
+            next(self.model.parameters()).fill_(math.nan)
+        return dataclasses.replace(result, loss=math.nan) if spoilt[len(calls)] else result
+
+    def kept(self: Helpers, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
+        if vector is not None:
+            pushed.append(vector.clone())
+        begin(self, vector, weight=weight)
+
+    monkeypatch.setattr(InnerLoop, "train_step", spoil)
+    monkeypatch.setattr(helpers, "begin", kept)
+    run = Run(FakePeer(server), tmp_path)
+    assert run.go().t == 4
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1, 1, 1]
+    assert len(calls) == 5 * H + 3 and len(pushed) == 4 and all(bool(p.isfinite().all()) for p in pushed)
+    begun = [i + 1 for i in range(1, len(loops)) if loops[i] is not loops[i - 1]]
+    assert begun == [call + 1 for call in spoilt], "what they left in the optimizer is gone, too"
+    assert bool(run.params().isfinite().all())
+
+
+def test_steps_begin_at_what_was_pulled_and_a_push_has_nothing_of_what_others_did(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed, begin = list[Tensor](), Helpers.begin
+
+    def with_others(self: Helpers, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
+        if vector is not None:
+            pushed.append(vector.clone())
+        begin(self, vector, weight=weight)
+        self.theta += 0.5
+
+    def nothing(self: InnerLoop, batches: Sequence[Tensor], number: int) -> StepResult:
+        return StepResult(1.0, sum(ids.numel() for ids in batches), 1.0)
+
+    monkeypatch.setattr(helpers, "begin", with_others)
+    monkeypatch.setattr(InnerLoop, "train_step", nothing)
+    run = Run(FakePeer(server), tmp_path)
+    start = run.params()
+    assert run.go().t == 4
+    assert len(pushed) == 4 and not any(bool(p.any()) for p in pushed)
+    torch.testing.assert_close(run.params(), start + 5 * 0.5)
 
 
 def test_who_resumes_draws_on_where_it_was(
@@ -183,6 +244,23 @@ def test_who_resumes_draws_on_where_it_was(
     assert Run(FakePeer(server), tmp_path / "parts", resume=saved).go().t == 4
     assert len(trained) == (3 * H + 1) * server.inner.accumulate
     assert torch.equal(torch.cat(trained), torch.cat(whole[: len(trained)]))
+
+
+def test_who_resumes_after_an_exchange_goes_on_bit_for_bit(
+    server: RunSpec, tmp_path: Path, helpers: type[Helpers]
+) -> None:
+    spec = dataclasses.replace(server, model=ModelSpec(config=DROPPING))
+    whole = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=4, each_is_saved=True)
+    assert whole.go().t == 4
+    saved = saves.read(saves.folder_of(tmp_path, spec) / saves.name_of(2))
+    rest = Run(FakePeer(spec), tmp_path / "rest", resume=saved)
+    assert rest.go().t == 4
+    steps = [[(e["step"], e["loss"], e["lr"]) for e in run.all("step") if e["t"] >= 2] for run in (whole, rest)]
+    assert steps[0] == steps[1] and len(steps[0]) == 2 * H
+    assert torch.equal(rest.params(), whole.params())
+    without = Run(FakePeer(spec), tmp_path / "without", resume=dataclasses.replace(saved, rng={}))
+    without.go()
+    assert not torch.equal(without.params(), whole.params()), "the random state plays no part: this proves nothing"
 
 
 def test_a_model_whose_last_push_was_given_up_is_that_of_its_checkpoint(

@@ -279,6 +279,32 @@ def test_a_stream_that_shrank_is_other_data_and_a_copy_is_not(corpus: Path, tmp_
     assert opened(tmp_path / "there").fingerprint() != here.fingerprint()
 
 
+def test_whatever_gives_a_position_another_sample_is_other_data(corpus: Path, tmp_path: Path) -> None:
+    """Else peers of one run would train some samples twice, and others never."""
+
+    def told(source: Path = corpus, shards: int = 2, seq_len: int = SEQ, segment: int = L, end: str = "") -> bytes:
+        tokenizer = ByteTokenizer()
+        tokenizer.identity += end.encode()
+        return StreamSource(Stream(Place(str(source)), shards), seq_len, tokenizer, segment).fingerprint()
+
+    changed = tmp_path / "changed"
+    shutil.copytree(corpus, changed)
+    for path in changed.rglob("*.jsonl"):  # of the same size
+        path.write_bytes(path.read_bytes().replace(b"row", b"ROW"))
+    ways = [told(), told(changed), told(shards=3), told(seq_len=SEQ + 1), told(segment=L + 1), told(end="x")]
+    assert ways[0] == told() and len(set(ways)) == len(ways)
+
+
+def test_marks_of_another_cut_of_the_same_stream_are_not_used(corpus: Path, tmp_path: Path) -> None:
+    stream, ks = Stream(Place(str(corpus)), 2), range(12 * L, 14 * L)
+    for seq_len, segment in ((SEQ, L), (SEQ + 1, L), (SEQ, L + 1)):
+        want = StreamSource(stream, seq_len, ByteTokenizer(), segment).batch(ks)
+        for _ in range(2):  # the second time by its own marks
+            got = StreamSource(stream, seq_len, ByteTokenizer(), segment, tmp_path).batch(ks)
+            assert torch.equal(got, want)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize("kind", ["files", "saved", "datasets:"])
 def test_marks_of_other_data_are_not_used(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files changed since, but for their first documents."""

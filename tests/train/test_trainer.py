@@ -37,6 +37,8 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
+DROPPING = {**LLAMA, "attention_dropout": 0.3}
+"""Its steps draw from the random state."""
 ANOTHER = FakeMember(status={"t": 1 << 20, "inner": 0, "of": H, "step_s": 1.0})
 """A trainer that is not in step with us."""
 Event = dict[str, Any]
