@@ -340,7 +340,7 @@ class DiLoCo:
             if not self._outer.waiting:
                 if self._steps + self._skipped >= self._period:
                     report = self._exchange(wait=not self._overlaps) or report
-                elif self._outer.moved() and not self._outer.rebase(self._work):
+                elif self._outer.model.moved() and not self._outer.rebase(self._work):
                     self._dropped()
             return report
 
@@ -539,8 +539,8 @@ class DiLoCo:
             frozen = self._peer.checkpoint(self._channel)
             state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
             kept = (self._steps or not self._whole) and frozen.t == self.t
-            state["local"] = self._outer.local() if kept else None
-            state["start"] = self._outer.start() if kept else None
+            state["local"] = self._outer.model.local() if kept else None
+            state["start"] = self._outer.model.origin.rounded() if kept else None
             state["held"] = self._held.amounts()
         return state
 
@@ -566,7 +566,7 @@ class DiLoCo:
         self._outer.outgoing.check_residual(residual)
         for vector in (local, start):
             if vector is not None:
-                self._outer.check_local(vector)
+                self._outer.model.check(vector)
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
         if self._steps:
