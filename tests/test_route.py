@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dlc.comm.security import generate_run_key
 from dlc.joining import Introduction
 from dlc.peer import Peer
 from dlc.statedir import Ephemeral
-from dlc.whereabouts import SEEN_MIN, seen_at
+from dlc.whereabouts import SEEN_MIN, Whereabouts
 from tests.helpers import benchmark_module, wait_until
 from tests.swarm import PATIENT, free_addresses
 
@@ -148,9 +147,9 @@ def test_where_nobody_reaches_a_given_address_it_is_said_once_and_stays(
 ) -> None:
     """It trained alone, and nobody was told that another address had been seen."""
     intro = Introduction(Ephemeral(), Voter("p", 1), "0.0.0.0", 4600, 4601, given, "trainer")
-    seen = Counter[str]()
+    whereabouts = Whereabouts(intro)
     for times in range(1, 3 * SEEN_MIN):
-        assert seen_at("192.0.2.7", intro, intro.record(), seen) == {}
+        assert whereabouts.seen("192.0.2.7", intro.record()) == {}
         assert len(caplog.records) == (times >= SEEN_MIN and given != "192.0.2.7")
 
 

@@ -88,3 +88,9 @@ def outbound_host(host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "::1" if v6 else "127.0.0.1"
+
+
+def bulk_port_of(listen: str) -> int:
+    """The port after the control port, so that a firewall needs two neighbours; a free one where that is free."""
+    port = listen.rpartition(":")[2]
+    return int(port) + 1 if port.isdigit() and 0 < int(port) < 65535 else 0

@@ -12,23 +12,19 @@ sockets open, so the ports are free again only when it has ended, too.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import math
 import os
 import random
 import secrets
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dlc.addressbook import AddressBook, known_to
-from dlc.addresses import addresses_of, advertised, default_listen
+from dlc.addresses import addresses_of, advertised, bulk_port_of, default_listen
 from dlc.arguments import function, instance, seconds
 from dlc.channels import has_seat
 from dlc.collectives import Collectives
@@ -52,13 +48,13 @@ from dlc.comm.ids import Voter
 from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
-from dlc.comm.records import STATUS_BYTES_MAX
 from dlc.comm.roles import OBSERVER, ROLES
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.service import Service, ServiceNews
 from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
+from dlc.describing import described
 from dlc.errors import CheckpointError, ConfigError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
 from dlc.eventlog import log_event
 from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
@@ -69,7 +65,7 @@ from dlc.statedir import Ephemeral, PeerState, StateDir
 from dlc.strategyspec import WITHOUT_LOG, WITHOUT_RATES
 from dlc.survey import Member, member_of, status
 from dlc.watching import Callback, MemberChange, MemberWatch
-from dlc.whereabouts import reached_at, seen_at
+from dlc.whereabouts import Whereabouts
 
 __all__ = ["Checkpoint", "Member", "MemberChange", "Peer", "Pending", "Position", "Reduction", "Resume", "status"]
 
@@ -100,10 +96,7 @@ class Peer(Unpicklable, Collectives):
         self._watch: MemberWatch | None = None
         self._former: dict[str, str] = {}
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
-        self._reached_host = ""
-        """By which address of this host somebody dialled it."""
-        self._seen = Counter[str]()
-        """Where this peer was seen to be, and how often, since nobody answers."""
+        self._whereabouts = Whereabouts(intro)
         self._changed = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
@@ -195,7 +188,7 @@ class Peer(Unpicklable, Collectives):
         resumes = resume is not None and not listed and not found
         former, known_at = (book.awaited(), tuple(book.known().values())) if resumes else ({}, ())
         awaited = tuple(former.values()) if former else listed
-        bulk_port = _bulk_port(listen)
+        bulk_port = bulk_port_of(listen)
         transport = Transport(
             listen, security=security, insecure=insecure, ident=ident, bulk_port=bulk_port, streams=STREAMS
         )
@@ -283,8 +276,7 @@ class Peer(Unpicklable, Collectives):
             for met in reception.records:
                 self._perform(self._node.members.learn(met, now))
             self._perform(self._node.tick(now))
-            if self._reached_host:  # while the lobby was driven
-                self._reached(self._reached_host, now)
+            self._correct(self._whereabouts.begun(node.members.own))  # where the lobby was reached
 
         self._driver.ask(start)
 
@@ -373,22 +365,7 @@ class Peer(Unpicklable, Collectives):
         `status`: what JSON can hold, at most 1024 bytes of it. UsageError for a longer one, or a number that is not
         finite: the others would not take anything of this peer's any more.
         """
-        changes: dict[str, Any] = {}
-        for name, value in ("speed", speed), ("eta_s", eta_s):
-            if value is not None:
-                if not (isinstance(value, Real) and math.isfinite(value)):
-                    raise UsageError(f"speed and eta_s must be finite numbers, not {speed!r:.60} and {eta_s!r:.60}")
-                changes[name] = float(value)
-        if status is not None:
-            try:
-                changes["status"] = json.dumps(status).encode()
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"the status must be what JSON can hold: {error}") from None
-            if (size := len(changes["status"])) > STATUS_BYTES_MAX:
-                raise UsageError(
-                    f"the status is {size} bytes of JSON, at most {STATUS_BYTES_MAX} travel with every record: "
-                    "leave something out"
-                )
+        changes = described(speed, eta_s, status)
         self._refuse_fork()
         if self._closed or not self._driver.running:
             raise self._driver.closed_error()
@@ -524,8 +501,7 @@ class Peer(Unpicklable, Collectives):
         match event:
             case SeenAt():
                 if self._node is not None:
-                    own = self._node.members.own
-                    self._correct(self._node, seen_at(event.host, self._intro, own, self._seen))
+                    self._correct(self._whereabouts.seen(event.host, self._node.members.own))
                 return
             case ServiceNews():
                 for listener in tuple(self._listeners):
@@ -535,7 +511,7 @@ class Peer(Unpicklable, Collectives):
                 self._over(event)
             case MemberUp() | MemberDown() | MemberLeft():
                 if isinstance(event, MemberUp):
-                    self._seen.clear()
+                    self._whereabouts.answered()
                     self._came(event.voter.peer)
                 if self._watch is not None:
                     self._watch.tell(event)
@@ -552,13 +528,12 @@ class Peer(Unpicklable, Collectives):
 
     def _reached(self, host: str, now: float) -> None:
         """On the driver thread: somebody dialled this address of my host."""
-        self._reached_host = host
-        if self._node is not None:
-            self._correct(self._node, reached_at(host, self._intro, self._node.members.own))
+        own = self._node.members.own if self._node is not None else None
+        self._correct(self._whereabouts.reached(host, own))
 
-    def _correct(self, node: Node, changes: dict[str, Any]) -> None:
-        if changes:
-            self._perform(node.describe(clock(), **changes))
+    def _correct(self, changes: dict[str, Any]) -> None:
+        if changes and self._node is not None:
+            self._perform(self._node.describe(clock(), **changes))
 
     def _came(self, peer: str) -> None:
         """Who was to answer at an address is here, and may have another one now."""
@@ -579,9 +554,3 @@ def _leave(peer: weakref.ref[Peer]) -> None:
     """At the end of the script."""
     if (left := peer()) is not None:
         left.leave()
-
-
-def _bulk_port(listen: str) -> int:
-    """The port after the control port, so that a firewall needs two neighbours; a free one where that is free."""
-    port = listen.rpartition(":")[2]
-    return int(port) + 1 if port.isdigit() and 0 < int(port) < 65535 else 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.cli.sinks import sentence
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, LeftAhead, Waiting
 from dlc.errors import DlcError
@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
     monkeypatch.setattr(others, "LOOK_EVERY_S", 0.0)
 
 

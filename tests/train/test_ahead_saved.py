@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.comm.ledger import Range
 from dlc.errors import CheckpointError
 from dlc.report import Missing, RoundReport, Share
@@ -33,7 +33,7 @@ GONE = LOST + "the run has gone on since, or their samples were given to others"
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 class Resumed(FakePeer):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.comm.grid import Grid
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
@@ -36,7 +36,7 @@ NEAR = 3e-5
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 class Options:
@@ -185,7 +185,7 @@ class Peer:
             self.check("resumes")
         blocks = list(range(len(self.blocks) + 1))
         if self.options.lease_len:
-            lease = self.loop.newest().lease
+            lease = self.loop.model.newest().lease
             assert lease is not None
             blocks = lease.take(len(self.blocks) + 1)[0]
             if len(blocks) == len(self.blocks) or blocks[:-1] != self.blocks:
@@ -282,7 +282,7 @@ class Peer:
 
     def look(self) -> None:
         """Between two steps: a round may have passed."""
-        if self.loop.waiting or self.loop.displaced or not self.loop.moved():
+        if self.loop.waiting or self.loop.displaced or not self.loop.model.moved():
             return
         if self.tokens:
             self.moved(self.loop.rebase(self.work))
@@ -295,13 +295,13 @@ class Peer:
         if self.loop.waiting or self.loop.displaced:
             return
         before = self.local()
-        with self.loop.at_rest():
+        with self.loop.model.at_rest():
             close(self.local(), self.base, "at rest", ROUNDING[self.options.dtype] * np.abs(self.base).max())
         assert (self.local() == before).all()
 
     def start_again(self) -> None:
         """From what a checkpoint has."""
-        local = None if self.loop.waiting or self.loop.displaced else self.loop.local()
+        local = None if self.loop.waiting or self.loop.displaced else self.loop.model.local()
         if local is None:
             return
         residual = self.loop.outgoing.residual
@@ -310,7 +310,7 @@ class Peer:
         self.loop, self.share = self._opened(residual), 1.0
         assert self.loop.take_up(local, self.loop.position.digest, Work())
         if self.options.dtype != torch.float32:  # theta is what it is: the rounding of what was saved is part of d
-            self.d = self.loop._measure().double().numpy()
+            self.d = self.loop.model.measure().double().numpy()
         self.check("starts again")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dlc.train.local_model
 import dlc.train.offers
 import dlc.train.outer_loop
 from dlc.comm.straggler import NEVER_S
@@ -21,7 +22,7 @@ from tests.train.fake_peer import FakePeer
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def build(seed: int = 0) -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
 from dlc.integrations import saved
@@ -41,7 +41,7 @@ class Two(FakePeer):
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def build(dtype: torch.dtype, seed: int = 0) -> nn.Module:

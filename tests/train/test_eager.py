@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.flat import FlatView
 from dlc.report import RoundReport, Share
 from dlc.runspec import OuterSpec
@@ -32,7 +32,7 @@ class Two(FakePeer):
 def test_our_part_comes_at_once_and_the_others_with_the_mean(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
     peer, model = Two(), nn.Linear(2, 2).to(dtype)
     peer.lossy = True
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_our_part_comes_at_once_and_the_others_with_the_mean(
     assert local() == 2.0
     peer.slices = [1]
     assert loop.offer(1.0, Work((0,), 1)) and local() == 1.625, "a quarter of the mean is ours"
-    here = loop.local()
+    here = loop.model.local()
     assert here is not None and value(here) == 2.0, "what is saved is what the steps made"
     step()
     assert not loop.wait(0.0) and loop.wait(0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dlc
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.errors import SwarmClosed
 from dlc.runspec import OuterSpec
 from dlc.train.diloco import DiLoCo
@@ -26,7 +26,7 @@ MEAN = OuterSpec(lr=1.0, momentum=0.0)
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def build() -> nn.Module:

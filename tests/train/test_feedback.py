@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.comm.grid import Grid
 from dlc.errors import CheckpointError
 from dlc.flat import FlatView
@@ -30,7 +30,7 @@ LIMITS = {"int8": 127, "int4": 7}
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def quantised(grid: Grid, v: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Model:
     def step(self) -> None:
         if self.loop.displaced:
             assert self.loop.resume(self.work)
-        lease = self.loop.newest().lease
+        lease = self.loop.model.newest().lease
         assert lease is not None
         self.blocks = lease.take(len(self.blocks) + 1)[0]
         self.steps += 1

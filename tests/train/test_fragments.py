@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.errors import CheckpointError, ConfigError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec
@@ -28,7 +28,7 @@ STEP = 2.0**-6
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def spans_of(fragments: Fragments, p: int) -> list[tuple[int, int]]:
@@ -190,7 +190,7 @@ class Model:
     def step(self) -> None:
         if self.loop.displaced:
             assert self.loop.resume(self.work)
-        lease = self.loop.newest().lease
+        lease = self.loop.model.newest().lease
         assert lease is not None
         self.blocks = lease.take(len(self.blocks) + 1)[0]
         self.expected += STEP
@@ -239,7 +239,7 @@ def test_each_step_is_counted_once_in_each_fragment_whatever_happens(
             steps += 1
             if rng.random() < 0.2:
                 m.others_round()
-                assert m.loop.moved() and m.loop.rebase(m.work)
+                assert m.loop.model.moved() and m.loop.rebase(m.work)
         if not m.blocks:
             continue
         m.peer.misses = [rng.choice(["late", "dropped"])] if rng.random() < 0.3 else []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.errors import DataError, DlcError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec, RunSpec
@@ -33,7 +33,7 @@ MEAN = OuterSpec(lr=1.0, momentum=0.0)
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
     monkeypatch.setattr(phases, "PATIENCE_S_MIN", DEADLINE_S)  # no round is late where the machine stands still
 
 

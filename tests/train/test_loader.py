@@ -16,7 +16,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.runspec import DataSpec, RunSpec
 from dlc.train import loader as loader_module
-from dlc.train import outer_loop, saves, supply
+from dlc.train import local_model, saves, supply
 from dlc.train.data import BlockSource
 from dlc.train.loader import AHEAD_MAX, Loader, Stopped
 from dlc.train.supply import Supply
@@ -148,9 +148,9 @@ def test_a_batch_that_came_late_is_the_one_that_was_waited_for(source: Source) -
 
 def test_blocks_that_were_not_there_come_next(source: Source) -> None:
     lease = SimpleNamespace(take=lambda count: (list(range(count)), count))
-    outer = SimpleNamespace(newest=lambda: SimpleNamespace(lease=lease))
+    model = SimpleNamespace(newest=lambda: SimpleNamespace(lease=lease))
     loader = Loader(source, 2, stopping=lambda: True)  # type: ignore[arg-type]
-    blocks = Supply(outer, loader, 2)  # type: ignore[arg-type]
+    blocks = Supply(model, loader, 2)  # type: ignore[arg-type]
     source.go.clear()
     with pytest.raises(Stopped):
         blocks.batches(blocks.next((), 3))
@@ -237,7 +237,7 @@ def test_a_run_is_the_same_with_and_without_it(
     source.write_text("".join(json.dumps({"text": f"document {i} " * (1 + i % 5)}) + "\n" for i in range(300)))
     data = DataSpec(source=str(source), seq_len=16, streaming=streaming, shards=2 if streaming else 8)
     spec = dataclasses.replace(spec, data=data, rounds=3)
-    monkeypatch.setattr(outer_loop, "POLL_S", 0.0)  # or the round that passes is noticed sooner on a slow machine
+    monkeypatch.setattr(local_model, "POLL_S", 0.0)  # or the round that passes is noticed sooner on a slow machine
     ahead = Run(FakePeer(spec), tmp_path / "ahead")
     ahead.on_step = {6: ahead.peer.pass_round}  # also where the plan changes
     ahead.go()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.comm.encoded import Encoded
 from dlc.errors import CheckpointError, UsageError
 from dlc.flat import FlatView
@@ -29,7 +29,7 @@ LEASE = 64
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 def timers() -> list[threading.Thread]:
@@ -62,7 +62,7 @@ class Model:
     def step(self, count: int = 1) -> None:
         if self.loop.displaced:
             assert self.loop.resume(self.work)
-        lease = self.loop.newest().lease
+        lease = self.loop.model.newest().lease
         assert lease is not None
         self.blocks = lease.take(len(self.blocks) + count)[0]
         with torch.no_grad():
@@ -78,7 +78,7 @@ class Model:
 
     def announce(self, steps: int = 1, said: bool = True) -> None:
         """The next offer, after so many steps; and wait until the peer has heard of it, if it is said at once."""
-        lease = self.loop.newest().lease
+        lease = self.loop.model.newest().lease
         assert lease is not None
         blocks = tuple(lease.take(len(self.blocks) + steps)[0])
         before = len(self.peer.uptos)
@@ -173,13 +173,13 @@ def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_steps_during_a_round_nothing_is_held_beside_theta_but_the_payloads(dtype: torch.dtype) -> None:
     m = Model(dtype)
-    memory = m.loop._origin.base.data_ptr()
+    memory = m.loop.model.origin.base.data_ptr()
     for _ in range(3):
         m.step()
         assert m.offer() and m.loop._offer is not None
         assert m.loop._offer.d is None and isinstance(m.loop._offer.sent, Encoded)
-        assert m.settle() and m.loop._spare is None
-        assert m.loop._origin.base.data_ptr() == memory == m.loop.state._theta.data_ptr()
+        assert m.settle() and m.loop.model._spare is None
+        assert m.loop.model.origin.base.data_ptr() == memory == m.loop.state._theta.data_ptr()
     torch.testing.assert_close(m.peer.theta(), torch.full((8,), 1 + 3 * STEP), rtol=0.0, atol=1e-6)
 
 
@@ -205,11 +205,11 @@ def test_a_round_without_us_leaves_base_as_it_was() -> None:
     base, local = m.peer.theta(), m.local()
     assert m.offer()
     m.others_round()
-    assert torch.equal(m.loop._origin.base, base) and not torch.equal(m.peer.theta(), base)
+    assert torch.equal(m.loop.model.origin.base, base) and not torch.equal(m.peer.theta(), base)
     assert not m.settle() and torch.equal(m.local(), local)
     assert m.offer() and torch.equal(m.peer.vectors[0], m.peer.vectors[1])
     assert m.settle() and torch.equal(m.peer.theta(), local + m.moved_by_others)
-    assert m.loop._origin.base.data_ptr() == m.loop.state._theta.data_ptr()
+    assert m.loop.model.origin.base.data_ptr() == m.loop.state._theta.data_ptr()
 
 
 def test_no_step_can_follow_once_the_round_that_counts_the_offer_has_moved_theta() -> None:
@@ -229,9 +229,9 @@ def test_steps_that_resume_while_a_round_is_under_way_outlive_it() -> None:
     m.step(2)
     assert m.offer()
     m.step()
-    base = m.loop._origin.base.clone()
+    base = m.loop.model.origin.base.clone()
     m.peer._pending.wait()  # type: ignore[union-attr]
-    assert torch.equal(m.loop._origin.base, base), "the round that counts us leaves it alone now"
+    assert torch.equal(m.loop.model.origin.base, base), "the round that counts us leaves it alone now"
     assert m.settle() and m.blocks == [2] and torch.equal(m.local(), torch.full((8,), 1 + 3 * STEP))
 
 
@@ -288,10 +288,10 @@ def test_an_offer_is_taken_back_only_when_the_next_is_ready(monkeypatch: pytest.
     m.blocks = m.blocks[:2]
     m.step()
     order: list[str] = []
-    for owner, name in ((m.loop, "_measure"), (m.peer, "withdraw"), (m.peer, "contribute")):
+    for owner, name in ((m.loop.model, "measure"), (m.peer, "withdraw"), (m.peer, "contribute")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, n=name, c=call, **k: (order.append(n), c(*a, **k))[1])
-    assert m.loop.grow(3.0, m.work) and order == ["_measure", "withdraw", "contribute"]
+    assert m.loop.grow(3.0, m.work) and order == ["measure", "withdraw", "contribute"]
     assert m.settle() and not m.blocks
 
 
@@ -322,7 +322,7 @@ def test_work_of_a_lost_lease_is_dropped_wherever_that_is_noticed() -> None:
 def test_saved_parameters_of_another_model_are_not_taken_up(wrong: Tensor) -> None:
     m = Model()
     m.step()
-    m.loop.check_local(torch.zeros(8))
+    m.loop.model.check(torch.zeros(8))
     with pytest.raises(CheckpointError):
         m.loop.take_up(wrong, m.peer.state.digest(), Work())
     assert torch.equal(m.local(), torch.full((8,), 1 + STEP)), "nothing has changed"
@@ -343,7 +343,7 @@ def test_work_of_a_lost_lease_is_not_gone_on_from() -> None:
     m = Model()
     m.step(2)
     m.others_round()
-    assert m.loop.moved() and m.loop.rebase(m.work) and torch.equal(m.local(), torch.full((8,), 1.25 + 2 * STEP))
+    assert m.loop.model.moved() and m.loop.rebase(m.work) and torch.equal(m.local(), torch.full((8,), 1.25 + 2 * STEP))
     m.peer.lose_lease()
     m.others_round()
     assert not m.loop.rebase(m.work) and torch.equal(m.local(), m.peer.theta())
@@ -352,7 +352,7 @@ def test_work_of_a_lost_lease_is_not_gone_on_from() -> None:
 def test_without_leases_what_a_new_state_dropped_is_gone() -> None:
     """It may have been counted by the history that this state is from: no lease tells."""
     m = Model()
-    m.loop._leased = False
+    m.loop.model.leased = False
     m.peer.misses = ["dropped"]
     m.step(2)
     assert m.offer() and not m.settle()
@@ -362,7 +362,7 @@ def test_without_leases_what_a_new_state_dropped_is_gone() -> None:
 def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     m = Model()
     rounds = [m.others_round, lambda: None]
-    origin = m.loop._origin
+    origin = m.loop.model.origin
     read = origin.renew
 
     def renewed() -> None:
@@ -378,16 +378,16 @@ def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytes
 def test_a_state_that_is_being_fetched_again_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     m = Model()
     m.others_round()
-    assert m.loop.moved()
+    assert m.loop.model.moved()
     position, now = m.peer.position, m.peer.position("train")
     monkeypatch.setattr(m.peer, "position", lambda channel: dataclasses.replace(now, digest=b""))
-    assert not m.loop.moved()
+    assert not m.loop.model.moved()
     monkeypatch.setattr(m.peer, "position", position)
     m.loop.adopt()
-    assert not m.loop.moved()
+    assert not m.loop.model.moved()
     same_t = dataclasses.replace(position("train"), digest=b"x" * 32)
     monkeypatch.setattr(m.peer, "position", lambda channel: same_t)
-    assert m.loop.moved(), "another history's"
+    assert m.loop.model.moved(), "another history's"
 
 
 def test_what_was_to_be_sent_of_an_offer_that_is_taken_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +497,7 @@ def test_of_an_announced_step_that_diverged_nothing_is_sent() -> None:
     assert filling is not None and filling.stopped and m.peer.vectors[0].isnan().all()
     assert not m.loop.announced.free(0.0), "its round is on its way"
     assert m.loop.announced.free(0.0)
-    assert m.loop.moved() and m.loop.rebase(m.work)
+    assert m.loop.model.moved() and m.loop.rebase(m.work)
     m.step()
     assert m.offer() and m.settle()
     assert torch.equal(m.peer.theta(), torch.full((8,), 1 + STEP))
@@ -509,7 +509,7 @@ def test_a_round_that_passes_during_the_announced_step_is_gone_on_from() -> None
     m.announce()
     m.step()
     m.others_round()
-    assert m.loop.moved() and m.loop.rebase(m.work) and m.loop.announced.free(0.0)
+    assert m.loop.model.moved() and m.loop.rebase(m.work) and m.loop.announced.free(0.0)
     assert m.offer() and m.settle()
     assert torch.equal(m.peer.theta(), torch.full((8,), 1.25 + 2 * STEP))
     m.announce()
@@ -546,7 +546,7 @@ def test_each_step_is_counted_once_whatever_happens(seed: int, dtype: torch.dtyp
             steps += 1
             if rng.random() < 0.2:
                 m.others_round()
-                assert m.loop.moved() and m.loop.rebase(m.work)
+                assert m.loop.model.moved() and m.loop.rebase(m.work)
         if not m.blocks:
             continue
         m.peer.misses = [rng.choice(["late", "dropped"])] if rng.random() < 0.3 else []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train import phases
@@ -24,7 +24,7 @@ __all__ = ["spec", "trained"]
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
     monkeypatch.setattr(phases, "PATIENCE_S_MIN", DEADLINE_S)  # no round is late where the machine stands still
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 from dlc.comm.straggler import NEVER_S
 from dlc.runspec import RunSpec
 from dlc.train import others
@@ -28,7 +28,7 @@ H = 20
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
     monkeypatch.setattr(others, "LOOK_EVERY_S", 0.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import dlc.train.outer_loop
+import dlc.train.local_model
 import dlc.train.phases
 import dlc.train.trainer
 from dlc.comm.roles import HELPER
@@ -46,7 +46,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def look_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlc.train.outer_loop, "POLL_S", 0.0)
+    monkeypatch.setattr(dlc.train.local_model, "POLL_S", 0.0)
 
 
 @pytest.fixture

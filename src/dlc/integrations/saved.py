@@ -30,7 +30,8 @@ from dlc.errors import CheckpointError, SwarmClosed, UsageError
 from dlc.flat import FlatView
 from dlc.integrations.options import KEYWORDS
 from dlc.train.checkpoint import load_checkpoint, save_checkpoint
-from dlc.train.diloco import DiLoCo, rounds_made
+from dlc.train.diloco import DiLoCo
+from dlc.train.resumed import rounds_made
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,8 @@ from dlc.integrations import saved
 from dlc.integrations.options import check_options, takes_options
 from dlc.integrations.rounds import metrics
 from dlc.report import RoundReport
-from dlc.train.diloco import DiLoCo, skipped
+from dlc.train.diloco import DiLoCo
+from dlc.train.stephooks import skipped
 from dlc.train.swarm import TrainPeer
 
 log = logging.getLogger(__name__)

@@ -30,52 +30,37 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from dlc.arguments import instance, joined, number, whole
+from dlc.arguments import instance, joined, whole
 from dlc.comm.roles import OBSERVER
-from dlc.comm.straggler import NEVER_S
 from dlc.errors import CheckpointError, SwarmClosed, UsageError
-from dlc.handles import outer_part
-from dlc.pacespec import check_overlap
 from dlc.report import RoundReport
 from dlc.runspec import OuterSpec
-from dlc.train.checkpoint import bytes_tensor
-from dlc.train.held import END_PATIENCE_S, Held
-from dlc.train.offers import NotFinite, Settled, Work, check_terms, step_weight
+from dlc.train import resumed
+from dlc.train.awaited import Awaited
+from dlc.train.held import END_PATIENCE_S
+from dlc.train.offers import NotFinite, Work, check_terms, step_weight
 from dlc.train.outer import OuterState
 from dlc.train.outer_loop import WAIT_SLICE_S, OuterLoop
 from dlc.train.outgoing import Hook
-from dlc.train.scalars import saved_count, saved_counts, saved_share
+from dlc.train.rhythm import Rhythm
+from dlc.train.scalars import saved_share
+from dlc.train.stay import Stay
+from dlc.train.stephooks import StepHooks
 from dlc.train.swarm import TrainPeer
 from dlc.train.trained import Trained
+from dlc.train.uncounted import SavedSteps, Uncounted
 
 log = logging.getLogger(__name__)
 
 _NESTEROV = OuterSpec()
 PLANNED_S = 1.0
 """After an offer, where the others are ready too, a plan names it: taken back at that moment it would be left out."""
-
-
-def skipped(inner: torch.optim.Optimizer) -> bool:
-    """In a hook of its step: whether a GradScaler has it skip this one. With `fused=True` its kernel does that, so the
-    step is made all the same. Waits for the device, as a GradScaler does with other optimizers."""
-    return bool(getattr(inner, "found_inf", False))
-
-
-def rounds_made(peer: TrainPeer, channel: str, timeout_s: float | None) -> int:
-    """Of the run, before the channel is open; a peer that was joined with `hold` may have heard of none of them yet."""
-    if not peer.position(channel).t:
-        peer.take_seat(timeout_s)
-    return peer.position(channel).t
 
 
 class DiLoCo:
@@ -129,115 +114,57 @@ class DiLoCo:
         timeout_s: float | None = None,
     ) -> None:
         joined(peer)
-        if not isinstance(sync_every, SupportsIndex) or operator.index(sync_every) < 1:
-            raise UsageError(f"sync_every must be a whole number of inner steps, at least 1, not {sync_every!r}")
-        sync_every = operator.index(sync_every)
+        rhythm = Rhythm.of(sync_every, overlap, overlap_steps, mixing, fragments)
         if not isinstance(outer, OuterSpec):
             raise UsageError(f"outer is {type(outer).__name__}: give a dlc.OuterSpec, which names the outer optimizer")
         if peer.role == OBSERVER:
             raise UsageError("an observer takes part in no rounds: join as a trainer to train")
-        instance("overlap", overlap, str, 'give "none", "delayed" or "eager"')
-        overlap_steps, fragments = whole("overlap_steps", overlap_steps, 0), whole("fragments", fragments, 1)
-        mixing, chunk_elems = number("mixing", mixing, 0, 1, "0 to below 1"), whole("chunk_elems", chunk_elems, 0)
+        chunk_elems = whole("chunk_elems", chunk_elems, 0)
         if resume is not None:
             instance("resume", resume, Mapping, "give what state_dict(outer=True) returned")
-        check_overlap(overlap, overlap_steps, mixing, fragments, sync_every)
         check_terms(pseudo_gradient_hook, patience_s)
         if isinstance(inner, DiLoCo):
             raise UsageError("inner is a dlc.DiLoCo, which exchanges by itself: give the optimizer inside, its .inner")
         self.inner = inner
-        self._sync_every = sync_every
+        self._rhythm = rhythm
         self.weight = weight
         self.last_report: RoundReport | None = None
         """Of the last round that counted this peer."""
-        self._overlaps = overlap != "none"
-        self._whole = fragments == 1 and not mixing
-        """A round that counted all inner steps leaves nothing of what they changed."""
-        self._period = sync_every // fragments
-        """Inner steps between two rounds."""
-        self._overlap_steps = overlap_steps or self._period
-        self._steps = 0
-        """Made, and offered to no round, or to none that is settled."""
-        self._held = Held(fragments)
-        """Steps."""
-        self._offered = 0
-        """Those of `steps` that are on their way to a round."""
-        self._skipped = 0
-        """Steps of this period that were lost with an earlier process: no round counts them, but it is due sooner."""
-        self._follows: tuple[RemovableHandle, ...] | None = None
-        self._begun = False
-        """A step of `inner` that nobody has counted yet, while this follows it."""
-        self._closed = ""
-        """Why nothing can be exchanged any more."""
+        self._uncounted = Uncounted(rhythm.period, rhythm.fragments)
+        self._hooks: StepHooks | None = None
+        """While this follows the inner optimizer."""
+        self._stay = Stay(self._uncounted)
         self._peer, self._channel = peer, channel
+        self._awaited = Awaited(peer, channel)
         self._trained = Trained(model, inner)
         self._outer = OuterLoop(
             peer,
             self._trained.view,
             channel=channel,
             outer=outer,
-            fragments=fragments,
-            overlap=overlap,
-            mixing=mixing,
+            fragments=rhythm.fragments,
+            overlap=rhythm.overlap,
+            mixing=rhythm.mixing,
             hook=pseudo_gradient_hook,
             patience_s=patience_s,
         )
         if resume is not None:
-            self._resume(resume, timeout_s)
-        if (t := peer.resumed_at(channel)) and self._outer.state.t != t:
-            raise UsageError(
-                f"the run was resumed at round {t}, and this peer is to bring its state: give resume= here, too, with "
-                "the state of which dlc.Resume was made"
-            )
-        of_another = channel in _TRAINED.get(peer, ())
+            resumed.restore(resume, self._outer.state, peer, channel, timeout_s)
+        resumed.check_resumed(self._outer.state, peer, channel)
+        of_another = self._awaited.begun
         try:
-            self._trains()  # told before the wish to open: who does not know it may begin the first round without us
+            self._awaited.begin()  # before the wish to open: who does not know it may begin the first round without us
             self._outer.open(codec=codec, chunk_elems=chunk_elems, timeout_s=timeout_s)
             self._trained.claim()
         except BaseException:
             if not of_another:
-                self._ends()
+                self._awaited.end()
             raise
-
-    def _trains(self) -> None:
-        """Rounds wait for this peer, if they do for anybody."""
-        trained = _TRAINED.setdefault(self._peer, {self._channel})
-        if not trained:  # the others were told that there is nothing to wait for
-            self._peer.describe(eta_s=-1.0)
-        trained.add(self._channel)
-
-    def _ends(self) -> None:
-        """No round waits for this peer, unless it trains on another channel, until its next step."""
-        trained = _TRAINED.setdefault(self._peer, set())
-        trained.discard(self._channel)
-        if not trained:
-            with contextlib.suppress(SwarmClosed):
-                self._peer.describe(eta_s=NEVER_S)
-
-    def _resume(self, state: Mapping[str, Any], timeout_s: float | None) -> None:
-        """Before the channel is open: the outer state of a swarm that was stopped, if the run stands where it did."""
-        saved = outer_part(state)
-        t = saved_count(saved, "t")
-        here = rounds_made(self._peer, self._channel, timeout_s)
-        if here == t:
-            self._outer.state.restore(saved["image"].cpu().numpy().data.toreadonly())
-        elif 0 < here < t:
-            log.warning(
-                "the state given is of round %d, but the run has gone on from round %d: what is newer is not used; to "
-                "go on from the newest, let every peer join with resume=dlc.Resume.of(its own state)",
-                t,
-                here,
-            )
-        elif not here:
-            raise UsageError(
-                f"the state is of round {t}, but this run has made none: join with resume=dlc.Resume.of(state), or "
-                "leave resume= away to start anew from the model's parameters"
-            )
 
     @property
     def sync_every(self) -> int:
         """As it was given. To be read only: rounds are due by it, on all peers alike."""
-        return self._sync_every
+        return self._rhythm.sync_every
 
     @property
     def weight(self) -> float:
@@ -262,7 +189,7 @@ class DiLoCo:
     @property
     def inner_step(self) -> int:
         """Inner steps since the last offer."""
-        return self._steps - self._offered
+        return self._uncounted.since_offer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -285,7 +212,7 @@ class DiLoCo:
 
         A wait that something interrupted (Ctrl-C in a notebook) is taken up by the next step, before anything else.
         """
-        if self._follows is not None:
+        if self._hooks is not None:
             raise UsageError("after follow(), step the inner optimizer: its steps make the exchanges")
         self._caught_up()
         with self._trained.counting():
@@ -295,58 +222,28 @@ class DiLoCo:
     def _caught_up(self) -> None:
         """End a wait that was interrupted: without overlap no inner step may come before the round is over."""
         self._trained.check_mine()
-        with self._member():
-            if self._outer.waiting and not self._overlaps:
+        with self._stay.needed():
+            if self._outer.waiting and not self._rhythm.overlaps:
                 self._settle(wait=True)
-                if self._outer.displaced and not self._outer.resume(self._work):
-                    self._dropped()
-
-    @contextlib.contextmanager
-    def _member(self) -> Iterator[None]:
-        """What needs the swarm. SwarmClosed: the peer has left, in which case nothing is begun from the second time on:
-        steps would go on that no round could ever count."""
-        if self._closed:
-            raise SwarmClosed(self._closed)
-        try:
-            yield
-        except SwarmClosed as closed:
-            if self._closed:
-                raise
-            held = f", with {self._steps} inner steps that this peer has seen in no round" if self._steps else ""
-            self._closed = (
-                f"{closed}; the parameters stay as they are{held}: to train on in the swarm, join again and make a new "
-                "dlc.DiLoCo, which sets them to the swarm's; to train on alone, call unfollow() and step the inner "
-                "optimizer itself"
-            )
-            raise SwarmClosed(self._closed) from closed
-
-    def _before_step(self, *_: object) -> None:
-        self._begun = True
-        self._caught_up()
-
-    def _after_step(self, *_: object) -> None:
-        """Where a class of optimizers calls the `step` of its base, torch calls the hooks of both for one step."""
-        counts, self._begun = self._begun and not skipped(self.inner), False
-        if counts:
-            self._stepped()
+                if self._outer.displaced and not self._outer.resume(self._uncounted.work):
+                    self._uncounted.drop()
 
     def _stepped(self) -> RoundReport | None:
         """Count an inner step, and do what is due after it."""
-        self._steps += 1
-        self._held.add(1)
-        with self._member():
-            self._trains()
-            report = self._settle(wait=self.inner_step >= self._overlap_steps) if self._outer.waiting else None
+        self._uncounted.add()
+        with self._stay.needed():
+            self._awaited.begin()
+            report = self._settle(wait=self.inner_step >= self._rhythm.overlap_steps) if self._outer.waiting else None
             if not self._outer.waiting:
-                if self._steps + self._skipped >= self._period:
-                    report = self._exchange(wait=not self._overlaps) or report
-                elif self._outer.moved() and not self._outer.rebase(self._work):
-                    self._dropped()
+                if self._uncounted.due:
+                    report = self._exchange(wait=not self._rhythm.overlaps) or report
+                elif self._outer.model.moved() and not self._outer.rebase(self._uncounted.work):
+                    self._uncounted.drop()
             return report
 
     def flush(self) -> RoundReport | None:
         """Wait for the round that is on its way, if there is one: before the model is saved or measured at the end."""
-        with self._member():
+        with self._stay.needed():
             return self._settle(wait=True) if self._outer.waiting else None
 
     def follow(self) -> None:
@@ -355,25 +252,22 @@ class DiLoCo:
         The report is in `last_report`, and what `step` raises comes out of `inner.step()`. Ends with `finish` or
         `unfollow`.
         """
-        if self._follows is None:
+        if self._hooks is None:
             self._trained.unwatch()
-            self._follows = (
-                self.inner.register_step_pre_hook(self._before_step),
-                self.inner.register_step_post_hook(self._after_step),
-            )
+            self._hooks = StepHooks(self.inner, self._caught_up, self._stepped)
 
     def unfollow(self) -> None:
         """Undo `follow`, or end the use of this object; nothing is exchanged, no round waits for this peer before it
         makes another step, and another DiLoCo may train the parameters."""
         self._unhook()
-        if self._channel in _TRAINED.get(self._peer, ()):
-            self._ends()
+        if self._awaited.begun:
+            self._awaited.end()
         self._trained.release()
 
     def _unhook(self) -> None:
-        for hook in self._follows or ():
-            hook.remove()
-        self._follows = None
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None
 
     def finish(self) -> RoundReport | None:
         """End the training: offer the steps that are in no round yet, wait for it, and leave the model at the swarm's
@@ -391,24 +285,25 @@ class DiLoCo:
         patience_s = self._outer.patience_s
         try:
             self._trained.check_mine()
-            with self._member():
-                if self._held.any():
-                    self._trains()  # also after `unfollow`
+            with self._stay.needed():
+                if self._uncounted.held.any():
+                    self._awaited.begin()  # also after `unfollow`
                 self._outer.patience_s = patience_s or END_PATIENCE_S
-                if not patience_s and self._outer.waiting and self._overlaps and not self._outer.wait(PLANNED_S):
+                if not patience_s and self._outer.waiting and self._rhythm.overlaps and not self._outer.wait(PLANNED_S):
                     self._offer_anew()
                 report = self.flush()
                 while self._weight_of_next(last=True):
                     report = self._exchange(wait=True, last=True) or report
         finally:
             self._outer.patience_s = patience_s
-            self._ends()
+            self._awaited.end()
             self._trained.release()
-        strayed = not self._held.any() and self._outer.strayed()
-        with self._member():
+        held = self._uncounted.held
+        strayed = not held.any() and self._outer.strayed()
+        with self._stay.needed():
             self._outer.adopt()
-        if self._held.any():
-            log.warning("%s: rounds have passed without this peer", self._held.left_over("steps"))
+        if held.any():
+            log.warning("%s: rounds have passed without this peer", held.left_over("steps"))
         elif strayed:
             log.warning(
                 "the parameters have changed since the last round, and by no step that this dlc.DiLoCo counted; they "
@@ -421,51 +316,41 @@ class DiLoCo:
         """What is on its way to a round waits for others as long as is set now, along with the steps since, unless a
         plan names it."""
         with contextlib.suppress(NotFinite):  # what is on its way is finite, and stays
-            self._outer.grow(self._steps * self.weight, self._work)
-        self._offered = len(self._outer.offered.blocks)
+            self._outer.grow(self._uncounted.steps * self.weight, self._uncounted.work)
+        self._uncounted.offered = len(self._outer.offered.blocks)
 
     def reload(self) -> None:
         """Take the swarm's newest parameters; the steps that are in no round yet are dropped."""
         self._trained.check_free()
         self.flush()
-        self._skipped = 0
-        with self._member():
+        self._uncounted.begins()
+        with self._stay.needed():
             self._outer.adopt()
-        self._dropped()
+        self._uncounted.drop()
         self._trained.claim()
-
-    @property
-    def _work(self) -> Work:
-        return Work(tuple(range(self._steps)))
-
-    def _dropped(self) -> None:
-        """The model is the swarm's again: no step that was in no round is in it any more."""
-        self._steps = 0
-        self._held.drop()
 
     def _weight_of_next(self, last: bool = False) -> float:
         """Of what the next round would be offered: 0 where that is nothing. last: no step comes after it."""
-        steps = self._held.weight(self.t) if last else self._steps
-        return steps * self.weight
+        return self._uncounted.next(self.t, last) * self.weight
 
     def _exchange(self, wait: bool, last: bool = False) -> RoundReport | None:
         """Offer all steps, and see them counted if we wait."""
-        self._skipped = 0
-        if self._held.any():
+        self._uncounted.begins()
+        if self._uncounted.held.any():
             self._trained.check_same()
             self._trained.tell_of_others()
         while weight := self._weight_of_next(last):
             try:
-                with self._member():
-                    self._outer.offer(weight, self._work)
+                with self._stay.needed():
+                    self._outer.offer(weight, self._uncounted.work)
             except NotFinite:
                 self.inner.state.clear()  # moments that are not finite would spoil the model with the next step
                 raise
             finally:
                 if self._outer.waiting:
-                    self._offered = self._steps
-                elif not self._closed:
-                    self._dropped()
+                    self._uncounted.offered = self._uncounted.steps
+                elif not self._stay.closed:
+                    self._uncounted.drop()
             if not wait:
                 return None
             report = self._settle(wait=True)
@@ -478,38 +363,29 @@ class DiLoCo:
         while not self._outer.wait(WAIT_SLICE_S if wait else 0.0):
             if not wait:
                 return None
+        uncounted = self._uncounted
         try:
-            settled = self._outer.settle(self._work)
+            settled = self._outer.settle(uncounted.work)
         except SwarmClosed:
             raise  # without the swarm's parameters there is nothing to set them to
         except BaseException:
             log.warning("the end of a round was interrupted: inner steps that it did not count are dropped")
-            self._offered = 0
-            self._dropped()
+            uncounted.offered = 0
+            uncounted.drop()
             self._outer.adopt()
             raise
         if settled.counted and settled.report is not None:
-            self._steps -= self._offered
-            self._held.counted(settled.report.t, self._steps)
+            uncounted.counted(settled.report.t)
         elif not settled.kept:
-            self._tell_lost(settled)
-            self._dropped()
-        self._offered = 0
-        if self._outer.displaced and self._overlaps:
-            self._outer.resume(self._work)
+            uncounted.tell_lost(settled)
+            uncounted.drop()
+        uncounted.offered = 0
+        if self._outer.displaced and self._rhythm.overlaps:
+            self._outer.resume(uncounted.work)
         if not settled.counted:
             return None
         self.last_report = settled.report
         return settled.report
-
-    def _tell_lost(self, settled: Settled) -> None:
-        log.warning(
-            "up to %d inner steps are lost, and the parameters are the swarm's now: %s",
-            max(self._held.amounts()),
-            "an owner refused what was offered, as it was not finite"
-            if settled.report is not None
-            else "this peer's state was replaced by that of the others, and whether a round counted them is not known",
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -528,20 +404,17 @@ class DiLoCo:
         """
         state: dict[str, Any] = {
             "inner": self.inner.state_dict() if inner else None,
-            "inner_step": self._skipped + self.inner_step,
             "t": self.t,
+            **self._uncounted.saved(),
             "residual": self._outer.outgoing.residual,
-            "steps": self._steps,
-            "offered": self._offered,
             "share": self._outer.share,
         }
         if outer:
-            frozen = self._peer.checkpoint(self._channel)
-            state["outer"] = {"t": frozen.t, "log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image)}
-            kept = (self._steps or not self._whole) and frozen.t == self.t
-            state["local"] = self._outer.local() if kept else None
-            state["start"] = self._outer.start() if kept else None
-            state["held"] = self._held.amounts()
+            state["outer"] = resumed.saved(self._peer, self._channel)
+            kept = (self._uncounted.steps or not self._rhythm.whole) and state["outer"]["t"] == self.t
+            state["local"] = self._outer.model.local() if kept else None
+            state["start"] = self._outer.model.origin.rounded() if kept else None
+            state["held"] = self._uncounted.held.amounts()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -559,47 +432,29 @@ class DiLoCo:
         residual, local, start = state.get("residual"), state.get("local"), state.get("start")
         if not {"inner", "inner_step"} <= state.keys() or (local is not None and "outer" not in state):
             raise CheckpointError("this is no state of dlc.DiLoCo: give what its own state_dict() returned")
-        inner_step, offered = saved_count(state, "inner_step"), saved_count(state, "offered")
-        steps = saved_count(state, "steps") if "steps" in state else inner_step
-        held = saved_counts(state, "held")
+        steps = SavedSteps.of(state)
         share = saved_share(state.get("share", self._outer.share))
         self._outer.outgoing.check_residual(residual)
         for vector in (local, start):
             if vector is not None:
-                self._outer.check_local(vector)
+                self._outer.model.check(vector)
         if state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
-        if self._steps:
+        if self._uncounted.steps:
             self.reload()  # what a training that goes on did since its last round is not what was saved
-        if local is not None and not self._steps and self._taken_up(local, start, state["outer"]["image"]):
-            self._steps, self._skipped = steps, max(0, inner_step + offered - steps)
-            if not self._held.load(held):
-                self._held.drop()
-                self._held.add(self._steps)
+        if local is not None and not self._uncounted.steps and self._taken_up(local, start, resumed.digest_of(state)):
+            self._uncounted.take_up(steps)
         else:
-            self._skipped = min(inner_step, self._period - 1)
-            if lost := steps - offered:
-                log.warning("%d inner steps that were in no round when this state was saved are lost", lost)
-            if offered:
-                log.warning(
-                    "%d inner steps were on their way to a round when this state was saved: they are lost, unless it "
-                    "counted them",
-                    offered,
-                )
+            self._uncounted.lose(steps)
         self._outer.outgoing.load_residual(residual)
         self._outer.share = share
 
-    def _taken_up(self, local: Tensor, start: Tensor | None, image: Tensor) -> bool:
-        """The model goes on from `local`, if these inner steps began at the outer state of this image."""
-        of = blake3(image.cpu().numpy().data, max_threads=blake3.AUTO).digest()
+    def _taken_up(self, local: Tensor, start: Tensor | None, of: bytes) -> bool:
+        """The model goes on from `local`, if these inner steps began at the outer state of this digest."""
         if of != self._outer.position.digest:
             return False
-        self._dropped()
+        self._uncounted.drop()
         return self._outer.take_up(local.cpu(), of, Work(), start.cpu() if start is not None else None)
-
-
-_TRAINED: weakref.WeakKeyDictionary[TrainPeer, set[str]] = weakref.WeakKeyDictionary()
-"""Channels on which each peer trains: what a peer tells of itself is of all of them."""
 
 
 __all__ = ["DiLoCo", "NotFinite"]

@@ -116,6 +116,11 @@ class Fragments:
         for a, b, at in self.pieces(fragment):
             flat[a:b] = packed[at : at + b - a]
 
+    def add(self, packed: Tensor, fragment: int, flat: Tensor, times: float = 1.0) -> None:
+        """Add a packed vector, so many times, to its places in the flat one."""
+        for a, b, at in self.pieces(fragment):
+            flat[a:b].add_(packed[at : at + b - a], alpha=times)
+
     def _digest(self) -> bytes:
         hasher = blake3()
         for fragment, spans in enumerate(self._spans):

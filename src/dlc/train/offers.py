@@ -52,14 +52,6 @@ class Settled(NamedTuple):
     """What is not counted is still local progress; otherwise it was dropped."""
 
 
-class Overlay(NamedTuple):
-    """What was added to the parameters in advance of a round."""
-
-    fragment: int
-    moved: Tensor
-    """Packed."""
-
-
 def norm_of(d: Tensor) -> float:
     """Euclidean, summed in float64: the squares of the vector that most needs clipping overflow float32."""
     return float(torch.linalg.vector_norm(d, dtype=torch.float64))

@@ -47,7 +47,8 @@ class Origin:
         return self.base if self._rounded is None else self._rounded
 
     def rounded(self) -> Tensor | None:
-        """A copy of start; None where it is base."""
+        """A copy of start; None where it is base. Parameters of fewer bits than fp32 did not hold base, and from what
+        they held a rebase, and fragments, keep d."""
         return self._rounded.clone() if self._rounded is not None else None
 
     def set_rounded(self, start: Tensor) -> None:

@@ -97,7 +97,7 @@ class Phases:
         self._h = spec.steps_per_round
         self._overlap_steps = spec.overlap_steps or math.inf
         loader = Loader(source, spec.inner.batch_size, self.inner.device.type == "cuda", calls.stopping)
-        self._supply = Supply(outer, loader, spec.blocks_per_step)
+        self._supply = Supply(outer.model, loader, spec.blocks_per_step)
         self._inner_step = 0
         """Of this phase; beyond H if it goes on."""
         self._in_step = False
@@ -150,7 +150,7 @@ class Phases:
             self._calls.hear()
             self._others.look()
             due = pace.due(self._inner_step)
-            if self._outer.moved(at_once=due) and not self._rebase():
+            if self._outer.model.moved(at_once=due) and not self._rebase():
                 return False
             if self._calls.over(stop) is not None:
                 return False
@@ -401,7 +401,7 @@ class Phases:
                     self.exchange(stop)
                     if not self._passed:
                         return
-                elif (self._outer.moved() and not self._rebase()) or not self._step_if_read():
+                elif (self._outer.model.moved() and not self._rebase()) or not self._step_if_read():
                     return
                 self._calls.hear()
         except (NotFinite, DataError):
@@ -419,7 +419,7 @@ class Phases:
         try:
             while not stop.is_set():
                 self._calls.hear()
-                if self._outer.moved(at_once=True) and not self._outer.rebase(self._done.work):
+                if self._outer.model.moved(at_once=True) and not self._outer.rebase(self._done.work):
                     self.drop()
                 if t != self._outer.position.t:
                     t, since = self._outer.position.t, self._clock()

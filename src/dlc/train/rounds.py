@@ -1,7 +1,7 @@
 """The strategy "diloco": pseudo-gradients of H inner steps, averaged over all peers in rounds (arXiv:2311.08105).
 
     inner_phase ──> exchange ──> inner_phase ...        what happens in and between rounds: `phases`
-                                                        what a round does to the model:     `outer_loop`
+                                                        what a round does to the model:     `outer_loop`, `local_model`
 
 It keeps all promises: rounds are entries of the log, the outer state has the same bits on all peers, what a peer
 trained is counted once.
@@ -69,14 +69,14 @@ class Rounds:
         return self.outer.position
 
     def newest(self) -> Position:
-        return self.outer.newest()
+        return self.outer.model.newest()
 
     def open(self, saved: Saved | None) -> Position:
         spec = self._parts.spec
         if saved is not None:
             done, share = Progress.of(saved.own), saved_share(saved.own.get(_SHARE, self.outer.share))
             if _PARAMETERS in saved.own:
-                self.outer.check_local(saved.own[_PARAMETERS])
+                self.outer.model.check(saved.own[_PARAMETERS])
             self.outer.state.restore(saved.image, any_end=saved.spec != spec)
             self.phases.inner.load(saved.inner)
             load_random_state(saved.rng, self._parts.engine.device)
@@ -144,7 +144,7 @@ class Rounds:
         spec = self._parts.spec
         if spec.overlap == "none" and spec.fragments == 1 and not self.phases.at_work:
             return nullcontext()
-        return self.outer.at_rest()
+        return self.outer.model.at_rest()
 
     def frozen(self) -> Frozen:
         return self._parts.peer.checkpoint(CHANNEL)
@@ -165,7 +165,7 @@ class Rounds:
         have their turn later, or mixing has left a part undone. None, too, where steps were dropped."""
         if self.phases.ahead or not (self._parts.spec.mixing or self.phases.held.any()):
             return None
-        return self.outer.local()
+        return self.outer.model.local()
 
     def close(self) -> None:
         self.phases.close()

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dlc.train.loader import AHEAD_MAX, Loader, Stopped
-from dlc.train.outer_loop import OuterLoop
+from dlc.train.local_model import LocalModel
 
 
 class Supply:
     """Used from the trainer's thread. `per_step`: blocks of an inner step."""
 
-    def __init__(self, outer: OuterLoop, loader: Loader, per_step: int) -> None:
-        self._outer, self._loader, self._per_step = outer, loader, per_step
+    def __init__(self, model: LocalModel, loader: Loader, per_step: int) -> None:
+        self._model, self._loader, self._per_step = model, loader, per_step
         self._ahead: deque[int] = deque()
         """Blocks of the lease that come after what is done, as far as they were looked up."""
         self._later: Sequence[int] = ()
@@ -33,7 +33,7 @@ class Supply:
         """
         count = self._per_step
         if not self._ahead:
-            lease = self._outer.newest().lease
+            lease = self._model.newest().lease
             blocks = lease.take(len(done) + (steps_left + AHEAD_MAX) * count)[0] if lease is not None else []
             if tuple(blocks[: len(done)]) == done:
                 end = len(done) + steps_left * count

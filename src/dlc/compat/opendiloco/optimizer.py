@@ -20,8 +20,9 @@ from dlc.errors import UsageError
 from dlc.flat import FlatView
 from dlc.report import RoundReport
 from dlc.train.checkpoint import bytes_tensor
-from dlc.train.diloco import DiLoCo, skipped
+from dlc.train.diloco import DiLoCo
 from dlc.train.outer import OuterState
+from dlc.train.stephooks import skipped
 
 log = logging.getLogger(__name__)
 
