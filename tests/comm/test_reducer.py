@@ -285,25 +285,24 @@ def test_weights_of_those_present_are_renormalised(codec: str, present: list[int
         assert payload == fewer.reduce(chunk, list(range(len(present))))[0], "as if the others had never been"
 
 
-def test_missing_and_complete() -> None:
+def test_what_is_missing_and_what_is_held() -> None:
     turn = make_round("fp16", 3, 10, 4)
     reducer = ChunkReducer(turn.grid, 2, roster_of(turn.weights))
-    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((0, 1, 2), False, 0)
+    assert (reducer.missing(), reducer.held_bytes) == ((0, 1, 2), 0)
     assert reducer.offer(1, turn.payload(1, 2)) is None
-    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((0, 2), False, 6)
+    assert (reducer.missing(), reducer.held_bytes) == ((0, 2), 6)
     assert reducer.offer(0, turn.payload(0, 2)) is None
     assert reducer.offer(2, turn.payload(2, 2)) is None
-    assert (reducer.missing(), reducer.complete, reducer.held_bytes) == ((), True, 18)
-    assert not reducer.closed
+    assert (reducer.missing(), reducer.held_bytes) == ((), 18)
     reducer.close()
-    assert (reducer.closed, reducer.held_bytes) == (True, 0)
+    assert reducer.held_bytes == 0
 
 
 def test_nobody_contributed() -> None:
     grid = Grid(5, 5, "bf16")
     for roster in ((), roster_of([1.0, 2.0])):
         assert ChunkReducer(grid, 0, roster).close() == (b"", ())
-    assert ChunkReducer(grid, 0, ()).complete
+    assert ChunkReducer(grid, 0, ()).missing() == ()
 
 
 def test_only_contributions_without_weight_are_as_none() -> None:
@@ -327,7 +326,7 @@ def test_non_finite_contributions_are_refused(codec: str, bad: float) -> None:
     turn.xs[1][17] = bad
     reducer = ChunkReducer(turn.grid, 0, roster_of(turn.weights))
     answers = [reducer.offer(i, turn.payload(i, 0)) for i in range(3)]
-    assert (reducer.complete, reducer.missing()) == (True, ()), "nothing to wait for"
+    assert reducer.missing() == (), "nothing to wait for"
     if turn.grid.coder.sum_tells:
         assert answers == [None, None, None], "the sum will tell"
     else:
