@@ -17,6 +17,7 @@ from dlc.comm.entries import (
     Entry,
     LogState,
     Part,
+    SavedLog,
     counted_parts,
     is_quorum,
     manifest_hash,
@@ -103,6 +104,8 @@ def test_config_keeps_base_and_rank_and_a_round_moves_both() -> None:
     assert config.head != state.head
     round_ = state.apply(entry(state, ROUND, channel="train", t=1))
     assert round_.rank_seed == round_.head
+    founded = LogState().apply(entry(LogState()))
+    assert founded.rank_seed == founded.head
 
 
 def test_keys_grow_along_a_log_and_a_gap_is_refused() -> None:
@@ -123,6 +126,17 @@ def test_counted_means_more_than_half_of_the_elements() -> None:
     a, b = Part(A, 1.0, 1), Part(B, 1.0, 1)
     assert counted_parts((a, b), [(5, (a, b)), (5, (a,))]) == (a,)
     assert counted_parts((a, b), [(6, (a, b)), (5, (a,))]) == (a, b)
+
+
+def test_a_saved_log_that_is_of_one_piece_fits() -> None:
+    state = opened()
+    for chain, totals, fits in (
+        ((EMPTY, state.head), (0.0, 0.0), True),
+        ((state.head, EMPTY), (0.0, 0.0), False),
+        ((EMPTY, state.head), (0.0,), False),
+        ((), (), False),
+    ):
+        assert SavedLog(state, chain, totals).fits is fits
 
 
 def test_log_state_survives_the_wire() -> None:

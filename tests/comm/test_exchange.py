@@ -121,15 +121,46 @@ def test_a_part_of_another_offer_does_not_enter_the_mean(exchange: Exchange, cha
     assert torch.equal(mean, torch.full((CHUNK,), 2.0))
 
 
-def test_an_own_offer_that_the_plan_does_not_name_is_told_as_late(exchange: Exchange) -> None:
+@pytest.mark.parametrize("change", [{"weight": 2.0}, {"upto": 4}])
+def test_an_own_offer_that_the_plan_does_not_name_is_told_as_late(exchange: Exchange, change: Any) -> None:
     offer(exchange, torch.full((NUMEL,), 100.0))
     mine = exchange.offered["a"]
-    exchange.offered["a"] = Offered(dataclasses.replace(mine.ready, weight=2.0), mine.vector, None, exchange.ctx.now)
+    exchange.offered["a"] = Offered(dataclasses.replace(mine.ready, **change), mine.vector, None, exchange.ctx.now)
     exchange.begin(plan(), (ME, OTHER), {})
     exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
     header = exchange.held[0].header
     assert header.included == (Part(OTHER, 1.0, 0),) and header.excluded == (Excluded(ME, "late"),)
     assert torch.equal(get_codec("fp32").decode(exchange.held[0].payload, CHUNK), torch.full((CHUNK,), 4.0))
+
+
+def test_of_the_parts_that_came_before_the_plan_the_newest_counts(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.receive_contrib(OTHER, dataclasses.replace(part(exchange, 0, 100.0), weight=2.0))
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert torch.equal(get_codec("fp32").decode(exchange.held[0].payload, CHUNK), torch.full((CHUNK,), 2.0))
+
+
+def test_contributions_are_clipped_by_the_norms_of_the_plan(exchange: Exchange) -> None:
+    offer(exchange, torch.full((NUMEL,), 1.0))
+    third = Voter("third", 1)
+    three = dataclasses.replace(plan().entry, roster=(*plan().entry.roster, Part(third, 1.0, 0)))
+    exchange.begin(dataclasses.replace(plan(), entry=three, norms=(1.0, 16.0, 2.0)), (ME, OTHER, third), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 16.0))  # counts as 2
+    exchange.receive_contrib(third, part(exchange, 0, 6.0))
+    assert torch.equal(get_codec("fp32").decode(exchange.held[0].payload, CHUNK), torch.full((CHUNK,), 3.0))
+
+
+def test_the_next_plan_may_have_larger_chunks(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    larger = GridSpec(NUMEL, 2 * CHUNK, "fp32")
+    offer(exchange, torch.arange(float(NUMEL)), larger, channel="b")
+    exchange.begin(plan("b", larger), (ME, OTHER), {})
+    payload = get_codec("fp32").encode(torch.zeros(2 * CHUNK))
+    exchange.receive_contrib(OTHER, Contrib("b", exchange.log.state.base("b"), 1, 1.0, 0, payload))
+    mean = get_codec("fp32").decode(exchange.held[1].payload, 2 * CHUNK)
+    assert torch.equal(mean, torch.arange(8.0, 16.0) / 2)
 
 
 def test_who_has_taken_its_offer_back_is_not_waited_for_unless_it_offers_it_once_more(exchange: Exchange) -> None:
@@ -143,6 +174,23 @@ def test_who_has_taken_its_offer_back_is_not_waited_for_unless_it_offers_it_once
     exchange.receive_contrib(OTHER, part(exchange, 1, 4.0))
     exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
     assert list(exchange.held) == [1]
+
+
+def test_who_has_taken_its_offer_back_is_not_waited_for_because_it_offers_to_another_channel(
+    exchange: Exchange,
+) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.receive_contrib(OTHER, dataclasses.replace(part(exchange, 0, 0.0), payload=b""))
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0, channel="b"))
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert exchange.complete and {r.header.included for r in exchange.results()} == {(Part(ME, 1.0, 0),)}
+
+
+def test_of_parts_without_weight_nothing_is_included(exchange: Exchange) -> None:
+    weightless = dataclasses.replace(plan().entry, roster=(Part(OTHER, 0.0, 0),))
+    exchange.begin(dataclasses.replace(plan(), entry=weightless), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, dataclasses.replace(part(exchange, 0, 4.0), weight=0.0))
+    assert exchange.held[0].header.included == () and exchange.held[0].payload == b""
 
 
 def test_a_part_that_is_refused_is_told_with_its_reason(exchange: Exchange) -> None:
@@ -345,6 +393,16 @@ def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_pla
     assert exchange.plan is not None
     exchange.begin(exchange.plan, (ME, OTHER), {0: fixed})
     assert exchange.held == {0: fixed} and exchange.hashes == {0: chunk.hash}
+
+
+def test_a_chunk_that_the_plan_fixes_is_not_reduced_again(exchange: Exchange) -> None:
+    chunk = FixedChunk(0, result_hash(result(exchange, ballot=FIRST)), (OTHER,))
+    offer(exchange, torch.zeros(NUMEL))
+    others = (-1, *(0,) * (N_CHUNKS - 1))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), assignment=others, fixed=(chunk,)), (ME, OTHER), {})
+    for number in (0, 1):
+        exchange.receive_contrib(OTHER, part(exchange, number, 4.0))
+    assert list(exchange.held) == [1] and exchange.collector.n_open == N_CHUNKS - 2
 
 
 def test_parts_that_no_plan_asks_for_are_limited_per_sender(exchange: Exchange) -> None:

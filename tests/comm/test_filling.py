@@ -232,6 +232,7 @@ def test_an_owner_goes_on_without_its_own_part_if_that_never_comes(exchange: Exc
 def test_nothing_that_is_not_final_is_encoded(exchange: Exchange) -> None:
     """Whatever asks for it."""
     offer(exchange)
+    fill(exchange, 1)
     with pytest.raises(RuntimeError, match="must not be sent"):
         exchange.offered["a"].contrib(Grid(NUMEL, CHUNK, "fp32"), 0)
 

@@ -13,8 +13,8 @@ from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, Part
 from dlc.comm.filling import Filling
 from dlc.comm.grid import Grid
-from dlc.comm.ids import Voter
-from dlc.comm.messages import Bulk, ChunkHeader, Contrib, GridSpec, Plan, Ready, Result
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.messages import Bulk, ChunkHeader, Contrib, GridSpec, Piece, Plan, Ready, Result
 from dlc.comm.offered import Offered
 from dlc.comm.outbox import Outbox
 from dlc.comm.sender import WINDOW_BYTES, WINDOW_CHUNKS_MIN, Sender, in_order, window_chunks
@@ -179,6 +179,16 @@ def test_what_the_plan_names_and_is_not_there_is_told_to_each_owner_once(sender:
     assert sender.idle(mine), "they know"
 
 
+def test_an_owner_that_was_not_told_yet_is_told_of_what_the_next_plan_names_too(sender: Sender) -> None:
+    """It would wait for that as long as for one that is silent."""
+    first = planned()
+    roster = (dataclasses.replace(first.entry.roster[0], weight=2.0), *first.entry.roster[1:])
+    second = dataclasses.replace(first, entry=dataclasses.replace(first.entry, roster=roster))
+    for named in (first, second, second):
+        sender.begin(named, BASE, GRID, None, ())
+    assert taken(sender, None) == [Contrib("a", BASE, 0, 1.0, 0), Contrib("a", BASE, 0, 2.0, 0)]
+
+
 def test_of_a_plan_that_does_not_name_me_nothing_is_sent(sender: Sender) -> None:
     roster = (Part(OTHER, 1.0, 0), Part(THIRD, 1.0, 0))
     others = planned()
@@ -279,6 +289,27 @@ def test_results_that_are_not_ready_yet_count_as_behind(sender: Sender) -> None:
     sender.begin(planned("mmmmmooooo"), BASE, GRID, mine, ())
     sender.outbox.tell(result(0), [OTHER.peer])
     assert kinds(taken(sender, mine, n_open=2)) == "CCCRCC", "the results of three of five chunks are left, not of one"
+
+
+def test_each_thing_that_is_asked_for_is_served_once() -> None:
+    header = result(0).header
+    changes: list[dict[str, Any]] = [{}, {"head": b"h" * 32}, {"ballot": Ballot(1, ME)}, {"chunk": 1}]
+    results = [Result(dataclasses.replace(header, **change), b"") for change in changes]
+    contribs = [Contrib(channel, base, chunk, 1.0, 0) for channel in "ab" for base in (BASE, b"") for chunk in (0, 1)]
+    pieces = [Piece(channel, digest, n, b"") for channel in "ab" for digest in (b"1", b"2") for n in (0, 1)]
+    outbox = Outbox()
+    for message in (*results, *contribs, *pieces) * 2:
+        outbox.serve(OTHER.peer, message)
+    served = list(iter(lambda: outbox.next(OTHER.peer), None))
+    assert served == [*results, *contribs, *pieces] and outbox.empty
+
+
+def test_what_was_asked_for_by_one_that_is_gone_is_dropped() -> None:
+    outbox = Outbox()
+    outbox.serve(OTHER.peer, result(0))
+    outbox.serve(THIRD.peer, result(0))
+    outbox.keep(lambda result: False, lambda peer: peer == THIRD.peer)
+    assert outbox.peers() == {THIRD.peer}
 
 
 def test_chunks_that_the_plan_fixes_are_not_mine_to_reduce(sender: Sender) -> None:

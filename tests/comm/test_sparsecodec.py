@@ -17,7 +17,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Contrib, Result
 from dlc.comm.reducer import ChunkReducer
-from dlc.comm.sparsecodec import BLOCK, CARRY, LEVELS_BYTES, TopKCodec
+from dlc.comm.sparsecodec import BLOCK, CARRY, FACTOR, LEVELS_BYTES, TopKCodec
 from dlc.errors import ProtocolError
 from dlc.peer import Peer, UsageError
 from dlc.sim.schedule import Scenario, Start
@@ -120,6 +120,30 @@ def test_what_no_encoder_writes_is_refused(at: int, mask: int) -> None:
     assert CODEC.finite(payload, numel) == (bytes(payload) == before)
 
 
+@pytest.mark.parametrize(
+    ("levels", "places", "good"),
+    [
+        ((1.0, 2.0), (0, 99), True),
+        ((0.0, torch.finfo(torch.bfloat16).max), (98, 99), True),
+        ((2.0, 1.0), (0, 99), False),
+        ((-1.0, 1.0), (0, 99), False),
+        ((1.0, math.inf), (0, 99), False),
+        ((math.nan, 1.0), (0, 99), False),
+        ((1.0, math.nan), (0, 99), False),
+        ((1.0, 2.0), (0, 100), False),
+        ((1.0, 2.0), (7, 7), False),
+        ((1.0, 2.0), (8, 7), False),
+    ],
+)
+def test_levels_and_places_that_no_encoder_writes_are_refused(
+    levels: tuple[float, float], places: tuple[int, int], good: bool
+) -> None:
+    """Of a hundred elements, of which two are sent."""
+    sizes = torch.tensor(levels, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    payload = sizes + b"\0" + (places[0] | places[1] << 12).to_bytes(3, "little")
+    assert CODEC.finite(payload, 100) is good
+
+
 def roster_of(*weights: float) -> tuple[Part, ...]:
     return tuple(Part(Voter(f"peer{i}", 1 << 32), weight, 0) for i, weight in enumerate(weights))
 
@@ -159,6 +183,17 @@ def test_norms_clip_joined_parts_too() -> None:
     assert torch.allclose(mean, CODEC.decode(CODEC.encode(x), BLOCK), rtol=1e-6)
 
 
+def test_the_factor_of_a_clipped_part_is_rounded_as_in_any_other_codec() -> None:
+    """fp32(fp32(v c) / sum of v), with v = 1/4 for each of three."""
+    grid, payload = Grid(64, 64, "topk"), CODEC.encode(numbers(64))
+    for norm in (1 + k / 7 for k in range(1, 41)):
+        reducer = ChunkReducer(grid, 0, roster_of(1.0, 1.0, 1.0), norms=(1.0, 1.0, norm))
+        for i in range(3):
+            reducer.offer(i, payload)
+        (factor,) = FACTOR.unpack_from(reducer.close()[0], 2 * grid.result_bytes(0, 1))
+        assert factor == np.float32(float(np.float32(0.25 * (1 / norm))) / 0.75)
+
+
 def test_results_of_a_wrong_length_or_with_a_bad_part_are_refused() -> None:
     one = CODEC.combine([(CODEC.encode(numbers(100)), 1.0)], 1.0, torch.empty(100), torch.empty(100))
     for wrong in (b"", bytes(one)[:-1], bytes(one) + b"\0"):
@@ -168,12 +203,13 @@ def test_results_of_a_wrong_length_or_with_a_bad_part_are_refused() -> None:
             CODEC.finite_result(wrong, 100)
     bad = CODEC.encode(torch.full((100,), math.nan))
     assert not CODEC.finite_result(CODEC.combine([(bad, 1.0)], 1.0, torch.empty(100), torch.empty(100)), 100)
-    negative = b"\0\0\x80\xbf" + bytes(one)[4:]
-    assert not CODEC.finite_result(negative, 100)
+    for factor, good in ((1.0, True), (-1.0, False), (math.inf, False), (math.nan, False)):
+        assert CODEC.finite_result(FACTOR.pack(factor) + bytes(one)[FACTOR.size :], 100) is good
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:
     x = torch.full((64,), torch.finfo(torch.float32).max)
+    assert CODEC.finite(CODEC.encode(x), 64)
     joined = CODEC.combine([(CODEC.encode(x), 0.5)] * 2, 0.5, torch.empty(64), torch.empty(64))
     assert bool(torch.isfinite(CODEC.decode_result(joined, 64)).all())
 

@@ -65,6 +65,6 @@ def _name_of(message: Bulk) -> tuple[object, ...]:
         header = message.header
         return (header.head, header.ballot, header.chunk)
     if isinstance(message, Contrib):
-        return (message.channel, message.base, message.chunk)
+        return (message.channel, message.base, message.chunk, message.weight, message.upto)
     assert isinstance(message, Piece)
     return (message.channel, message.digest, message.piece)

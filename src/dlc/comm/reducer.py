@@ -122,18 +122,9 @@ class ChunkReducer:
         return dict(self._refused)
 
     @property
-    def complete(self) -> bool:
-        """Nothing more to wait for: every member's contribution is held or refused."""
-        return len(self._held) + len(self._refused) == len(self.roster)
-
-    @property
     def held_bytes(self) -> int:
         """Memory of the payloads held; 0 once closed."""
         return len(self._held) * self._wire_bytes
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def close(self, workspace: Workspace | None = None) -> tuple[bytes | memoryview, tuple[int, ...]]:
         """The encoded mean of what is held and the roster indexes in it, ascending; `(b"", ())` where the weights
