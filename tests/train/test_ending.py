@@ -124,24 +124,42 @@ def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture
     assert len(caplog.messages) == 1 and opt.t == 7
 
 
-def test_an_interrupted_end_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, net = FakePeer(), build()
-    opt = made(net, peer, fragments=3)
-    train(opt, net, range(6))
-    before, wait, calls = flat(net), opt._outer.wait, [0]
+def interrupt_end(opt: DiLoCo, at_wait: int) -> None:
+    """End the training, but for an interrupt at this wait for a round."""
+    wait, calls = opt._outer.wait, [0]
 
     def interrupted(timeout_s: float) -> bool:
         calls[0] += 1
-        if calls[0] == 2:
+        if calls[0] == at_wait:
             raise KeyboardInterrupt
         return wait(timeout_s)
 
-    monkeypatch.setattr(opt._outer, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(opt._outer, "wait", interrupted)
         opt.finish()
+
+
+def test_an_interrupted_end_goes_on_where_it_was() -> None:
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=3)
+    train(opt, net, range(6))
+    before = flat(net)
+    interrupt_end(opt, at_wait=2)
     opt.finish()
     torch.testing.assert_close(flat(net), before, rtol=1e-6, atol=1e-7)
     assert opt.t == len(peer.counted) == 5
+
+
+def test_a_state_that_is_loaded_after_an_interrupted_end_comes_after_the_round_on_its_way() -> None:
+    """No step is in no round then, but the round is of what some fragments held of earlier ones."""
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, fragments=3)
+    train(opt, net, range(6))
+    state = copy.deepcopy(opt.state_dict(outer=True))
+    interrupt_end(opt, at_wait=1)
+    opt.load_state_dict(state)
+    assert opt.t == len(peer.counted) == 4 and torch.equal(flat(net), peer.theta())
+    assert opt.finish() is None, "that state is of another theta"
 
 
 def test_what_a_fragment_holds_is_part_of_the_state() -> None:
