@@ -171,16 +171,30 @@ def test_eager_goes_on_with_the_share_that_it_had_of_the_last_mean(delayed: RunS
     Run(Two(eager), tmp_path, each_is_saved=True, checkpoint_every=1).go()
     path = saves.folder_of(tmp_path, eager) / saves.name_of(2)
 
-    def resumed(**changes: Any) -> Run:
+    def resumed(peer: str = "", **changes: Any) -> Run:
         saved = saves.read(path)
-        return Run(Two(eager), tmp_path, resume=dataclasses.replace(saved, own={**saved.own, **changes}))
+        saved = dataclasses.replace(saved, peer=peer or saved.peer, own={**saved.own, **changes})
+        return Run(Two(eager), tmp_path, resume=saved)
 
-    again = resumed()
-    again.trainer.strategy.open(again.trainer._resume)
-    assert again.trainer.strategy.outer.share == 0.25  # type: ignore[attr-defined]
+    for peer, share in (("", 0.25), ("another", 1.0)):
+        again = resumed(peer)
+        again.trainer.strategy.open(again.trainer._resume)
+        assert again.trainer.strategy.outer.share == share, "the share of another peer's steps was another"  # type: ignore[attr-defined]
     for wrong in (torch.nan, -0.25, 1.5):
         with pytest.raises(CheckpointError, match="share of the saved state is .*, and must be a number from 0 to 1"):
             resumed(share=torch.tensor(wrong)).go()
+
+
+def test_who_goes_on_with_fragments_holds_of_each_what_it_held(spec: RunSpec, tmp_path: Path) -> None:
+    """The last turns have weights by it."""
+    spec = dataclasses.replace(spec, rounds=1, fragments=4)
+    whole = Run(FakePeer(spec), tmp_path, each_is_saved=True, checkpoint_every=1, keep=9)
+    whole.go()
+    path = saves.folder_of(tmp_path, spec) / saves.name_of(2)
+    done = H // 2 * PER_STEP
+    again = Run(Resumed(spec, done), tmp_path, resume=saves.read(path))
+    again.go()
+    assert again.peer.weights == whole.peer.weights[2:] and len(again.peer.weights) == 5
 
 
 @pytest.mark.parametrize(
