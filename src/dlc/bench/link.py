@@ -25,7 +25,7 @@ from typing import Any
 from dlc.bench.flow import PACE_S_MIN, least_s, rate_mbps
 from dlc.bench.limits import BYTES_MAX, MB, SECONDS_MAX, STREAMS_MAX
 from dlc.bench.plain import rounded
-from dlc.bench.stream import Stream, new_block
+from dlc.bench.stream import MeasureFailed, Stream, new_block
 from dlc.bench.transfer import DRAIN_S, Transfer, median, percentile
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
@@ -184,8 +184,8 @@ def measure(
 
     say: told what is going on. stop: ends it early, with `Stopped`. session: its name; a random one, unless given.
     busy_s: how long a site that measures with others is waited for; BUSY_S, unless given.
-    Raises UnreachableError, WrongKeyError (the site cannot be used), MeasureFailed (it broke in the middle). Whatever
-    happens, no thread and no socket is left.
+    Raises UnreachableError, WrongKeyError (the site cannot be used), MeasureFailed (it broke before there was a rate:
+    later ones are missing in the report, with the reason). Whatever happens, no thread and no socket is left.
     """
     keep_freed_chunks()
     mine = threading.Event()  # set when this measurement ends, for whatever reason
@@ -227,6 +227,7 @@ class _Work:
         self._share = 0  # bytes of one transfer of all streams together
         self._moved = self._asked = 0
         self._slow = False  # what streams have on the way at least takes over DRAIN_S
+        self._broke: MeasureFailed | None = None  # nothing is measured after it
 
     def run(self, address: str, encrypted: bool) -> LinkReport:
         """See `measure`."""
@@ -244,6 +245,10 @@ class _Work:
         self._share = (budget.bytes_max - sum(budget.streams)) // (fit * budget.directions)  # a byte connects a stream
         rates: list[StreamRates] = []
         for place, n in enumerate(budget.streams):
+            if self._broke is not None:
+                why = str(self._broke)
+                rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=place < fit))
+                continue
             needed_s = connecting_s(self._rtt_s) + budget.directions * least_phase_s(self._rtt_s)
             if place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
                 why = TOO_SLOW if self._slow else too_short(budget, self._rtt_s)
@@ -251,6 +256,8 @@ class _Work:
                 rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=planned))
             else:
                 rates.append(self._rates(n, fit - place - 1))
+        if self._broke is not None and all(r.up_mbps is None and r.down_mbps is None for r in rates):
+            raise self._broke
         return LinkReport(
             to=address,
             encrypted=encrypted,
@@ -269,33 +276,42 @@ class _Work:
 
     def _rates(self, n: int, later: int) -> StreamRates:
         """Of that many streams; so many numbers of streams come after this one, and need their time too."""
+        directions = self._budget.directions
+        mbps: list[float | None] = [None, None]
+        missing = [""] * 2
+        bytes_ended = False
+        try:
+            self._connect_streams(n)
+            for place in range(directions):
+                later = 0 if self._slow else later
+                left_s = self._until - clock() - later * connecting_s(self._rtt_s)
+                seconds = left_s / (directions - place + later * directions)
+                if seconds < least_phase_s(self._rtt_s):
+                    missing[place] = too_short(self._budget, self._rtt_s)
+                    continue
+                self._say(f"{_connections(n)} {'down' if place else 'up'}, {seconds:.1f} s")
+                move_s = moving_s(seconds, self._rtt_s)
+                done = self._side_by_side(n, not place, move_s, self._share // n, clock() + seconds)
+                mbps[place] = rate_mbps([t.meter for t in done], self._rtt_s)
+                ended = any(t.bytes_ended for t in done)
+                bytes_ended = bytes_ended or ended
+                slow = not ended and _bytes_per_s(done) * DRAIN_S < n * WINDOW_BYTES_MIN
+                self._slow = self._slow or slow
+                if mbps[place] is None:
+                    missing[place] = unsettled(self._enough(done) if ended else 0)
+        except MeasureFailed as failed:
+            self._broke = failed
+            for place in range(directions):
+                if mbps[place] is None:
+                    missing[place] = missing[place] or str(failed)
+        return StreamRates(n, mbps[0], mbps[1], missing[0], missing[1], bytes_ended)
+
+    def _connect_streams(self, n: int) -> None:
+        """Before they are needed, and not in the middle of the others' traffic, where a handshake can take seconds."""
         while len(self.streams) < n:
             self.streams.append(self._connect())
             self.streams[-1].use(self._bulk_port, passable=self._moved > 0)
-        # Connected before, and not in the middle of the others' traffic, where a handshake can take seconds.
         self._side_by_side(n, True, PING_S_MAX, 1, self._until)
-        directions = self._budget.directions
-        mbps: list[float | None] = [None, None]
-        missing = ["", ""]
-        bytes_ended = False
-        for place in range(directions):
-            later = 0 if self._slow else later
-            left_s = self._until - clock() - later * connecting_s(self._rtt_s)
-            seconds = left_s / (directions - place + later * directions)
-            if seconds < least_phase_s(self._rtt_s):
-                missing[place] = too_short(self._budget, self._rtt_s)
-                continue
-            self._say(f"{_connections(n)} {'down' if place else 'up'}, {seconds:.1f} s")
-            move_s = moving_s(seconds, self._rtt_s)
-            done = self._side_by_side(n, not place, move_s, self._share // n, clock() + seconds)
-            mbps[place] = rate_mbps([t.meter for t in done], self._rtt_s)
-            ended = any(t.bytes_ended for t in done)
-            bytes_ended = bytes_ended or ended
-            slow = not ended and _bytes_per_s(done) * DRAIN_S < n * WINDOW_BYTES_MIN
-            self._slow = self._slow or slow
-            if mbps[place] is None:
-                missing[place] = unsettled(self._enough(done) if ended else 0)
-        return StreamRates(n, mbps[0], mbps[1], missing[0], missing[1], bytes_ended)
 
     def _enough(self, done: Sequence[Transfer]) -> int:
         """Bytes of all transfers together with which one as fast as these would have lasted for long enough."""
