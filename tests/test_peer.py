@@ -462,6 +462,16 @@ def test_a_peer_that_dies_in_a_handshake_is_not_called_one_with_another_key() ->
             assert {m.address for m in second.members()} == {first.address, second.address}
 
 
+def test_what_hangs_up_at_once_may_be_something_else_than_a_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
+        door.settimeout(WAIT_S)
+        joins = pool.submit(Peer.join, [f"127.0.0.1:{door.getsockname()[1]}"], key=KEY, join_timeout_s=JOIN_S)
+        for _ in range(joining.REFUSALS_MIN):
+            door.accept()[0].close()
+        with pytest.raises(WrongKeyError, match="or it is something else than dlc that listens there"):
+            joins.result()
+
+
 def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
     with Peer.join(spec=RunSpec(sync_every=10), timeouts=QUICK) as peer:
         with pytest.raises(SpecMismatch, match="sync_every"):

@@ -233,7 +233,7 @@ def wrong_key(address: str, has_key: bool) -> str:
     if has_key:
         return (
             f"{address} answered, but refused our key: use the key file that `dlc bench serve` was given there, or "
-            "leave --key-file out, if it was given none"
+            "leave --key-file out, if it was given none; or something else than that listens there, and hangs up"
         )
     return f"{address} answered, but wants a key: add --key-file with the key file that it uses"
 
