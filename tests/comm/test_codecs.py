@@ -338,6 +338,16 @@ def test_the_first_term_of_a_sum_is_as_if_added_to_nothing(codec: Codec, weight:
     assert torch.equal(first.view(torch.int32), summed.view(torch.int32))
 
 
+@each_codec
+def test_a_term_is_rounded_before_it_is_added(codec: Codec) -> None:
+    """In one step, as many processors can, it would be another sum."""
+    acc, x = torch.randn(2, 300, generator=torch.Generator().manual_seed(4))
+    payload, weight = codec.encode(x), np.float32(0.3)
+    stepwise = acc.numpy() + codec.decode(payload, 300).numpy() * weight
+    codec.accumulate(acc, payload, float(weight), torch.empty(300))
+    assert np.array_equal(acc.numpy(), stepwise)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_all_numbers_of_16_bits_are_told_finite_or_not(dtype: torch.dtype) -> None:
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
