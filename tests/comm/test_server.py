@@ -66,6 +66,20 @@ def test_a_round_is_the_weighted_mean_of_all_and_standbys_hold_it_too() -> None:
     assert len(net.processes["h0"].service.owned) == len(net.processes["h1"].service.owned) == 2
 
 
+def test_a_round_is_the_same_to_the_bit_whoever_pushes_first() -> None:
+    vectors = torch.randn(3, NUMEL, generator=torch.Generator().manual_seed(1))
+    thetas = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        net = swarm(1, 3, patience_s=60.0)
+        for i in order:
+            net.processes[f"t{i}"].begin(vectors[i], weight=1.0 + i)
+            net.run(3.0)
+        net.until(lambda net=net: all(len(net.processes[f"t{i}"].exchanges) == 2 for i in order), what="a round")
+        thetas.append(net.theta())
+    assert torch.equal(*thetas)
+    torch.testing.assert_close(thetas[0], -(vectors[0] + 2 * vectors[1] + 3 * vectors[2]) / 6)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_an_offer_that_comes_after_its_owner_has_left_holds_nobody_up(asynchronous: bool, seed: int) -> None:
