@@ -129,6 +129,8 @@ def test_overflow_is_clamped(name: str, limit: float, one: float) -> None:
         (2.0**-86, -100),
         (2.0**-86 * (2 - 2.0**-11), -99),  # it is rounded up
         (6e-8, -38),
+        (2.0**-14 * (1 - 2.0**-11), -29),
+        (2.0**-14 * (1 - 2.0**-12 - 2.0**-24), -29),  # fp16 as it is would round it up
         (2.0**-14 * (1 - 2.0**-12), -28),
         (2.0**-14, -28),
         (0.25, -16),
@@ -150,6 +152,7 @@ def test_the_power_of_two_of_a_chunk_of_fp16(greatest: float, s: int, sign: floa
     h = struct.unpack("<4eh", payload)
     assert h[4] == s
     assert not s or 2.0**14 <= max(map(abs, h[:4])) < 2.0**15
+    assert get_codec("fp16").finite(payload, 4)
     out = torch.zeros((1, len(payload)), dtype=torch.uint8)
     castcodecs.write_rows(x[None], out)
     assert bytes(out[0].tolist()) == payload
@@ -336,6 +339,18 @@ def test_the_first_term_of_a_sum_is_as_if_added_to_nothing(codec: Codec, weight:
     codec.accumulate(summed, payload, weight, torch.empty(7))
     codec.scaled(first, payload, weight)
     assert torch.equal(first.view(torch.int32), summed.view(torch.int32))
+
+
+@each_codec
+@pytest.mark.parametrize(("size", "weight"), [(1.0, 0.3), (2.0**-84, 0.3 * 2.0**-30)])
+def test_a_term_is_rounded_before_it_is_added(codec: Codec, size: float, weight: float) -> None:
+    """In one step, as many processors can, it would be another sum; and so where the power of two of fp16 times the
+    weight is too small a number to have all bits."""
+    acc, x = torch.randn(2, 300, generator=torch.Generator().manual_seed(4))
+    acc, payload, factor = acc * (size * weight), codec.encode(x * size), np.float32(weight)
+    stepwise = acc.numpy() + codec.decode(payload, 300).numpy() * factor
+    codec.accumulate(acc, payload, float(factor), torch.empty(300))
+    assert np.array_equal(acc.numpy(), stepwise)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

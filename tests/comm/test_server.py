@@ -66,6 +66,21 @@ def test_a_round_is_the_weighted_mean_of_all_and_standbys_hold_it_too() -> None:
     assert len(net.processes["h0"].service.owned) == len(net.processes["h1"].service.owned) == 2
 
 
+def test_a_round_is_the_same_to_the_bit_whoever_pushes_first() -> None:
+    vectors = torch.randn(3, NUMEL, generator=torch.Generator().manual_seed(1))
+    thetas = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        net = swarm(1, 3, patience_s=60.0)
+        for i in order:
+            net.processes[f"t{i}"].begin(vectors[i], weight=1.0 + i)
+            net.run(3.0)
+        trainers = [net.processes[f"t{i}"] for i in order]
+        net.until(lambda trainers=trainers: all(len(t.exchanges) == 2 for t in trainers), what="a round")
+        thetas.append(net.theta())
+    assert torch.equal(*thetas)
+    torch.testing.assert_close(thetas[0], -(vectors[0] + 2 * vectors[1] + 3 * vectors[2]) / 6)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_an_offer_that_comes_after_its_owner_has_left_holds_nobody_up(asynchronous: bool, seed: int) -> None:
@@ -508,6 +523,34 @@ def test_a_push_that_is_too_old_is_refused_and_told() -> None:
     assert (counted(net.processes["t1"]) == 1).all()
 
 
+def test_a_push_that_counts_is_told_how_many_updates_came_between() -> None:
+    net = swarm(2, 2, asynchronous=True, max_staleness=3)
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    for between in (3, 0):
+        net.exchange({"t1": ones()})
+        assert [(o.outcome, o.staleness) for o in net.processes["t1"].outcomes()] == [(sm.COUNTED, between)] * SPANS.n
+
+
+def test_parameters_of_a_round_are_given_once_its_standby_holds_it() -> None:
+    net = swarm(2, 2)
+    trainer, owner = net.processes["t0"], net.owner(0).service.seats[0].owner
+    net.lost = lambda source, target, message: isinstance(message, sm.UpdateTaken)
+    trainer.begin(ones())
+    net.processes["t1"].begin(ones())
+    net.until(lambda: owner.issued == 1)
+    assert owner.state.step == 0
+    given: list[int] = []
+    net.hook = lambda source, target, m: given.append(m.step) if isinstance(m, sm.PullOffer) and m.number == 7 else None
+    pull = sm.PullReq(0, owner.view.term, 7, 1, SPANS.digest)
+    net._deliver(net.owner(0).name, trainer.voter, trainer.name, pull)
+    net.run(1.0)
+    assert not given
+    net.lost = lambda source, target, message: False
+    net.until(lambda: given)
+    assert given == [1]
+
+
 def test_a_round_goes_on_without_a_late_trainer_which_is_named_and_told() -> None:
     net = swarm(2, 3, patience_s=2.0)
     net.exchange({"t0": ones(), "t1": ones()})
@@ -859,6 +902,21 @@ def test_of_offers_that_follow_each_other_the_last_alone_is_fetched() -> None:
     assert fetches[0].busy(trainer.voter, "push 99") and not fetches[0].busy(trainer.voter, "push 98")
     for what in ("update", "image"):
         assert fetches[1].busy(owner.voter, f"{what} 99") and not fetches[1].busy(owner.voter, f"{what} 98")
+
+
+def test_a_push_that_another_follows_is_in_no_round_though_the_other_never_comes() -> None:
+    """Its trainer has given it up."""
+    net = swarm(1, 2, patience_s=5.0)
+    owner, trainer = net.owner(0), net.processes["t0"]
+    trainer.begin(100 * ones())
+    net.until(lambda: trainer.voter in owner.service.seats[0].owner._waiting)
+    view, seq = owner.service.witness.established[0], trainer.service.exchange.legs[0].seq
+    push = sm.PushOffer(0, view.term, seq + 1, 0, 1, 1.0, "lost", SPANS.digest)
+    net.lost = lambda source, target, message: source is trainer and isinstance(message, sm.PushOffer)
+    owner.service.receive(trainer.voter, push, net.now)
+    net.exchange({"t1": ones()})
+    a, b = SPANS.elements(0)
+    assert torch.equal(net.theta()[a:b], torch.ones(b - a)) and (net.theta()[b:] > 50).all()
 
 
 def test_no_more_is_fetched_of_one_holder_than_it_can_have() -> None:
