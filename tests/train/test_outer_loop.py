@@ -359,6 +359,15 @@ def test_without_leases_what_a_new_state_dropped_is_gone() -> None:
     assert not m.blocks and torch.equal(m.local(), m.peer.theta())
 
 
+def test_another_lease_is_seen_where_no_round_came_with_it() -> None:
+    """Who waits for one would wait until the others have moved theta."""
+    m = Model()
+    before = m.loop.refresh().lease
+    m.peer.lose_lease()
+    lease = m.loop.refresh().lease
+    assert lease == m.peer.position("train").lease != before
+
+
 def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     m = Model()
     rounds = [m.others_round, lambda: None]
