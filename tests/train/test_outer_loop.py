@@ -368,9 +368,15 @@ def test_another_lease_is_seen_where_no_round_came_with_it() -> None:
     assert lease == m.peer.position("train").lease != before
 
 
-def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
+    """Nor does a state that takes the place of this one, with the log as it was."""
     m = Model()
-    rounds = [m.others_round, lambda: None]
+
+    def replace_state() -> None:
+        m.peer.state.step(1, [(0, m.peer.state.numel, torch.full((m.peer.state.numel,), -0.25))])
+
+    rounds = [replace_state if replaced else m.others_round, lambda: None]
     origin = m.loop.model.origin
     read = origin.renew
 
