@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlc.cli import main
 from dlc.cli.join import join_swarm
@@ -929,6 +930,37 @@ def test_the_checkpoint_of_a_round_is_kept_when_steps_beyond_it_are_dropped_wher
     assert not saves.read(path).ahead, "nor after a resume"
     elsewhere = saver.Saver(tmp_path / "another", spec, {}, resumed=newest).save(Frozen(4), saves.Local({}, ahead=True))
     assert elsewhere == named(tmp_path / "another", spec, 4), "another peer keeps its own"
+
+
+def test_what_is_ahead_of_a_round_takes_the_place_of_what_is_too_and_of_another_history(tmp_path: Path) -> None:
+    """Only one that is of just that round, and of that history, is better than the newest."""
+    spec, path = spec_in(tmp_path, codec="fp16"), named(tmp_path, spec_in(tmp_path, codec="fp16"), 4)
+
+    def kept(writer: saver.Saver, made: str) -> set[str]:
+        writer.save(Frozen(4, digest=b"two"), saves.Local({made: torch.ones(1)}, ahead=True))
+        found = saves.read(path)
+        assert found.ahead and found.digest == b"two"
+        return set(found.inner)
+
+    writer = saver.Saver(tmp_path, spec, {})
+    writer.save(Frozen(4, digest=b"one"), saves.Local({}))
+    assert kept(writer, "first") == {"first"} and kept(writer, "second") == {"second"}
+    assert kept(saver.Saver(tmp_path, spec, {}, resumed=saves.read(path)), "third") == {"third"}
+
+
+def test_what_is_written_in_the_background_is_of_the_time_when_that_was_asked_for(tmp_path: Path) -> None:
+    """The next step changes the tensors in place."""
+    spec, changed, state = spec_in(tmp_path, codec="fp16"), threading.Event(), torch.ones(3)
+
+    def late() -> None:
+        assert changed.wait(60.0)
+
+    writer = saver.Saver(tmp_path, spec, {}, before_write=late)
+    writer.start(Frozen(4), saves.Local({"state": state}))
+    state.zero_()
+    changed.set()
+    writer.finish()
+    assert torch.equal(saves.read(named(tmp_path, spec, 4)).inner["state"], torch.ones(3))
 
 
 def test_a_link_that_leads_in_a_circle_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -197,6 +197,68 @@ def test_who_goes_on_with_fragments_holds_of_each_what_it_held(spec: RunSpec, tm
     assert again.peer.weights == whole.peer.weights[2:] and len(again.peer.weights) == 5
 
 
+@pytest.mark.parametrize("passes", [False, True])
+def test_what_mixing_left_undone_at_the_end_is_saved_with_the_round_that_it_is_of(
+    delayed: RunSpec, tmp_path: Path, passes: bool
+) -> None:
+    """What a later round found would be taken for inner steps made after that one."""
+    mixing = dataclasses.replace(delayed, mixing=0.5)
+    run = Run(FakePeer(mixing), tmp_path)
+    checkpoint, asked, ends = run.peer.checkpoint, list[str](), list[Tensor]()
+
+    def passed(channel: str) -> Any:
+        if passes and not asked:
+            run.peer.pass_round()
+        asked.append(channel)
+        return checkpoint(channel)
+
+    def taken(event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["t"] == mixing.rounds:
+            ends.append(run.params())
+
+    run.on_event, run.peer.checkpoint = taken, passed  # type: ignore[method-assign]
+    assert run.go().t == mixing.rounds + passes
+    saved = saves.newest(tmp_path, mixing)
+    assert saved is not None and saved.t == mixing.rounds + passes
+    if passes:
+        assert "parameters" not in saved.own
+    else:
+        assert torch.equal(saved.own["parameters"], ends[0]) and not torch.equal(ends[0], run.peer.theta())
+
+
+@pytest.mark.parametrize("options", [{"overlap": "delayed", "mixing": 0.5}, {"overlap": "none", "fragments": 2}])
+def test_steps_that_a_stop_drops_are_in_nothing_that_is_saved_and_what_is_lost_with_them_is_told(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    """Their samples are trained again."""
+    caplog.set_level(logging.INFO, logger="dlc.train.rounds")
+    spec = dataclasses.replace(spec, **options)
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {H + 1: run.stop.set}
+    run.go()
+    saved = saves.newest(tmp_path, spec)
+    assert saved is not None and saved.ahead and "parameters" not in saved.own
+    again = Run(Resumed(spec, run.peer.uptos[-1]), tmp_path, resume=saved)
+    again.stop.set()
+    again.go()
+    kept = saves.newest(tmp_path, spec)
+    assert kept is not None and kept.ahead, "the inner optimizer that it went on with had made them"
+    told = [record.getMessage() for record in caplog.records if record.name == "dlc.train.rounds"]
+    assert told == [f"what fragments, or mixing, had left of the inner steps before round {saved.t} is lost"]
+
+
+def test_steps_ahead_of_a_round_that_another_overtook_are_not_saved_and_the_checkpoint_says_so(
+    delayed: RunSpec, tmp_path: Path
+) -> None:
+    """The inner optimizer has made them."""
+    run = Run(FakePeer(delayed), tmp_path, checkpoint_every=1, keep=9)
+    run.peer.slices = [AHEAD]
+    run.on_event = lambda event: run.peer.pass_round() if event["event"] == "round" and event["t"] == 1 else None
+    run.go()
+    saved = saves.read(saves.folder_of(tmp_path, delayed) / saves.name_of(2))
+    assert saved.ahead and not {"parameters", "steps"} & saved.own.keys()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

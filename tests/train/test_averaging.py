@@ -45,6 +45,7 @@ from dlc.train.averaging import Averaged
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import Pairs, noloco_step
+from dlc.train.saves import Local
 from tests.helpers import wait_until
 from tests.swarm import Host, free_addresses, late_for_its_partner, swarm
 from tests.train.school import DEADLINE_S, Pupil, School
@@ -390,14 +391,14 @@ def test_shares_that_may_count_twice_are_warned_of(
     assert "0.25 at most" in caplog.text
 
 
-@pytest.mark.parametrize("heard", ["late", "too late"])
+@pytest.mark.parametrize(("heard", "options"), [("late", PLAIN), ("too late", PLAIN), ("too late", NOLOCO)])
 def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its_own_model(
-    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, heard: str
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, heard: str, options: dict[str, Any]
 ) -> None:
     """It waits for who is listed, though no answer of it came yet; or begins alone, and takes theirs over before it
     averages."""
     monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S if heard == "late" else 0.0)
-    spec = spec_in(tmp_path, rounds=40)
+    spec = spec_in(tmp_path, rounds=40, **options)
     old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
     model = old.model()
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
@@ -413,8 +414,14 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     monkeypatch.setattr(Handover, "standings", told)
     if heard == "late":
         monkeypatch.setattr(new.peer, "members", lambda: [dataclasses.replace(m, alive=False) for m in members()])
-    seen: list[Tensor] = []
-    new.on_event = lambda e: seen.append(new.model()) if e["event"] == "step" and not seen and e["t"] == 20 else None
+    seen, kept = list[Tensor](), list[Local]()
+
+    def look(event: Event) -> None:
+        if event["event"] == "step" and not seen and event["t"] == 20:
+            kept.append(new.trainer.strategy.local().copy())
+            seen.append(new.model())
+
+    new.on_event = look
     school.start(new)
     wait_until(lambda: seen, DEADLINE_S, "the newcomer trains on from there")
     gate.set()
@@ -422,6 +429,7 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     assert alone == ([] if heard == "late" else [0, 1, 2]) and new.all("step")[len(alone)]["step"] == 20 * 3
     assert [e["tokens"] for e in new.all("work_dropped")] == [spec.tokens_per_round] * (len(alone) // 3)
     assert (seen[0] - model).norm() < 0.1 * model.norm(), "one step from theirs"
+    assert int(kept[0].inner["0.step"]) == 1 and torch.equal(kept[0].own.get("phi", model), model)
     assert {s.reason for s in school.summaries()} == {"rounds"}
 
 
@@ -482,6 +490,39 @@ def test_who_resumes_goes_on_as_if_it_had_never_stopped(
     losses = [[(e["step"], e["loss"]) for e in pupil.all("step")] for pupil in (whole, half, rest)]
     assert losses[0] == losses[1] + losses[2] and len(losses[2]) == 4 * 3 - (where == "step")
     assert torch.equal(rest.model(), whole.model())
+    assert rest.trainer.strategy.position.tokens == whole.trainer.strategy.position.tokens == 8 * spec.tokens_per_round
+    told = [e["loss"] for e in rest.all("step") if e["t"] == 4]
+    assert rest.all("averaging")[0]["loss"] == pytest.approx(statistics.mean(told)), "of the steps that it made itself"
+
+
+def test_who_finds_the_others_further_drops_the_phase_that_it_was_stopped_in_and_its_own_slow_weights(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S)
+    spec = spec_in(tmp_path, rounds=40, **NOLOCO)
+    first = school.add(Pupil(spec, tmp_path / "1"))
+    first.on_event = lambda event: first.stop.set() if event["event"] == "step" and event["t"] == 4 else None
+    school.start(first)
+    school.summaries()
+    saved = saves.newest(tmp_path / "1", spec)
+    assert saved is not None and saved.t == 4 and saved.own["momentum"].any()
+    old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address, resume=saved))
+    wait_until(lambda: sum(m.alive for m in new.peer.members()) == 2, DEADLINE_S, "they know each other")
+    kept: list[dict[str, Tensor]] = []
+
+    def look(event: Event) -> None:
+        if event["event"] == "synced":
+            kept.append(new.trainer.strategy.local().copy().own)
+
+    new.on_event = look
+    school.start(new)
+    wait_until(lambda: new.all("step"), DEADLINE_S, "it trains")
+    theirs = old.model()
+    new.stop.set()
+    gate.set()
+    assert new.all("step")[0]["step"] == 20 * 3, "it begins the phase of the others"
+    assert torch.equal(kept[0]["phi"], theirs) and not kept[0]["momentum"].any()
 
 
 def test_steps_that_diverge_are_undone_and_not_averaged(
@@ -506,6 +547,52 @@ def test_steps_that_diverge_are_undone_and_not_averaged(
     dropped = [(e["steps"], e["tokens"], e["others"]) for e in pupil.all("work_dropped")]
     assert dropped == [(1, spec.tokens_per_round // 3, False)] * 3, "the step after the one that spoilt it is told so"
     assert pupil.trainer.strategy.position.tokens == 0, "what was undone is not counted"
+
+
+def test_a_phase_whose_last_step_diverges_is_undone_and_after_a_good_one_they_are_counted_anew(
+    tmp_path: Path, school: School
+) -> None:
+    """What the last step spoilt has no loss yet. No two good phases are of one that diverged: the run goes on."""
+    spec = spec_in(tmp_path, rounds=3)
+    pupil = school.add(Pupil(spec, tmp_path / "0"))
+
+    def spoil(event: Event) -> None:
+        if event["event"] == "step" and len(pupil.all("step")) in (3, 9, 12):
+            with torch.no_grad():
+                pupil.trainer._engine.view.tensors[0].fill_(float("nan"))
+
+    pupil.on_event = spoil
+    school.start(pupil)
+    (summary,) = school.summaries()
+    assert (summary.reason, summary.t, summary.tokens) == ("rounds", 3, 3 * spec.tokens_per_round)
+    assert [e["in_a_row"] for e in pupil.all("diverged")] == [1, 1, 2] and bool(pupil.model().isfinite().all())
+    assert [(e["t"], e["steps"], e["tokens"]) for e in pupil.all("work_dropped")] == [
+        (t, 3, spec.tokens_per_round) for t in (0, 1, 1)
+    ]
+    made = pupil.trainer.strategy.local().inner["0.step"]
+    assert int(made) == 2 * 3, "the inner optimizer is a new one since the last phase that diverged"
+
+
+def test_what_diverges_after_a_resume_in_the_midst_of_a_phase_is_undone_to_there(
+    tmp_path: Path, school: School
+) -> None:
+    spec = spec_in(tmp_path, rounds=2)
+    first = school.add(Pupil(spec, tmp_path / "0"))
+    first.on_event = lambda event: first.stop.set() if event["event"] == "step" and event["step"] == 3 else None
+    school.start(first)
+    school.summaries()
+    rest = school.add(Pupil(spec, tmp_path / "0", resume=saves.newest(tmp_path / "0", spec)))
+
+    def spoil(event: Event) -> None:
+        if event["event"] == "step" and len(rest.all("step")) == 2:
+            with torch.no_grad():
+                rest.trainer._engine.view.tensors[0].fill_(float("nan"))
+
+    rest.on_event = spoil
+    school.start(rest)
+    assert school.summaries()[-1].t == 2
+    assert [e["step"] for e in rest.all("step")] == [4, 5, 4, 5], "the first of the phase is in the checkpoint"
+    assert [e["steps"] for e in rest.all("work_dropped")] == [2]
 
 
 @pytest.mark.parametrize("options", [PLAIN, NOLOCO, MOSHPIT], ids=["average", "noloco", "moshpit"])

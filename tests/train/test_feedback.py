@@ -21,6 +21,7 @@ from dlc.train.diloco import DiLoCo
 from dlc.train.feedback import Feedback
 from dlc.train.offers import Work
 from dlc.train.outer_loop import OuterLoop
+from dlc.train.outgoing import Outgoing
 from tests.train.fake_peer import FakeCheckpoint, FakePeer
 from tests.train.test_trainer import LLAMA, H, Run
 
@@ -117,6 +118,38 @@ def test_a_residual_is_copied_and_nothing_is_zero() -> None:
     assert torch.equal(saved, noise(0, 600)) and not torch.equal(feedback.residual, saved)
     feedback.load(None)
     assert not feedback.residual.any()
+
+
+# ------------------------------------------------------------------ what is sent
+
+
+def test_what_is_sent_of_each_vector_of_a_channel_has_its_own_residual_in_it_and_in_its_norm() -> None:
+    grid = Grid(600, 300, "int4")
+    out = Outgoing(grid, 2, None, clips=True)
+    for vector in range(2):
+        out.over(out.whole(noise(vector, 600), vector)[0], (True, True), vector)
+    assert out.residual is not None
+    first, second = (part.clone() for part in out.residual.split(600))
+    d = noise(2, 600)
+    v, norm = out.whole(d, 1)
+    assert torch.equal(v, d + second) and norm == pytest.approx(float(v.norm()), rel=1e-6)
+    assert abs(float(v.norm()) - float(d.norm())) > 1e-3
+    expected = v - quantised(grid, v)
+    out.over(v, (True, True), 1)
+    assert torch.equal(out.residual, torch.cat((first, expected)))
+
+
+def test_the_norm_of_what_comes_part_by_part_is_that_of_all_and_tells_it_only_then() -> None:
+    grid, d = Grid(600, 300, "fp32"), noise(0, 600)
+    out = Outgoing(grid, 1, None, clips=True)
+    assert out.announced() is None and Outgoing(grid, 1, None, clips=False).announced() is not None
+    assert out.streamed(iter(d.split(300)))[1] == pytest.approx(float(d.norm()), rel=1e-6)
+
+
+def test_a_hook_may_change_what_it_is_given() -> None:
+    d = noise(0, 600)
+    out = Outgoing(Grid(600, 300, "fp32"), 1, lambda d: d.mul_(0.5), clips=False)
+    assert torch.equal(out.hooked(d), noise(0, 600) * 0.5) and torch.equal(d, noise(0, 600))
 
 
 # ------------------------------------------------------------------ in the outer loop

@@ -140,6 +140,39 @@ def test_an_offer_grows_until_a_plan_names_it() -> None:
     assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 6 * STEP))
 
 
+def test_of_an_eager_offer_that_grows_all_that_was_foreseen_is_told_from_the_inner_steps() -> None:
+    m = Model(overlap="eager")
+    m.peer.planned, m.peer.slices, m.loop.share = False, [9, 1], 0.5
+    m.step(2)
+    assert m.offer()
+    m.step()
+    assert m.loop.grow(3.0, m.work)
+    m.step()
+    assert m.settle() and m.blocks == [3] and torch.equal(m.peer.counted[0], torch.full((8,), -3 * STEP))
+    assert torch.equal(m.local(), m.peer.theta() + STEP)
+    assert m.offer() and m.settle() and torch.equal(m.peer.counted[1], torch.full((8,), -STEP))
+
+
+def test_what_an_interrupt_left_half_foreseen_is_no_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Model(overlap="eager")
+    m.step(2)
+    before, scatter, calls = m.local(), m.loop.model.origin.scatter, list[int]()
+
+    def interrupted(local: Tensor) -> Tensor:
+        held = scatter(local)
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return held
+
+    m.loop.share = 0.5
+    monkeypatch.setattr(m.loop.model.origin, "scatter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        m.offer()
+    assert m.loop.waiting and torch.equal(m.local(), before)
+    assert m.settle() and not m.blocks and torch.equal(m.local(), m.peer.theta())
+
+
 def test_steps_after_the_second_offer_of_missed_work_begin_at_the_new_theta() -> None:
     """And not where the round that missed it had found the model: they would lack what the others learned."""
     m = Model()
@@ -160,6 +193,7 @@ def test_a_missed_offer_goes_on_from_the_new_theta() -> None:
     m.peer.misses = ["not ready", "not ready"]
     m.step(2)
     assert m.offer() and not m.settle() and m.blocks == [0, 1]
+    assert m.loop.model.local() is None, "of the theta before"
     m.others_round()
     m.step()
     assert torch.equal(m.local(), torch.full((8,), 1.25 + 3 * STEP))
@@ -359,9 +393,24 @@ def test_without_leases_what_a_new_state_dropped_is_gone() -> None:
     assert not m.blocks and torch.equal(m.local(), m.peer.theta())
 
 
-def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_lease_is_seen_where_no_round_came_with_it() -> None:
+    """Who waits for one would wait until the others have moved theta."""
     m = Model()
-    rounds = [m.others_round, lambda: None]
+    before = m.loop.refresh().lease
+    m.peer.lose_lease()
+    lease = m.loop.refresh().lease
+    assert lease == m.peer.position("train").lease != before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_round_in_the_middle_of_reading_theta_tears_nothing(monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
+    """Nor does a state that takes the place of this one, with the log as it was."""
+    m = Model()
+
+    def replace_state() -> None:
+        m.peer.state.step(1, [(0, m.peer.state.numel, torch.full((m.peer.state.numel,), -0.25))])
+
+    rounds = [replace_state if replaced else m.others_round, lambda: None]
     origin = m.loop.model.origin
     read = origin.renew
 

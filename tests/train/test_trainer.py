@@ -73,6 +73,7 @@ class Run:
         self.peer, self.stop, self._each_is_saved = peer, threading.Event(), each_is_saved
         self.events: list[Event] = []
         self.on_step: dict[int, Callable[[], object]] = {}
+        self.on_event: Callable[[Event], object] = lambda event: None
         self._steps = 0
         self.trainer = Trainer(
             peer, folder, on_event=self._take, peer_events=peer.events, device="cpu", eval_blocks=4, **options
@@ -86,6 +87,7 @@ class Run:
             if self._each_is_saved:
                 wait_until(lambda: not self.trainer._saver.busy, what="the checkpoint to be written")
             self.on_step.get(self._steps, lambda: None)()
+        self.on_event(event)
 
     def go(self) -> Summary:
         return self.trainer.run(self.stop)
