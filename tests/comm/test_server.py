@@ -479,6 +479,36 @@ def test_a_newcomer_takes_its_share_and_nothing_is_lost_on_the_way() -> None:
     net.check_replicas()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_acknowledged_while_a_standby_is_claimed_is_held_by_that_one_too(asynchronous: bool) -> None:
+    """Its claim may be established, and the owner dead, before the owner knows: it would go on without that update."""
+    net = swarm(2, 2, asynchronous=asynchronous)
+    claims: list[tuple[Process, sm.SpanView]] = []
+
+    def lost(source: Process, to: str, message: object) -> bool:
+        if isinstance(message, sm.Claim) and not claims and message.view.standby == net.processes["h5"].voter:
+            claims.append((source, message.view))
+        if not claims:
+            return False
+        owner, view = claims[0]
+        granted = to == owner.name and isinstance(message, sm.Granted) and message.span == view.span
+        return granted or (source is owner and to == "h5" and isinstance(message, sm.UpdateOffer))
+
+    net.lost = lost
+    net.start("h5")
+    net.until(lambda: claims, 120.0, "a claim with the newcomer as standby")
+    owner = claims[0][0].service.seats[claims[0][1].span].owner
+    version, before = owner.state.version, owner.view.standby
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: owner.followers.taken(before) > version, 3.0, "the present standby holds it")
+    assert owner.also == net.processes["h5"].voter and owner.state.version == version, "it is not applied"
+    net.lost = lambda source, to, message: False
+    net.until(lambda: all(len(net.processes[name].exchanges) == 2 for name in ("t0", "t1")), 60.0, "it counts")
+    net.until(net.at_rest, 60.0, "a standby")
+    net.check_replicas()
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_each_push_is_as_large_after_a_takeover_or_a_move_as_before(moves: bool) -> None:
     """The owner after it divided the step among those that it had heard of: the first push was n times as large."""
