@@ -553,6 +553,29 @@ def test_a_push_that_is_too_old_is_refused_and_told() -> None:
     assert (counted(net.processes["t1"]) == 1).all()
 
 
+def test_a_push_that_becomes_too_old_on_its_way_is_refused_and_told() -> None:
+    """Its owner has what was offered when it was not; the offers that follow are lost."""
+    net = swarm(2, 2, asynchronous=True, max_staleness=3)
+    late, parts = net.processes["t1"], dict[tuple[str, int], tuple[str, sm.Part]]()
+
+    def held_back(source: Process, target: str, message: object) -> bool:
+        if source is late and isinstance(message, sm.Part):
+            parts[message.key, message.part] = target, message
+        asked = len({key for key, _ in parts}) == SPANS.n
+        return source is late and isinstance(message, (sm.Part, sm.PushOffer) if asked else sm.Part)
+
+    net.lost = held_back
+    late.begin(100 * ones())
+    net.until(lambda: len({key for key, _ in parts}) == SPANS.n, what="all owners fetch it")
+    for _ in range(5):
+        net.exchange({"t0": ones()})
+    for owner, part in parts.values():
+        net._deliver(owner, late.voter, late.name, part)
+    net.until(lambda: len(late.exchanges) == 2, what="it is told")
+    assert all(o.outcome == sm.STALE and o.staleness == 5 for o in late.outcomes())
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 5.0))
+
+
 def test_a_push_that_counts_is_told_how_many_updates_came_between() -> None:
     net = swarm(2, 2, asynchronous=True, max_staleness=3)
     for _ in range(3):
