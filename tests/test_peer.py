@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import queue
 import socket
@@ -714,11 +715,16 @@ def test_peers_without_a_log_find_each_other_and_one_alone_need_not_wait() -> No
         wait_until(lambda: all(m.id == first.id for m in first.members() if m.alive))
 
 
+def nested(levels: int) -> list[Any]:
+    return functools.reduce(lambda inner, _: [inner], range(levels), [])
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
         ({"status": {"notes": "x" * 2000}}, "2013 bytes of JSON, at most 1024"),
         ({"status": {"model": object()}}, "what JSON can hold"),
+        ({"status": {"nested": nested(100_000)}}, "what JSON can hold"),
         ({"eta_s": float("nan")}, "finite"),
         ({"speed": float("inf")}, "finite"),
     ],

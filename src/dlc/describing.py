@@ -23,7 +23,7 @@ def described(speed: float | None, eta_s: float | None, status: dict[str, Any] |
     if status is not None:
         try:
             changes["status"] = json.dumps(status).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the status must be what JSON can hold: {error}") from None
         if (size := len(changes["status"])) > STATUS_BYTES_MAX:
             raise UsageError(
