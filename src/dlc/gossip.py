@@ -12,7 +12,7 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -141,7 +141,7 @@ class Gossip:
         took: dict[str, float] = {}
         returned: dict[str, str] = {}
         everybody = sorted([*members, self.peer.voter])
-        apart = self._apart(members)
+        apart = set(self._mesh.ask(lambda mesh, now: mesh.ground.apart()))
 
         own = None if self._written is None else self._written.neg_().add_(z)
         if self._unsaid is not None:
@@ -282,14 +282,6 @@ class Gossip:
 
         self._mesh.ask(read)
         return found
-
-    def _apart(self, members: Iterable[Voter]) -> set[Voter]:
-        """Those of them that no vector reaches."""
-
-        def found(mesh: Mesh, now: float) -> set[Voter]:
-            return {voter for voter in members if mesh.ground.members.relay_for(voter.peer) is not None}
-
-        return self._mesh.ask(found)
 
     def _post(self, projection: bytes) -> None:
         """Shown until it is withdrawn: who reads it passes over a peer that is dead or has left."""

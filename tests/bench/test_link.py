@@ -176,7 +176,8 @@ def test_a_site_that_dies_in_the_middle_is_no_closed_port_and_what_was_measured_
             with pytest.raises(MeasureFailed, match=DIED):
                 measure(site.address, KEYED, ENOUGH, say=say)
             return
-        report = measure(site.address, KEYED, dataclasses.replace(ENOUGH, streams=(1, 2, 4)), say=say)
+        budget = dataclasses.replace(ENOUGH, streams=(1, 2, 4), bytes_max=2_400_000_000)
+        report = measure(site.address, KEYED, budget, say=say)
     rates = [rate for r in report.streams for rate in ((r.up_mbps, r.up_missing), (r.down_mbps, r.down_missing))]
     assert [bool(rate) for rate, _ in rates] == [place < measured for place in range(6)]
     assert all(why == "" if rate else DIED in why for rate, why in rates)
@@ -230,6 +231,7 @@ def test_an_error_of_one_stream_ends_all(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(self, up, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(link_module.Stream, "transfer", failing)
+    monkeypatch.setattr(link_module, "rate_mbps", lambda meters, rtt_s: None)  # of the way up, before it
     with serving() as site, pytest.raises(MeasureFailed, match="this one failed"):
         measure(site.address, KEYED, dataclasses.replace(SMALL, streams=(2,)))
 

@@ -928,7 +928,7 @@ def alone(place: Place, rounds: int = 0) -> Pairs:
     members = [
         SimpleNamespace(id=peer, me=peer == "me", alive=True, left=False, role=TRAINER) for peer in ("me", "other")
     ]
-    reached = SimpleNamespace(ground=SimpleNamespace(members=SimpleNamespace(relay_for=lambda other: None)))
+    reached = SimpleNamespace(ground=SimpleNamespace(apart=list))
     mesh = SimpleNamespace(ask=lambda fn: fn(reached, 100.0))
     peer = SimpleNamespace(id="me", mesh=mesh, members=lambda: members)
     spec = RunSpec(strategy="gossip", gossip=GossipSpec("random-pairs", "noloco"), rounds=rounds)

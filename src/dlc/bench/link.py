@@ -245,13 +245,9 @@ class _Work:
         self._share = (budget.bytes_max - sum(budget.streams)) // (fit * budget.directions)  # a byte connects a stream
         rates: list[StreamRates] = []
         for place, n in enumerate(budget.streams):
-            if self._broke is not None:
-                why = str(self._broke)
-                rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=place < fit))
-                continue
             needed_s = connecting_s(self._rtt_s) + budget.directions * least_phase_s(self._rtt_s)
-            if place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
-                why = TOO_SLOW if self._slow else too_short(budget, self._rtt_s)
+            if self._broke or place >= fit or (place and (self._slow or clock() + needed_s > self._until)):
+                why = TOO_SLOW if self._slow else str(self._broke or too_short(budget, self._rtt_s))
                 planned = place < fit and not self._slow
                 rates.append(StreamRates(n, None, None, why, why if budget.down else "", planned=planned))
             else:
@@ -278,7 +274,7 @@ class _Work:
         """Of that many streams; so many numbers of streams come after this one, and need their time too."""
         directions = self._budget.directions
         mbps: list[float | None] = [None, None]
-        missing = [""] * 2
+        missing = ["", ""]
         bytes_ended = False
         try:
             self._connect_streams(n)

@@ -58,3 +58,7 @@ class Ground:
         """Everybody else who is up, sorted."""
         members = self.members
         return sorted(r.voter for r in members.records() if r.voter != self.me and members.up(r.voter))
+
+    def apart(self) -> list[Voter]:
+        """Those of them that no vector reaches: they answer by a relay only, which carries no bulk."""
+        return [voter for voter in self.up() if self.members.relay_for(voter.peer) is not None]

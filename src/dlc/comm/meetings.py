@@ -112,7 +112,7 @@ class Meeting:
             own.down_Bps if own else 0.0,
             crowd_digest(peers) if peers else b"",
             call.gather if peers else b"",
-            tuple(v for v in ground.up() if ground.members.relay_for(v.peer) is not None)[:GROUP_MAX],
+            tuple(ground.apart()[:GROUP_MAX]),
         )
         self._crowd = Crowd(ground.me, self.wish, peers) if peers else None
         self._until_run = ground.running_s + call.patience_s

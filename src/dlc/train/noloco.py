@@ -16,7 +16,7 @@ of a peer's d and phi stays in the means that it takes itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -131,19 +131,17 @@ class Pairs:
         """The step to be taken, `t` or a later one; with nobody for the one left over, and after the end of the run."""
         ids = sorted(m.id for m in self._peer.members() if (m.alive or m.me) and not m.left and m.role == TRAINER)
         wait_s, others = self._spec.gossip.wait_s, set(ids) - {self._peer.id}
-        return next_turn(t, partial(self._partner, ids), others, 1, self._places.ask(), wait_s, away_s)
+        apart = {voter.peer for voter in self._peer.mesh.ask(lambda mesh, now: mesh.ground.apart())}
+        return next_turn(t, partial(self._partner, ids, apart), others, 1, self._places.ask(), wait_s, away_s)
 
-    def _partner(self, ids: list[PeerId], t: int) -> tuple[PeerId, ...]:
-        """Of these members, in step `t`; none for the one left over, where no vector reaches the partner, and after the
-        end of the run."""
+    def _partner(self, ids: list[PeerId], apart: Collection[PeerId], t: int) -> tuple[PeerId, ...]:
+        """Of these members, in step `t`; none for the one left over, where the partner is one of `apart`, which no
+        vector reaches, and after the end of the run."""
         if self._spec.rounds and t > self._spec.rounds:
             return ()
         me = ids.index(self._peer.id)
         partner = pairs(len(ids), t, self._spec.seed)[me]
-        return () if partner == me or self._apart(ids[partner]) else (ids[partner],)
-
-    def _apart(self, other: PeerId) -> bool:
-        return self._peer.mesh.ask(lambda mesh, now: mesh.ground.members.relay_for(other) is not None)
+        return () if partner == me or ids[partner] in apart else (ids[partner],)
 
     def _awaited(self, turn: Turn, since: float) -> frozenset[PeerId]:
         """On the peer's driver thread, while this peer waits."""
