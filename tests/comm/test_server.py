@@ -1376,6 +1376,24 @@ def test_a_trainer_that_reaches_an_owner_by_relay_only_says_so_and_goes_on_once_
     assert torch.equal(barred.service.theta, theta) and len(warned(barred)) == 3
 
 
+def test_an_owner_that_reaches_its_standby_by_relay_only_makes_another() -> None:
+    """It waited for the standby for 30 s, and had none from then on."""
+    net = swarm(3, 2)
+    owner, standby = net.owner(3), net.standby(3)
+    assert standby is not None
+    keep_apart(net, owner.name, standby.name)
+    began = net.now
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert net.now < began + 10.0
+    (third,) = {h.name for h in net.helpers()} - {owner.name, standby.name}
+    net.until(lambda: net.standby(3) is net.processes[third], 30.0, "another standby")
+    assert net.owner(3) is owner and not [text for text in warned(owner) if "no standby" in text]
+    net.exchange({"t0": ones(), "t1": ones()})
+    net.kill(owner)
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
+
+
 def test_a_trainer_that_waits_for_an_owner_beyond_reach_goes_on_when_that_helper_is_stopped() -> None:
     net = swarm(3, 2)
     barred, owner = net.processes["t0"], net.owner(3)

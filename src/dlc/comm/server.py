@@ -51,7 +51,7 @@ from dlc.comm.servermessages import (
 )
 from dlc.comm.serverpeer import Notice, ServerMembers, layout_of, spans_of
 from dlc.comm.spanowner import Rules, SpanOwner
-from dlc.comm.spans import Assignment, assign
+from dlc.comm.spans import Assignment, assign, ranking
 from dlc.comm.spanstate import Optimizer
 from dlc.errors import ProtocolError
 
@@ -246,7 +246,7 @@ class SpanServer(Host):
     def _look_after(self, span: int, seat: Seat, owner: SpanOwner, wanted: Assignment) -> None:
         """See to it that there is a standby, and that the span is where it belongs."""
         first, second = wanted[span]
-        choice = second if first == self.me.peer else first
+        choice = self._within_reach(span, second if first == self.me.peer else first)
         standby = owner.view.standby
         healthy = standby is not None and self.lives(standby) and not owner.followers.stalled(standby, SOLO_AFTER_S)
         candidate = self._voter_of(choice)
@@ -299,6 +299,12 @@ class SpanServer(Host):
             self._alone.append(span)
             owner.make()
             owner.apply()
+
+    def _within_reach(self, span: int, choice: PeerId | None) -> PeerId | None:
+        """Who is to be the standby: the choice, or, where no vector of mine reaches it, the next that I reach."""
+        others = [choice, *(helper for helper in ranking(span, self._helpers) if helper != self.me.peer)]
+        reached = (peer for peer in others if peer is not None and self.members.relay_for(peer) is None)
+        return next(reached, choice)
 
     def _may_move(self, span: int) -> bool:
         """Moves of free choice wait until helpers have stopped coming and going, and a few go at a time."""
