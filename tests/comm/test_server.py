@@ -873,7 +873,7 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.Claim(dataclasses.replace(view, term=-1)),
         sm.Established(dataclasses.replace(view, term=1 << 63)),
         sm.Refused(dataclasses.replace(view, term=1 << 63), False),
-        sm.TellViews(None, "", (dataclasses.replace(view, seed_version=1 << 63),)),
+        sm.TellViews(None, "", (dataclasses.replace(view, seed_version=1 << 63),), ()),
         sm.ImageOffer(view, 1, 1 << 63, b"", "image", 100),
         sm.UpdateOffer(view, 1, sm.Update(2, 1 << 63, 1, (), ()), "update", ()),
         sm.UpdateOffer(view, 1, sm.Update(2, 2, 1, (), (Excluded(trainer.voter, "no reason"),)), "update", ()),
@@ -1342,38 +1342,63 @@ def test_nobody_believes_in_an_owner_that_is_no_helper_nor_in_a_last_term() -> N
     net.exchange({"t0": torch.ones(net.spans.grid.numel), "t1": torch.ones(net.spans.grid.numel)})
 
 
-def keep_apart(net: Net, a: str, b: str) -> None:
-    """Nothing passes between these two directly; others carry their messages, and no bulk."""
-    net.lost = lambda source, to, message: {source.name, to} == {a, b}
-    between = net.processes[a].node.members, net.processes[b].node.members
-    net.until(lambda: between[0].relay_for(b) and between[1].relay_for(a), 60.0, "a way by relay")
+def keep_apart(net: Net, *pairs: tuple[str, str]) -> None:
+    """Nothing passes between these two, and those two, directly; others carry their messages, and no bulk."""
+    net.lost = lambda source, to, message: (source.name, to) in pairs or (to, source.name) in pairs
+    for a, b in (*pairs, *(pair[::-1] for pair in pairs)):
+        net.until(lambda a=a, b=b: net.processes[a].node.members.relay_for(b), 60.0, "a way by relay")
 
 
 def warned(process: Process) -> list[str]:
     return [news.text for news in process.news if isinstance(news, serverpeer.Notice) and news.serious]
 
 
-def test_a_trainer_that_reaches_an_owner_by_relay_only_says_so_and_goes_on_once_it_reaches_it() -> None:
-    net = swarm(3, 2)
+def test_a_trainer_that_reaches_no_helper_but_by_relay_says_so_and_goes_on_once_it_reaches_it() -> None:
+    net = swarm(1, 2)
     barred, other, owner = net.processes["t0"], net.processes["t1"], net.owner(3)
-    keep_apart(net, "t0", owner.name)
+    keep_apart(net, ("t0", owner.name))
     barred.begin(torch.full((NUMEL,), -1.0))
     other.begin(torch.full((NUMEL,), -3.0))
     net.until(lambda: warned(barred), 30.0, "who can't reach whom")
     (text,) = warned(barred)
-    assert re.search(rf"helper {owner.name} .* by way of (t1|h\d) only, .* firewall", text)
+    assert re.search(rf"helper {owner.name} .* by way of t1 only, .* firewall", text)
     net.until(lambda: len(other.exchanges) == 2, what="the others go on")
     net.run(110.0)
     assert len(warned(barred)) == 3, "after 30 s, and after as long again"
-    assert len(barred.exchanges) == 1 and not warned(other)
-    theta = torch.full((NUMEL,), 2.0)
-    a, b = SPANS.elements(3)
-    theta[a:b] = 3.0
+    assert len(barred.exchanges) == 1 and not warned(other) and owner.service.owned == [0, 1, 2, 3]
+    theta = torch.full((NUMEL,), 3.0)
     assert torch.equal(net.theta(), theta), "the mean is of those who are in it"
     net.lost = lambda source, to, message: False
     net.until(lambda: len(barred.exchanges) == 2, 60.0, "it reaches the owner")
-    assert [o.outcome for o in barred.outcomes()] == [sm.COUNTED] * 3 + [sm.LATE]
+    assert [o.outcome for o in barred.outcomes()] == [sm.LATE] * 4
     assert torch.equal(barred.service.theta, theta) and len(warned(barred)) == 3
+
+
+def test_a_helper_that_a_trainer_does_not_reach_gives_its_spans_to_one_that_reaches_all() -> None:
+    """That trainer waited for as long as its host did not reach that helper's."""
+    net = swarm(3, 3)
+    owner = net.owner(3)
+    owned = owner.service.owned
+    keep_apart(net, ("t0", owner.name))
+    net.exchange({name: ones() for name in ("t0", "t1", "t2")}, 60.0)
+    assert owned and owner.service.owned == []
+    net.exchange({name: ones() for name in ("t0", "t1", "t2")}, 10.0)
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+    assert [o.outcome for name in ("t0", "t1", "t2") for o in net.processes[name].outcomes()] == [sm.COUNTED] * 12
+    assert [net.standby(span) is not None for span in range(4)] == [True] * 4
+    net.lost = lambda source, to, message: False
+    net.until(net.at_rest, 60.0, "they are its own again")
+    assert owner.service.owned == owned
+    net.exchange({name: ones() for name in ("t0", "t1", "t2")}, 10.0)
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
+
+
+def test_spans_stay_where_each_helper_is_beyond_the_reach_of_some_trainer() -> None:
+    net = swarm(2, 3)
+    owned = {helper.name: helper.service.owned for helper in net.helpers()}
+    keep_apart(net, ("t0", "h0"), ("t1", "h1"))
+    net.run(60.0)
+    assert {helper.name: helper.service.owned for helper in net.helpers()} == owned
 
 
 def test_an_owner_that_reaches_its_standby_by_relay_only_makes_another() -> None:
@@ -1381,7 +1406,7 @@ def test_an_owner_that_reaches_its_standby_by_relay_only_makes_another() -> None
     net = swarm(3, 2)
     owner, standby = net.owner(3), net.standby(3)
     assert standby is not None
-    keep_apart(net, owner.name, standby.name)
+    keep_apart(net, (owner.name, standby.name))
     began = net.now
     net.exchange({"t0": ones(), "t1": ones()})
     assert net.now < began + 10.0
@@ -1395,9 +1420,10 @@ def test_an_owner_that_reaches_its_standby_by_relay_only_makes_another() -> None
 
 
 def test_a_trainer_that_waits_for_an_owner_beyond_reach_goes_on_when_that_helper_is_stopped() -> None:
-    net = swarm(3, 2)
+    net = swarm(2, 3)
     barred, owner = net.processes["t0"], net.owner(3)
-    keep_apart(net, "t0", owner.name)
+    (other,) = {helper.name for helper in net.helpers()} - {owner.name}
+    keep_apart(net, ("t0", owner.name), ("t2", other))
     for name in ("t0", "t1"):
         net.processes[name].begin(ones())
     net.until(lambda: warned(barred), 30.0, "who can't reach whom")

@@ -65,6 +65,15 @@ def test_every_span_has_an_owner_and_a_standby_and_no_helper_more_than_its_share
         assert standby is None if n_helpers == 1 else standby not in (None, owner)
 
 
+def test_who_is_shunned_owns_nothing_and_the_others_share_it() -> None:
+    helpers = ("a", "b", "c")
+    found = assign(16, helpers, frozenset({"b"}))
+    assert [sum(owner == helper for owner, _ in found) for helper in helpers] == [8, 0, 8]
+    assert any(standby == "b" for _, standby in found) and all(owner != standby for owner, standby in found)
+    with pytest.raises(ValueError, match="at least one helper"):
+        assign(16, helpers, frozenset(helpers))
+
+
 def test_who_leaves_moves_few_spans_beside_its_own() -> None:
     helpers = tuple(f"helper{i}" for i in range(8))
     before, after = assign(64, helpers), assign(64, helpers[1:])

@@ -6,7 +6,8 @@ Promises:
 - A helper that moves parameters in another way than one that was there before serves nothing, and says so.
 - Owners acknowledge what their standby holds; where nobody is left to be one, that is told, and training goes on.
 - Two who think that they own a span are told apart by term and majority (`claims`).
-- Spans follow the helpers that are there (`spans.assign`): who comes gets its share, who dies is replaced.
+- Spans follow the helpers that are there (`spans.assign`): who comes gets its share, who dies is replaced, and who does
+  not reach a trainer owns none where another helper does (`unreached`).
 - Where owner and standby of a span are both gone, training pauses for as long as there is no helper; the next one takes
   what the trainers pulled last, the newest of it (moments begin at zero). All spans are of one *origin*: the first of
   them decides with which trainer's parameters a training begins, the others take theirs from whoever began alike.
@@ -53,6 +54,7 @@ from dlc.comm.serverpeer import Notice, ServerMembers, layout_of, spans_of
 from dlc.comm.spanowner import Rules, SpanOwner
 from dlc.comm.spans import Assignment, assign, ranking
 from dlc.comm.spanstate import Optimizer
+from dlc.comm.unreached import Unreached
 from dlc.errors import ProtocolError
 
 NO_ERA = -1
@@ -76,6 +78,7 @@ class SpanServer(Host):
         self.rules = rules
         self._claims, self._replicas = Claimant(self), Replicas(self)
         self._seeder = Seeder(self, self._claims, self._lost)
+        self._unreached = Unreached(self)
         self._serial = itertools.count(1)
         self._answered: set[Voter] = set()
         """Who has told me the views that it knows."""
@@ -88,7 +91,9 @@ class SpanServer(Host):
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
         self._helpers: tuple[PeerId, ...] = ()
+        self._shunned: frozenset[PeerId] = frozenset()
         self._same_since = now
+        """Since when these two are what they are."""
 
     # ---------------------------------------------------------------- what others see
 
@@ -119,6 +124,7 @@ class SpanServer(Host):
             self._adopt_layout(sender, message.layout, any(view.owner == sender for view in message.views))
             self._hear_optimizer(sender, message.optimizer)
             self._answered.add(sender)
+            self._unreached.told(sender.peer, message.unreached)
             for view in message.views:
                 self.learn(view)
         elif isinstance(message, Granted):
@@ -185,14 +191,17 @@ class SpanServer(Host):
         self._others = {v for v in self._others if not self.members.gone(v)}
         helpers = tuple(sorted(v.peer for v in living if v not in self._others))
         aside = len(helpers) < len(living) and not self._holds_any()
-        if helpers != self._helpers:
-            self._helpers, self._same_since = helpers, self.now
+        if self._unreached.look():
+            self.cast(living, self._views())
+        shunned = self._unreached.shunned(helpers)
+        if (helpers, shunned) != (self._helpers, self._shunned):
+            self._helpers, self._shunned, self._same_since = helpers, shunned, self.now
         self._ask_views()
         self._spread_views()
         self._tell_misfits()
         if self.spans is None or self.me.peer not in helpers:
             return
-        wanted = assign(self.spans.n, helpers)
+        wanted = assign(self.spans.n, helpers, shunned)
         cut_off = self.cut_off()
         for span, seat in self.seats.items():
             if seat.claim is not None:
@@ -222,7 +231,8 @@ class SpanServer(Host):
             self.send(others[self._turn % len(others)], self._views())
 
     def _views(self) -> TellViews:
-        return TellViews(layout_of(self.spans), self.optimizer.name, tuple(self.witness.established.values()))
+        views = tuple(self.witness.established.values())
+        return TellViews(layout_of(self.spans), self.optimizer.name, views, self._unreached.mine)
 
     def _tell_misfits(self) -> None:
         self.cast(sorted(self._misfits), self._views())

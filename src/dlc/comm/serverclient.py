@@ -14,8 +14,8 @@ was asked (a pull of number ASKING, which brings no theta); it owns the span wit
 Who begins with a checkpoint knows by its *history* what it holds of which training, and is told with its first pull how
 many rounds of that are no part of theta here: a swarm that was stopped as a whole may go on from an older one.
 
-Vectors go directly only. Where an owner answers by way of a third peer, its span waits until that is mended or another
-owns it; that is told, again and again (`_say_barred`).
+Vectors go directly only. Where an owner answers by way of a third peer, its span waits until a helper that this trainer
+reaches owns it (`unreached`), or that is mended; it is told, again and again (`_say_barred`).
 
 A trainer is a witness of claims, too, and holds what it pulled last as its *stake*, with the pushes that are part of
 it: where a span's owner and standby are both gone, the next helper takes the newest stake.
@@ -218,8 +218,9 @@ class SpanClient(ServerPeer):
         where = f" ({', '.join(record.bulk)})" if record is not None else ""
         return (
             f"training pauses: helper {peer[:8]}{where} owns a part of the parameters, and this host reaches it by way "
-            f"of {relay[:8]} only, which carries no vectors: let TCP pass between the two hosts (a firewall, or a "
-            "route?), or stop that helper, so that another takes its part over"
+            f"of {relay[:8]} only, which carries no vectors. A helper that reaches more trainers takes that part over; "
+            "if this goes on, there is none: let TCP pass between the two hosts (a firewall, or a route?), or stop "
+            "that helper"
         )
 
     def _owner(self, span: int) -> Voter | None:
@@ -258,7 +259,7 @@ class SpanClient(ServerPeer):
         elif isinstance(message, AskViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 raise ProtocolError(f"another layout than {layout_of(self.spans)}: {message.layout}")
-            self.send(sender, TellViews(layout_of(self.spans), "", tuple(self.witness.established.values())))
+            self.send(sender, TellViews(layout_of(self.spans), "", tuple(self.witness.established.values()), ()))
         elif isinstance(message, TellViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 self._serves_others(sender, message.layout, message.views)

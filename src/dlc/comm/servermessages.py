@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dlc.comm.ids import Voter
+from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Bulk, Excluded
 from dlc.errors import ProtocolError
 
@@ -132,6 +132,8 @@ class TellViews:
     """As in `AskViews`."""
     views: tuple[SpanView, ...]
     """Established ones; spans that are not named have none here."""
+    unreached: tuple[PeerId, ...]
+    """Trainers that a helper reaches by a relay only; a trainer tells none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ A *span* is a run of whole chunks of the grid. Spans are as equal as chunks allo
 Who owns what follows from the ids of the live helpers alone, so all of them find the same without a word. Each span
 ranks the helpers by a hash of its own (rendezvous hashing: who comes or goes moves few spans), and the first of the
 ranking with room becomes the owner, the next other one with room the standby. *Room* is spans / helpers, apart for
-owners and standbys: rounded down, and up for as many helpers as it takes. So all own equal shares, but for one span.
+owners and standbys: rounded down, and up for as many helpers as it takes. So all own equal shares, but for one span;
+who is shunned (`unreached`) owns none.
 """
 
 from __future__ import annotations
@@ -86,16 +87,18 @@ class Spans:
 
 
 @lru_cache(maxsize=8)
-def assign(n_spans: int, helpers: tuple[PeerId, ...]) -> Assignment:
-    """Owner and standby of each span; the order of `helpers` is of no account. ValueError without any."""
-    if not helpers:
+def assign(n_spans: int, helpers: tuple[PeerId, ...], shunned: frozenset[PeerId] = frozenset()) -> Assignment:
+    """Owner and standby of each span; the order of `helpers` is of no account. shunned: those of them that are to own
+    nothing. ValueError where nobody is left."""
+    owners = [helper for helper in helpers if helper not in shunned]
+    if not owners:
         raise ValueError("spans need at least one helper")
-    owned = dict.fromkeys(helpers, 0)
+    owned = dict.fromkeys(owners, 0)
     backed = dict.fromkeys(helpers, 0)
     found = []
     for span in range(n_spans):
         ranked = ranking(span, helpers)
-        owner = _first_with_room(ranked, owned, n_spans)
+        owner = _first_with_room([helper for helper in ranked if helper in owned], owned, n_spans)
         owned[owner] += 1
         others = [helper for helper in ranked if helper != owner]
         standby = _first_with_room(others, backed, n_spans) if others else None
