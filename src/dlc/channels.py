@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlc.arguments import instance, seconds
+from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
 from dlc.comm.encoded import Encoded
 from dlc.comm.entries import LogState, Part
@@ -31,12 +31,11 @@ from dlc.comm.roles import OBSERVER
 from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.comm.state import State
 from dlc.comm.wire import pack
+from dlc.drivercalls import DriverCalls
 from dlc.errors import CheckpointError, DlcError, JoinError, SwarmClosed, UsageError
 from dlc.handles import Checkpoint, Pending, Position
 from dlc.report import waiting_text
 from dlc.runspec import RunSpec
-
-T = TypeVar("T")
 
 _MISSED = (
     "the run has ended, and everybody who has its model has left: it is in the state directories of those who were in "
@@ -49,13 +48,14 @@ def has_seat(node: Node) -> bool:
     return node.members.own.role == OBSERVER or node.me in node.log.state.electorate
 
 
-class Channels(ABC):
+class Channels(DriverCalls):
     """The part of `dlc.Peer` that offers vectors to rounds."""
 
     spec: RunSpec
     """What all peers of the run agree on."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)
         self._pending: dict[str, Pending] = {}
         self._resumed: LogState | None = None
         """Of the checkpoint from which this peer resumed the run."""
@@ -64,30 +64,6 @@ class Channels(ABC):
     @abstractmethod
     def voter(self) -> Voter:
         """This process: peer id and incarnation."""
-
-    @abstractmethod
-    def _ask(self, fn: Callable[[Node, float], T]) -> T:
-        """Run `fn(node, now)` on the driver thread."""
-
-    @abstractmethod
-    def _look(self, fn: Callable[[Node, float], T]) -> T:
-        """The same, also while the driver thread waits for work that is done aside; `fn` only reads."""
-
-    @abstractmethod
-    def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
-        """The same, and carry out the effects."""
-
-    @abstractmethod
-    def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
-        """As `_act`, without waiting for it; from any thread."""
-
-    @abstractmethod
-    def _wait(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Wait until `condition` holds; RoundTimeout, with `what` is lacking."""
-
-    @abstractmethod
-    def _check_may_wait(self) -> None:
-        """UsageError: this is the driver thread, on which all that is waited for would have to be done."""
 
     @abstractmethod
     def _save_address_book(self) -> None:

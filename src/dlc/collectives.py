@@ -19,6 +19,7 @@ from dlc.channels import Channels
 from dlc.comm import vectors
 from dlc.comm.clock import clock
 from dlc.comm.codecs import get_codec
+from dlc.comm.driver import Driver
 from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid, usual_chunk_elems
 from dlc.comm.node import Node
@@ -49,8 +50,8 @@ def refuse_sparse(codec: str) -> None:
 class Collectives(Channels):
     """The part of `dlc.Peer` that computes with the others, call by call."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)
         self._flat: dict[str, Tensor] = {}
         self._given_up: dict[str, Pending] = {}
         """Calls whose round may still be decided with what they sent."""

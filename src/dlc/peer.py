@@ -31,7 +31,6 @@ from dlc.collectives import Collectives
 from dlc.comm.bundle import STREAMS
 from dlc.comm.clock import clock
 from dlc.comm.driver import Driver
-from dlc.comm.effects import Effect
 from dlc.comm.entries import EMPTY, SavedLog
 from dlc.comm.events import (
     ContributionDropped,
@@ -55,9 +54,9 @@ from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.describing import described
-from dlc.errors import CheckpointError, ConfigError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, ConfigError, ProtocolError, SpecMismatch, SwarmClosed, UsageError
 from dlc.eventlog import log_event
-from dlc.handles import FORKED, Checkpoint, Pending, Position, Reduction, Resume, Unpicklable
+from dlc.handles import Checkpoint, Pending, Position, Reduction, Resume
 from dlc.joining import Introduction, Reception, introduce
 from dlc.runspec import RunSpec
 from dlc.served import Served, Stopped
@@ -70,7 +69,6 @@ from dlc.whereabouts import Whereabouts
 __all__ = ["Checkpoint", "Member", "MemberChange", "Peer", "Pending", "Position", "Reduction", "Resume", "status"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 S = TypeVar("S", bound=Service)
 
 KNOWN_MAX = 32
@@ -81,15 +79,14 @@ REPLACED = (
 )
 
 
-class Peer(Unpicklable, Collectives):
+class Peer(Collectives):
     """See `Peer.join`. Use as a context manager, or call `leave`."""
 
     def __init__(self, driver: Driver, intro: Introduction, on_event: Callable[[object], None] | None) -> None:
-        super().__init__()
-        self._driver, self._intro = driver, intro
+        super().__init__(driver)
+        self._intro = intro
         self._on_event = on_event
         self._book = AddressBook(intro.state)
-        self._node: Node | None = None
         self._mesh: Mesh | None = None
         self._listeners: list[Callable[[ServiceNews], None]] = []
         """Told on the driver thread what services say."""
@@ -97,9 +94,6 @@ class Peer(Unpicklable, Collectives):
         self._former: dict[str, str] = {}
         """Peer ids of those that are waited for before the run goes on, with the addresses that they had."""
         self._whereabouts = Whereabouts(intro)
-        self._changed = threading.Condition()
-        self._closed = False
-        self._pid = os.getpid()
         self.spec = RunSpec()
         driver.on_event = self._event
         driver.on_reached = self._reached
@@ -435,66 +429,6 @@ class Peer(Unpicklable, Collectives):
         self.leave()
 
     # ---------------------------------------------------------------- inside
-
-    def _ask(self, fn: Callable[[Node, float], T]) -> T:
-        """Run `fn(node, now)` on the driver thread."""
-        return self._driver.ask(self._on_node(fn))
-
-    def _look(self, fn: Callable[[Node, float], T]) -> T:
-        return self._driver.ask(self._on_node(fn), look=True)
-
-    def _on_node(self, fn: Callable[[Node, float], T]) -> Callable[[float], T]:
-        self._refuse_fork()
-
-        def run(now: float) -> T:
-            if self._node is None:
-                raise SwarmClosed("the peer is not part of a run")
-            return fn(self._node, now)
-
-        return run
-
-    def _act(self, fn: Callable[[Node, float], list[Effect]]) -> None:
-        self._ask(lambda node, now: self._perform(fn(node, now)))
-
-    def _refuse_fork(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError(FORKED)
-
-    def _check_may_wait(self) -> None:
-        if self._driver.is_current:
-            raise UsageError(
-                "a callback of on_event, or of a group, cannot wait for the other peers, as it runs on the thread that "
-                "talks to them: hand the call to a thread of yours, or use on_member_change, whose callbacks have one"
-            )
-
-    def _tell(self, fn: Callable[[Node, float], list[Effect]]) -> None:
-        def run(now: float) -> None:
-            """Nobody waits for its result: an error of the machine ends the driver, before the machine does anything
-            more, as one in any other event does."""
-            try:
-                if self._node is not None:
-                    self._perform(fn(self._node, now))
-            except BaseException as error:
-                log.exception("the driver stops on an error")
-                self._driver.stop(0.0, error)
-
-        self._driver.call(run)
-
-    def _perform(self, effects: list[Effect]) -> None:
-        self._driver.perform(effects)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Wait until `condition` holds; it is looked at again after every event."""
-        deadline = None if timeout_s is None else clock() + timeout_s
-        while not condition():
-            self._check_may_wait()
-            if self._driver.error is not None or self._closed:
-                raise self._driver.closed_error()
-            left = 0.25 if deadline is None else min(0.25, deadline - clock())
-            if left <= 0:
-                raise RoundTimeout(f"{what} after {timeout_s:g} s{self._held_up()}")
-            with self._changed:
-                self._changed.wait(left)
 
     def _event(self, event: object) -> None:
         """On the driver thread."""
