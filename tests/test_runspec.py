@@ -142,6 +142,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[inner]\nlr = 'fast'", "inner.lr must be a finite number, got 'fast'"),
         ("[inner]\nlr = true", "inner.lr must be a finite number, got True"),
         ("[inner]\nlr = nan", "inner.lr must be a finite number, got nan"),
+        ("[inner]\nlr = 1" + 400 * "0", "inner.lr must be a finite number, got 1000"),
         ("[inner]\nlr = 0", "inner.lr must be above 0"),
         ("[inner]\nbetas = [0.9]", "inner.betas must be a list of 2 numbers"),
         ("[inner]\nbetas = [0.9, 1.0]", "inner.betas must lie in"),
@@ -270,6 +271,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[model.config]\nmodel_type = 'gpt2'\nx = [[[[[[[[[1]]]]]]]]]", "nested more than 8 deep"),
         ("[model.config]\nmodel_type = 'gpt2'\nx = '" + "y" * 300_000 + "'", "over the limit of 262144"),
         ("rounds = 3\nsync_every = = 4", "line 2"),
+        ("rounds = " + 10_000 * "[", "nested too deep to be read"),
     ],
 )
 def test_bad_toml_is_refused_with_the_file_and_the_reason(tmp_path: Path, text: str, message: str) -> None:

@@ -531,6 +531,8 @@ class RunSpec:
             raise ConfigError(f"{path} is no text in UTF-8: give a RUN.toml") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deep to be read") from None
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
 
