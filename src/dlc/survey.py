@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,12 +67,17 @@ def member_of(record: Record, alive: bool, me: bool, away: bool = False) -> Memb
 
 
 def _status(raw: bytes) -> dict[str, Any]:
-    """What a peer says for people to read; anything that is no small JSON object is shown as nothing."""
+    """What a peer says for people to read; anything that is no small JSON object is shown as nothing, and a number
+    that is not finite, for which JSON has no word, as null."""
     try:
-        value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}")
+        value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}", parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _finite(word: str) -> float | None:
+    return value if math.isfinite(value := float(word)) else None
 
 
 def status(
