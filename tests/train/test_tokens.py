@@ -248,6 +248,11 @@ def test_undecodable_bytes_are_replaced_and_told_once(
     assert [r.message for r in caplog.records if "UTF-8" in r.message] == [
         "3 documents hold bytes that are no UTF-8; those became U+FFFD for the tokenizer"
     ]
+    for i in range(3):
+        (corpus / f"bad{i}.txt").unlink()
+    caplog.clear()
+    BlockSource(corpus, 8, tokenizer=tokenizer)
+    assert not caplog.messages, "it counts those of this text"
     ids = tokenizer.encode([Piece("x", b"a\xffb", False)])[0]
     assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.decode(ids) == "a\ufffdb"
     assert bytes(ByteTokenizer().encode([Piece("x", b"a\xffb", True)])[0]) == b"a\xffb\0"
@@ -271,10 +276,19 @@ def test_a_tokenizer_that_was_made_for_other_text_is_told(
         place.mkdir()
         for i in range(9):
             (place / f"{i}.txt").write_text(word, encoding="utf-8")
-    tokenise(Files(Place(str(known))), load_tokenizer(str(folder)))
+    tokenizer = load_tokenizer(str(folder))
+    tokenise(Files(Place(str(known))), tokenizer)
     assert not caplog.messages
-    tokenise(Files(Place(str(other))), load_tokenizer(str(folder)))
+    for place in (other, known):  # what it met in another text is no matter of this one
+        tokenise(Files(Place(str(place))), tokenizer)
     assert [message.startswith(said.format(name=folder)) for message in caplog.messages] == [True], caplog.messages
+
+
+def test_a_tokenizer_is_given_so_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SLICE_BYTES", 8)
+    pieces = [Piece("x", b"abc", True)] * 5 + [Piece("x", b"", True)] * 9
+    given = list(packing.slices(pieces))
+    assert [len(together) for together in given] == [2, 2, 5, 5] and sum(given, []) == pieces
 
 
 def test_a_long_job_tells_how_far_it_is(folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
