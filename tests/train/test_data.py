@@ -356,6 +356,19 @@ def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
         BlockSource("stdlib", seq_len=1)
 
 
+def test_text_that_is_too_short_on_both_sides_is_told_of_each(tmp_path: Path) -> None:
+    """More than two blocks in all: "holds 29 tokens, ... give at least 22" told nobody what is missing."""
+    names = [f"{i}.txt" for i in range(60)]
+    for side, length in ((False, 18), (True, 9)):
+        (tmp_path / next(name for name in names if is_validation(name) == side)).write_text("x" * length)
+    says = (
+        "holds 19 tokens to train on, and 10 in .* held out for validation, but a block of 11 of each .*, or 2 of one"
+    )
+    with pytest.raises(DataError, match=says):
+        BlockSource(tmp_path, seq_len=11)
+    assert BlockSource(tmp_path, seq_len=10).n_blocks == BlockSource(tmp_path, seq_len=9).n_validation_blocks == 1
+
+
 def test_a_text_in_a_folder_may_be_compressed_too(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(400))
     (tmp_path / "b.txt").write_bytes(gzip.compress(words(400).encode()))
