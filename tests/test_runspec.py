@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc import options, runspec
+from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.errors import ConfigError, DlcError, ProtocolError
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 
@@ -255,6 +256,8 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
             "[data]\nlease_blocks = 159",
             "less than one round uses: sync_every * inner.batch_size * inner.accumulate = 160",
         ),
+        ("[data]\nlease_blocks = 4294967296", "a lease would have 4294967296 blocks, and 4294967295 at most"),
+        ("sync_every = 1000000000", "a lease would have 16000000000 blocks"),
         ("[model]\nkind = 'url'", "model.kind must be one of"),
         ("[model]\nkind = 'path'", "model.path is empty"),
         ("[model]\npath = 'x'", 'add kind = "path"'),
@@ -309,6 +312,11 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'run = "\xe4"')
     with pytest.raises(ConfigError, match=r"latin\.toml is no text in UTF-8"):
         RunSpec.from_toml(tmp_path / "latin.toml")
+
+
+def test_a_lease_that_a_run_may_have_is_one_that_peers_take() -> None:
+    longest = RunSpec(data=DataSpec(lease_blocks=runspec.LEASE_BLOCKS_MAX))
+    assert longest.blocks_per_lease == LEASE_LEN_MAX - 1
 
 
 def test_derived_sizes() -> None:
