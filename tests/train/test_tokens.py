@@ -264,7 +264,7 @@ def test_undecodable_bytes_are_replaced_and_told_once(
         (corpus / f"bad{i}.txt").unlink()
     caplog.clear()
     BlockSource(corpus, 8, tokenizer=tokenizer)
-    assert not caplog.messages, "it counts those of this text"
+    assert "UTF-8" not in caplog.text, "it counts those of this text"
     ids = tokenizer.encode([Piece("x", b"a\xffb", False)])[0]
     assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.decode(ids) == "a\ufffdb"
     assert bytes(ByteTokenizer().encode([Piece("x", b"a\xffb", True)])[0]) == b"a\xffb\0"
