@@ -484,15 +484,26 @@ def test_the_table_of_members_fits_a_terminal_and_shows_no_markup_of_others() ->
     out = io.StringIO()
     Console(file=out, width=80).print(member_table(members, 80))
     one, two = (line for line in out.getvalue().splitlines() if line.strip().startswith(("aaaaaaaa", "bbbbbbbb")))
-    for cell in ("aaaaaaaa*", "192.0.2.17:46000", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"):
+    for cell in ("aaaaaaaa*", "192.0.2.17:46000", "[bold]waiting", "12", "3/20", "1234", "2.5", "abababab"):
         assert cell in one
     assert "no answer" in two and "cdcdcdcd" in two
     for width in range(24, 80):
         out = io.StringIO()
         Console(file=out, width=width).print(member_table(members, width))
         one = next(line for line in out.getvalue().splitlines() if line.startswith("aaaaaaaa*")).split()
-        whole = {"aaaaaaaa*", "(bold]waiting", "12", "3/20", "1234", "2.5", "abababab"}
+        whole = {"aaaaaaaa*", "[bold]waiting", "12", "3/20", "1234", "2.5", "abababab"}
         assert {cell for cell in one if not cell.startswith("192.")} <= whole  # an address goes on in the next line
+
+
+def test_the_table_of_members_shows_addresses_whole_and_nothing_that_a_terminal_obeys() -> None:
+    address = "[2001:db8:1234:5678:9abc:def0:1234:5678]:46000"
+    status = {"phase": "\x1b]0;mine\x07\u202e\ntrained :smile:", "loss": "x" * 1000, "t": 1}
+    members = [Member("a" * 32, address, "trainer", True, False, "ab" * 32, 1e6, 9, 1.0, status, False)]
+    out = io.StringIO()
+    Console(file=out, width=200).print(member_table(members, 200))
+    _, line = out.getvalue().splitlines()
+    assert f" {address} " in line and " ?]0;mine???trained :smile: " in line
+    assert line.isprintable() and line.count("x") == 40
 
 
 def test_a_terminal_that_draws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,18 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path: Path, capsys: pytest.Capt
     assert said["loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
+def test_a_model_that_lacks_its_tokenizer_is_not_measured_on_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ids mean something else to it: a perplexity of thousands was printed of a good model."""
+    save_model_folder(build_model({**LLAMA, "vocab_size": 1025}, 1), tmp_path / "m")
+    said = fails(capsys, "eval", str(tmp_path / "m"), "--blocks", "4")
+    assert "m has no tokenizer, and a vocabulary of 1025: give --tokenizer" in said
+    assert printed(capsys, "eval", str(tmp_path / "m"), "--blocks", "4", "--tokenizer", "bytes")["blocks"] == 4
+    save_model_folder(build_model({**LLAMA, "vocab_size": 1024}, 1), tmp_path / "bytes")
+    assert printed(capsys, "eval", str(tmp_path / "bytes"), "--blocks", "4")["tokenizer"] == "bytes"
+
+
 def test_a_model_that_lacks_weights_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would have another perplexity each time."""
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")

@@ -608,6 +608,22 @@ def test_status_of_one_run_leaves_out_the_others() -> None:
             status(both, run="third", timeout_s=JOIN_S)
 
 
+def test_status_of_one_run_tells_of_who_waits_for_others_and_asks_it_again() -> None:
+    here, other = free_addresses(2)
+
+    def told() -> str:
+        try:
+            return ", ".join(m.id for m in status([here], run="mine", timeout_s=1.0))
+        except UnreachableError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Peer.join, [other], listen=here, join_timeout_s=JOIN_S)
+        wait_until(lambda: told().startswith(f"{here} answered, but knows of no run yet"), JOIN_S)
+        with Peer.join(listen=other, run="mine") as first, joining.result(JOIN_S) as second:
+            wait_until(lambda: set(told().split(", ")) == {first.id, second.id}, JOIN_S)
+
+
 def test_leaving_frees_thread_and_ports_and_ends_waiting_calls() -> None:
     before = threading.active_count()
     (address,) = free_addresses(1)  # both of its ports, which no outgoing connection is given meanwhile

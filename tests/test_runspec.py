@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc import options, runspec
+from dlc.comm.shapes import LEASE_LEN_MAX
 from dlc.errors import ConfigError, DlcError, ProtocolError
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, TimeoutsSpec
 
@@ -142,6 +143,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[inner]\nlr = 'fast'", "inner.lr must be a finite number, got 'fast'"),
         ("[inner]\nlr = true", "inner.lr must be a finite number, got True"),
         ("[inner]\nlr = nan", "inner.lr must be a finite number, got nan"),
+        ("[inner]\nlr = 1" + 400 * "0", "inner.lr must be a finite number, got 1000"),
         ("[inner]\nlr = 0", "inner.lr must be above 0"),
         ("[inner]\nbetas = [0.9]", "inner.betas must be a list of 2 numbers"),
         ("[inner]\nbetas = [0.9, 1.0]", "inner.betas must lie in"),
@@ -254,6 +256,8 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
             "[data]\nlease_blocks = 159",
             "less than one round uses: sync_every * inner.batch_size * inner.accumulate = 160",
         ),
+        ("[data]\nlease_blocks = 4294967296", "a lease would have 4294967296 blocks, and 4294967295 at most"),
+        ("sync_every = 1000000000", "a lease would have 16000000000 blocks"),
         ("[model]\nkind = 'url'", "model.kind must be one of"),
         ("[model]\nkind = 'path'", "model.path is empty"),
         ("[model]\npath = 'x'", 'add kind = "path"'),
@@ -270,6 +274,7 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[model.config]\nmodel_type = 'gpt2'\nx = [[[[[[[[[1]]]]]]]]]", "nested more than 8 deep"),
         ("[model.config]\nmodel_type = 'gpt2'\nx = '" + "y" * 300_000 + "'", "over the limit of 262144"),
         ("rounds = 3\nsync_every = = 4", "line 2"),
+        ("rounds = " + 10_000 * "[", "nested too deep to be read"),
     ],
 )
 def test_bad_toml_is_refused_with_the_file_and_the_reason(tmp_path: Path, text: str, message: str) -> None:
@@ -307,6 +312,11 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'run = "\xe4"')
     with pytest.raises(ConfigError, match=r"latin\.toml is no text in UTF-8"):
         RunSpec.from_toml(tmp_path / "latin.toml")
+
+
+def test_a_lease_that_a_run_may_have_is_one_that_peers_take() -> None:
+    longest = RunSpec(data=DataSpec(lease_blocks=runspec.LEASE_BLOCKS_MAX))
+    assert longest.blocks_per_lease == LEASE_LEN_MAX - 1
 
 
 def test_derived_sizes() -> None:

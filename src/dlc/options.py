@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import keyword
 import math
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -184,7 +185,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     if kind is int:
         return _demand(value, type(value) is int and 0 <= value <= INT_MAX, name, "a whole number of at least 0")
     if kind is float:
-        _demand(value, type(value) in (int, float) and math.isfinite(value), name, "a finite number")
+        _demand(value, type(value) in (int, float) and abs(value) <= sys.float_info.max, name, "a finite number")
         return float(value) + 0.0  # adding zero turns -0.0, which has other bytes, into 0.0
     return MappingProxyType(_plain_mapping(value, name, DEPTH_MAX))
 

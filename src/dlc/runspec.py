@@ -37,6 +37,8 @@ CHUNK_ELEMS_MAX = 1 << 21
 """Largest chunk, 8 MiB of fp32: an owner holds one per contributor at once."""
 SHARDS_MAX = 4096
 """Each is a reader of its own, which is there from the beginning."""
+LEASE_BLOCKS_MAX = (1 << 32) - 1
+"""Longest lease: no peer takes an entry with a longer one."""
 BYTE_VALUES = 256
 """Vocabulary of the byte-level tokenizer."""
 
@@ -431,6 +433,11 @@ class RunSpec:
             f"data.lease_blocks ({self.data.lease_blocks}) is less than one round uses: sync_every * "
             f"inner.batch_size * inner.accumulate = {self.blocks_per_round} blocks; 0 derives it",
         )
+        _check(
+            self.blocks_per_lease <= LEASE_BLOCKS_MAX,
+            f"a lease would have {self.blocks_per_lease} blocks, and {LEASE_BLOCKS_MAX} at most are possible: lower "
+            "data.lease_blocks, or the product of sync_every, inner.batch_size and inner.accumulate",
+        )
         self.outer.ending(self.rounds)
         falls, why = self.outer.schedule != "constant", 'outer.schedule is "constant", which does not fall'
         options.check_used(self.outer, "outer.", ("total_rounds", "min_lr_ratio"), falls, why)
@@ -531,6 +538,8 @@ class RunSpec:
             raise ConfigError(f"{path} is no text in UTF-8: give a RUN.toml") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deep to be read") from None
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,12 +67,17 @@ def member_of(record: Record, alive: bool, me: bool, away: bool = False) -> Memb
 
 
 def _status(raw: bytes) -> dict[str, Any]:
-    """What a peer says for people to read; anything that is no small JSON object is shown as nothing."""
+    """What a peer says for people to read; anything that is no small JSON object is shown as nothing, and a number
+    that is not finite, for which JSON has no word, as null."""
     try:
-        value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}")
+        value = json.loads(raw[:STATUS_BYTES_MAX] or b"{}", parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _finite(word: str) -> float | None:
+    return value if math.isfinite(value := float(word)) else None
 
 
 def status(
@@ -89,13 +95,13 @@ def status(
     asked: dict[str, float] = {}
     answered: dict[str, Record] = {}
     known: dict[str, Record] = {}
-    others: dict[str, str] = {}  # addresses that answered for another run, and its name
+    others: dict[str, str] = {}  # addresses that answered for another run, and its name; empty: it knows of none yet
     barred: set[str] = set()
     details: dict[str, str] = {}
     todo = set(peers)
     deadline = clock() + timeout_s
     try:
-        while clock() < deadline and (unheard := todo - answered.keys() - others.keys()):
+        while clock() < deadline and (unheard := todo - answered.keys() - {a for a in others if others[a]}):
             for address in unheard:
                 if clock() - asked.get(address, -1e9) >= ASK_AGAIN_S:
                     asked[address] = clock()
@@ -112,9 +118,7 @@ def status(
     finally:
         transport.close(0.0)
     if not answered and others:
-        raise UnreachableError(
-            "; ".join(f"{a} answered, but its run is {name!r:.80}, not {run!r}" for a, name in sorted(others.items()))
-        )
+        raise UnreachableError("; ".join(_other(address, name, run) for address, name in sorted(others.items())))
     if not answered and barred:
         raise WrongKeyError(wrong_key(sorted(barred), security is not None))
     if not answered:
@@ -126,6 +130,13 @@ def status(
         )
     alive = {r.voter for r in answered.values()}
     return [member_of(r, r.voter in alive, False) for _, r in sorted(known.items())]
+
+
+def _other(address: str, name: str, run: str | None) -> str:
+    """The sentence for one that answered, and not for this run."""
+    if not name:
+        return f"{address} answered, but knows of no run yet: it waits for others"
+    return f"{address} answered, but its run is {name!r:.80}, not {run!r}"
 
 
 def wrong_key(barred: Sequence[str], has_key: bool) -> str:
@@ -149,8 +160,7 @@ def _take(
     if not isinstance(message, Welcome) or message.record is None:
         return
     if run is not None and message.run != run:
-        if message.run:  # else it is still joining, and does not know
-            others[message.address] = message.run
+        others[message.address] = message.run
         return
     answered[message.address] = message.record
     for record in (message.record, *message.records):

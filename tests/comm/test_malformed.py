@@ -180,6 +180,9 @@ def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:
     own = stage.peers()[0].node.members.own
     for raw in (b"[" * 1024, b'{"a":' * 200, b"\xff", b"[]", b"1e999"):
         assert member_of(dataclasses.replace(own, status=raw), True, False).status == {}
+    not_finite = b'{"loss": NaN, "a": [-Infinity, 1e999, 2.5], "t": 3}'
+    told = member_of(dataclasses.replace(own, status=not_finite), True, False).status
+    assert told == {"loss": None, "a": [None, None, 2.5], "t": 3}, "who prints it as JSON prints JSON"
 
 
 def test_what_comes_too_early_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,6 +495,29 @@ def test_who_resumes_goes_on_as_if_it_had_never_stopped(
     assert rest.all("averaging")[0]["loss"] == pytest.approx(statistics.mean(told)), "of the steps that it made itself"
 
 
+def test_who_resumes_after_the_last_step_of_a_phase_tells_no_loss_of_steps_that_it_did_not_make(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the exchange after it failed: the steps are in the checkpoint, their losses were told."""
+    spec = spec_in(tmp_path, rounds=2)
+
+    def fails(*_: Any) -> Averaged:
+        raise DlcError("the network thread stopped")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(gifts.Gifts, "step", fails)
+        first = school.add(Pupil(spec, tmp_path / "0"))
+        with pytest.raises(DlcError, match="thread stopped"):
+            school.start(first).result(DEADLINE_S)
+    rest = school.add(Pupil(spec, tmp_path / "0", resume=saves.newest(tmp_path / "0", spec)))
+    summary = school.start(rest).result(DEADLINE_S)
+    assert (summary.t, summary.tokens) == (2, 2 * spec.tokens_per_round)
+    assert [e["step"] for e in first.all("step") + rest.all("step")] == list(range(2 * 3))
+    one, two = rest.all("averaging")
+    assert one["loss"] is None and "loss" not in sentence(one)
+    assert two["loss"] > 0 and f"; loss {two['loss']:.4f}; " in sentence(two)
+
+
 def test_who_finds_the_others_further_drops_the_phase_that_it_was_stopped_in_and_its_own_slow_weights(
     tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
 ) -> None:

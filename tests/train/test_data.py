@@ -41,6 +41,28 @@ def test_permutation_is_cheap_and_stays_below_n_for_large_n() -> None:
     assert sum(abs(a - b) < 64 for a, b in zip(spread, spread[1:], strict=False)) < 10
 
 
+def test_which_block_stands_where_is_fixed_for_ever() -> None:
+    """Else who joins a run with another version would train what others train, and leave out what nobody does."""
+    assert [permute(i, 10, 5) for i in range(10)] == [8, 3, 1, 6, 2, 5, 9, 0, 4, 7]
+    assert [permute(i, 16, 5) for i in range(16)] == [11, 3, 1, 6, 15, 5, 14, 10, 4, 7, 13, 8, 2, 0, 9, 12]
+    assert permute(7, 10**12, 2**64 - 1) == 339553216659
+    assert [first_block(seed, peer) // OWN_BLOCKS for seed, peer in ((0, "a"), (1, "a"), (0, "b"))] == [
+        14454193,
+        8174791,
+        5658873,
+    ]
+
+
+@pytest.mark.parametrize("n_blocks", [2, 3, 19, 20, 39, 40])
+def test_a_small_source_has_a_block_of_each_side_and_no_block_twice(tmp_path: Path, n_blocks: int) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(1 + i // 4 for i in range(4 * n_blocks)))
+    source = BlockSource(file, seq_len=4)
+    train = source.batch(range(source.n_blocks))[:, 0].tolist()
+    held = torch.cat(source.validation_batches(3, 1000))[:, 0].tolist()
+    assert len(held) == max(1, n_blocks // 20) and sorted(train + held) == list(range(1, n_blocks + 1))
+
+
 def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text(words(400))
@@ -91,13 +113,13 @@ def test_a_source_that_is_used_up_is_told_now_and_then(tmp_path: Path, caplog: p
     assert f"has {n} blocks of 16 tokens to train on, and {source.n_validation_blocks} held out" in caplog.text
     caplog.clear()
     told = []
-    for ks in ([0, 1], [n - 1], [n, n + 1], [n - 2, n + 2], [3 * n], [3 * n + 1]):
+    for ks in ([0, 1], [n - 1, n], [n, n + 1], [n - 2], [n + 2], [3 * n], [3 * n + 1]):
         source.batch(ks)
         told.append(len(caplog.records))
     for epoch in range(4, 100):
         source.batch([epoch * n])
     assert len(caplog.records) == 2 + 5 and "taken 64 times" in caplog.text
-    assert told == [0, 0, 1, 1, 2, 2] and f"all {n} blocks to train on have been taken" in caplog.text
+    assert told == [0, 1, 1, 1, 1, 2, 2] and f"all {n} blocks to train on have been taken" in caplog.text
     newcomer = BlockSource(file, seq_len=16)
     caplog.clear()
     newcomer.batch([7 * n])
@@ -242,6 +264,8 @@ def test_a_long_text_comes_in_pieces_cut_where_tokens_end(tmp_path: Path, monkey
         b"one two\nthree four\nfive",
         b"a b c d e f g h i j k l m",
         "äöü".encode() * 20,
+        "a😀😀".encode() * 20,
+        b" " + b"x" * 40,
         b"\xff" * 50,
         b"x" * 32,
         b"",
@@ -255,6 +279,10 @@ def test_a_long_text_comes_in_pieces_cut_where_tokens_end(tmp_path: Path, monkey
             assert all(piece.text.decode() is not None for piece in pieces)
     file.write_bytes(b"one two\nthree four\nfive")
     assert [piece.text for piece in Files(Place(str(file))).pieces()] == [b"one two\n", b"three four\nfive"]
+    file.write_bytes(b"a b c d e f g h")
+    assert [piece.text for piece in Files(Place(str(file))).pieces()] == [b"a b c d e f g h"]
+    file.write_bytes(b"a b c d e f g hi")
+    assert [piece.text for piece in Files(Place(str(file))).pieces()] == [b"a b c d e f g hi"], "it has room as it is"
     file.write_bytes(b"a b c d e f g h i j")
     assert [piece.text for piece in Files(Place(str(file))).pieces()] == [b"a b c d e f g h", b" i j"]
 
@@ -326,6 +354,19 @@ def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
             BlockSource(source, seq_len=16)
     with pytest.raises(DataError, match="seq_len"):
         BlockSource("stdlib", seq_len=1)
+
+
+def test_text_that_is_too_short_on_both_sides_is_told_of_each(tmp_path: Path) -> None:
+    """More than two blocks in all: "holds 29 tokens, ... give at least 22" told nobody what is missing."""
+    names = [f"{i}.txt" for i in range(60)]
+    for side, length in ((False, 18), (True, 9)):
+        (tmp_path / next(name for name in names if is_validation(name) == side)).write_text("x" * length)
+    says = (
+        "holds 19 tokens to train on, and 10 in .* held out for validation, but a block of 11 of each .*, or 2 of one"
+    )
+    with pytest.raises(DataError, match=says):
+        BlockSource(tmp_path, seq_len=11)
+    assert BlockSource(tmp_path, seq_len=10).n_blocks == BlockSource(tmp_path, seq_len=9).n_validation_blocks == 1
 
 
 def test_a_text_in_a_folder_may_be_compressed_too(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dlc.flat import FlatView
 from dlc.integrations import saved
 from dlc.report import Missing, RoundReport, Share
 from dlc.train.diloco import DiLoCo
+from dlc.train.uncounted import SavedSteps, Uncounted
 from tests.train.fake_peer import OTHER, FakePeer
 
 H, STEPS = 6, 21
@@ -169,3 +170,17 @@ def test_parameters_without_the_outer_state_that_they_began_at_are_no_state() ->
     assert state["local"] is not None
     with pytest.raises(CheckpointError, match="no state of dlc.DiLoCo"):
         opt.load_state_dict({name: value for name, value in state.items() if name != "outer"})
+
+
+def test_a_round_is_due_as_soon_after_a_second_restart_as_after_the_first() -> None:
+    """Of a period of four steps two were lost with the first process, and one is on its way to a round."""
+    first = Uncounted(4, 1)
+    first.lose(SavedSteps(inner_step=2, steps=2, offered=0, held=[2]))
+    first.add()
+    first.offered = 1
+    second = Uncounted(4, 1)
+    second.take_up(SavedSteps.of({**first.saved(), "held": first.held.amounts()}))
+    assert not first.due and not second.due
+    for steps in (first, second):
+        steps.add()
+    assert first.due and second.due and second.steps == 2 and second.held.amounts() == [2]

@@ -16,7 +16,7 @@ from dlc.errors import DataError, DlcError
 from dlc.flat import FlatView
 from dlc.runspec import OuterSpec, RunSpec
 from dlc.train import phases, saves
-from dlc.train.held import END_PATIENCE_S
+from dlc.train.held import END_PATIENCE_S, Held
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.rounds import Rounds
 from tests.swarm import DEADLINE_S, PATIENT
@@ -168,3 +168,13 @@ def test_peers_that_are_not_in_step_end_with_one_model(tmp_path: Path, before: l
     models = [FlatView.of(pupil.trainer.model) for pupil in pupils]
     assert torch.equal(*(view.gather(torch.empty(view.numel)) for view in models))
     assert not any(any(pupil.trainer.strategy.phases.held.amounts()) for pupil in pupils)  # type: ignore[attr-defined]
+
+
+def test_steps_that_are_undone_leave_what_is_offered_in_its_fragment_and_nothing_in_others() -> None:
+    held = Held(3)
+    held.add(10)
+    held.counted(1, 0)
+    assert held.amounts() == [0, 10, 10] and held.next(1) == 10  # offered to round 2
+    held.add(5)
+    held.undo(1, 5)
+    assert held.amounts() == [0, 10, 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dlc.errors import DataError, NoRoom
 from dlc.train import packing, sources
@@ -67,16 +67,28 @@ def test_a_special_token_that_a_text_holds_is_that_token(folder: Path) -> None:
     assert ids.tolist().count(tokenizer.end) == 2
 
 
-def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+def test_an_end_that_a_text_holds_is_not_unknown_where_one_token_is_for_both(folder: Path, tmp_path: Path) -> None:
+    """As that of GPT-2."""
+    both = AutoTokenizer.from_pretrained(folder)
+    both.unk_token = both.eos_token
+    both.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.unk_token_id == tokenizer.end
+    tokenizer.encode([Piece("a", b"the cat<eos>sat", True)])
+    assert tokenizer.unknown == 0
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path, size: int, dtype: type) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(70_000)}, unk_token="w0"))
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w1").save_pretrained(tmp_path)
     wide = load_tokenizer(str(tmp_path))
-    assert wide.dtype == np.uint32 and wide.vocab_size == 70_000
-    assert wide.encode([Piece("a", b"w69999 w5", True)])[0].tolist() == [69_999, 5, 1]
+    assert wide.dtype == dtype and wide.vocab_size == size
+    assert wide.encode([Piece("a", f"w{size - 1} w5".encode(), True)])[0].tolist() == [size - 1, 5, 1]
 
 
 def test_a_folder_that_is_not_there_is_no_name(tmp_path: Path) -> None:
@@ -248,6 +260,11 @@ def test_undecodable_bytes_are_replaced_and_told_once(
     assert [r.message for r in caplog.records if "UTF-8" in r.message] == [
         "3 documents hold bytes that are no UTF-8; those became U+FFFD for the tokenizer"
     ]
+    for i in range(3):
+        (corpus / f"bad{i}.txt").unlink()
+    caplog.clear()
+    BlockSource(corpus, 8, tokenizer=tokenizer)
+    assert "UTF-8" not in caplog.text, "it counts those of this text"
     ids = tokenizer.encode([Piece("x", b"a\xffb", False)])[0]
     assert isinstance(tokenizer, HubTokenizer) and tokenizer._inner.decode(ids) == "a\ufffdb"
     assert bytes(ByteTokenizer().encode([Piece("x", b"a\xffb", True)])[0]) == b"a\xffb\0"
@@ -271,10 +288,20 @@ def test_a_tokenizer_that_was_made_for_other_text_is_told(
         place.mkdir()
         for i in range(9):
             (place / f"{i}.txt").write_text(word, encoding="utf-8")
-    tokenise(Files(Place(str(known))), load_tokenizer(str(folder)))
+    (known / "rare.txt").write_text("ab cd " * 100 + "ж", encoding="utf-8")
+    tokenizer = load_tokenizer(str(folder))
+    tokenise(Files(Place(str(known))), tokenizer)
     assert not caplog.messages
-    tokenise(Files(Place(str(other))), load_tokenizer(str(folder)))
+    for place in (other, known):  # what it met in another text is no matter of this one
+        tokenise(Files(Place(str(place))), tokenizer)
     assert [message.startswith(said.format(name=folder)) for message in caplog.messages] == [True], caplog.messages
+
+
+def test_a_tokenizer_is_given_so_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SLICE_BYTES", 8)
+    pieces = [Piece("x", b"abc", True)] * 5 + [Piece("x", b"", True)] * 9
+    given = list(packing.slices(pieces))
+    assert [len(together) for together in given] == [2, 2, 5, 5] and sum(given, []) == pieces
 
 
 def test_a_long_job_tells_how_far_it_is(folder: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:

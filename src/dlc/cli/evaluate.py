@@ -70,7 +70,7 @@ def evaluate_model(args: argparse.Namespace) -> int:
     disable_progress_bar()
     device = pick_device(args.device)
     restored = restore(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or restored.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer or _own_tokenizer(restored))
     check_vocabulary(restored.model, tokenizer)
     known = restored.spec is not None or restored.tokenizer != BYTES  # else nobody says what it was trained with
     if known and is_here(restored.tokenizer):
@@ -155,6 +155,20 @@ def _text(
     named = spec.data.source if spec is not None else STDLIB
     batches = held.validation_batches(args.batch_size, args.blocks)
     return _Text(named, "validation", batches, held.bytes_per_token)
+
+
+def _own_tokenizer(restored: Restored) -> str:
+    """UsageError: a model folder has none, and was hardly trained on bytes: what is printed would be of no meaning."""
+    from dlc.train.model import vocab_of
+    from dlc.train.setup import BYTE_ROWS_MAX
+
+    rows = vocab_of(restored.model)
+    if restored.spec is None and restored.tokenizer == BYTES and rows is not None and rows > BYTE_ROWS_MAX:
+        raise UsageError(
+            f"{restored.origin} has no tokenizer, and a vocabulary of {rows}: give --tokenizer with the one that the "
+            f"model was trained with, or {BYTES} if it was trained on these"
+        )
+    return restored.tokenizer
 
 
 def _seq_len(given: int | None, restored: Restored) -> int:

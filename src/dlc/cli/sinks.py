@@ -229,7 +229,8 @@ def sentence(event: Event) -> str:
         case "looked_on":
             return read_report(event).summary(own=False)
         case "averaging":
-            return f"{averaging(event)}; loss {event['loss']:.4f}; {_speed(event)}"
+            loss = "" if event["loss"] is None else f"; loss {event['loss']:.4f}"
+            return f"{averaging(event)}{loss}; {_speed(event)}"
         case "validation":
             loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f} nats per token"
             return f"validation after round {event['t']}: {loss}"

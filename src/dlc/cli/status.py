@@ -8,10 +8,12 @@ import json
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from dlc.addresses import addresses_of
 from dlc.cli.console import Stdout
 from dlc.cli.places import run_key
+from dlc.comm.addresses import ADDRESS_CHARS_MAX
 
 if TYPE_CHECKING:
     from dlc.survey import Member
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 WIDTHS = {"peer": 0, "address": 64, "state": 0, "round": 30, "step": 38, "tokens/s": 54, "loss": 46, "head": 72}
 """Of the terminal, below which a column is left out."""
+CELL_CHARS_MAX = 40
+"""Of what another host says of itself; its address, which is to be typed elsewhere, is shown as a whole."""
 
 
 def show_status(args: argparse.Namespace) -> int:
@@ -55,10 +59,12 @@ def member_table(members: list[Member], width: int) -> Table:
             "loss": said.get("loss", ""),
             "head": member.head[:8],
         }
-        grid.add_row(*(_plain(cells[head]) for head in heads))
+        most = {"address": ADDRESS_CHARS_MAX}
+        grid.add_row(*(_plain(cells[head], most.get(head, CELL_CHARS_MAX)) for head in heads))
     return grid
 
 
-def _plain(cell: object) -> str:
-    """Text of another host: short, and nothing that rich would take for markup."""
-    return str("" if cell is None else cell)[:40].replace("[", "(")
+def _plain(cell: object, most: int) -> Text:
+    """Text of another host: no markup, and nothing that a terminal would obey."""
+    shown = str("" if cell is None else cell)[:most]
+    return Text("".join(c if c.isprintable() else "?" for c in shown))

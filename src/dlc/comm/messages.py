@@ -62,7 +62,7 @@ class Record:
     stale: bool = False
     """It slept for long, and neither promises nor votes nor coordinates before it knows where others are."""
     status: bytes = b""
-    """Small msgpack map for people: round, inner step, loss. Never read by the protocol."""
+    """Small JSON object for people: round, inner step, loss. Never read by the protocol."""
     signature: bytes = b""
 
 

@@ -308,7 +308,8 @@ class Averaging:
         averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
-        loss, self._loss_sum = self._loss_sum / max(1, self._inner_step - self._kept_steps), 0.0
+        steps = self._inner_step - self._kept_steps  # 0: all were made before a resume
+        loss, self._loss_sum = self._loss_sum / steps if steps else None, 0.0
         self._t, self._diverged, self._new_tokens = averaged.t, 0, 0
         self._inner_step = self._kept_steps = 0
         distance = self._handover.stand(self._t, self._vector)

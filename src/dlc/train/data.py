@@ -151,7 +151,10 @@ def demand_data(spec: RunSpec, tokenizer: Tokenizer | None) -> None:
             return
     if not n_bytes:
         raise _no_text(place)
-    raise _too_short(place.source, n_tokens, seq_len)
+    raise DataError(
+        f"the data source {place.source} holds {n_tokens} tokens, but training and validation need a block of "
+        f"{seq_len} each: give more text, at least {BLOCKS_MIN * seq_len} tokens, or a smaller seq_len"
+    )
 
 
 class BlockSource:
@@ -354,13 +357,6 @@ def _no_text(place: Place) -> DataError:
     return DataError(f"the data source {place.source} holds no text; give a file or folder with text in it")
 
 
-def _too_short(source: str, n_tokens: int, seq_len: int) -> DataError:
-    return DataError(
-        f"the data source {source} holds {n_tokens} tokens, but training and validation need a block of {seq_len} "
-        f"each: give more text, at least {BLOCKS_MIN * seq_len} tokens, or a smaller seq_len"
-    )
-
-
 def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
     """Train and validation blocks, [n, seq_len] each, both with at least one row."""
     a, b = _blocks(train, seq_len), _blocks(held, seq_len)
@@ -375,7 +371,11 @@ def _split(train: Ids, held: Ids, seq_len: int, source: str) -> tuple[Ids, Ids]:
         return a, b
     blocks = a if len(a) else b
     if len(blocks) < BLOCKS_MIN:
-        raise _too_short(source, len(train) + len(held), seq_len)
+        raise DataError(
+            f"the data source {source} holds {len(train)} tokens to train on, and {len(held)} in texts that are held "
+            f"out for validation, but a block of {seq_len} of each is needed, or {BLOCKS_MIN} of one: give more text, "
+            "or a smaller seq_len"
+        )
     n_validation = max(1, len(blocks) // VALIDATION_ONE_IN)
     return blocks[:-n_validation], blocks[-n_validation:]
 
