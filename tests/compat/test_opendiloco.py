@@ -462,13 +462,16 @@ def test_the_tracker_counts_trainers_that_are_alive_and_believes_no_nonsense() -
         member("b", said=["other", 7, 5]),
         member("c", said={"epoch": 9}),
         member("d", said=["run", "9", None]),
+        member("e", speed=1.0, said=["run", 0, 10**400]),
+        member("f", said=["run", 1 << 60, 5]),
+        member("g", said=["run", 0, -5]),
         member("dead", alive=False, said=["run", 9, 9]),
         member("seer", role="observer"),
     ]
     optimizer = made(net, peer)
     train(net, optimizer, range(2))
     seen = optimizer.tracker.global_progress
-    assert (seen.num_peers, seen.epoch, seen.target_batch_size) == (6 - 1, 0, 5 * H)
+    assert (seen.num_peers, seen.epoch, seen.target_batch_size) == (9 - 1, 0, 5 * H)
     assert seen.samples_accumulated == 10 + 5 and optimizer.tracker.global_epoch == 0
     assert seen.eta_next_epoch - seen.next_fetch_time >= (5 * H - 5) / 2.5
     assert optimizer.tracker.ready_to_update_epoch and optimizer.tracker.local_progress.samples_accumulated == 10

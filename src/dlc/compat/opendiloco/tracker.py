@@ -13,6 +13,8 @@ from dlc.compat.opendiloco.strategy import SwarmPeer
 
 TELL_S = 1.0
 """Between two words to the others: a record travels to every peer."""
+COUNT_MAX = 1 << 53
+"""Nobody has come to a greater epoch, or trained on more samples in one."""
 RATE_SHARE = 0.1
 """Of the newest step in the moving average of the seconds per step."""
 
@@ -104,7 +106,7 @@ class DiloCoProgressTracker:
             said = member.status.get("opendiloco")
             if not member.me and isinstance(said, list) and len(said) == 3 and said[0] == self._run_id:
                 _, epoch, samples = said  # from another host
-                if isinstance(epoch, int) and isinstance(samples, int):
+                if all(type(n) is int and 0 <= n <= COUNT_MAX for n in (epoch, samples)):
                     told.append((epoch, samples, member.speed))
         epoch = max(e for e, _, _ in told)
         left_s = [max(0, self.target_batch_size - n) / rate for e, n, rate in told if e == epoch and rate > 0]
