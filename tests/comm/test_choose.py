@@ -82,6 +82,14 @@ def test_a_chunk_of_another_roster_is_not_reused() -> None:
     assert isinstance(choice, Resume) and choice.plan == newer and choice.fixed == ()
 
 
+def test_a_chunk_of_another_channel_is_not_reused() -> None:
+    """A lease position of the one may be the number of an offer in the other, and rosters look the same."""
+    other = plan(4, B, dataclasses.replace(ROUND_1, channel="sum", numel=4))
+    held = (HeldChunk(0, Ballot(0, A), H0, 0), HeldChunk(1, Ballot(0, A), H1, 0))
+    choice = choose({A: promise(plan=plan(0), held=held, rosters=((PA, PB),)), B: promise(plan=other)})
+    assert isinstance(choice, Resume) and choice.plan == other and choice.fixed == ()
+
+
 def test_a_contribution_with_another_lease_position_is_another_contribution() -> None:
     """Found by simulation: the same weight with other samples was averaged, and its samples leased again."""
     stale = Part(B, PB.weight, PB.upto - 4)
