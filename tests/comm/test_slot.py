@@ -552,6 +552,28 @@ def test_missing_results_are_asked_of_owner_and_coordinator_in_turn() -> None:
     assert not member.sent(slot._ask_for, [chunk], 0), "I know that I lack it"
 
 
+def test_a_coordinator_asks_others_for_what_has_no_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not itself: that an owner answers by a relay, or every holder is dead, is no reason to wait for a stall."""
+    stage = Stage(4, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Held)
+    process, plan = stage.planned()
+    stage.until(lambda: process.node.exchange.complete)
+    member = Member(stage, process, process.voter)
+    slot, members = member.slot, member.ctx.members
+    chunk = next(c for c, o in enumerate(plan.assignment) if plan.owners[o] != member.me)
+    owner = plan.owners[plan.assignment[chunk]]
+    rest = [v.peer for v in member.others if v != owner]
+    monkeypatch.setattr(members, "relay_for", lambda peer: rest[0] if peer == owner.peer else None)
+    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    fetch = msg.Fetch(member.head, plan.ballot, (chunk,), ())
+    assert asked == [[(peer, fetch)] for peer in rest]
+    fixed = msg.FixedChunk(chunk, member.node.exchange.hashes[chunk], (owner,))
+    slot.plan = dataclasses.replace(plan, fixed=(fixed,))
+    monkeypatch.setattr(members, "alive", lambda voter: voter != owner)
+    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    assert asked == [[(peer, dataclasses.replace(fetch, hashes=(fixed.hash,)))] for peer in rest]
+
+
 def test_fixed_chunks_are_asked_of_those_holders_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
     member = voted()
     slot, (one, other) = member.slot, member.others
