@@ -14,7 +14,7 @@ from dlc.comm import slot as slot_module
 from dlc.comm.effects import Send
 from dlc.comm.entries import OPEN
 from dlc.comm.exchange import result_hash
-from dlc.comm.ids import Ballot, Voter
+from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.roles import HELPER
 from dlc.comm.slot import Slot
 from dlc.sim.schedule import TRAIN
@@ -202,6 +202,36 @@ def test_a_beat_of_a_higher_ballot_that_waits_is_followed_and_no_other() -> None
     member.ctx.running_s += 1.0
     assert member.sent(slot.receive_coord, other, lower) == [(other.peer, msg.Nack(member.head, Ballot(3, one)))]
     assert slot.coordinator_heard < member.ctx.running_s, "an old coordinator is none"
+
+
+def test_what_was_promised_before_a_sleep_is_voted_for_no_more() -> None:
+    """Others may have gone on by force meanwhile. Its coordinator is told so, and may ask once more with all it has."""
+    member = about_to_vote()
+    slot, before = member.slot, member.slot.promised
+    after = Ballot(before.counter + 1, before.voter)
+    slot.wake()
+    assert slot.promised == slot.seen == after
+    assert not member.sent(slot.advance) and slot.accepted is None
+    beat = msg.Coord(member.head, before, msg.RUN, ())
+    nack = (member.coordinator.peer, msg.Nack(member.head, after))
+    assert member.sent(slot.receive_coord, member.coordinator, beat) == [nack]
+    ((_, promise),) = member.sent(slot.receive_prepare, after.voter, msg.Prepare(member.head, after, ()))
+    assert promise.ballot == after and promise.plan is slot.plan
+    slot.seen = Ballot(9, member.others[0])
+    slot.wake()
+    assert slot.seen == Ballot(9, member.others[0]), "what it had heard of is above that"
+    slot.promised = LOWEST
+    slot.wake()
+    assert slot.promised == LOWEST, "it had promised nothing"
+
+
+def test_only_who_was_away_for_longer_than_T_gap_has_slept() -> None:
+    member = waiting()
+    node, slot, promised = member.process.node, member.slot, member.slot.promised
+    node.tick(member.ctx.now + member.ctx.members.t_gap_s)
+    assert slot.promised == promised and not member.ctx.stale
+    node.tick(member.ctx.now + member.ctx.members.t_gap_s + 0.1)
+    assert slot.promised == Ballot(promised.counter + 1, promised.voter) and member.ctx.stale
 
 
 def test_a_promise_names_no_more_rosters_than_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
