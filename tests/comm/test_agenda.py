@@ -145,6 +145,14 @@ def test_a_wait_counts_from_the_first_of_the_offers_repeats(desk: Desk) -> None:
     assert desk.agenda._ready[TRAIN][desk.me][1] == pytest.approx(began - 3.5)
 
 
+def test_a_contribution_in_the_place_of_one_taken_back_begins_its_own_wait(desk: Desk) -> None:
+    agenda, began, offer = desk.agenda, desk.ctx.now, desk.offer(desk.me, channel="sum")
+    desk.hears((desk.me, offer))
+    desk.ctx.now += 30.0
+    desk.hears((desk.me, dataclasses.replace(offer, upto=offer.upto + 1, offered_s=1.0)))
+    assert agenda._ready["sum"][desk.me][1] == pytest.approx(began + 29.0)
+
+
 def test_who_holds_up_what_is_named(desk: Desk) -> None:
     one, two, three = desk.others
     desk.hears((desk.me, desk.offer(desk.me)))

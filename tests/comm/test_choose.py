@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from dlc.comm.choose import Again, Resume, choose
 from dlc.comm.entries import CONFIG, ROUND, Entry, Part
 from dlc.comm.ids import Ballot, Voter
@@ -47,14 +49,15 @@ def test_an_accepted_decree_is_proposed_again_verbatim() -> None:
     assert [(f.chunk, f.hash, f.holders) for f in choice.fixed] == [(0, H0, (A, C)), (1, H1, (A, C))]
 
 
-def test_of_two_accepted_decrees_the_higher_ballot_wins() -> None:
+@pytest.mark.parametrize("first", [A, B])
+def test_of_two_accepted_decrees_the_higher_ballot_wins(first: Voter) -> None:
+    """Whichever promise came first."""
     old, new = (Decree(dataclasses.replace(ROUND_1, manifest=m * 32), (H0, H1)) for m in (b"o", b"n"))
-    choice = choose(
-        {
-            A: promise(accepted_ballot=Ballot(1, B), accepted=old),
-            B: promise(accepted_ballot=Ballot(2, A), accepted=new),
-        }
-    )
+    promises = {
+        A: promise(accepted_ballot=Ballot(1, B), accepted=old),
+        B: promise(accepted_ballot=Ballot(2, A), accepted=new),
+    }
+    choice = choose({first: promises.pop(first), **promises})
     assert isinstance(choice, Again) and choice.decree == new
     assert {f.holders for f in choice.fixed} == {(B,)}, "who accepted the other one does not hold these bytes"
 
@@ -82,6 +85,14 @@ def test_a_chunk_of_another_roster_is_not_reused() -> None:
     assert isinstance(choice, Resume) and choice.plan == newer and choice.fixed == ()
 
 
+def test_a_chunk_of_another_channel_is_not_reused() -> None:
+    """A lease position of the one may be the number of an offer in the other, and rosters look the same."""
+    other = plan(4, B, dataclasses.replace(ROUND_1, channel="sum", numel=4))
+    held = (HeldChunk(0, Ballot(0, A), H0, 0), HeldChunk(1, Ballot(0, A), H1, 0))
+    choice = choose({A: promise(plan=plan(0), held=held, rosters=((PA, PB),)), B: promise(plan=other), C: promise()})
+    assert isinstance(choice, Resume) and choice.plan == other and choice.fixed == ()
+
+
 def test_a_contribution_with_another_lease_position_is_another_contribution() -> None:
     """Found by simulation: the same weight with other samples was averaged, and its samples leased again."""
     stale = Part(B, PB.weight, PB.upto - 4)
@@ -101,3 +112,14 @@ def test_of_two_candidates_the_one_with_more_holders_then_the_higher_ballot() ->
     assert isinstance(choice, Resume) and choice.fixed[0].hash == H0
     choice = choose({v: promise(plan=plan(3), held=(h,), rosters=rosters) for v, h in ((A, old), (B, new))})
     assert isinstance(choice, Resume) and choice.fixed[0].hash == H1
+
+
+def test_a_fixed_chunk_names_a_few_of_its_holders_each_chunk_others() -> None:
+    voters = tuple(Voter(name, 1) for name in "abcde")
+    decree = Decree(ROUND_1, (H0, H1, H2, H0, H1))
+    choice = choose({v: promise(accepted_ballot=Ballot(0, A), accepted=decree) for v in reversed(voters)})
+    assert isinstance(choice, Again)
+    a, b, c, d, e = voters
+    assert [f.holders for f in choice.fixed] == [(a, b, c), (b, c, d), (c, d, e), (d, e, a), (e, a, b)]
+    few = choose({v: promise(accepted_ballot=Ballot(0, A), accepted=decree) for v in (c, b, a)})
+    assert isinstance(few, Again) and {f.holders for f in few.fixed} == {(a, b, c)}

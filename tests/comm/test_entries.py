@@ -57,6 +57,14 @@ def test_half_decides_only_with_rank_zero() -> None:
     assert not is_quorum([], [], None), "nobody decides on the empty log"
 
 
+def test_rank_zero_is_the_first_in_rank_and_nobody_is_on_the_empty_log() -> None:
+    state = opened()
+    assert state.rank0 == state.ranked[0] and LogState().rank0 is None
+    rank1, rank2 = state.ranked[1:]
+    two = dataclasses.replace(state, electorate=(state.ranked[0], rank1))
+    assert two.quorum([state.ranked[0]]) and not two.quorum([rank1]) and state.quorum([rank1, rank2])
+
+
 def test_strangers_do_not_count_towards_a_quorum() -> None:
     assert not is_quorum([A, Voter("x", 1), Voter("y", 1)], [A, B, C], A)
 

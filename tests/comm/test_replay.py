@@ -15,7 +15,7 @@ from dlc.comm.events import HistoryLost
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import Voter
 from dlc.comm.log import Past
-from dlc.comm.sync import STEPS_IN_FLIGHT, Sync
+from dlc.comm.sync import ASK_AGAIN_S, STEPS_IN_FLIGHT, Sync
 from dlc.sim.schedule import TRAIN
 from tests.comm.stage import Stage, past_round
 
@@ -114,6 +114,23 @@ def test_a_few_steps_are_fetched_at_a_time(behind: Behind) -> None:
     assert [fetch.hashes for fetch in fetches] == [following[1][1]]
 
 
+@pytest.mark.parametrize("n_later", [0, 1])
+def test_a_step_whose_commit_came_first_is_done(behind: Behind, n_later: int) -> None:
+    """What I accepted in an older ballot may be all there, while the results of it are on their way once more. That
+    speaks against neither my log nor its donor."""
+    sync, entry = behind.sync, behind.past.entry
+    later = (dataclasses.replace(entry, parent=entry.hash, depth=entry.depth + 1, t=entry.t + 1), behind.past.hashes)
+    behind.steps(behind.step, *[later] * n_later)
+    behind.log.state = dataclasses.replace(behind.log.state, head=entry.hash, depth=entry.depth)
+    sync.receive_result(behind.past.results[0])
+    assert not sync._misled([behind.donor]) and sync.busy == (n_later > 0)
+    behind.ctx.now += ASK_AGAIN_S
+    behind.ctx.out.clear()
+    sync.tick()
+    fetches = [e.message for e in behind.ctx.out if isinstance(e, Send) and isinstance(e.message, msg.Fetch)]
+    assert [fetch.head for fetch in fetches] == [entry.hash] * n_later
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"parent": X}, {"electorate": ()}, {"manifest": X}, {"t": 0}, {"kind": "config", "roster": (), "t": 0}],
@@ -184,3 +201,17 @@ def test_a_history_that_is_left_is_told_where_it_is_one(behind: Behind, monkeypa
     assert offers((X,), 9) == [], "its chain does not reach back to where I stand"
     log.active = False
     assert offers((b"a" * 32, X), 3) == [], "what I had was nobody's history yet"
+
+
+def test_a_state_is_in_step_with_no_history_that_has_not_opened_its_channel(
+    behind: Behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its donor may offer the very same one, as a first state: no round of that name is to move it."""
+    sync, log = behind.sync, behind.log
+    attached, state = log.attached[TRAIN], log.state
+    monkeypatch.setattr(sync, "switched", lambda: None)
+    image = msg.ImageOffer(TRAIN, attached.digest, attached.state.image_bytes(), 1 << 20, (X,))
+    assert log.holds(TRAIN)
+    there = dataclasses.replace(state, head=X, depth=state.depth + 1, channels=())
+    sync._jump(msg.Offer(there, (X,), (state.tokens,), (image,)), {TRAIN: state.base(TRAIN)})
+    assert log.head == X and not attached.synced and log.digest(TRAIN) == b""

@@ -14,7 +14,7 @@ from dlc.comm import slot as slot_module
 from dlc.comm.effects import Send
 from dlc.comm.entries import OPEN
 from dlc.comm.exchange import result_hash
-from dlc.comm.ids import Ballot, Voter
+from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.roles import HELPER
 from dlc.comm.slot import Slot
 from dlc.sim.schedule import TRAIN
@@ -202,6 +202,36 @@ def test_a_beat_of_a_higher_ballot_that_waits_is_followed_and_no_other() -> None
     member.ctx.running_s += 1.0
     assert member.sent(slot.receive_coord, other, lower) == [(other.peer, msg.Nack(member.head, Ballot(3, one)))]
     assert slot.coordinator_heard < member.ctx.running_s, "an old coordinator is none"
+
+
+def test_what_was_promised_before_a_sleep_is_voted_for_no_more() -> None:
+    """Others may have gone on by force meanwhile. Its coordinator is told so, and may ask once more with all it has."""
+    member = about_to_vote()
+    slot, before = member.slot, member.slot.promised
+    after = Ballot(before.counter + 1, before.voter)
+    slot.wake()
+    assert slot.promised == slot.seen == after
+    assert not member.sent(slot.advance) and slot.accepted is None
+    beat = msg.Coord(member.head, before, msg.RUN, ())
+    nack = (member.coordinator.peer, msg.Nack(member.head, after))
+    assert member.sent(slot.receive_coord, member.coordinator, beat) == [nack]
+    ((_, promise),) = member.sent(slot.receive_prepare, after.voter, msg.Prepare(member.head, after, ()))
+    assert promise.ballot == after and promise.plan is slot.plan
+    slot.seen = Ballot(9, member.others[0])
+    slot.wake()
+    assert slot.seen == Ballot(9, member.others[0]), "what it had heard of is above that"
+    slot.promised = LOWEST
+    slot.wake()
+    assert slot.promised == LOWEST, "it had promised nothing"
+
+
+def test_only_who_was_away_for_longer_than_T_gap_has_slept() -> None:
+    member = waiting()
+    node, slot, promised = member.process.node, member.slot, member.slot.promised
+    node.tick(member.ctx.now + member.ctx.members.t_gap_s)
+    assert slot.promised == promised and not member.ctx.stale
+    node.tick(member.ctx.now + member.ctx.members.t_gap_s + 0.1)
+    assert slot.promised == Ballot(promised.counter + 1, promised.voter) and member.ctx.stale
 
 
 def test_a_promise_names_no_more_rosters_than_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,6 +580,28 @@ def test_missing_results_are_asked_of_owner_and_coordinator_in_turn() -> None:
     assert asked == [[(owner.peer, fetch)], [(member.coordinator.peer, fetch)]]
     slot.plan = dataclasses.replace(plan, owners=(member.me,) * len(plan.owners))
     assert not member.sent(slot._ask_for, [chunk], 0), "I know that I lack it"
+
+
+def test_a_coordinator_asks_others_for_what_has_no_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not itself: that an owner answers by a relay, or every holder is dead, is no reason to wait for a stall."""
+    stage = Stage(4, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Held)
+    process, plan = stage.planned()
+    stage.until(lambda: process.node.exchange.complete)
+    member = Member(stage, process, process.voter)
+    slot, members = member.slot, member.ctx.members
+    chunk = next(c for c, o in enumerate(plan.assignment) if plan.owners[o] != member.me)
+    owner = plan.owners[plan.assignment[chunk]]
+    rest = [v.peer for v in member.others if v != owner]
+    monkeypatch.setattr(members, "relay_for", lambda peer: rest[0] if peer == owner.peer else None)
+    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    fetch = msg.Fetch(member.head, plan.ballot, (chunk,), ())
+    assert asked == [[(peer, fetch)] for peer in rest]
+    fixed = msg.FixedChunk(chunk, member.node.exchange.hashes[chunk], (owner,))
+    slot.plan = dataclasses.replace(plan, fixed=(fixed,))
+    monkeypatch.setattr(members, "alive", lambda voter: voter != owner)
+    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    assert asked == [[(peer, dataclasses.replace(fetch, hashes=(fixed.hash,)))] for peer in rest]
 
 
 def test_fixed_chunks_are_asked_of_those_holders_that_live(monkeypatch: pytest.MonkeyPatch) -> None:

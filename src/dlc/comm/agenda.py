@@ -143,7 +143,9 @@ class Agenda:
             return
         self._ready[m.channel] = known
         since = self.ctx.now - m.offered_s
-        known[voter] = (m, min(since, known[voter][1]) if voter in known else since)
+        before, at = known.get(voter, (m, since))
+        same = (before.opening, before.weight, before.upto) == (m.opening, m.weight, m.upto)
+        known[voter] = (m, min(since, at) if same else since)
 
     def waiting_for(self) -> tuple[Voter, ...]:
         """Alive voters that hold up an opening; where none is wished, those that are ready for nothing yet."""

@@ -3,16 +3,16 @@
 The first rule that applies:
   1. some promise carries an accepted decree: that of the highest ballot, verbatim (it may have been decided);
   2. some promise carries a plan of kind round: its roster (never enlarged within the slot), keeping every held chunk
-     whose contributors all stand in that roster with the same weight and lease position;
+     of the same channel whose contributors all stand in that roster with the same weight and lease position;
   3. neither: free choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dlc.comm.entries import ROUND, Part
+from dlc.comm.entries import ROUND, Entry, Part
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Decree, FixedChunk, HeldChunk, Plan, Promise
 
@@ -49,7 +49,7 @@ def choose(promises: Mapping[Voter, Promise]) -> Choice:
     if not plans:
         return None
     plan = max(plans, key=lambda p: p.ballot)
-    return Resume(plan, _reusable(plan.entry.roster, promises))
+    return Resume(plan, _reusable(plan.entry, promises))
 
 
 def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[Voter, ...]] | None:
@@ -64,11 +64,14 @@ def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[
     return best[1], tuple(holders)
 
 
-def _reusable(roster: Iterable[Part], promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:
-    """Per chunk the candidate that most promisers hold (then the highest ballot, then the hash)."""
-    standing = set(roster)
+def _reusable(entry: Entry, promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:
+    """Per chunk the candidate that most promisers hold (then the highest ballot, then the hash). What a promiser holds
+    is of its plan, which may be a round of another channel: another vector, whatever its roster."""
+    standing = set(entry.roster)
     holders: dict[int, dict[tuple[Ballot, bytes], list[Voter]]] = {}
     for voter, promise in sorted(promises.items()):
+        if promise.plan is None or promise.plan.entry.channel != entry.channel:
+            continue
         for held in promise.held:
             if _stands(held, promise, standing):
                 by_hash = holders.setdefault(held.chunk, {})

@@ -433,7 +433,9 @@ class Slot:
                 choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
             else:
                 choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
-            choices = direct(self.ctx, choices) or others or choices
+                if choices[0] == self.ctx.me:
+                    continue  # nobody has it, if not I
+            choices = direct(self.ctx, (v for v in choices if v != self.ctx.me)) or others or choices
             target = choices[turn % len(choices)]
             if target != self.ctx.me:
                 asked.setdefault(target, []).append(chunk)

@@ -110,6 +110,7 @@ class Sync:
         if now < self._asked_at + ASK_AGAIN_S or self._download is not None:
             return
         if self._steps:
+            self._replay()
             self._ask_results()
         else:
             self.start()
@@ -233,7 +234,11 @@ class Sync:
         return True
 
     def _replay(self) -> None:
-        """Apply as many steps as are complete."""
+        """Apply as many steps as are complete. Some may be done: their COMMIT came, and all their bytes were here."""
+        if self._steps and self._steps[-1].entry.hash == self.log.head:
+            self._steps = []
+        following = (i for i, step in enumerate(self._steps) if step.entry.parent == self.log.head)
+        self._steps = self._steps[next(following, 0) :]
         while self._steps:
             step = self._steps[0]
             if step.entry.parent != self.log.head or not _consistent(step):
@@ -252,7 +257,7 @@ class Sync:
             self.apply(step.entry, step.hashes, results)
             self._steps = rest
             self._ask_results(slice(STEPS_IN_FLIGHT - 1, STEPS_IN_FLIGHT))
-        self.donor = None
+        self.donor, self._results = None, {}
         self._asked_at = -1e9
         self.start()
 
@@ -378,8 +383,9 @@ class Sync:
         self.log.install(offer.state, offer.chain, offer.totals)
         offered = {i.channel for i in offer.images}
         for channel, attached in self.log.attached.items():
-            if channel not in offered and self.log.state.base(channel) != was[channel]:
-                attached.synced = False  # the donor does not hold it
+            lacked = channel not in offered and self.log.state.base(channel) != was[channel]
+            if lacked or not self.log.is_open(channel):
+                attached.synced = False  # the donor does not hold it, or it is of a history that opened it, and is lost
         self.switched()
 
     def _replace(self, attached: Attached, channel: str, image: memoryview, digest: bytes) -> bool:
