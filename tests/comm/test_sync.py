@@ -12,6 +12,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from dlc.comm import donations as donations_module
 from dlc.comm import images
 from dlc.comm import messages as msg
 from dlc.comm.donations import IN_USE_S, STEPS_MAX
@@ -621,6 +622,35 @@ def test_an_asker_whose_offer_is_being_prepared_is_not_forgotten() -> None:
     for _ in range(100):
         donations._work()
     assert [type(e.message) for e in donor.node.ctx.out] == [msg.Offer, msg.Offer]  # type: ignore[union-attr]
+
+
+def test_an_image_that_is_hashed_for_long_is_kept_for_who_asks_for_it_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state moves meanwhile. It was given up and begun anew, again and again: nobody was ever offered a state that
+    takes longer to hash than an image is kept, and of a lesser one what follows it was forgotten."""
+    monkeypatch.setattr(donations_module, "IMAGE_KEEP_S", 3.0)
+    monkeypatch.setattr(donations_module, "IN_USE_S", 2.0)
+    world, asker = swarm(2, inner_s=0.3), Voter("x", 1)
+    donor = world.running()[0]
+    donations, log = donor.node.sync.donations, donor.node.log
+    until(world, lambda: not donations._images)
+    hashed = Image.hash
+    monkeypatch.setattr(Image, "hash", lambda image, n_pieces: None)
+    request, begun = msg.SyncReq(bytes(32), 0, True, ()), log.state.depth
+    while log.state.depth < begun + 2 * HISTORY_ROUNDS_MAX:
+        donor.node.ctx.out = []
+        donations.receive_request(asker, request)
+        assert asker in donations._pending and not donor.node.ctx.out
+        world.run_until(world.now + 1.0)
+    (key,) = donations._pending[asker].images
+    assert key[1] != log.digest(TRAIN)
+    monkeypatch.setattr(Image, "hash", hashed)
+    donor.node.ctx.out = []
+    while asker in donations._pending:
+        donations.tick()
+    (offer,) = (e.message for e in donor.node.ctx.out)  # type: ignore[union-attr]
+    assert isinstance(offer, msg.Offer) and len(log.after(offer.state.head) or ()) >= 2 * HISTORY_ROUNDS_MAX
 
 
 def test_who_waits_for_an_image_that_is_given_up_is_told() -> None:

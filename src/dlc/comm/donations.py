@@ -183,6 +183,8 @@ class Donations:
             attached = {c for c in self.log.attached if self.log.servable(c)}
             wanted = any(self._fetched(self._images[k]) or self._awaited(k) for k in moved)
             if wanted and {c for c, _ in old.images} == attached:
+                for key in old.images:
+                    self._images[key].last_asked = self.ctx.now
                 return old
         return self._take_snapshot(set(m.first_states))
 
