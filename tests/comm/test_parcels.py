@@ -13,7 +13,7 @@ from dlc.comm.holdings import ASKED_MAX, Holding
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Key, Parcel, Pull
 from dlc.comm.messages import GridSpec
-from dlc.comm.parcels import ASKS_MAX, LATE, SILENCE_S_MIN, Intake
+from dlc.comm.parcels import ASKS_MAX, DEAD, LATE, SILENCE_S_MIN, Intake
 from dlc.sim.meshnet import Host, MeshNet
 
 GRID = Grid(1000, 32, "fp32")
@@ -137,3 +137,39 @@ def test_of_too_much_that_is_asked_for_as_much_as_there_is_room_for_is_sent() ->
     sent = [parcel.key for parcel in iter(lambda: holdings.next_bulk(host.name), None)]
     assert sent == [keys[0]] * (ASKED_MAX - 100) + [keys[1]] * 100
     assert holder.mesh.ground.dropped == {(host.name, "asks for too much"): 1}
+
+
+def test_whose_chunks_wait_to_be_sent_is_told_that_they_are_held_no_longer() -> None:
+    """It waited for as long as the silence of its holder could be explained."""
+    net, why = MeshNet(1), "a newer one is shown"
+    (holder,), (host,) = net.add(1, up_Bps=50.0), net.add(1)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    taker.want(range(4))
+    net.until(lambda: len(taker.taken) == 1)
+
+    def release(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        mesh.parcels.holdings.release(KEY, why)
+        return mesh.ground.drain()
+
+    net.act(holder, release)
+    assert net.until(lambda: taker.failed) < SILENCE_S_MIN and taker.failed == [why]
+
+
+def test_what_another_failure_has_stopped_does_not_fail() -> None:
+    """Both were wanted of one peer, and who wanted them had no use for the second without the first."""
+    net, other = MeshNet(1), Key("k", 1, 0)
+    holder, host = net.add(2)
+    takers = [Taker(net, host, holder, key) for key in (KEY, other)]
+    for taker, left in zip(takers, takers[::-1], strict=True):
+
+        def failed(why: str, taker: Taker = taker, left: Taker = left) -> None:
+            taker.failed.append(why)
+            host.mesh.parcels.stop(left.intake)
+
+        taker.intake.failed = failed
+        taker.want(range(4))
+    net.kill(holder)
+    net.until(lambda: any(taker.failed for taker in takers))
+    assert [taker.failed for taker in takers] == [[DEAD], []]
