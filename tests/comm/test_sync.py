@@ -16,7 +16,7 @@ from dlc.comm import donations as donations_module
 from dlc.comm import images
 from dlc.comm import messages as msg
 from dlc.comm.donations import IN_USE_S, STEPS_MAX
-from dlc.comm.download import Download, Staged
+from dlc.comm.download import SILENCES_MAX, Download, Staged
 from dlc.comm.entries import LogState
 from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
@@ -144,6 +144,29 @@ def test_nobody_is_waited_for_where_all_are_silent() -> None:
     fetch = Fetch(DATA, {A: 10 * PIECE, B: 10 * PIECE})
     fetch.silent = {A, B}
     fetch.run(fetch.download.hopeless, limit_s=4 * PATIENCE_S)
+
+
+def test_a_donor_that_stays_silent_is_asked_less_and_less_until_something_comes() -> None:
+    image, now = image_of(DATA), 0.0
+    download = Download(msg.Offer(LogState(), (), (), (image,)), [image], LIMITS, {})
+
+    def silence_s() -> float:
+        """Until it is asked again."""
+        nonlocal now, request
+        since = now
+        while not (requests := download.ask([A], PATIENCE_S, now)):
+            now += 0.25
+        ((_, request),) = requests
+        return now - since
+
+    ((_, request),) = download.ask([A], PATIENCE_S, now)
+    borne_s = [PATIENCE_S * 2 ** min(n, SILENCES_MAX) for n in range(SILENCES_MAX + 3)]
+    assert [silence_s() for _ in borne_s] == [s + 0.25 for s in borne_s]
+    assert download.hopeless()
+    start = request.pieces[0] * PIECE
+    piece = msg.Piece(request.channel, request.digest, request.pieces[0], DATA[start : start + PIECE])
+    assert download.receive(A, piece, now) and not download.hopeless()
+    assert [silence_s(), silence_s()] == [0.0, PATIENCE_S + 0.25]
 
 
 def test_wrong_bytes_are_not_taken_and_their_sender_not_asked_again() -> None:
