@@ -245,6 +245,14 @@ def test_an_image_stays_what_it_was_while_the_state_moves(make: Callable[[], Any
         pass
 
 
+def test_an_image_needs_its_state_until_the_last_piece_is_copied() -> None:
+    image = Image(ToyState(500, 3), bytes(32), LIMITS, 0.0)
+    image.copy(image.n_pieces - 1)
+    assert not image.copied
+    image.copy(1)
+    assert image.copied and not image.hashed
+
+
 def test_a_writable_image_becomes_the_memory_of_the_state() -> None:
     state, other = (OuterState(torch.randn(500), OuterSpec()) for _ in range(2))
     state.step(1, [(0, 500, torch.ones(500))])
@@ -410,6 +418,30 @@ def test_the_state_moves_on_in_the_middle() -> None:
     until(world, lambda: late.node.log.state.depth > begun + 4)
     assert wire.answers(late, msg.Offer) == 1 and wire.answers(late, msg.Steps) >= 1
     agree(world, world.running())
+
+
+def test_what_follows_an_image_is_kept_by_its_donors_until_who_has_it_has_followed() -> None:
+    """Entry by entry, whose results take a while to come. After IN_USE_S what was left of them was kept no longer, and
+    the newcomer had to begin with another image, again and again."""
+    world = swarm(2, inner_s=0.3)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: staged(late) >= 4)
+    wire.closed, begun = True, depth_of(world)
+    until(world, lambda: depth_of(world) >= begun + 2 * HISTORY_ROUNDS_MAX)
+    for process in world.running():
+        process.trainer.inner_s = 5.0
+    wire.open()
+    carry = world.network.carry
+
+    def slowly(source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        to_late = target == late.host.name and isinstance(args[-1], msg.Result)
+        world.clock.at(world.now + 3.0 * to_late, lambda: carry(source, target, deliver, *args, bulk=bulk))
+
+    world.network.carry = slowly  # type: ignore[method-assign]
+    loaded = world.now
+    agree(world, world.running())
+    assert world.now > loaded + IN_USE_S and wire.answers(late, msg.Offer) == 1
 
 
 def test_a_second_newcomer_does_not_take_the_image_from_the_first() -> None:
