@@ -158,6 +158,7 @@ def test_whose_chunks_wait_to_be_sent_is_told_that_they_are_held_no_longer() -> 
         return mesh.ground.drain()
 
     net.act(holder, release)
+    assert not holder.mesh.pending_bulk()
     assert net.until(lambda: taker.failed) < SILENCE_S_MIN and taker.failed == [why]
 
 
@@ -269,3 +270,14 @@ def test_a_holder_whose_parcels_are_often_lost_is_asked_as_long_as_some_come() -
         net.tamper = lambda source, target, m: m
         net.until(lambda n=n: len(taker.taken) == n or taker.failed)
         assert not taker.failed and taker.intake.asks == 0
+
+
+def test_what_is_always_about_to_come_is_waited_for_until_the_time_is_over() -> None:
+    net, limit_s = MeshNet(1), 4 * (ASKS_MAX + 1) * SILENCE_S_MIN
+    holder, host = net.add(2)
+    holder.mesh.parcels.holdings.hold(KEY, Holding(GRID, 1e9))
+    taker = Taker(net, host, holder)
+    taker.intake.until_run = host.mesh.ground.running_s + limit_s
+    taker.want(range(4))
+    assert limit_s - 1.0 < net.until(lambda: taker.failed) < limit_s + 1.0
+    assert taker.failed == [LATE] and net.sent["Coming"] > ASKS_MAX + 1
