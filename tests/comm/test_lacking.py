@@ -414,6 +414,20 @@ def test_an_offer_that_cannot_be_is_not_taken_nor_one_that_nobody_asked_for(
     assert sync._download is not None
 
 
+def test_an_offer_of_two_states_of_one_channel_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the second were taken in the name of the first, and called in step with the next offer."""
+    fed = Fed(monkeypatch)
+    state, newer = ahead_of(fed)
+    other, mine = newer.copy(), fed.train.digest
+    other.flip()
+    taken = fed.offer(state, (TRAIN, newer), (TRAIN, other))
+    if taken:
+        fed.give()
+    assert fed.train.digest == fed.train.state.digest(), "it holds other bits than it says"
+    assert not taken and fed.train.digest == mine
+    assert fed.offer(state, (TRAIN, newer))
+
+
 def test_what_the_donor_does_not_hold_is_not_called_in_step_after_a_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     """It came to be in step here while the other image was on its way."""
     fed = Fed(monkeypatch)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid
-from dlc.comm.holdings import ASKED_MAX, Holding
+from dlc.comm.holdings import ASKED_MAX, CHANNEL_CHARS_MAX, EARLY_MAX, EARLY_S, RELEASED_MAX, Holding
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Key, Parcel, Pull
 from dlc.comm.messages import GridSpec
-from dlc.comm.parcels import ASKS_MAX, LATE, SILENCE_S_MIN, Intake
+from dlc.comm.parcels import ASKS_MAX, DEAD, LATE, SILENCE_S_MIN, WRONG_SIZE, Intake
+from dlc.errors import ProtocolError
 from dlc.sim.meshnet import Host, MeshNet
 
 GRID = Grid(1000, 32, "fp32")
 KEY = Key("k", 0, 0)
+SPEC = GridSpec(GRID.numel, GRID.chunk_elems, GRID.codec)
 
 
 class Taker:
@@ -137,3 +141,143 @@ def test_of_too_much_that_is_asked_for_as_much_as_there_is_room_for_is_sent() ->
     sent = [parcel.key for parcel in iter(lambda: holdings.next_bulk(host.name), None)]
     assert sent == [keys[0]] * (ASKED_MAX - 100) + [keys[1]] * 100
     assert holder.mesh.ground.dropped == {(host.name, "asks for too much"): 1}
+
+
+def test_whose_chunks_wait_to_be_sent_is_told_that_they_are_held_no_longer() -> None:
+    """It waited for as long as the silence of its holder could be explained."""
+    net, why = MeshNet(1), "a newer one is shown"
+    (holder,), (host,) = net.add(1, up_Bps=50.0), net.add(1)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    taker.want(range(4))
+    net.until(lambda: len(taker.taken) == 1)
+
+    def release(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        mesh.parcels.holdings.release(KEY, why)
+        return mesh.ground.drain()
+
+    net.act(holder, release)
+    assert not holder.mesh.pending_bulk()
+    assert net.until(lambda: taker.failed) < SILENCE_S_MIN and taker.failed == [why]
+
+
+def test_what_another_failure_has_stopped_does_not_fail() -> None:
+    """Both were wanted of one peer, and who wanted them had no use for the second without the first."""
+    net, other = MeshNet(1), Key("k", 1, 0)
+    holder, host = net.add(2)
+    takers = [Taker(net, host, holder, key) for key in (KEY, other)]
+    for taker, left in zip(takers, takers[::-1], strict=True):
+
+        def failed(why: str, taker: Taker = taker, left: Taker = left) -> None:
+            taker.failed.append(why)
+            host.mesh.parcels.stop(left.intake)
+
+        taker.intake.failed = failed
+        taker.want(range(4))
+    net.kill(holder)
+    net.until(lambda: any(taker.failed for taker in takers))
+    assert [taker.failed for taker in takers] == [[DEAD], []]
+
+
+def test_a_parcel_that_nobody_asked_for_or_that_came_before_is_dropped_and_counted() -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    came = list[Parcel]()
+    net.tamper = lambda source, target, m: (came.append(m), m)[1] if isinstance(m, Parcel) else m
+    taker.want(range(2))
+    net.until(lambda: len(taker.taken) == 2)
+    taker.want([2])
+    for parcel in (came[0], dataclasses.replace(came[0], chunk=7), dataclasses.replace(came[0], key=Key("k", 1, 0))):
+        host.mesh.receive(holder.voter, parcel, net.now)
+    assert host.mesh.ground.dropped == {(holder.name, "not asked for"): 3}
+    net.until(lambda: len(taker.taken) == 3)
+    assert taker.taken == [0, 1, 2] and not taker.failed
+
+
+def test_a_parcel_of_a_wrong_size_ends_what_is_wanted_of_its_holder() -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    net.tamper = lambda source, target, m: (
+        dataclasses.replace(m, payload=bytes(m.payload)[:-4]) if isinstance(m, Parcel) else m
+    )
+    taker.want(range(4))
+    net.until(lambda: host.bad)
+    assert taker.failed == [WRONG_SIZE] and not taker.taken and not host.mesh.parcels._intakes
+
+
+@pytest.mark.parametrize(
+    "pull", [Pull(KEY, SPEC, (0,) * (ASKED_MAX + 1)), Pull(Key("k" * (CHANNEL_CHARS_MAX + 1), 0, 0), SPEC, (0,))]
+)
+def test_a_request_out_of_bounds_is_refused(pull: Pull) -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    with pytest.raises(ProtocolError):
+        holder.mesh.receive(host.voter, pull, net.now)
+    assert not holder.mesh.parcels.holdings._early
+
+
+def test_of_chunks_that_there_are_not_nothing_is_kept() -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    net.act(holder, hold)
+    holder.mesh.receive(host.voter, Pull(KEY, SPEC, (-1, GRID.n_chunks, 1 << 62)), net.now)
+    assert not holder.mesh.pending_bulk() and not holder.mesh.parcels.holdings._waiting[KEY]
+
+
+def test_what_is_asked_for_too_early_is_kept_for_a_while_within_bounds() -> None:
+    net = MeshNet(1)
+    holder, host, other = net.add(3)
+    holdings = holder.mesh.parcels.holdings
+    for sender in (host, other):
+        for step in range(EARLY_MAX // 2 + 9):
+            holder.mesh.receive(sender.voter, Pull(Key("k", step, 0), SPEC, (0,)), net.now)
+    assert len(holdings._early) == EARLY_MAX
+    net.kill(other)
+    net.run(net.detect_s + 0.5)
+    assert {sender for _, sender, _ in holdings._early} == {host.voter}, "nothing is sent to the dead"
+    net.act(holder, hold)
+    net.until(lambda: net.sent["Parcel"] == 1)
+    assert len(holdings._early) == EARLY_MAX // 2 + 8, "what is sent is asked for no longer"
+    net.run(EARLY_S)
+    assert not holdings._early
+
+
+def test_of_the_keys_that_were_released_the_last_are_remembered() -> None:
+    net = MeshNet(1)
+    (holder,) = net.add(1)
+    holdings = holder.mesh.parcels.holdings
+    for step in range(RELEASED_MAX + 3):
+        holdings.hold(Key("k", step, 0), Holding(GRID, 1e9))
+        holdings.release(Key("k", step, 0))
+    assert [holdings.was_held(Key("k", step, 0)) for step in (2, 3, RELEASED_MAX + 2)] == [False, True, True]
+
+
+def test_a_holder_whose_parcels_are_often_lost_is_asked_as_long_as_some_come() -> None:
+    """Silences count where they follow each other."""
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    net.act(holder, hold)
+    taker = Taker(net, host, holder)
+    for n in range(1, 2 * ASKS_MAX):
+        net.tamper = lambda source, target, m: None if isinstance(m, Parcel) else m
+        taker.want([n])
+        net.until(lambda n=n: taker.intake.asks or taker.failed)
+        net.tamper = lambda source, target, m: m
+        net.until(lambda n=n: len(taker.taken) == n or taker.failed)
+        assert not taker.failed and taker.intake.asks == 0
+
+
+def test_what_is_always_about_to_come_is_waited_for_until_the_time_is_over() -> None:
+    net, limit_s = MeshNet(1), 4 * (ASKS_MAX + 1) * SILENCE_S_MIN
+    holder, host = net.add(2)
+    holder.mesh.parcels.holdings.hold(KEY, Holding(GRID, 1e9))
+    taker = Taker(net, host, holder)
+    taker.intake.until_run = host.mesh.ground.running_s + limit_s
+    taker.want(range(4))
+    assert limit_s - 1.0 < net.until(lambda: taker.failed) < limit_s + 1.0
+    assert taker.failed == [LATE] and net.sent["Coming"] > ASKS_MAX + 1

@@ -12,10 +12,11 @@ import pytest
 import torch
 from blake3 import blake3
 
+from dlc.comm import donations as donations_module
 from dlc.comm import images
 from dlc.comm import messages as msg
 from dlc.comm.donations import IN_USE_S, STEPS_MAX
-from dlc.comm.download import Download, Staged
+from dlc.comm.download import SILENCES_MAX, Download, Staged
 from dlc.comm.entries import LogState
 from dlc.comm.events import BadImage, StateMisfit
 from dlc.comm.ids import Voter
@@ -145,6 +146,29 @@ def test_nobody_is_waited_for_where_all_are_silent() -> None:
     fetch.run(fetch.download.hopeless, limit_s=4 * PATIENCE_S)
 
 
+def test_a_donor_that_stays_silent_is_asked_less_and_less_until_something_comes() -> None:
+    image, now = image_of(DATA), 0.0
+    download = Download(msg.Offer(LogState(), (), (), (image,)), [image], LIMITS, {})
+
+    def silence_s() -> float:
+        """Until it is asked again."""
+        nonlocal now, request
+        since = now
+        while not (requests := download.ask([A], PATIENCE_S, now)):
+            now += 0.25
+        ((_, request),) = requests
+        return now - since
+
+    ((_, request),) = download.ask([A], PATIENCE_S, now)
+    borne_s = [PATIENCE_S * 2 ** min(n, SILENCES_MAX) for n in range(SILENCES_MAX + 3)]
+    assert [silence_s() for _ in borne_s] == [s + 0.25 for s in borne_s]
+    assert download.hopeless()
+    start = request.pieces[0] * PIECE
+    piece = msg.Piece(request.channel, request.digest, request.pieces[0], DATA[start : start + PIECE])
+    assert download.receive(A, piece, now) and not download.hopeless()
+    assert [silence_s(), silence_s()] == [0.0, PATIENCE_S + 0.25]
+
+
 def test_wrong_bytes_are_not_taken_and_their_sender_not_asked_again() -> None:
     fetch = Fetch(DATA, {A: 50 * PIECE, B: 50 * PIECE})
     fetch.wrong = {A}
@@ -219,6 +243,14 @@ def test_an_image_stays_what_it_was_while_the_state_moves(make: Callable[[], Any
     assert blake3(before).digest() == digest, "a digest is that of the image"
     while image.give_back():
         pass
+
+
+def test_an_image_needs_its_state_until_the_last_piece_is_copied() -> None:
+    image = Image(ToyState(500, 3), bytes(32), LIMITS, 0.0)
+    image.copy(image.n_pieces - 1)
+    assert not image.copied
+    image.copy(1)
+    assert image.copied and not image.hashed
 
 
 def test_a_writable_image_becomes_the_memory_of_the_state() -> None:
@@ -386,6 +418,30 @@ def test_the_state_moves_on_in_the_middle() -> None:
     until(world, lambda: late.node.log.state.depth > begun + 4)
     assert wire.answers(late, msg.Offer) == 1 and wire.answers(late, msg.Steps) >= 1
     agree(world, world.running())
+
+
+def test_what_follows_an_image_is_kept_by_its_donors_until_who_has_it_has_followed() -> None:
+    """Entry by entry, whose results take a while to come. After IN_USE_S what was left of them was kept no longer, and
+    the newcomer had to begin with another image, again and again."""
+    world = swarm(2, inner_s=0.3)
+    wire = Wire(world)
+    late = newcomer(world)
+    until(world, lambda: staged(late) >= 4)
+    wire.closed, begun = True, depth_of(world)
+    until(world, lambda: depth_of(world) >= begun + 2 * HISTORY_ROUNDS_MAX)
+    for process in world.running():
+        process.trainer.inner_s = 5.0
+    wire.open()
+    carry = world.network.carry
+
+    def slowly(source: str, target: str, deliver: Any, *args: Any, bulk: bool = False) -> None:
+        to_late = target == late.host.name and isinstance(args[-1], msg.Result)
+        world.clock.at(world.now + 3.0 * to_late, lambda: carry(source, target, deliver, *args, bulk=bulk))
+
+    world.network.carry = slowly  # type: ignore[method-assign]
+    loaded = world.now
+    agree(world, world.running())
+    assert world.now > loaded + IN_USE_S and wire.answers(late, msg.Offer) == 1
 
 
 def test_a_second_newcomer_does_not_take_the_image_from_the_first() -> None:
@@ -621,6 +677,35 @@ def test_an_asker_whose_offer_is_being_prepared_is_not_forgotten() -> None:
     for _ in range(100):
         donations._work()
     assert [type(e.message) for e in donor.node.ctx.out] == [msg.Offer, msg.Offer]  # type: ignore[union-attr]
+
+
+def test_an_image_that_is_hashed_for_long_is_kept_for_who_asks_for_it_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state moves meanwhile. It was given up and begun anew, again and again: nobody was ever offered a state that
+    takes longer to hash than an image is kept, and of a lesser one what follows it was forgotten."""
+    monkeypatch.setattr(donations_module, "IMAGE_KEEP_S", 3.0)
+    monkeypatch.setattr(donations_module, "IN_USE_S", 2.0)
+    world, asker = swarm(2, inner_s=0.3), Voter("x", 1)
+    donor = world.running()[0]
+    donations, log = donor.node.sync.donations, donor.node.log
+    until(world, lambda: not donations._images)
+    hashed = Image.hash
+    monkeypatch.setattr(Image, "hash", lambda image, n_pieces: None)
+    request, begun = msg.SyncReq(bytes(32), 0, True, ()), log.state.depth
+    while log.state.depth < begun + 2 * HISTORY_ROUNDS_MAX:
+        donor.node.ctx.out = []
+        donations.receive_request(asker, request)
+        assert asker in donations._pending and not donor.node.ctx.out
+        world.run_until(world.now + 1.0)
+    (key,) = donations._pending[asker].images
+    assert key[1] != log.digest(TRAIN)
+    monkeypatch.setattr(Image, "hash", hashed)
+    donor.node.ctx.out = []
+    while asker in donations._pending:
+        donations.tick()
+    (offer,) = (e.message for e in donor.node.ctx.out)  # type: ignore[union-attr]
+    assert isinstance(offer, msg.Offer) and len(log.after(offer.state.head) or ()) >= 2 * HISTORY_ROUNDS_MAX
 
 
 def test_who_waits_for_an_image_that_is_given_up_is_told() -> None:

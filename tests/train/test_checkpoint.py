@@ -2,6 +2,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -174,6 +175,21 @@ def test_a_file_on_a_disk_with_errors_is_read_before_it_is_mapped(tmp_path: Path
     path.symlink_to("/proc/self/mem")
     with pytest.raises(UnreadableError, match="cannot be read .*Input/output error"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("where", ["header", "meta", "spec"])
+def test_what_is_nested_too_deep_is_a_damaged_file(where: str, tmp_path: Path) -> None:
+    """The start of a peer ended with a traceback."""
+    path, deep = tmp_path / shelf.FOLDER / "run" / saves.name_of(1), "[" * 100_000
+    if where == "header":
+        path.parent.mkdir(parents=True)
+        path.write_bytes(struct.pack("<Q", len(deep)) + deep.encode())
+    elif where == "meta":
+        path.parent.mkdir(parents=True)
+        save_file({"a": torch.zeros(1)}, path, {shelf.META: deep})
+    else:
+        save_checkpoint(path, {"a": torch.zeros(1)}, {"spec": f"rounds = {deep}"})
+    assert saves.newest(tmp_path) is None
 
 
 def test_a_named_pipe_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from dlc.comm.entries import EMPTY, LogState
 from dlc.comm.exchange import Exchange
 from dlc.comm.ids import Voter
 from dlc.comm.images import PIECE_BYTES, Image, PieceLimits
-from dlc.comm.log import Log, Past
+from dlc.comm.log import HISTORY_ROUNDS_MAX, Log, Past
 from dlc.comm.messages import Fetch, ImageOffer, NoOffer, NoPiece, Offer, Piece, PieceReq, Step, Steps, SyncReq
 
 __all__ = ["PIECE_BYTES", "Donations"]
@@ -57,6 +57,8 @@ class Donations:
         """Their memory goes back a segment per tick."""
         self._snapshot: Snapshot | None = None
         self._pending: dict[Voter, Snapshot] = {}
+        self._followers: dict[Voter, tuple[bytes, float]] = {}
+        """Who is given more entries than are usually kept: the head that it asked at last, and when."""
 
     # ---------------------------------------------------------------- images
 
@@ -125,6 +127,7 @@ class Donations:
 
     def tick(self) -> None:
         """One slice of work."""
+        self._keep_followed()
         if not (self._images or self._given_up):
             return
         now = self.ctx.now
@@ -137,6 +140,13 @@ class Donations:
         snapshot = self._snapshot
         fetched = snapshot is not None and any(self._in_use(self._images[key]) for key in snapshot.images)
         self.log.pin("given", snapshot.state.head if snapshot is not None and fetched else b"")
+
+    def _keep_followed(self) -> None:
+        """What follows a state that was fetched here is kept for who takes it entry by entry, as long as it asks."""
+        now = self.ctx.now
+        self._followers = {v: (head, at) for v, (head, at) in self._followers.items() if now - at <= IN_USE_S}
+        heads = (head for head, _ in self._followers.values())
+        self.log.pin("followed", max(heads, key=lambda head: len(self.log.after(head) or ()), default=b""))
 
     def _work(self) -> None:
         """Hash a few pieces that an offer waits for, or copy a few; send the offers that are complete."""
@@ -157,6 +167,8 @@ class Donations:
     def receive_request(self, sender: Voter, m: SyncReq) -> None:
         later = self.log.after(m.head)
         if later and (not m.snapshot or self._costs(later)):
+            if len(later) > HISTORY_ROUNDS_MAX:
+                self._followers[sender] = m.head, self.ctx.now
             steps = tuple(Step(p.entry, p.hashes) for p in later[:STEPS_MAX])
             self.ctx.send(sender, Steps(m.head, steps))
             return
@@ -183,6 +195,8 @@ class Donations:
             attached = {c for c in self.log.attached if self.log.servable(c)}
             wanted = any(self._fetched(self._images[k]) or self._awaited(k) for k in moved)
             if wanted and {c for c, _ in old.images} == attached:
+                for key in old.images:
+                    self._images[key].last_asked = self.ctx.now
                 return old
         return self._take_snapshot(set(m.first_states))
 
@@ -230,6 +244,8 @@ class Donations:
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:
         """Serve results of entries that I have applied."""
+        if sender in self._followers:
+            self._followers[sender] = m.head, self.ctx.now
         wanted = set(m.hashes)
         for past in self.log.past:
             if past.entry.parent != m.head:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
@@ -127,14 +128,14 @@ class Holdings:
         self._released[key] = None
         while len(self._released) > RELEASED_MAX:
             self._released.popitem(last=False)
-        waiting = self._waiting.pop(key)
-        for voter in sorted({v for voters in waiting.values() for v in voters}):
-            self.ground.send(voter, NoParcel(key, why))
+        told = {voter.peer for voters in self._waiting.pop(key).values() for voter in voters}
         for peer, queue in list(self._ready.items()):
             for known in [k for k in queue if k[0] == key]:
                 del queue[known]
+                told.add(peer)
             if not queue:
                 del self._ready[peer]
+        self.ground.out.extend(Send(peer, NoParcel(key, why)) for peer in sorted(told))
 
     def held(self, key: Key) -> Holding | None:
         return self._held.get(key)

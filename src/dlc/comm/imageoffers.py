@@ -61,6 +61,7 @@ class ImageOffers:
         """What to fetch of an offer; None: it is not to be taken."""
         images = [i for i in m.images if self.needs(m, i)]
         plausible = plausible_state(m) and self.as_told(donor, m.state)
+        plausible = plausible and len({i.channel for i in m.images}) == len(m.images)
         plausible = plausible and all(_plausible(i, self.limits) for i in images)
         plausible = plausible and not any(self._outvoted(m.state.head, i) for i in images)
         plausible = plausible and not any((donor, i.digest) in self.bad for i in images)

@@ -107,8 +107,11 @@ class Parcels:
 
     def stop(self, intake: Intake) -> None:
         """Nothing more is wanted; `failed` is not called."""
-        if self._intakes.get((intake.key, intake.holder)) is intake:
+        if self._lasts(intake):
             del self._intakes[intake.key, intake.holder]
+
+    def _lasts(self, intake: Intake) -> bool:
+        return self._intakes.get((intake.key, intake.holder)) is intake
 
     def _ask(self, intake: Intake) -> None:
         window = self._window(intake)
@@ -187,7 +190,7 @@ class Parcels:
         self._look_run = running_s + LOOK_S
         self.holdings.tick()
         for intake in list(self._intakes.values()):
-            if (intake.key, intake.holder) not in self._intakes or not (intake.in_flight or intake.todo):
+            if not (self._lasts(intake) and (intake.in_flight or intake.todo)):
                 continue
             if running_s >= intake.until_run:
                 self._fail(intake, LATE)
@@ -226,7 +229,8 @@ class Parcels:
         self.holdings.drop_asker(voter)
         self._heard.pop(voter, None)
         for intake in [i for i in self._intakes.values() if i.holder == voter]:
-            self._fail(intake, why)
+            if self._lasts(intake):  # what ended before it may have stopped it
+                self._fail(intake, why)
 
     def _fail(self, intake: Intake, why: str) -> None:
         self.stop(intake)

@@ -257,9 +257,10 @@ class Sync:
             self.apply(step.entry, step.hashes, results)
             self._steps = rest
             self._ask_results(slice(STEPS_IN_FLIGHT - 1, STEPS_IN_FLIGHT))
-        self.donor, self._results = None, {}
+        donor, self.donor, self._results = self.donor, None, {}
         self._asked_at = -1e9
-        self.start()
+        # It keeps what follows for me, which others may not.
+        self.start(hint=donor if any(r.voter == donor for r in greater_alive(self.ctx, self.log)) else None)
 
     def _refuse(self) -> None:
         head, donors = self._contradicted

@@ -191,7 +191,7 @@ def spec_of(file: Path) -> RunSpec | None:
     """The run that a checkpoint is of, by its header alone: the whole may be large. None: it does not say."""
     try:
         return RunSpec.from_dict(tomllib.loads(meta_of(file)["spec"]))
-    except (KeyError, TypeError, ValueError, ConfigError):
+    except (KeyError, TypeError, ValueError, RecursionError, ConfigError):
         return None
 
 
@@ -213,7 +213,7 @@ def meta_of(file: Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(min(length, HEADER_BYTES_MAX)))
         return dict(json.loads(header["__metadata__"][META]))
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
         return {}
 
 
