@@ -13,7 +13,7 @@ from dlc.errors import CheckpointError, ConfigError, UsageError
 from dlc.runspec import InnerSpec, RunSpec
 from dlc.train import muon
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops, peak_of
-from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate, learning_rate, param_groups
+from dlc.train.inner import InnerLoop, StepResult, build_optimizer, causal_loss, evaluate, learning_rate, param_groups
 from dlc.train.model import build_model
 from dlc.train.muon import hidden_matrices, stacked_matrices
 from dlc.train.setup import checkpoint_activations, inner_loop_of
@@ -94,6 +94,21 @@ def test_accumulation_equals_the_joint_batch(cuts: tuple[int, ...]) -> None:
     assert (a.tokens, a.loss, a.grad_norm) == pytest.approx((b.tokens, b.loss, b.grad_norm), rel=1e-5)
 
 
+def test_of_a_gradient_the_mean_loss_is_told_before_the_last_backward() -> None:
+    inner, told = loop(Tiny()), list[tuple[float, float]]()
+    head: nn.Parameter = inner.model.head.weight  # type: ignore[union-attr,assignment]
+
+    def at_last(loss: Tensor) -> None:
+        told.append((float(loss), 0.0 if head.grad is None else float(head.grad.norm())))
+
+    assert inner.gradient([ids(1), ids(2, b=2)], at_last) == pytest.approx(told[0][0])
+    whole = head.grad.clone()  # type: ignore[union-attr]
+    assert len(told) == 1 and 0.0 < told[0][1] != float(whole.norm())
+    assert told[0][0] == pytest.approx(float(causal_loss(inner.model, torch.cat((ids(1), ids(2, b=2)))).detach()))
+    inner.gradient([ids(1), ids(2, b=2)])
+    assert torch.equal(head.grad, whole), "that of before is not in it"  # type: ignore[arg-type]
+
+
 def test_schedule_is_keyed_to_the_global_step() -> None:
     inner = loop(Tiny(), schedule=lambda step: step / 100)
     inner.train_step([ids(1)], 7)
@@ -116,7 +131,8 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     before = params(model)
     handle = model.head.register_forward_hook(lambda *a: a[2] * math.nan)
     result = inner.train_step([ids(1)], 0)
-    assert not result.applied and math.isnan(result.grad_norm)
+    assert not result.applied and math.isnan(result.grad_norm) and result.diverged
+    assert StepResult(math.inf, 1, 0.0).diverged and not StepResult(1.0, 1, 0.0).diverged
     assert torch.equal(params(model), before)
     handle.remove()
     assert inner.train_step([ids(1)], 1).applied and bool(params(model).isfinite().all())
@@ -147,7 +163,8 @@ def test_fp16_makes_a_step_again_whose_scale_is_too_large() -> None:
     torch.testing.assert_close(params(model), params(other), rtol=0, atol=2e-3)
     twin = loop(Tiny(), precision="fp16")
     twin.load(inner.tensors())
-    assert twin.tensors()["scaler.scale"] == inner.tensors()["scaler.scale"]
+    for name in ("scaler.scale", "scaler.growth_tracker"):
+        assert twin.tensors()[name] == inner.tensors()[name] != 0
 
 
 def test_fp16_at_its_least_scale_diverges_like_any_other() -> None:
@@ -165,7 +182,10 @@ def test_fp16_goes_on_after_a_loss_that_was_not_finite() -> None:
     head: nn.Parameter = inner.model.head.weight  # type: ignore[union-attr,assignment]
     before = head.detach().clone()
     head.data.fill_(math.nan)
-    assert inner.train_step([ids(1)], 0).diverged
+    calls = list[int]()
+    handle = inner.model.register_forward_hook(lambda *_: calls.append(1))
+    assert inner.train_step([ids(1)], 0).diverged and len(calls) == 1, "no scale would help"
+    handle.remove()
     head.data.copy_(before)
     assert inner.train_step([ids(1)], 1).applied
 
@@ -439,6 +459,8 @@ def test_optimizer_state_survives_a_restart(name: str) -> None:
     if a.tensors():
         with pytest.raises(CheckpointError):
             loop(Tiny(width=8), name).load(a.tensors())
+        with pytest.raises(CheckpointError, match="another model"):
+            b.load(a.tensors() | {f"{len(list(twin.parameters()))}.step": torch.tensor(1.0)})
 
 
 def test_evaluate_is_the_mean_per_target_and_changes_nothing() -> None:
@@ -448,6 +470,7 @@ def test_evaluate_is_the_mean_per_target_and_changes_nothing() -> None:
     before = params(model)
     loss = evaluate(model, batches)
     assert loss == evaluate(model, batches) and model.training and torch.equal(params(model), before)
+    assert loss == evaluate(model.eval(), batches) and not model.training
     with torch.no_grad():
         parts = [float(causal_loss(model, b)) for b in batches]
     assert loss == pytest.approx((parts[0] * 32 + parts[1] * 4) / 36, rel=1e-6)
