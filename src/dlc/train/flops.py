@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,10 @@ EXPERTS = "experts"
 its own; of stacks the class tells (`muon`)."""
 SHARED = "shared"
 """In the names of those to which all tokens are sent."""
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of their number in a config."""
+MET_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+"""And of how many a token is sent to."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,14 @@ def _attention_width(layer: Any) -> int:
 
 def _experts_met(layer: Any) -> float:
     """The part of a layer's experts that a token is sent to; 1 where there are none."""
-    of = next((count for name in EXPERT_COUNTS if (count := getattr(layer, name, None))), 0)
-    return (getattr(layer, "num_experts_per_tok", None) or of) / of if of else 1.0
+    of = _count(layer, EXPERT_COUNTS)
+    return (_count(layer, MET_COUNTS) or of) / of if of else 1.0
+
+
+def _count(layer: Any, names: Sequence[str]) -> int:
+    """What the config tells by one of these names, or its `ffn_config`, as DBRX has one; 0: nothing."""
+    told = (getattr(config, name, None) for config in (layer, getattr(layer, "ffn_config", None)) for name in names)
+    return next((count for count in told if type(count) is int and count > 0), 0)
 
 
 def peak_flops(device: torch.device) -> float | None:
