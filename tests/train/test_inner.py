@@ -361,6 +361,28 @@ def test_layers_that_differ_count_each_by_its_own_width() -> None:
     assert flops_per_token(model, 8) == n + 12 * 2 * (8 + 8 + 64) * 8
 
 
+def test_latent_attention_has_the_width_of_its_keys_and_values() -> None:
+    """It was that of the part of the keys which is rotated, and the MFU too low."""
+    heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 8, "kv_lora_rank": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    kind = {"model_type": "deepseek_v3", "first_k_dense_replace": 2}
+    model = build_model(SMALL | kind | heads | experts, 0)
+    assert flops_per_token(model, 9) - flops_per_token(model, 8) == 6 * 2 * 2 * (8 + 4 + 6), "of two layers and heads"
+
+
+def test_layers_without_attention_do_not_count_as_if_they_had_it() -> None:
+    """Those of linear attention did, as most of a Qwen3-Next are, and the MFU was too high."""
+
+    class Config:
+        num_hidden_layers, num_attention_heads, head_dim = 4, 2, 8
+        layer_types = ("linear_attention", "conv", "sliding_attention", "full_attention")
+
+    model = Tiny()
+    n = flops_per_token(model, 8)
+    model.config = Config()
+    assert flops_per_token(model, 8) == n + 12 * 2 * (2 * 8) * 8
+
+
 def test_mfu_is_told_where_the_peak_is_known() -> None:
     peaks = {
         "NVIDIA H200": 989.4e12,
