@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -763,6 +764,22 @@ def test_a_delayed_contribution_that_missed_its_round_is_part_of_the_next_offer(
     assert peer.weights == [2.0, 4.0]
     assert opt.flush() is not None and opt.inner_step == 0 and peer.tokens == 4.0
     assert torch.equal(params(model), peer.theta())
+
+
+def test_a_delayed_contribution_that_missed_its_round_goes_on_from_its_theta() -> None:
+    """Also where no step was made meanwhile."""
+    peer, model = FakePeer(), build()
+    peer.misses = ["late"]
+    opt = delayed(peer, model)
+    of_others = torch.full((peer.state.numel,), 0.1)
+    peer.pass_round = partial(peer.pass_round, of_others)  # type: ignore[method-assign]
+    theta_0 = params(model)
+    for step in range(3):
+        backward(model, step)
+        opt.step()
+    learned = params(model) - theta_0
+    assert opt.flush() is None and opt.inner_step == 3 and not torch.equal(peer.theta(), theta_0)
+    torch.testing.assert_close(params(model), peer.theta() + learned, rtol=1e-5, atol=1e-6)
 
 
 def test_a_delayed_round_that_takes_longer_than_a_phase_is_waited_for() -> None:

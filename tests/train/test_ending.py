@@ -109,6 +109,17 @@ def test_what_is_on_its_way_at_the_end_waits_as_the_last_rounds_do(
     assert len(peer.counted) == opt.t == 2 * fragments - 1 and torch.equal(flat(net), peer.theta())
 
 
+def test_steps_after_an_offer_that_waits_at_the_end_are_counted_with_it_and_once() -> None:
+    peer, net = FakePeer(), build()
+    opt = made(net, peer, overlap="delayed")
+    peer.planned, peer.slices = False, [99]
+    train(opt, net, range(8))
+    peer.slices = []
+    report = opt.finish()
+    assert report is not None and report.t == 1 and peer.weights == [6.0, 8.0] and peer.withdrawn
+    assert opt.inner_step == 0 and torch.equal(flat(net), peer.theta())
+
+
 def test_what_is_in_no_round_at_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A turn that passes without this peer does not come back before others of which there is nothing to offer."""
     peer, net = FakePeer(), build()

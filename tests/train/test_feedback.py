@@ -150,6 +150,8 @@ def test_a_hook_may_change_what_it_is_given() -> None:
     d = noise(0, 600)
     out = Outgoing(Grid(600, 300, "fp32"), 1, lambda d: d.mul_(0.5), clips=False)
     assert torch.equal(out.hooked(d), noise(0, 600) * 0.5) and torch.equal(d, noise(0, 600))
+    strided = Outgoing(out.grid, 1, lambda d: torch.stack((d, d), 1).requires_grad_()[:, 0], clips=False).hooked(d)
+    assert torch.equal(strided, d) and strided.is_contiguous() and not strided.requires_grad, "as a round takes it"
 
 
 # ------------------------------------------------------------------ in the outer loop

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlc.comm.filling import Filling
 from dlc.errors import DlcError
 from dlc.flat import FlatView, flatten_tensors
-from dlc.train.gradients import EXPECTED_KEPT, Gradients
+from dlc.train.gradients import EXPECTED_KEPT, EXPECTED_S_MIN, Gradients
 
 
 class Model(nn.Module):
@@ -73,6 +73,26 @@ def test_the_first_backward_is_watched_and_the_others_become_final_piece_by_piec
     bench.gradients.begin(bench.vector)
     bench.model(torch.randn(3, 2, device=device)).backward()
     assert bench.gradients._made == [None] * 8, "its hooks are gone"
+
+
+def test_a_backward_that_takes_no_time_by_the_clock_was_watched_too() -> None:
+    bench = Bench()
+    assert bench.step(0.0) == (None, True)
+    filling, _ = bench.step(0.0)
+    assert filling is not None and filling.expected_s == EXPECTED_S_MIN
+
+
+def test_gradients_that_come_in_two_parts_are_offered_at_the_end_only() -> None:
+    """A part of the model runs a backward of its own: what it adds to a gradient is made as that was before."""
+    bench = Bench()
+
+    def within(_: Tensor) -> None:
+        with torch.enable_grad():
+            bench.model.layers[3](torch.ones(1, 2)).sum().backward()
+
+    bench.view.tensors[0].register_hook(within)
+    for _ in range(3):
+        assert bench.step() == (None, True) and torch.equal(bench.vector, bench.exact())
 
 
 def test_a_parameter_without_a_gradient_is_zero_and_known_at_the_end() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from dlc.comm.roles import HELPER, TRAINER
 from dlc.train.others import LOOK_EVERY_S, TOLD_AGE_S, Others
+from dlc.train.telling import ENDS
 from tests.train.fake_peer import FakeMember
 
 
@@ -51,6 +53,25 @@ def test_where_most_of_the_others_are() -> None:
     assert world.others.inner(3) == 7 + TOLD_AGE_S
     world.now += 100.0
     assert world.others.inner(3) == 10
+
+
+def test_who_says_nothing_of_its_last_step_has_made_it() -> None:
+    world = World()
+    world.tell(a={"t": 3, "inner": 2})
+    assert world.others.inner(3) == 2 and world.others.etas_s(3) == []
+
+
+def test_something_may_come_until_all_have_said_that_they_have_nothing_for_that_round() -> None:
+    world = World()
+    assert not world.others.may_offer(3), "there is nobody"
+    world.tell(a=status(), b={**status(), "phase": ENDS})
+    assert world.others.may_offer(3)
+    world.tell(a={**status(), "phase": ENDS}, b={**status(), "phase": ENDS})
+    assert not world.others.may_offer(3) and world.others.may_offer(4), "of that they have said nothing"
+    for role, may in ((TRAINER, True), (HELPER, False)):
+        world.members[1:] = [FakeMember("c", role=role, status={})]
+        world.now += LOOK_EVERY_S
+        assert world.others.may_offer(3) is may, "a trainer has yet to tell where it is"
 
 
 @pytest.mark.parametrize(

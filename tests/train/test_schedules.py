@@ -52,5 +52,6 @@ def test_a_warm_up_that_the_run_does_not_outlast_is_told() -> None:
     for rounds in (0, 100):
         assert len(doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step))) == 1
         assert not doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step + 1))
+    assert len(doubts(dataclasses.replace(RUN, rounds=9, tokens=10**9))) == 1, "the rounds end it first"
     (said,) = doubts(dataclasses.replace(RUN, outer=OuterSpec(warmup_rounds=101)))
     assert "ends after 100 outer rounds at most, in the middle of a warm-up of 101" in said

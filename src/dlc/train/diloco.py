@@ -442,7 +442,7 @@ class DiLoCo:
             self.inner.load_state_dict(state["inner"])
         if self._uncounted.steps or self._outer.waiting:
             self.reload()  # what a training that goes on did since its last round is not what was saved
-        if local is not None and not self._uncounted.steps and self._taken_up(local, start, resumed.digest_of(state)):
+        if local is not None and self._taken_up(local, start, resumed.digest_of(state)):
             self._uncounted.take_up(steps)
         else:
             self._uncounted.lose(steps)

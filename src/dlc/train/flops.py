@@ -5,7 +5,8 @@
     MFU             = tokens/s * FLOPs per token / peak
 
 6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those that a token is sent to.
-The second term is attention, counted without the causal mask.
+The second term is attention, counted without the causal mask, of the layers that have it: those of a linear attention
+or a convolution take what their parameters say, whatever s. Where keys and values differ in width, d is their mean.
 Recomputation (activation checkpointing) does not count: it is not the model's work.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +55,12 @@ EXPERTS = "experts"
 its own; of stacks the class tells (`muon`)."""
 SHARED = "shared"
 """In the names of those to which all tokens are sent."""
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of their number in a config."""
+MET_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+"""And of how many a token is sent to."""
+NO_ATTENTION = ("linear_attention", "conv", "mamba", "moe", "recurrent")
+"""In the `layer_types` of a config, and what older versions call it: layers whose work does not grow with s."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,13 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     head = find() if callable(find) else None
     if head is not None:
         tables.pop(id(head.weight), None)  # tied: looked up once, and multiplied once
-    layers = _layers(getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    layers = _layers(config)
     met = statistics.fmean(map(_experts_met, layers)) if layers else 1.0
     routed = _routed(model)
     n = sum(p.numel() * (met if id(p) in routed else 1.0) for p in model.parameters())
     n -= sum(t.numel() for t in tables.values())
-    return 6.0 * n + 12.0 * sum(map(_attention_width, layers)) * seq_len
+    return 6.0 * n + 12.0 * sum(map(_attention_width, _attending(config, layers))) * seq_len
 
 
 def _routed(model: nn.Module) -> set[int]:
@@ -101,16 +108,35 @@ def _layers(config: Any) -> list[Any]:
     return [config] * getattr(config, "num_hidden_layers", 0)
 
 
-def _attention_width(layer: Any) -> int:
+def _attending(config: Any, layers: list[Any]) -> list[Any]:
+    """Those with attention, as far as the config tells; it does not where `layers` differ in more."""
+    if getattr(config, "is_heterogeneous", False):
+        return layers
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return [layer for i, layer in enumerate(layers) if i >= len(kinds) or kinds[i] not in NO_ATTENTION]
+
+
+def _attention_width(layer: Any) -> float:
     heads: int = getattr(layer, "num_attention_heads", 0)
+    plain, turned, values = (
+        getattr(layer, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    if plain and values:  # latent attention, as of DeepSeek, whose head_dim is `turned` alone
+        return heads * (plain + turned + values) / 2
     width: int = heads * (getattr(layer, "head_dim", None) or 0) or getattr(layer, "hidden_size", 0)
     return width
 
 
 def _experts_met(layer: Any) -> float:
     """The part of a layer's experts that a token is sent to; 1 where there are none."""
-    of = next((count for name in EXPERT_COUNTS if (count := getattr(layer, name, None))), 0)
-    return (getattr(layer, "num_experts_per_tok", None) or of) / of if of else 1.0
+    of = _count(layer, EXPERT_COUNTS)
+    return (_count(layer, MET_COUNTS) or of) / of if of else 1.0
+
+
+def _count(layer: Any, names: Sequence[str]) -> int:
+    """What the config tells by one of these names, or its `ffn_config`, as DBRX has one; 0: nothing."""
+    told = (getattr(config, name, None) for config in (layer, getattr(layer, "ffn_config", None)) for name in names)
+    return next((count for count in told if type(count) is int and count > 0), 0)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -167,14 +167,16 @@ class Group:
     def together(self) -> Iterator[None]:
         """Around what all ranks do at once. SiteLost: one of them is gone.
 
-        What fails on this rank alone (its memory is full) leaves the others in the middle of it: they hear no orders,
-        and NCCL's own end would wait for them.
+        What fails on this rank alone (its memory or its disk is full, Ctrl-C) leaves the others in the middle of it:
+        they hear no orders, so that an order would wait for them for ever, as NCCL's own end would.
         """
         try:
             yield
-        except RuntimeError as error:
+        except DlcError:
+            raise  # they have found the same, or wait for an order
+        except BaseException as error:
             self._lost = True
-            if not _is_loss(error):
+            if not (isinstance(error, RuntimeError) and _is_loss(error)):
                 raise
             raise SiteLost(
                 f"a process of this site of {self.size} has ended, and the site with it (torchrun names the first that "
