@@ -589,6 +589,37 @@ def test_what_a_gossip_that_is_closed_has_taken_is_not_told_as_refused(again: bo
     assert (one.weight, two.weight) == (0.5, 1.5) and not two.machine.arrivals().taken
 
 
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_what_was_refused_without_a_gossip_is_not_taken_by_one_that_begins_then(begun_before: bool) -> None:
+    """It counts with its giver again. On a ring both neighbours have one vector, so it could be pulled all the same."""
+    net = MeshNet(7)
+    hosts = net.add(3)
+    giver, other = (Walker(net, host, i) for i, host in enumerate(hosts[:2]))
+    late, gifts = hosts[2], list[Gift]()
+    if begun_before:
+        closed(Walker(net, late, 2))
+    else:
+        late.mesh.will_gossip("g", True)
+        giver.host.seen.down.add(late.voter)  # so that the gift is withdrawn
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Gift) and target == late.name:
+            gifts.append(m)
+        return None if isinstance(m, Pull) and source == other.host.name else m
+
+    net.tamper = tamper
+    giver.step("ring", [host.voter for host in hosts], keep_s=30.0)
+    net.until(lambda: {share.peer for share in giver.machine.unsettled} == {other.host.voter}, 10.0)
+    begins = Walker(net, late, 2)
+    net._deliver(late, giver.host.voter, gifts[0])
+    net.until(lambda: not begins.machine.coming)
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: settled([giver, other, begins]), 60.0)
+    for walker in (giver, other, begins):
+        walker.take()
+    assert (giver.weight, other.weight, begins.weight) == (0.75, 1.25, 1.0)
+
+
 def closed(walker: Walker) -> None:
     walker.net.act(walker.host, lambda mesh, now: mesh.with_gossip(walker.machine, walker.machine.close, now))
 

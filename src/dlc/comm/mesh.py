@@ -18,7 +18,7 @@ from dlc.comm.board import Board
 from dlc.comm.calls import Call
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
-from dlc.comm.gossip import Gossip, Settled
+from dlc.comm.gossip import NONE_YET, Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groupowner import RESULT, key_of
@@ -341,12 +341,8 @@ class Mesh:
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)
         if gossip is None:
-            settled = self._settled.get(m.name, {}).get(sender)
-            expected = isinstance(m, mm.Gift) and m.name in self._will_gossip
-            if isinstance(m, mm.Gift | mm.Withdraw) and settled is not None and settled.serial == m.serial:
-                self.ground.send(sender, settled.answer(m.name))
-            elif isinstance(m, mm.Gift | mm.Withdraw) and not expected:
-                self.ground.send(sender, mm.Refused(m.name, m.serial, "nobody gossips under this name here"))
+            if isinstance(m, mm.Gift | mm.Withdraw):
+                self._without_gossip(sender, m)
         elif isinstance(m, mm.Gift):
             gossip.receive_gift(sender, m)
         elif isinstance(m, mm.Withdraw):
@@ -355,3 +351,15 @@ class Mesh:
             gossip.receive_taken(sender, m)
         else:
             gossip.receive_refused(sender, m)
+
+    def _without_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw) -> None:
+        """Of a gossip that is closed, or has not begun: what is refused stays refused by the next one of the name."""
+        settled = self._settled.get(m.name, {}).get(sender, NONE_YET)
+        if settled.serial == m.serial:
+            self.ground.send(sender, settled.answer(m.name))
+        elif isinstance(m, mm.Withdraw) or m.name not in self._will_gossip:
+            refused = Settled(m.serial, False, "nobody gossips under this name here")
+            known = m.name in self._settled or m.name in self._will_gossip
+            if known and m.to == self.ground.me and m.serial > settled.serial:
+                self._settled.setdefault(m.name, {})[sender] = refused
+            self.ground.send(sender, refused.answer(m.name))
