@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterable
 from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
 from dlc.comm.calls import Call
+from dlc.comm.crowd import NOT_COME
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
 from dlc.comm.gossip import NONE_YET, Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.groupowner import RESULT, key_of
+from dlc.comm.groupowner import CONTRIBUTION, RESULT, key_of
 from dlc.comm.groups import Reduction
 from dlc.comm.holdings import Tally
 from dlc.comm.ids import PeerId, Voter
@@ -206,6 +207,8 @@ class Mesh:
             given_up = mine.wish if self._given_up.get(m.key) == mine.wish else 0
             self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
             return
+        for part in (CONTRIBUTION, RESULT):
+            self.parcels.holdings.never(key_of(m, part), NOT_COME)
         for voter in sorted(seats):
             self.ground.send(voter, mm.Done(m.key, m.nonce))
 
