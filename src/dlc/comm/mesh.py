@@ -48,8 +48,8 @@ class Mesh:
         self.board = Board(ground)
         self.parcels = Parcels(ground)
         self._meetings: dict[str, Meeting] = {}
-        self._given_up: dict[str, int] = {}
-        """By key: the nonce of the last wish that ended without a group; its owner may wait anew."""
+        self._given_up: dict[str, mm.Wish] = {}
+        """By key: the last wish that ended without a group; its owner may wait anew."""
         self._groups: dict[tuple[str, int], Reduction] = {}
         self._tally = Tally()
         """Of all groups, those that are over and those that failed, too."""
@@ -74,7 +74,7 @@ class Mesh:
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
 
         def act() -> None:
-            given_up = self._given_up.get(call.key, 0)
+            given_up = self._given_up.get(call.key)
             self._meetings[call.key] = Meeting(self.ground, self.board, call, self._begun, given_up)
 
         return self._event(now, act)
@@ -171,15 +171,19 @@ class Mesh:
         if meeting is not None and meeting.wish.nonce == m.wish:
             meeting.receive_invite(sender, m)
         else:
-            given_up = m.wish if self._given_up.get(m.key) == m.wish else 0
-            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, self._if_given_up(m.key, m.wish)))
 
     def _ended(self, meeting: Meeting) -> None:
         """Without a group."""
         self._given_up.pop(meeting.call.key, None)
-        self._given_up[meeting.call.key] = meeting.wish.nonce
+        self._given_up[meeting.call.key] = meeting.wish
         while len(self._given_up) > GIVEN_UP_MAX:
             del self._given_up[next(iter(self._given_up))]
+
+    def _if_given_up(self, key: str, nonce: int) -> int:
+        """The nonce, if it is that of the last wish of this key that was given up; else 0."""
+        given_up = self._given_up.get(key)
+        return nonce if given_up is not None and given_up.nonce == nonce else 0
 
     def _begin(self, sender: Voter, m: mm.Begin) -> None:
         if (group := self._groups.get((m.key, m.nonce))) is not None:
@@ -204,8 +208,7 @@ class Mesh:
         if mine is None:
             return
         if m.crowd:
-            given_up = mine.wish if self._given_up.get(m.key) == mine.wish else 0
-            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, self._if_given_up(m.key, mine.wish)))
             return
         for part in (CONTRIBUTION, RESULT):
             self.parcels.holdings.never(key_of(m, part), NOT_COME)
