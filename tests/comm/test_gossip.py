@@ -14,7 +14,7 @@ import torch
 
 from dlc.comm.effects import Effect, Pace
 from dlc.comm.giftpace import GiftPace
-from dlc.comm.gossip import VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
+from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -341,6 +341,49 @@ def test_who_does_not_take_in_what_comes_refuses_more() -> None:
         a.step("ring", [a.host.voter, b.host.voter])
         net.until(lambda: settled(many), 10.0)
     assert len(b.machine._arrivals.taken) == 8
+
+
+def test_gifts_that_are_being_pulled_count_towards_those_that_wait_here() -> None:
+    net = MeshNet(5)
+    taker, *givers = walkers(net, ARRIVED_MAX + 2)
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) and source != givers[0].host.name else m
+    for i, giver in enumerate(givers):
+        giver.step("ring", sorted([giver.host.voter, taker.host.voter]), keep_s=60.0)
+        if not i:
+            net.until(lambda: taker.machine._arrivals.taken)
+    net.run(0.5)
+    assert len(taker.machine.coming) == ARRIVED_MAX - 1
+    assert [share.why for giver in givers for share in giver.machine.arrivals().returned] == ["busy"]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 2.0**54])
+def test_a_gift_of_a_weight_that_nobody_can_have_is_refused(weight: float) -> None:
+    net = MeshNet(5)
+    giver, taker = walkers(net, 2)
+    change = {"weight": weight}
+    net.tamper = lambda source, target, m: dataclasses.replace(m, **change) if isinstance(m, Gift) else m
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.until(lambda: not giver.machine.unsettled, 2.0)
+    assert not taker.machine.coming and not taker.machine.arrivals().taken
+    assert [share.why for share in giver.machine.arrivals().returned] == [f"a weight of {weight}"]
+
+
+def test_a_gift_that_is_not_finite_is_refused_at_once_and_counted_under_its_giver() -> None:
+    net = MeshNet(5)
+    giver, taker = walkers(net, 2)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if not isinstance(m, Parcel) or m.chunk != 3:
+            return m
+        return dataclasses.replace(m, payload=np.full(CHUNK, np.nan, "<f4").tobytes())
+
+    net.tamper = tamper
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.until(lambda: not giver.machine.unsettled, 2.0)
+    net.run(1.0)
+    assert not taker.machine.coming and not taker.machine.arrivals().taken and not taker.host.mesh.parcels._intakes
+    assert [share.why for share in giver.machine.arrivals().returned] == ["refused: not finite"]
+    assert taker.host.mesh.ground.dropped[giver.host.name, "not finite"] == 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16])
