@@ -218,6 +218,25 @@ def test_a_group_that_is_not_of_my_wish_does_not_begin_here(how: str) -> None:
     assert me.told(GroupFormed)
 
 
+@pytest.mark.parametrize("other", [{}, {"weight": 6.0}, {"gather": b"new"}, {"label": "new"}, {"owns": False}], ids=str)
+def test_who_waits_anew_with_another_offer_is_in_no_group_of_the_one_before(other: dict[str, Any]) -> None:
+    """It counted with the weight, and told the bytes, of the call that it had given up."""
+    net = MeshNet(12, latency_s=steady(0.05), ordered=True)
+    hosts, offer = net.add(3), {"weight": 5.0, "gather": b"old", "least": 2}
+    Caller(net, hosts[0], 1, **offer)
+    others = [Caller(net, hosts[1], 2)]
+    net.run(0.2)
+    others.append(Caller(net, hosts[2], 3))
+    net.run(0.02)  # its wish, which makes the crowd whole, is on its way
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(KEY, now))
+    anew = Caller(net, hosts[0], 4, **{**offer, **other})
+    net.until(lambda: ended([*others, anew]), 20.0)
+    for caller in others:
+        included = caller.end.outcome.included.keys()
+        assert included == {host.name for host in (hosts[1:] if other else hosts)}
+    assert isinstance(anew.end, MeetingFailed if other else GroupDone)
+
+
 def test_a_late_begin_of_a_group_that_is_over_begins_nothing() -> None:
     """The second call waits under the same key."""
     net = MeshNet(8)

@@ -14,7 +14,7 @@ import torch
 
 from dlc.comm.effects import Effect, Pace
 from dlc.comm.giftpace import GiftPace
-from dlc.comm.gossip import VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
+from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -343,6 +343,49 @@ def test_who_does_not_take_in_what_comes_refuses_more() -> None:
     assert len(b.machine._arrivals.taken) == 8
 
 
+def test_gifts_that_are_being_pulled_count_towards_those_that_wait_here() -> None:
+    net = MeshNet(5)
+    taker, *givers = walkers(net, ARRIVED_MAX + 2)
+    net.tamper = lambda source, target, m: None if isinstance(m, Parcel) and source != givers[0].host.name else m
+    for i, giver in enumerate(givers):
+        giver.step("ring", sorted([giver.host.voter, taker.host.voter]), keep_s=60.0)
+        if not i:
+            net.until(lambda: taker.machine._arrivals.taken)
+    net.run(0.5)
+    assert len(taker.machine.coming) == ARRIVED_MAX - 1
+    assert [share.why for giver in givers for share in giver.machine.arrivals().returned] == ["busy"]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 2.0**54])
+def test_a_gift_of_a_weight_that_nobody_can_have_is_refused(weight: float) -> None:
+    net = MeshNet(5)
+    giver, taker = walkers(net, 2)
+    change = {"weight": weight}
+    net.tamper = lambda source, target, m: dataclasses.replace(m, **change) if isinstance(m, Gift) else m
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.until(lambda: not giver.machine.unsettled, 2.0)
+    assert not taker.machine.coming and not taker.machine.arrivals().taken
+    assert [share.why for share in giver.machine.arrivals().returned] == [f"a weight of {weight}"]
+
+
+def test_a_gift_that_is_not_finite_is_refused_at_once_and_counted_under_its_giver() -> None:
+    net = MeshNet(5)
+    giver, taker = walkers(net, 2)
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if not isinstance(m, Parcel) or m.chunk != 3:
+            return m
+        return dataclasses.replace(m, payload=np.full(CHUNK, np.nan, "<f4").tobytes())
+
+    net.tamper = tamper
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.until(lambda: not giver.machine.unsettled, 2.0)
+    net.run(1.0)
+    assert not taker.machine.coming and not taker.machine.arrivals().taken and not taker.host.mesh.parcels._intakes
+    assert [share.why for share in giver.machine.arrivals().returned] == ["refused: not finite"]
+    assert taker.host.mesh.ground.dropped[giver.host.name, "not finite"] == 1
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16])
 def test_graphs_conserve_mass_and_shrink_the_distance_by_their_gap(n: int) -> None:
     rng = np.random.default_rng(n)
@@ -587,6 +630,37 @@ def test_what_a_gossip_that_is_closed_has_taken_is_not_told_as_refused(again: bo
     net.until(lambda: not one.machine.unsettled, 10.0)
     one.take()
     assert (one.weight, two.weight) == (0.5, 1.5) and not two.machine.arrivals().taken
+
+
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_what_was_refused_without_a_gossip_is_not_taken_by_one_that_begins_then(begun_before: bool) -> None:
+    """It counts with its giver again. On a ring both neighbours have one vector, so it could be pulled all the same."""
+    net = MeshNet(7)
+    hosts = net.add(3)
+    giver, other = (Walker(net, host, i) for i, host in enumerate(hosts[:2]))
+    late, gifts = hosts[2], list[Gift]()
+    if begun_before:
+        closed(Walker(net, late, 2))
+    else:
+        late.mesh.will_gossip("g", True)
+        giver.host.seen.down.add(late.voter)  # so that the gift is withdrawn
+
+    def tamper(source: str, target: str, m: Any) -> Any:
+        if isinstance(m, Gift) and target == late.name:
+            gifts.append(m)
+        return None if isinstance(m, Pull) and source == other.host.name else m
+
+    net.tamper = tamper
+    giver.step("ring", [host.voter for host in hosts], keep_s=30.0)
+    net.until(lambda: {share.peer for share in giver.machine.unsettled} == {other.host.voter}, 10.0)
+    begins = Walker(net, late, 2)
+    net._deliver(late, giver.host.voter, gifts[0])
+    net.until(lambda: not begins.machine.coming)
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: settled([giver, other, begins]), 60.0)
+    for walker in (giver, other, begins):
+        walker.take()
+    assert (giver.weight, other.weight, begins.weight) == (0.75, 1.25, 1.0)
 
 
 def closed(walker: Walker) -> None:

@@ -127,6 +127,34 @@ def test_a_holder_that_has_one_thing_not_yet_is_asked_again_for_another_that_was
     assert not (lost.failed or coming.failed)
 
 
+def test_what_will_not_be_held_is_told_to_who_asks_and_of_so_many_keys_as_can_be_asked_for() -> None:
+    net, other = MeshNet(1), Key("other", 0, 0)
+    holder, host = net.add(2)
+    holdings = holder.mesh.parcels.holdings
+    takers = [Taker(net, host, holder, key) for key in (KEY, other)]
+    for taker in takers:
+        taker.want([0])
+    net.run(0.5)
+    assert not any(taker.failed for taker in takers)
+
+    def never(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        mesh.parcels.holdings.never(KEY, "did not come")
+        return mesh.ground.drain()
+
+    net.act(holder, never)
+    net.run(0.5)
+    assert takers[0].failed == ["did not come"] and not takers[1].failed
+    takers.append(Taker(net, host, holder))
+    takers[2].want([0])
+    net.run(0.5)
+    assert takers[2].failed == ["did not come"] and not holdings.was_held(KEY)
+    for step in range(1, RELEASED_MAX + 1):
+        holdings.never(Key("k", step, 0), "")
+    holdings.never(Key("k" * (CHANNEL_CHARS_MAX + 1), 0, 0), "")
+    assert len(holdings._never) == RELEASED_MAX and KEY not in holdings._never
+
+
 def test_of_too_much_that_is_asked_for_as_much_as_there_is_room_for_is_sent() -> None:
     """Several vectors may be pulled by one peer at once."""
     net = MeshNet(1)

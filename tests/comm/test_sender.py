@@ -189,6 +189,22 @@ def test_an_owner_that_was_not_told_yet_is_told_of_what_the_next_plan_names_too(
     assert taken(sender, None) == [Contrib("a", BASE, 0, 1.0, 0), Contrib("a", BASE, 0, 2.0, 0)]
 
 
+def test_what_is_offered_again_is_not_told_to_be_given_up(sender: Sender) -> None:
+    """Told after the first parts, which go before results, it made the owner close what was open without more of it."""
+    first = planned("mmmmmooooo")
+    roster = (dataclasses.replace(first.entry.roster[0], weight=2.0), *first.entry.roster[1:])
+    other = dataclasses.replace(first, entry=dataclasses.replace(first.entry, roster=roster))
+    mine = offered()
+    for named in (first, other):
+        sender.begin(named, BASE, GRID, None, ())
+    sender.begin(first, BASE, GRID, mine, ())
+    for chunk in range(5):
+        sender.outbox.tell(result(chunk), [OTHER.peer])
+    sent = taken(sender, mine)
+    assert [m for m in sent if isinstance(m, Contrib) and not m.payload] == [Contrib("a", BASE, 5, 2.0, 0)]
+    assert kinds(sent).count("R") == 5 and len(sent) == 11
+
+
 def test_of_a_plan_that_does_not_name_me_nothing_is_sent(sender: Sender) -> None:
     roster = (Part(OTHER, 1.0, 0), Part(THIRD, 1.0, 0))
     others = planned()

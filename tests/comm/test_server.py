@@ -957,6 +957,17 @@ def test_of_offers_that_follow_each_other_the_last_alone_is_fetched() -> None:
         assert fetches[1].busy(owner.voter, f"{what} 99") and not fetches[1].busy(owner.voter, f"{what} 98")
 
 
+def test_an_offer_that_comes_after_the_one_that_follows_it_changes_nothing() -> None:
+    """It ended the fetch of the push that holds, which began anew with the next offer of that."""
+    net = swarm(1, 1)
+    owner, trainer = net.owner(0), net.processes["t0"]
+    view, fetches = owner.service.witness.established[0], owner.service.fetches
+    for seq in (2, 1):
+        push = sm.PushOffer(0, view.term, seq, 0, 1, 1.0, f"push {seq}", SPANS.digest)
+        owner.service.receive(trainer.voter, push, net.now)
+    assert fetches.busy(trainer.voter, "push 2") and not fetches.busy(trainer.voter, "push 1")
+
+
 def test_a_push_that_another_follows_is_in_no_round_though_the_other_never_comes() -> None:
     """Its trainer has given it up."""
     net = swarm(1, 2, patience_s=5.0)

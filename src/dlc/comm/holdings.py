@@ -23,7 +23,8 @@ from dlc.comm.messages import GridSpec
 EARLY_S, EARLY_MAX = 10.0, 1024
 """How long, and how many, requests for keys not held yet are kept."""
 RELEASED_MAX = 4096
-"""Released keys that are remembered: who asks for an older one finds out by its own patience."""
+"""Released keys that are remembered, and those that will not be held: who asks for an older one finds out by its own
+patience."""
 CHANNEL_CHARS_MAX = 512
 ASKED_MAX = 1024
 """Chunks that one peer may have asked for and not got: four windows."""
@@ -93,6 +94,8 @@ class Holdings:
         self.ground = ground
         self._held: dict[Key, Holding] = {}
         self._released: collections.OrderedDict[Key, None] = collections.OrderedDict()
+        self._never: collections.OrderedDict[Key, str] = collections.OrderedDict()
+        """Keys that will not be held, and why."""
         self._early: list[tuple[float, Voter, Pull]] = []
         self._waiting: dict[Key, dict[int, set[Voter]]] = {}
         """Asked for, and not there yet."""
@@ -137,6 +140,18 @@ class Holdings:
                 del self._ready[peer]
         self.ground.out.extend(Send(peer, NoParcel(key, why)) for peer in sorted(told))
 
+    def never(self, key: Key, why: str) -> None:
+        """It will not be held here: whoever asks for it, or has asked already, is told."""
+        if len(key.channel) > CHANNEL_CHARS_MAX:
+            return  # nobody can ask for it
+        self._never[key] = why
+        while len(self._never) > RELEASED_MAX:
+            self._never.popitem(last=False)
+        asked, self._early = self._early, [early for early in self._early if early[2].key != key]
+        for _, sender, pull in asked:
+            if pull.key == key:
+                self.ground.send(sender, NoParcel(key, why))
+
     def held(self, key: Key) -> Holding | None:
         return self._held.get(key)
 
@@ -149,8 +164,8 @@ class Holdings:
     def asked(self, sender: Voter, pull: Pull) -> None:
         key, holding = pull.key, self._held.get(pull.key)
         if holding is None:
-            if key in self._released:
-                self.ground.send(sender, NoParcel(key, "it is no longer held"))
+            if key in self._released or key in self._never:
+                self.ground.send(sender, NoParcel(key, self._never.get(key, "it is no longer held")))
             elif len(self._early) < EARLY_MAX:
                 self._early.append((self.ground.running_s, sender, pull))
             return

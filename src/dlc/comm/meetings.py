@@ -89,10 +89,10 @@ class Meeting:
         board: Board,
         call: Call,
         begun: Callable[[Meeting, Voter, Begin, Collection[Voter]], None],
-        given_up: int = 0,
+        given_up: Wish | None = None,
     ) -> None:
         """begun: told of the leader, its Begin, and who has said already that it needs nothing of the group.
-        given_up: nonce of the wish of this key that I gave up last; 0: of none."""
+        given_up: the wish of this key that I gave up last."""
         self.ground, self.board, self.call, self._begun = ground, board, call, begun
         self.over = False
         self._given_up = given_up
@@ -135,7 +135,7 @@ class Meeting:
 
     def _may_crowd(self) -> frozenset[PeerId]:
         """Those whom I wait for, and I, where they may be a group by themselves; empty: I am to be invited."""
-        if self._given_up or len(self.call.gather) > GATHER_SHOWN_MAX:
+        if self._given_up is not None or len(self.call.gather) > GATHER_SHOWN_MAX:
             return frozenset()
         try:
             peers = (self._expected() or set()) | {self.ground.me.peer}
@@ -380,7 +380,7 @@ class Meeting:
         same = (seat.contributes, seat.receives) == (self.wish.contributes, self.wish.receives)
         if not same or seat.weight > self.wish.weight or len(seats) < self.call.least:
             return False
-        if seat.wish not in (self.wish.nonce, self._given_up):
+        if seat.wish != self.wish.nonce and not self._offers_what_was_given_up(seat.wish):
             return False
         if isinstance(self._state, Accepted):
             return True  # that other group may have begun by now; if not, I am told of this one again
@@ -388,6 +388,16 @@ class Meeting:
             self._cancel(self._state, self._state.wishes)
         self._start_crowd(m)
         return True
+
+    def _offers_what_was_given_up(self, nonce: int) -> bool:
+        """It is of the wish before this one, which had the same weight, and the same bytes to be gathered."""
+        before, now = self._given_up, self.wish
+        return (
+            before is not None
+            and before.nonce == nonce
+            and (before.weight, before.label, before.owns) == (now.weight, now.label, now.owns)
+            and before.gather == self.call.gather
+        )
 
     def _start_crowd(self, begin: Begin) -> None:
         self._start(min((seat.voter for seat in begin.seats), key=self._rank), begin)

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterable
 from dlc.comm import meshmessages as mm
 from dlc.comm.board import Board
 from dlc.comm.calls import Call
+from dlc.comm.crowd import NOT_COME
 from dlc.comm.effects import Effect
 from dlc.comm.events import MemberUp
-from dlc.comm.gossip import Gossip, Settled
+from dlc.comm.gossip import NONE_YET, Gossip, Settled
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
-from dlc.comm.groupowner import RESULT, key_of
+from dlc.comm.groupowner import CONTRIBUTION, RESULT, key_of
 from dlc.comm.groups import Reduction
 from dlc.comm.holdings import Tally
 from dlc.comm.ids import PeerId, Voter
@@ -47,8 +48,8 @@ class Mesh:
         self.board = Board(ground)
         self.parcels = Parcels(ground)
         self._meetings: dict[str, Meeting] = {}
-        self._given_up: dict[str, int] = {}
-        """By key: the nonce of the last wish that ended without a group; its owner may wait anew."""
+        self._given_up: dict[str, mm.Wish] = {}
+        """By key: the last wish that ended without a group; its owner may wait anew."""
         self._groups: dict[tuple[str, int], Reduction] = {}
         self._tally = Tally()
         """Of all groups, those that are over and those that failed, too."""
@@ -73,7 +74,7 @@ class Mesh:
             raise UsageError(f"this peer averages under the key {call.key!r} already: wait for that to end")
 
         def act() -> None:
-            given_up = self._given_up.get(call.key, 0)
+            given_up = self._given_up.get(call.key)
             self._meetings[call.key] = Meeting(self.ground, self.board, call, self._begun, given_up)
 
         return self._event(now, act)
@@ -170,15 +171,19 @@ class Mesh:
         if meeting is not None and meeting.wish.nonce == m.wish:
             meeting.receive_invite(sender, m)
         else:
-            given_up = m.wish if self._given_up.get(m.key) == m.wish else 0
-            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, self._if_given_up(m.key, m.wish)))
 
     def _ended(self, meeting: Meeting) -> None:
         """Without a group."""
         self._given_up.pop(meeting.call.key, None)
-        self._given_up[meeting.call.key] = meeting.wish.nonce
+        self._given_up[meeting.call.key] = meeting.wish
         while len(self._given_up) > GIVEN_UP_MAX:
             del self._given_up[next(iter(self._given_up))]
+
+    def _if_given_up(self, key: str, nonce: int) -> int:
+        """The nonce, if it is that of the last wish of this key that was given up; else 0."""
+        given_up = self._given_up.get(key)
+        return nonce if given_up is not None and given_up.nonce == nonce else 0
 
     def _begin(self, sender: Voter, m: mm.Begin) -> None:
         if (group := self._groups.get((m.key, m.nonce))) is not None:
@@ -203,9 +208,10 @@ class Mesh:
         if mine is None:
             return
         if m.crowd:
-            given_up = mine.wish if self._given_up.get(m.key) == mine.wish else 0
-            self.ground.send(sender, mm.Decline(m.key, m.nonce, given_up))
+            self.ground.send(sender, mm.Decline(m.key, m.nonce, self._if_given_up(m.key, mine.wish)))
             return
+        for part in (CONTRIBUTION, RESULT):
+            self.parcels.holdings.never(key_of(m, part), NOT_COME)
         for voter in sorted(seats):
             self.ground.send(voter, mm.Done(m.key, m.nonce))
 
@@ -341,12 +347,8 @@ class Mesh:
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)
         if gossip is None:
-            settled = self._settled.get(m.name, {}).get(sender)
-            expected = isinstance(m, mm.Gift) and m.name in self._will_gossip
-            if isinstance(m, mm.Gift | mm.Withdraw) and settled is not None and settled.serial == m.serial:
-                self.ground.send(sender, settled.answer(m.name))
-            elif isinstance(m, mm.Gift | mm.Withdraw) and not expected:
-                self.ground.send(sender, mm.Refused(m.name, m.serial, "nobody gossips under this name here"))
+            if isinstance(m, mm.Gift | mm.Withdraw):
+                self._without_gossip(sender, m)
         elif isinstance(m, mm.Gift):
             gossip.receive_gift(sender, m)
         elif isinstance(m, mm.Withdraw):
@@ -355,3 +357,15 @@ class Mesh:
             gossip.receive_taken(sender, m)
         else:
             gossip.receive_refused(sender, m)
+
+    def _without_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw) -> None:
+        """Of a gossip that is closed, or has not begun: what is refused stays refused by the next one of the name."""
+        settled = self._settled.get(m.name, {}).get(sender, NONE_YET)
+        if settled.serial == m.serial:
+            self.ground.send(sender, settled.answer(m.name))
+        elif isinstance(m, mm.Withdraw) or m.name not in self._will_gossip:
+            refused = Settled(m.serial, False, "nobody gossips under this name here")
+            known = m.name in self._settled or m.name in self._will_gossip
+            if known and m.to == self.ground.me and m.serial > settled.serial:
+                self._settled.setdefault(m.name, {})[sender] = refused
+            self.ground.send(sender, refused.answer(m.name))

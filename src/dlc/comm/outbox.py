@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from dlc.comm.entries import Part
 from dlc.comm.ids import PeerId
 from dlc.comm.messages import Bulk, Contrib, Piece, Result
 
@@ -28,6 +29,20 @@ class Outbox:
         queue = self.served.setdefault(peer, {})
         if len(queue) < SERVED_MAX:
             queue.setdefault(_name_of(message), message)
+
+    def take_back(self, channel: str, base: bytes, part: Part) -> None:
+        """This contribution comes after all: nobody is to be told any more that it does not."""
+        given_up = channel, base, part.weight, part.upto
+        kept = {
+            peer: {
+                name: message
+                for name, message in queue.items()
+                if not isinstance(message, Contrib)
+                or (message.channel, message.base, message.weight, message.upto) != given_up
+            }
+            for peer, queue in self.served.items()
+        }
+        self.served = {peer: queue for peer, queue in kept.items() if queue}
 
     def keep(self, wanted: Callable[[Result], bool], reachable: Callable[[PeerId], bool]) -> None:
         """Drop results that nobody wants any more, and what was asked for by those who are gone."""

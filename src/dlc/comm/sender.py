@@ -73,6 +73,7 @@ class Sender:
                 self._tell_absent()
             else:
                 mine.started = self.ctx.now if mine.started is None else mine.started
+                self.outbox.take_back(plan.entry.channel, base, part)
                 owned = self._fill_queues(plan)
         self._turns.begin({owner.peer: len(queue.todo) for owner, queue in self._queues.items()}, owned)
 

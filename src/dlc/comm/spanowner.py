@@ -186,9 +186,11 @@ class SpanOwner:
         return max([self.state.step, *(made.update.step for made in self.followers.log)])
 
     def _has(self, sender: Voter, m: PushOffer) -> bool:
+        """This push is here or on its way, or one that follows it is."""
         waiting, fetching = self._waiting.get(sender), self._fetching.get(sender)
-        same = fetching is not None and fetching.key == m.key and self.host.fetches.busy(sender, m.key)
-        return same or (waiting is not None and waiting.offer.seq >= m.seq)
+        if fetching is not None and fetching.seq >= m.seq and self.host.fetches.busy(sender, fetching.key):
+            return True
+        return waiting is not None and waiting.offer.seq >= m.seq
 
     def _fetched(self, sender: Voter, m: PushOffer, parts: list[Payload] | None) -> None:
         fetching = self._fetching.get(sender)
