@@ -13,7 +13,7 @@ from dlc.comm.effects import Send
 from dlc.comm.entries import Entry, LogState, manifest_hash
 from dlc.comm.events import HistoryLost
 from dlc.comm.exchange import result_hash
-from dlc.comm.ids import Voter
+from dlc.comm.ids import LOWEST, Voter
 from dlc.comm.log import Past
 from dlc.comm.sync import ASK_AGAIN_S, STEPS_IN_FLIGHT, Sync
 from dlc.sim.schedule import TRAIN
@@ -215,3 +215,23 @@ def test_a_state_is_in_step_with_no_history_that_has_not_opened_its_channel(
     there = dataclasses.replace(state, head=X, depth=state.depth + 1, channels=())
     sync._jump(msg.Offer(there, (X,), (state.tokens,), (image,)), {TRAIN: state.base(TRAIN)})
     assert log.head == X and not attached.synced and log.digest(TRAIN) == b""
+
+
+def test_a_channel_that_only_a_lost_history_had_opened_is_wished_for_again() -> None:
+    """Nobody on that side did: where they were half of the voters, it opened no more."""
+    stage = Stage(2, inner_s=3.0)
+    stage.world.grids["late"] = stage.world.grids[TRAIN]
+    for process in stage.peers():
+        stage.world._attach(process, "late", None)
+    nodes = [process.node for process in stage.peers()]
+    stage.until(lambda: all(node.log.holds("late") for node in nodes))
+    stage.until(lambda: nodes[0].slot.promised != LOWEST)
+    wished = [[ready.channel for ready in node.slot._readies() if ready.opening] for node in nodes]
+    assert wished == [[], []], "it is open"
+    node = nodes[0]
+    state, digest = node.log.state, node.log.attached["late"].digest
+    there = dataclasses.replace(state, head=X, depth=state.depth + 1, channels=())
+    bases = {channel: state.base(channel) for channel in node.log.attached}
+    node.sync._jump(msg.Offer(there, (X,), (state.tokens,), ()), bases)
+    (ready,) = [ready for ready in node.slot._readies() if ready.opening]
+    assert (ready.channel, ready.head, ready.digest) == ("late", X, digest), "and not one that rounds have moved"

@@ -12,7 +12,7 @@ import torch
 from dlc.comm import messages as msg
 from dlc.comm import slot as slot_module
 from dlc.comm.effects import Send
-from dlc.comm.entries import OPEN
+from dlc.comm.entries import EMPTY, OPEN
 from dlc.comm.exchange import result_hash
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.roles import HELPER
@@ -558,7 +558,8 @@ def test_wishes_are_told_until_the_channel_is_open_or_given_up() -> None:
     member = waiting()
     slot, log, exchange = member.slot, member.log, member.node.exchange
     exchange.offered.clear()
-    wish = slot.wishes[TRAIN]
+    grid = msg.GridSpec(log.state.channels[0].numel, 8, "fp32")
+    wish = slot.wishes[TRAIN] = msg.Ready(EMPTY, TRAIN, EMPTY, grid, 0.0, 0, b"", 0.0, True, 0)
     assert not member.sent(slot.announce), "it is open"
     log.attached["new"], slot.wishes["new"] = log.attached[TRAIN], dataclasses.replace(wish, channel="new")
     ((_, told),) = member.sent(slot.announce)

@@ -130,6 +130,7 @@ class Applier:
         older = own is not None and named not in (None, own) and any(chunks_with(named, results))
         self.log.commit(entry, hashes, results, mine.sink if mine and fits and not older else None)
         if entry.kind == ROUND:
+            self.slot.wishes.pop(entry.channel, None)
             counted = own in counted_of(entry, results)
             absent = self._absent(entry, before)
             paths = {v.peer: self._path(v.peer) for v in before.electorate if v != self.ctx.me}
@@ -143,7 +144,6 @@ class Applier:
             included = chunks_with(own, results) if own and fits else ()
             self.ctx.notify(RoundDone(report, counted, str(grid_of(entry)), fits, included, older))
         if entry.kind == OPEN:
-            self.slot.wishes.pop(entry.channel, None)
             self.ctx.notify(ChannelOpened(entry.channel))
             if entry.channel in self.log.attached and self.log.attached[entry.channel].synced:
                 self.ctx.notify(ChannelSynced(entry.channel, 0))
@@ -167,6 +167,8 @@ class Applier:
 
     def switched(self) -> None:
         """A snapshot was installed: the head jumped."""
+        for channel in [c for c in self.slot.wishes if self.log.state.round_of(c)]:
+            del self.slot.wishes[channel]
         donors = [r for r in alive_records(self.ctx) if r.active]
         self.log.active = self.log.active or bool(donors)
         self._moved(())

@@ -261,7 +261,7 @@ class Node:
             resumed, here = self._resumed, self.log.state
             same_base = resumed is not None and here.base(channel) == resumed.base(channel)
             attached.synced = self.log.is_open(channel) and same_base
-            if not self.log.is_open(channel):
+            if not here.round_of(channel):
                 spec = msg.GridSpec(grid.numel, grid.chunk_elems, grid.codec)
                 self.slot.wishes[channel] = msg.Ready(
                     EMPTY, channel, EMPTY, spec, 0.0, 0, attached.digest, 0.0, True, lease_len

@@ -67,7 +67,7 @@ class Slot:
         self.answers: dict[str, str] = {}
         """Which peer answered at a listed address."""
         self.wishes: dict[str, Ready] = {}
-        """Channels that I want opened."""
+        """Channels that I want opened, and opened ones that no round has moved: another history may not have them."""
         self.pacing = Pacing(ctx)
         self.promised = LOWEST
         self.seen = LOWEST
