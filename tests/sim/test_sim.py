@@ -593,12 +593,10 @@ def frozen_majority_wakes() -> World:
     pairs = [(a, b) for a in names for b in others]
     for a, b in pairs:
         isolate(world, a, b)
-    coordinator = process[ranked[0]]
-    assert coordinator is not None
-    step_until(world, lambda: len(coordinator.node.coordinator.votes) == 3)
-    for name in names:
-        frozen = process[name]
-        assert frozen is not None
+    three = [p for name in names if (p := process[name]) is not None]
+    step_until(world, lambda: all(p.node.slot.accepted is not None for p in three))
+    assert all(len(p.node.log.state.electorate) == 5 for p in three)
+    for frozen in three:
         world.freeze(frozen, 60.0)
     world.run_until(world.now + 62.0)  # the cut outlasts their sleep by two seconds, less than a refresh takes
     world.network.cuts.clear()
