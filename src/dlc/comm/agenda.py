@@ -176,7 +176,10 @@ class Agenda:
         return {v: ready for v, ready in self._ready[channel].items() if self.ctx.members.alive(v)}
 
     def _opening(self, channel: str) -> Draft | None:
+        leased = self.log.state.leased
         wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
+        if leased is not None:  # another one takes no samples from the same ledger
+            wishes = {v: (m, at) for v, (m, at) in wishes.items() if not m.lease_len}
         if not wishes or self.log.is_open(channel):
             return None
         first = self._wished_at.setdefault(channel, min(at for _, at in wishes.values()))
