@@ -286,7 +286,7 @@ class Coordinator:
         if isinstance(choice, Again):
             entry = choice.decree.entry  # of an opening, the digest tells those who lack the first state to fetch it
             self._propose(entry, (), (-1,) * len(choice.fixed), choice.fixed, entry.digest)
-        elif isinstance(choice, Resume):
+        elif isinstance(choice, Resume) and not self.agenda.outvoted(choice.plan):
             self._propose_resumed(choice)
         elif self.deciders:
             self._propose_config(self.deciders)
