@@ -428,7 +428,8 @@ class Coordinator:
             return
         manifests = set(self.votes.values())
         if len(manifests) > 1:
-            # One manifest per ballot (I3): somebody computes wrong bytes. Try again without reusing them.
+            # One manifest per ballot (I3): somebody computes wrong bytes. The next ballot makes none anew: what one of
+            # them accepted is proposed to all.
             self._next_ballot(self.deciders)
             return
         state = self.log.state
