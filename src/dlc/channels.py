@@ -82,10 +82,10 @@ class Channels(DriverCalls):
         """Attach a replicated state: opens the channel, or replaces `state` by the swarm's.
 
         Returns when the state is in step and this peer, unless it is an observer, is a voter. Raises RoundTimeout after
-        `timeout_s`, UsageError if a state is attached and in step already, CheckpointError if the swarm's is of another
-        kind (tells what differs), JoinError if the run has ended (`RunSpec.over`) and nobody has been in reach for
-        `timeouts.evict_s` who holds its state. After an error, and after `abandon`, one may try again, with another
-        state.
+        `timeout_s`, UsageError if a state is attached and in step already, or another channel of the run has leases and
+        this one asks for them, CheckpointError if the swarm's is of another kind (tells what differs), JoinError if the
+        run has ended (`RunSpec.over`) and nobody has been in reach for `timeouts.evict_s` who holds its state. After an
+        error, and after `abandon`, one may try again, with another state.
         """
         grid = Grid(state.numel, chunk_elems, codec)
         if timeout_s is not None:

@@ -26,7 +26,7 @@ from dlc.comm.agenda import (
 from dlc.comm.entries import CHANNELS_MAX, CONFIG, OPEN, ROUND, Part
 from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
-from dlc.comm.ids import Voter
+from dlc.comm.ids import Ballot, Voter
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER, OBSERVER
 from dlc.comm.shapes import LEASE_LEN_MAX
@@ -85,6 +85,14 @@ class Desk:
         base = self.log.state.base("new")
         wish = msg.Ready(self.log.head, "new", base, grid, 0.0, 0, digest, 0.0, True, 0)
         return dataclasses.replace(wish, **changes)
+
+    def plan(self, digest: bytes) -> msg.Plan:
+        """A round of the training, of this state."""
+        known = self.log.state.channel(TRAIN)
+        assert known is not None
+        grid = msg.GridSpec(known.numel, known.chunk_elems, known.codec)
+        entry = self.agenda._entry(ROUND, TRAIN, known.t + 1, (), grid, b"", 0)
+        return msg.Plan(self.log.head, Ballot(0, self.me), (), entry, digest, (), (), (), ())
 
     def hears(self, *readies: tuple[Voter, msg.Ready]) -> None:
         for voter, ready in readies:
@@ -537,6 +545,33 @@ def test_an_observers_state_is_dissent_and_no_vote(desk: Desk, reports: Reports)
     assert reports.says(B, {me: B}, DISSENT_PATIENCE_S + 1.0) == B
     desk.gone |= set(desk.others) - {observer}
     assert reports.says(B, {me: B}) == B, "nobody else could speak"
+
+
+def test_a_planned_round_is_outvoted_by_those_who_live_and_tell_another_state(desk: Desk, reports: Reports) -> None:
+    plan, (me, one, two, three) = desk.plan(A), (desk.me, *desk.others)
+    attached = desk.log.attached[TRAIN]
+    for mine, told, outvoted in (
+        (B, {}, True),
+        (A, {}, False),
+        (b"", {}, False),
+        (B, {one: A}, True),  # as many: found out anew
+        (B, {one: A, two: A}, False),  # it is mine that is wrong
+        (A, {one: B}, False),
+        (A, {one: B, two: B}, True),
+        (b"", {one: A, two: B}, False),
+        (b"", {one: A, two: B, three: B}, True),
+        (b"", {one: b"", two: None}, False),
+    ):
+        attached.synced, attached.digest, reports.told = bool(mine), mine, told
+        assert desk.agenda.outvoted(plan) == outvoted, (mine, told)
+    attached.synced, attached.digest, reports.told = True, A, {one: B, two: B, three: B}
+    desk.dead |= {two, three}
+    assert not desk.agenda.outvoted(plan), "one of two"
+    reports.told, desk.dead = {}, set()
+    desk.hears((one, desk.offer(one, digest=B)), (two, desk.offer(two, digest=B)))
+    assert desk.agenda.outvoted(plan) and not desk.agenda.outvoted(dataclasses.replace(plan, digest=b""))
+    reports.told, reports.can_vote = {three: A, two: A}, {me, one, two}
+    assert desk.agenda.outvoted(plan), "a record may be older than an offer, and an observer has no vote"
 
 
 def test_a_coordinator_has_not_listened_before_its_slot(desk: Desk) -> None:

@@ -14,7 +14,7 @@ from dlc.comm import messages as msg
 from dlc.comm.choose import Resume
 from dlc.comm.coordinator import BACK_OFF_S, BACK_OFFS_MAX, IDLE, PREP, RUN, Coordinator
 from dlc.comm.effects import Send
-from dlc.comm.entries import OPEN, Entry
+from dlc.comm.entries import CONFIG, OPEN, ROUND, Entry, manifest_hash
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import WAIT
 from dlc.sim.network import Weather
@@ -462,6 +462,43 @@ def test_a_round_resumed_by_force_names_its_deciders_as_the_next_voters() -> Non
     coordinator.deciders = deciders
     coordinator._propose_resumed(Resume(old, ()))
     assert coordinator.plan is not None and coordinator.plan.entry.electorate == tuple(sorted(deciders))
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_round_of_a_state_that_fewer_hold_is_not_resumed(forced: bool) -> None:
+    """Who planned it was wrong, and alone with that. By its digest all who are right would be found to be wrong."""
+    coordinator, promise = preparing()
+    electorate, right, old = coordinator.log.state.electorate, coordinator.log.digest(TRAIN), coordinator.slot.plan
+    assert old is not None and old.digest == right
+    for digest in (right, b"w" * 32):
+        coordinator._next_ballot(electorate if forced else ())
+        plan = dataclasses.replace(old, digest=digest)
+        coordinator.promises = dict.fromkeys(electorate, dataclasses.replace(promise, plan=plan))
+        coordinator._propose_chosen()
+        new = coordinator.plan
+        assert new is not None and coordinator.phase == RUN
+        config = forced and digest != right
+        assert (new.entry.kind, new.digest) == ((CONFIG, b"") if config else (ROUND, right))
+
+
+def test_of_two_manifests_that_were_accepted_in_one_ballot_one_is_proposed_to_all() -> None:
+    """No owner makes anything anew, the broken one neither: the round ends."""
+    coordinator, promise = preparing()
+    me, (one, two, three) = coordinator.ctx.me, others(coordinator)
+    plan = coordinator.slot.plan
+    assert plan is not None
+    same = (b"h" * 32,) * (len(plan.assignment) - 1)
+    decrees = [
+        msg.Decree(dataclasses.replace(plan.entry, manifest=manifest_hash(hashes)), hashes)
+        for hashes in ((b"a" * 32, *same), (b"b" * 32, *same))
+    ]
+    told = [dataclasses.replace(promise, accepted_ballot=plan.ballot, accepted=decree, plan=plan) for decree in decrees]
+    coordinator.promises = {one: told[0], two: told[1], three: told[0], me: told[1]}
+    coordinator._propose_chosen()
+    new = coordinator.plan
+    assert new is not None and new.entry == decrees[0].entry and coordinator.phase == RUN
+    assert set(new.assignment) == {-1} and tuple(f.hash for f in new.fixed) == decrees[0].hashes
+    assert {f.holders for f in new.fixed} == {tuple(sorted((one, three)))}, "who voted otherwise asks these"
 
 
 def test_what_may_be_decided_is_proposed_as_it_is() -> None:

@@ -131,6 +131,18 @@ def test_a_step_whose_commit_came_first_is_done(behind: Behind, n_later: int) ->
     assert [fetch.head for fetch in fetches] == [entry.hash] * n_later
 
 
+def test_steps_are_done_where_commits_have_led_past_them(behind: Behind) -> None:
+    """In a second there may be several entries. Else the donor would be asked for a snapshot, and calls that have a
+    contribution in the rounds that it jumps over would lose them."""
+    sync, entry = behind.sync, behind.past.entry
+    later = dataclasses.replace(entry, parent=entry.hash, depth=entry.depth + 1, t=entry.t + 1)
+    behind.steps(behind.step)
+    behind.log.state = dataclasses.replace(behind.log.state, head=later.hash, depth=later.depth)
+    behind.log.chain.append(later.hash)
+    sync.receive_result(behind.past.results[0])
+    assert not sync._misled([behind.donor]) and not sync.busy and sync.donor is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"parent": X}, {"electorate": ()}, {"manifest": X}, {"t": 0}, {"kind": "config", "roster": (), "t": 0}],

@@ -16,14 +16,17 @@ from dlc.comm.account import account
 from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
+from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
+from dlc.comm.ledger import Ledger
 from dlc.comm.log import Log, grid_of
 from dlc.comm.node import Node
 from dlc.comm.offered import Traffic
-from dlc.errors import ProtocolError
+from dlc.errors import ProtocolError, UsageError
 from dlc.report import Missing
 from dlc.sim.invariants import Violation
 from dlc.sim.schedule import TRAIN
+from dlc.sim.toy import ToyState
 from dlc.sim.world import Process
 from tests.comm.stage import Stage, past_round
 
@@ -434,11 +437,50 @@ def test_a_contribution_of_the_wrong_size_is_reported_and_costs_only_itself() ->
         assert told[process.host.name].included == included, "each is told of its own chunks"
 
 
+def without_leases(node: Node) -> None:
+    """As if no channel of the run had any."""
+    state = node.log.state
+    channels = tuple(dataclasses.replace(channel, leased=False) for channel in state.channels)
+    node.log.state = dataclasses.replace(state, channels=channels, ledger=Ledger())
+
+
+@pytest.mark.parametrize(("lease_len", "proposed"), [(5, False), (0, True)])
+def test_a_wish_for_a_second_channel_with_leases_is_not_proposed(lease_len: int, proposed: bool) -> None:
+    """Both would take their samples from one ledger, whose length the second one would change."""
+    node = Stage(2).peers()[0].node
+    wish = msg.Ready(node.log.head, "other", EMPTY, msg.GridSpec(8, 8, "fp32"), 0.0, 0, bytes(32), 0.0, True, lease_len)
+    for voter in node.log.state.electorate:
+        node.coordinator.agenda.ready(voter, wish)
+    draft = node.coordinator.agenda.due()
+    assert (draft is not None and draft.entry.kind == OPEN) == proposed
+
+
+@pytest.mark.parametrize("where", ["in the run", "here"])
+def test_a_second_channel_with_leases_is_refused(where: str) -> None:
+    stage = Stage(2)
+    node, state, grid, now = stage.peers()[0].node, ToyState(8, 0), Grid(8, 8, "fp32"), stage.world.now
+    if where == "here":
+        without_leases(node)
+    else:
+        node.log.attached[TRAIN].lease_len = 0
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"'other' cannot lease samples: those of this run go to '{TRAIN}'"):
+            node.attach("other", state, grid, 5, now)
+    assert "other" not in node.log.attached and "other" not in node.slot.wishes
+    node.attach("other", state, grid, 0, now)
+    without_leases(node)
+    node.log.attached[TRAIN].abandoned = True
+    node.attach("third", state, grid, 5, now)
+    node.attach("third", state, grid, 5, now)
+    assert node.slot.wishes["third"].lease_len == 5
+
+
 @pytest.mark.parametrize("lease_len", [5, -1])
 def test_a_wish_with_a_lease_of_fewer_than_no_blocks_is_not_proposed(lease_len: int) -> None:
     """Nobody would take the plan, and its coordinator would propose it again and again."""
     stage = Stage(2)
     node = stage.peers()[0].node
+    without_leases(node)
     wish = msg.Ready(node.log.head, "other", EMPTY, msg.GridSpec(8, 8, "fp32"), 0.0, 0, bytes(32), 0.0, True, lease_len)
     for voter in node.log.state.electorate:
         node.coordinator.agenda.ready(voter, wish)

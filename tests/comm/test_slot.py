@@ -14,10 +14,12 @@ from dlc.comm import slot as slot_module
 from dlc.comm.effects import Send
 from dlc.comm.entries import EMPTY, OPEN
 from dlc.comm.exchange import result_hash
+from dlc.comm.grid import Grid
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.roles import HELPER
 from dlc.comm.slot import Slot
 from dlc.sim.schedule import TRAIN
+from dlc.sim.toy import ToyState
 from dlc.sim.world import Process
 from tests.comm.stage import Stage
 
@@ -327,6 +329,36 @@ def test_a_plan_of_a_state_that_nobody_says_to_hold_is_not_taken(told: bool) -> 
         tells(member, member.others[1], WRONG)
     slot.receive_plan(member.others[0], plan)
     assert slot.plan == (plan if told else before) and slot.blocked_on_digest == told
+
+
+def test_no_state_is_given_up_for_one_that_only_the_dead_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could give it. Its coordinator finds out what those who live hold, and plans anew."""
+    member = voted()
+    slot, before, dead = member.slot, member.slot.plan, member.others[1]
+    tells(member, dead, WRONG)
+    alive = member.ctx.members.alive
+    monkeypatch.setattr(member.ctx.members, "alive", lambda voter: voter != dead and alive(voter))
+    slot.receive_plan(member.others[0], dataclasses.replace(again(member), digest=WRONG))
+    assert slot.plan == before and not slot.blocked_on_digest
+
+
+def test_who_holds_a_wrong_state_of_one_channel_votes_for_the_opening_of_another() -> None:
+    stage = Stage(4, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Result)
+    coordinator, plan = stage.planned()
+    process = stage.peers(coordinator)[0]
+    stage.until(lambda: process.node.slot.plan is not None)
+    member = Member(stage, process, coordinator.voter)
+    slot, log, ballot = member.slot, member.log, Ballot(4, member.others[0])
+    tells(member, member.others[0], WRONG)
+    slot.receive_plan(ballot.voter, dataclasses.replace(plan, ballot=Ballot(3, ballot.voter), digest=WRONG))
+    assert slot.blocked_on_digest
+    log.attached[TRAIN].synced = False
+    digest = log.attach("new", ToyState(8, 0), Grid(8, 8, "fp32"), 0).digest
+    grid = msg.GridSpec(8, 8, "fp32")
+    entry = member.node.coordinator.agenda._entry(OPEN, "new", 0, (), grid, digest, 0)
+    slot.receive_plan(ballot.voter, msg.Plan(plan.head, ballot, (), entry, digest, (), (), (), ()))
+    assert slot.accepted is not None and slot.accepted[0] == ballot
 
 
 def test_who_was_found_to_hold_another_state_does_not_vote_before_it_is_repaired() -> None:

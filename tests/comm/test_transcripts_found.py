@@ -10,6 +10,7 @@
 | a restarted founder knows no address and goes on alone | a founder from disk does not go on alone |
 | in a long chunk phase the coordinator is taken for dead | a long chunk phase has one ballot; a slow downlink |
 | one peer with a wrong state convicts all others | a corrupt coordinator convicts nobody but itself |
+| its plan does so after its death | the plan of a corrupt coordinator that died convicts nobody else |
 | who trains on while a round is in flight runs out of samples | nobody runs dry while its round is in flight |
 | who slept votes for what it promised before | who slept decides no older ballot |
 | a forced ballot counts as word from those it left out | what was accepted costs one T_evict, not two |
@@ -43,6 +44,7 @@ from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import ChunkHeader, Result
 from dlc.comm.patience import Patience
 from dlc.comm.permit import greater_alive
+from dlc.comm.records import told_digest
 from dlc.comm.slot import ROSTER_PARTS_MAX, Slot
 from dlc.sim.invariants import Violation
 from dlc.sim.network import Weather
@@ -723,6 +725,34 @@ def test_a_corrupt_coordinator_convicts_nobody_but_itself() -> None:
     assert {name for name, e in stage.told if isinstance(e, DigestMismatch)} == {corrupt.host.name}
     stage.all_in()
     assert attached.synced and attached.digest == attached.state.digest()
+
+
+def test_the_plan_of_a_corrupt_coordinator_that_died_convicts_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had heard of nobody else's state, and one peer got its plan. That one takes the state of the others; they do
+    not go on with the round of a state that nobody has any more."""
+    stage = Stage(4)
+    corrupt, one, *rest = ranked(stage)
+    node, attached = corrupt.node, corrupt.node.log.attached[TRAIN]
+    attached.state.theta.add_(1.0)  # type: ignore[attr-defined]
+    attached.digest = wrong = attached.state.digest()
+    node.ctx.record_due = True
+    node.coordinator.agenda._digest = lambda channel, mine, offers: mine  # type: ignore[method-assign]
+    stage.world.checker.corrupted(corrupt)
+    # Of the simulator's own swarms no coordinator ever makes such a plan, and so convicts nobody.
+    monkeypatch.setattr(stage.world.checker._truth, "planned", lambda plan, sound: "")
+    monkeypatch.setattr(stage.world.checker, "_convicted", lambda process, event: None)
+    stage.hold = lambda source, target, m: isinstance(m, msg.Plan) and target != one.host.name
+    coordinator, plan = stage.planned()
+    assert coordinator is corrupt and plan.digest == wrong
+    stage.until(lambda: one.node.slot.plan == plan)
+    for process in rest:
+        record = process.node.members.record(corrupt.voter.peer)
+        assert record is not None and told_digest(record, plan.head, TRAIN) == wrong
+    stage.world.crash(corrupt)
+    stage.hold = nothing
+    stage.committed(plan.entry.t, [one, *rest], 120.0)
+    assert {name for name, e in stage.told if isinstance(e, DigestMismatch)} == {one.host.name}
+    stage.all_in()
 
 
 # ------------------------------------------------------------------ samples

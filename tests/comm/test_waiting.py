@@ -3,6 +3,7 @@ unasked."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_an_opening_is_not_put_off_by_rounds_that_are_shorter_than_its_patience(
         world._attach(world[name], SECOND, None)
     world.until(lambda: world["p0"].node.log.is_open(SECOND), 30.0)
     assert world["p0"].node.log.state.round_of(TRAIN) >= before + 3, "rounds went on meanwhile"
+
+
+def test_a_second_channel_with_leases_is_told_why_it_does_not_open() -> None:
+    """It was wished for before the other one was open here, or else it would have been refused."""
+    names = ("p0", "p1")
+    world = Stay("trainer", bare=tuple((name, SECOND) for name in names), channels=(TRAIN, SECOND))
+    world.run_until(10.0)
+    process, grid = world["p0"], world.grids[SECOND]
+    node = process.node
+    world.act(process, lambda now: node.attach(SECOND, ToyState(grid.numel, 0), grid, 0, now))
+    node.slot.wishes[SECOND] = dataclasses.replace(node.slot.wishes[SECOND], lease_len=5)
+    world.run_until(10.0 + OPENING_S + 5.0)
+    reason = f"channel {SECOND!r} cannot open: it asks for leases, and those of this run go to {TRAIN!r}"
+    assert world.said(process, reason) and not node.log.is_open(SECOND)
 
 
 class Kind(ToyState):

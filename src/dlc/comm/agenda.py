@@ -20,7 +20,7 @@ from dlc.comm.filling import FILL_S_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.log import Log, grid_of
-from dlc.comm.messages import GridSpec, Ready
+from dlc.comm.messages import GridSpec, Plan, Ready
 from dlc.comm.owners import plan_round
 from dlc.comm.permit import can_vote
 from dlc.comm.records import told_digest
@@ -176,7 +176,10 @@ class Agenda:
         return {v: ready for v, ready in self._ready[channel].items() if self.ctx.members.alive(v)}
 
     def _opening(self, channel: str) -> Draft | None:
+        leased = self.log.state.leased
         wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
+        if leased is not None:  # another one takes no samples from the same ledger
+            wishes = {v: (m, at) for v, (m, at) in wishes.items() if not m.lease_len}
         if not wishes or self.log.is_open(channel):
             return None
         first = self._wished_at.setdefault(channel, min(at for _, at in wishes.values()))
@@ -280,6 +283,18 @@ class Agenda:
             waited_s = self.ctx.now - min(at for _, at in offers.values())
             return digest if waited_s >= DISSENT_PATIENCE_S and listened_s >= t_dead_s else None
         return digest if listened_s >= (t_dead_s if len(votes) > 1 else ALONE_PATIENCE * t_dead_s) else None
+
+    def outvoted(self, plan: Plan) -> bool:
+        """More of those that live tell another state of its channel here than this plan's; or as many, this peer among
+        them. Whoever planned it may have been wrong, and alone with that: its round is not to be resumed, but what is
+        due found out anew."""
+        channel, me = plan.entry.channel, self.ctx.me
+        told = {r.voter: told_digest(r, self.log.head, channel) for r in self.ctx.members.records() if can_vote(r)}
+        told |= {v: m.digest for v, (m, _) in self._ready.get(channel, {}).items()} | {me: self.log.digest(channel)}
+        votes = Counter(digest for v, digest in told.items() if digest and self.ctx.members.alive(v))
+        planned, others = votes.pop(plan.digest, 0), max(votes.values(), default=0)
+        mine_counts = told[me] not in (b"", plan.digest)
+        return bool(plan.digest) and (others > planned or (mine_counts and others == planned))
 
     def _listened_s(self, channel: str) -> float:
         """For how long, of this process's running time, others could have told their states at my head, and too few

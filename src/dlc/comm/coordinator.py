@@ -286,7 +286,7 @@ class Coordinator:
         if isinstance(choice, Again):
             entry = choice.decree.entry  # of an opening, the digest tells those who lack the first state to fetch it
             self._propose(entry, (), (-1,) * len(choice.fixed), choice.fixed, entry.digest)
-        elif isinstance(choice, Resume):
+        elif isinstance(choice, Resume) and not self.agenda.outvoted(choice.plan):
             self._propose_resumed(choice)
         elif self.deciders:
             self._propose_config(self.deciders)
@@ -428,7 +428,8 @@ class Coordinator:
             return
         manifests = set(self.votes.values())
         if len(manifests) > 1:
-            # One manifest per ballot (I3): somebody computes wrong bytes. Try again without reusing them.
+            # One manifest per ballot (I3): somebody computes wrong bytes. The next ballot makes none anew: what one of
+            # them accepted is proposed to all.
             self._next_ballot(self.deciders)
             return
         state = self.log.state

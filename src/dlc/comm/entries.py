@@ -148,6 +148,11 @@ class LogState:
     def rank0(self) -> Voter | None:
         return self.ranked[0] if self.electorate else None
 
+    @property
+    def leased(self) -> str | None:
+        """The channel whose samples come from the ledger, if one is open."""
+        return next((c.name for c in self.channels if c.leased), None)
+
     def channel(self, name: str) -> ChannelState | None:
         return next((c for c in self.channels if c.name == name), None)
 

@@ -254,6 +254,13 @@ class Node:
         """Bring a channel's state into the run: opens the channel, or fetches the swarm's state for it."""
         self._need_log(f"channel {channel!r} cannot be opened")
         check_channel(channel, self.log.state)
+        here = (name for name, attached in self.log.attached.items() if attached.lease_len and not attached.abandoned)
+        leased = {*here, self.log.state.leased} - {channel, None}
+        if lease_len and leased and not self.log.is_open(channel):
+            raise UsageError(
+                f"channel {channel!r} cannot lease samples: those of this run go to {min(map(str, leased))!r}, and a "
+                "run has one ledger. Open it without leases (lease_len 0), or with a Peer of another run"
+            )
 
         def act() -> None:
             attached = self.log.attach(channel, state, grid, lease_len)

@@ -222,18 +222,23 @@ class Slot:
         self._ask_for([chunk for chunk in lacking if self._orphan(chunk, before)], turn=0)
         mine = self.log.digest(m.entry.channel)
         # Once found to be another in this slot, my state stays so until it is repaired, whatever the ballot.
-        self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else self.blocked_on_digest)
+        found = self.blocked_on_digest and before is not None and before.entry.channel == m.entry.channel
+        self.blocked_on_digest = bool(m.digest) and (mine != m.digest if mine else found)
         self.ctx.send(sender, self._progress(m))
         self.advance()
 
     def _unheard_of(self, plan: Plan) -> bool:
-        """It is a round of another state than mine, and nobody says to hold that one: its coordinator is wrong, or its
-        record is still on its way, and the plan comes again. Nobody's state is given up for it."""
+        """It is a round of another state than mine, and nobody alive says to hold that one: its coordinator is wrong,
+        or its record is still on its way, and the plan comes again. Nobody's state is given up for it."""
         channel, mine = plan.entry.channel, self.log.digest(plan.entry.channel)
         if plan.entry.kind != ROUND or not (mine and plan.digest) or mine == plan.digest:
             return False
-        others = (r for r in self.ctx.members.records() if r.voter != self.ctx.me and r.head == plan.head)
-        return not any(told_digest(r, plan.head, channel) == plan.digest or len(r.states) == STATES_MAX for r in others)
+        members = self.ctx.members
+        others = (r for r in members.records() if r.voter != self.ctx.me and r.head == plan.head)
+        may_hold = (
+            r for r in others if told_digest(r, plan.head, channel) == plan.digest or len(r.states) == STATES_MAX
+        )
+        return not any(members.alive(r.voter) for r in may_hold)
 
     def _kept(self, plan: Plan) -> dict[int, Result]:
         """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""

@@ -11,6 +11,7 @@ an ordinary start goes through in passing is told only when it lasts. Nothing he
 | sees no quorum alive | the voters that are missing, and how long until the others may go on without them |
 | lacks a state that nobody here holds | that, and of which channel if it holds others |
 | wishes to open a channel, and half of the voters or more do not | these |
+| wishes to open a channel with leases, and another one has them | which |
 """
 
 from __future__ import annotations
@@ -177,6 +178,9 @@ class Waits:
         if not wished or self.ctx.me not in self.log.state.electorate:
             self._not_wishing = ()
             return None
+        if (leased := self.log.state.leased) is not None and slot.wishes[wished[0]].lease_len:
+            reason = f"channel {wished[0]!r} cannot open: it asks for leases, and those of this run go to {leased!r}"
+            return Waiting(reason, (), advice="open it without (lease_len 0), or in a run of its own"), OPENING_S
         # The first beat of a slot comes before the coordinator has heard of anybody's wishes.
         if beat is not None and beat.phase == WAIT and slot.coordinator_heard - slot.entered >= HEARD_S:
             self._not_wishing = tuple(v.peer for v in beat.waiting_for if v != self.ctx.me)
