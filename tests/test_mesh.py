@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -806,3 +806,25 @@ def test_a_gossip_gives_nothing_to_whom_no_vector_reaches_and_comes_to_the_mean_
         gossip.step(x, wait_s=0.0)
     assert sum(gossip.weight for gossip in gossips) == pytest.approx(4.0)
     assert sum(gossip.weight * float(x[0]) for gossip, x in zip(gossips, held, strict=True)) == pytest.approx(6.0)
+
+
+def test_a_group_whose_beginning_is_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C came as the driver had begun it: its name was taken until the others' time was over."""
+    result = Future[object].result
+
+    def interrupted(future: Future[object], timeout: float | None = None) -> object:
+        result(future, timeout)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with swarm(1, log=False) as (peer,):
+        group = dlc.Group(peer, "g", target_size=2, matchmaking_s=LONG_S)
+        x = torch.ones(4)
+        heard = list(peer._listeners)
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(x, timeout_s=LONG_S)
+        assert peer._listeners == heard
+        call = group.all_reduce(x, timeout_s=LONG_S, async_op=True)
+        assert call.stage == "waiting"
+        call.cancel()

@@ -28,9 +28,10 @@ from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver
 from dlc.comm.effects import Effect
-from dlc.comm.events import HistoryLost, RoundDone, Waiting
+from dlc.comm.events import HistoryLost, MemberDown, RoundDone, Waiting
 from dlc.comm.filling import Filling
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
+from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming
 from dlc.comm.lobby import Lobby
 from dlc.comm.messages import Welcome
@@ -1185,3 +1186,80 @@ def test_who_joins_by_a_list_of_which_one_is_gone_is_not_told_to_start_that_one(
         listed = [first.address, *free_addresses(1)]
         with Peer.join(listed, timeouts=PATIENT, on_event=heard.append, join_timeout_s=JOIN_S):
             assert heard and not [event for event in heard if isinstance(event, Waiting)]
+
+
+def somebody_is_lost_meanwhile(node: Node, now: float) -> None:
+    """Whenever a mean is written."""
+    at_length = node.log.at_length
+
+    def meanwhile(work: Callable[[], None], size_bytes: int) -> None:
+        at_length(work, size_bytes)
+        node.ctx.notify(MemberDown(Voter("0" * 64, 1)))
+
+    node.log.at_length = meanwhile
+
+
+def test_who_leaves_in_a_callback_as_a_round_ends_is_told_of_the_round() -> None:
+    """Somebody was found dead while the mean was written: whoever waited heard that this peer had left, which says that
+    the tensors are unchanged."""
+    peers, given = list[Peer](), torch.full((4,), 0.1)
+
+    def call(event: object) -> None:
+        if peers and isinstance(event, MemberDown):
+            peers[0].leave()
+
+    with Peer.join(on_event=call) as peer:
+        peer._ask(somebody_is_lost_meanwhile)
+        peers.append(peer)
+        assert peer.all_reduce(given, timeout_s=ROUND_S).complete
+        assert float(given[0]) == float(torch.tensor(0.1).half()), "the mean"
+        with pytest.raises(SwarmClosed):
+            peer.all_reduce(given, timeout_s=ROUND_S)
+
+
+def test_a_call_that_a_callback_cancels_once_its_mean_is_written_is_over() -> None:
+    """As above: it said that the tensors were unchanged."""
+    calls, said, given = list[Reduction](), list[bool](), torch.full((4,), 0.1)
+
+    def call(event: object) -> None:
+        if isinstance(event, MemberDown):
+            said.extend(reduction.cancel() for reduction in calls)
+
+    with Peer.join(on_event=call) as peer:
+        peer._ask(somebody_is_lost_meanwhile)
+        calls.append(peer.all_reduce(given, timeout_s=ROUND_S, async_op=True, expected_s=60.0))
+        calls[0].ready()
+        assert calls[0].wait(ROUND_S).complete and said == [False]
+        assert float(given[0]) == float(torch.tensor(0.1).half()), "the mean"
+
+
+def test_two_threads_may_tell_of_the_end_at_once() -> None:
+    """The one that leaves does not wait for the driver's for ever; it failed where that took the last handle."""
+
+    class Taken(dict[str, Pending]):
+        """The other thread takes what is left right after this one has looked."""
+
+        def __len__(self) -> int:
+            n = super().__len__()
+            self.clear()
+            return n
+
+    with Peer.join() as peer:
+        peer._pending = Taken(default=Pending("default", lambda: None))
+        peer._all_over(SwarmClosed("the peer has left"))
+
+
+def test_ctrl_c_while_a_peer_leaves_keeps_its_folder_from_nobody(tmp_path: Path) -> None:
+    """In a notebook, say: until its process had ended, no other could have that identity."""
+    peer = Peer.join(state_dir=tmp_path)
+    stop = peer._driver.stop
+
+    def interrupted(timeout_s: float, reason: BaseException | None = None) -> None:
+        stop(timeout_s, reason)
+        raise KeyboardInterrupt
+
+    peer._driver.stop = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        peer.leave()
+    with Peer.join(state_dir=tmp_path) as again:
+        assert again.id == peer.id

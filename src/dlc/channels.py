@@ -317,7 +317,8 @@ class Channels(DriverCalls):
     def _all_over(self, error: SwarmClosed) -> None:
         """No round will come any more."""
         while self._pending:
-            self._pending.popitem()[1].finish(None, False, error)
+            with contextlib.suppress(KeyError):  # another thread has told of the last one
+                self._pending.popitem()[1].finish(None, False, error)
 
 
 def _missed(node: Node, channel: str, spec: RunSpec) -> bool:

@@ -247,7 +247,7 @@ class Collectives(Channels):
 
         def cancel() -> bool:
             def act(node: Node, now: float) -> bool:
-                if pending.done:
+                if pending.done or name not in node.exchange.offered:  # or is about to be told that it is over
                     return False
                 if node.withdraw(name):
                     self._pending.pop(name, None)

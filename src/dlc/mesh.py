@@ -8,6 +8,7 @@ Nothing here needs a seat, a vote or an order of events, so `Peer.join(log=False
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -31,7 +32,7 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.seating import GROUP_MAX
 from dlc.comm.service import ServiceNews
-from dlc.errors import DlcError, RoundTimeout, UsageError
+from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
 from dlc.handles import FORKED, Flag, Unpicklable
 from dlc.peer import Peer
@@ -77,11 +78,21 @@ class GroupCall(Unpicklable):
         """Peer ids of the group, once it is formed."""
         self.misfits: frozenset[str] = frozenset()
         """Peer ids of those who came with another number of elements, or another codec, and so are not in it."""
-        self._mesh.act(self._meet)
+        self._met = False
+        """It takes part under its key."""
+        try:
+            self._mesh.act(self._meet)
+        except DlcError:
+            raise  # refused
+        except BaseException:  # an interruption, after which others would wait for it, and its key be taken
+            with contextlib.suppress(SwarmClosed):
+                self.cancel()
+            raise
 
     def _meet(self, mesh: Mesh, now: float) -> list[Effect]:
         """On the driver thread. What is told of this key before is of an earlier call: nothing of it is heard."""
         effects = mesh.meet(self._call, now)
+        self._met = True
         self._mesh.listen(self._told)
         return effects
 
@@ -143,8 +154,12 @@ class GroupCall(Unpicklable):
 
     def cancel(self) -> None:
         """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""
-        # A call that is over must not end one of the same name that has begun since.
-        self._mesh.act(lambda mesh, now: [] if self._over.is_set() else mesh.give_up(self._call.key, now))
+
+        def give_up(mesh: Mesh, now: float) -> list[Effect]:
+            ours = self._met and not self._over.is_set()  # else it must not end one of the same name
+            return mesh.give_up(self._call.key, now) if ours else []
+
+        self._mesh.act(give_up)
         if not self._over.is_set():
             self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
 

@@ -77,6 +77,8 @@ class Moshpit:
         self.peer, self.name, self.codec, self.matchmaking_s = peer, name, codec, matchmaking_s
         self.stopping: Callable[[], bool] | None = None
         """As of `dlc.mesh.GroupCall`, for each round."""
+        self.without_mine = frozenset[int]()
+        """Chunks of the last `step`'s mean to which this peer's values were added here, as they were, not encoded."""
         self._sides, self._course = (group_size, dims), Course(name, group_size, dims)
         self._mesh = peer.mesh
         self._key, self._places = f"moshpit/{name}", Places(peer, f"moshpit/{name}")
@@ -128,6 +130,7 @@ class Moshpit:
         timeout_s = seconds("timeout_s", timeout_s)
         began, told = clock(), _Told()
         self._show()
+        self.without_mine = frozenset()
         away_s, before, mates, met = self._places.comes(), self._round, frozenset[PeerId](), None
         try:
             while met is None:
@@ -155,6 +158,7 @@ class Moshpit:
             for chunk in met.without_mine:
                 part = slice(*call.grid.span(chunk))
                 met.mean[part].lerp_(z[part], weight / (weight + others))
+            self.without_mine = met.without_mine
             unflatten_into(met.mean, many)
             weight = met.report.weight
         return told.report(self.name, stop.cycle, [stop.axis], stop.cells, weight, False, began)

@@ -402,12 +402,15 @@ class Peer(Collectives):
 
     def _shut(self, timeout_s: float) -> None:
         self._closed = True
-        self._driver.stop(max(timeout_s, 0.1))
-        self._stopped()
-        if self._watch is not None:
-            self._watch.close(timeout_s)
-        self._intro.state.close()
-        atexit.unregister(self._at_exit)
+        try:
+            self._driver.stop(max(timeout_s, 0.1))
+            if not self._driver.is_current:  # it tells when it ends: what it is at may be the end of a round
+                self._stopped()
+            if self._watch is not None:
+                self._watch.close(timeout_s)
+        finally:
+            self._intro.state.close()
+            atexit.unregister(self._at_exit)
 
     def _stopped(self) -> None:
         """The driver has ended: nobody may wait for it any more."""

@@ -20,7 +20,7 @@ from dlc.train import saves
 from dlc.train.offers import Work
 from dlc.train.progress import Progress
 from dlc.train.saves import Local, Saved
-from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePosition
+from tests.train.fake_peer import OTHER, FakeMember, FakePeer, FakePending, FakePosition
 from tests.train.test_ahead import PER_STEP, far, spec, trained
 from tests.train.test_trainer import H, Run
 
@@ -301,3 +301,32 @@ def test_what_is_being_written_is_not_changed_by_the_next_step_nor_its_meaning_l
         tensor.zero_()
     assert copied.ahead and copied.tensors().keys() == local.tensors().keys() and len(copied.tensors()) == 4
     assert all(bool((tensor == 1.0).all()) for tensor in copied.tensors().values())
+
+
+class Unseated(FakePeer):
+    """The samples of its lease are another's after the first round that counts it."""
+
+    def contribute(self, *args: Any, **terms: Any) -> FakePending:
+        pending = super().contribute(*args, **terms)
+        commit, first = pending.commit, len(self.vectors) == 1
+
+        def committed() -> tuple[RoundReport | None, bool]:
+            told = commit()
+            if first:
+                self.lose_lease()
+            return told
+
+        pending.commit = committed
+        return pending
+
+
+def test_steps_ahead_that_are_dropped_at_the_round_that_counts_those_before_are_told_in_its_checkpoint(
+    delayed: RunSpec, tmp_path: Path
+) -> None:
+    """It said that its inner optimizer had made none."""
+    run = Run(Unseated(delayed), tmp_path, checkpoint_every=1, keep=9)
+    run.peer.slices = [AHEAD]
+    run.go()
+    many = [saves.read(saves.folder_of(tmp_path, delayed) / saves.name_of(t)) for t in (1, 2)]
+    assert [saved.ahead for saved in many] == [True, False]
+    assert not {"parameters", "steps"} & many[0].own.keys()

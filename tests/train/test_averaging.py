@@ -41,6 +41,7 @@ from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, noloco, saves
+from dlc.train import grids as grids_module
 from dlc.train.averaging import Averaged
 from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
@@ -832,6 +833,18 @@ def test_what_comes_too_late_for_the_partner_is_in_the_own_mean_of_the_pair(monk
         assert float(learned[1][0]) == pytest.approx(8.0 + 0.7 * 2.0 + 0.6 * (4.0 - 8.0))
 
 
+def test_what_comes_too_late_for_a_group_is_in_the_own_mean_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the codec would have rounded off of it was added once more. fp16 has nothing between 1 and 1.00098."""
+    monkeypatch.setattr(grids_module, "EXCHANGE_S", 2.0)
+    spec = RunSpec(strategy="moshpit", codec="fp16", moshpit=MoshpitSpec(group_size=2, wait_s=DEADLINE_S))
+    with late_for_its_partner(DEADLINE_S) as (owner, late), ThreadPoolExecutor(2) as pool:
+        many, vectors = [Grids(peer, spec) for peer in (owner, late)], [torch.ones(4), torch.full((4,), 1.0002)]
+        wait_until(lambda: all(p.mesh.ask(on_the_grid) == 2 for p in (owner, late)), DEADLINE_S, "both are shown")
+        told = list(pool.map(lambda grid, vector: grid.step(1, vector), many, vectors))
+    assert all(dict(averaged.missing) == {late.id: "late"} for averaged in told)
+    torch.testing.assert_close(vectors[1], torch.full((4,), 1.0001), rtol=0, atol=2e-6)
+
+
 def test_who_loses_its_partner_in_the_midst_takes_the_step_of_the_pair_as_far_as_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -892,6 +905,18 @@ def test_who_is_to_stop_tells_nobody_as_missing() -> None:
             wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
         one, _ = [Grids(peer, spec, lambda: True) for peer in peers]
         wait_until(lambda: peers[0].mesh.ask(on_the_grid) == 2, DEADLINE_S, "both are on the grid")
+        averaged = one.step(1, torch.ones(10))
+    assert (averaged.t, averaged.partners, averaged.missing) == (1, (), {})
+
+
+def test_who_is_to_stop_tells_its_partner_as_missing_no_more_than_a_group() -> None:
+    """The last line of a training said that it did not come, though it was not waited for."""
+    spec = RunSpec(strategy="gossip", codec="fp32", gossip=GossipSpec("random-pairs", "noloco", wait_s=DEADLINE_S))
+    with swarm(2, log=False) as peers:
+        for peer in peers:
+            wait_until(lambda p=peer: sum(m.alive for m in p.members()) == 2, DEADLINE_S, "both are up")
+        one = Pairs(peers[0], spec, lambda: True)
+        one.begin(torch.ones(10))
         averaged = one.step(1, torch.ones(10))
     assert (averaged.t, averaged.partners, averaged.missing) == (1, (), {})
 

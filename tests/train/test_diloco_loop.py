@@ -1,4 +1,5 @@
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -828,6 +829,17 @@ def test_a_hook_changes_what_is_offered_and_nothing_else() -> None:
     assert len(given) == 2 and torch.equal(given[0], given[1]) and bool(given[0].any())
     assert all(torch.equal(vector, 0.5 * given[0]) for vector in peer.vectors)
     torch.testing.assert_close(params(model), start - 0.5 * given[0])
+
+
+def test_a_hook_may_return_what_would_need_a_gradient() -> None:
+    """Torch warned of it at each round."""
+    peer, model, scale = FakePeer(), build(), nn.Parameter(torch.tensor(0.5))
+    opt = DiLoCo(model, sgd(model), peer, sync_every=1, pseudo_gradient_hook=lambda d: d * scale)
+    backward(model, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert len(peer.vectors) == 1 and not peer.vectors[0].requires_grad
 
 
 def test_with_a_lossy_codec_the_residual_comes_on_top_of_the_hook() -> None:

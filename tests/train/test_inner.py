@@ -167,6 +167,17 @@ def test_fp16_makes_a_step_again_whose_scale_is_too_large() -> None:
         assert twin.tensors()[name] == inner.tensors()[name] != 0
 
 
+def test_fp16_tries_a_larger_scale_as_long_after_an_overflow_as_ever() -> None:
+    """What had been counted before stood: the scale that was too large came back with one of the next steps."""
+    inner = loop(Tiny(), precision="fp16")
+    scaler = {"scaler.scale": torch.tensor(2.0**120), "scaler.growth_tracker": torch.tensor(1998.0)}
+    inner.load(inner.tensors() | scaler)
+    assert inner.train_step([ids(1)], 0).applied
+    fits = inner.tensors()["scaler.scale"]
+    assert inner.train_step([ids(1)], 1).applied
+    assert (inner.tensors()["scaler.scale"], inner.tensors()["scaler.growth_tracker"]) == (fits, 2.0)
+
+
 def test_fp16_at_its_least_scale_diverges_like_any_other() -> None:
     inner = loop(Tiny(), precision="fp16")
     inner.load(inner.tensors() | {"scaler.scale": torch.tensor(4.0)})
@@ -284,6 +295,33 @@ def test_each_matrix_of_a_stack_moves_as_muon_moves_it(
         b.step()
         moved = (stack.detach() - before).norm()
         assert (stack.detach() - torch.stack([p.detach() for p in alone])).norm() < 0.02 * moved  # sums in bf16
+
+
+@needs_muon
+def test_each_expert_of_dbrx_moves_as_muon_moves_it() -> None:
+    """They are below each other in a 2-D parameter, which was taken for one matrix."""
+    model = build_model({"model_type": "dbrx", **MIXTURES["dbrx"](2)}, 0)
+    named = dict(model.named_parameters())
+    stacks = {name: p for name, p in named.items() if name.rpartition(".")[2] in ("w1", "v1", "w2")}
+    if {p.dim() for p in stacks.values()} != {2}:
+        pytest.skip("in this transformers they are stacked otherwise")
+    a = build_optimizer("muon", model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    assert sorted(id(p) for group in a.param_groups for p in group["params"]) == sorted(map(id, named.values()))
+    alone = {name: [nn.Parameter(matrix.clone()) for matrix in p.detach().split(24)] for name, p in stacks.items()}
+    matrices = [matrix for many in alone.values() for matrix in many]
+    b = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        for name, p in stacks.items():
+            p.grad = torch.randn(p.shape, generator=generator)
+            for matrix, grad in zip(alone[name], p.grad.split(24), strict=True):
+                matrix.grad = grad.clone()
+        before = {name: p.detach().clone() for name, p in stacks.items()}
+        a.step()
+        b.step()
+        for name, p in stacks.items():
+            moved = (p.detach() - before[name]).norm()
+            assert (p.detach() - torch.cat([m.detach() for m in alone[name]])).norm() < 0.02 * moved  # sums in bf16
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -7,7 +7,7 @@ nobody failed. Members count with equal weights. What the codec cannot say of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class Grids:
             self._warned = True
             return Averaged(t, (), {self._me: str(error)})
         self._warned = False
-        self._keep_unsaid(vector, before)
+        self._keep_unsaid(vector, before, self._moshpit.without_mine)
         missing = {absent.peer: absent.reason for group in report.rounds for absent in group.missing}
         if not self._gave_up(report):
             failed = {self._me: "; ".join(report.failed)} if report.failed else {}
@@ -71,10 +71,11 @@ class Grids:
         """The training is to stop, so that nobody was waited for: nobody failed to come."""
         return not report.rounds and self._moshpit.stopping is not None and self._moshpit.stopping()
 
-    def _keep_unsaid(self, vector: Tensor, before: Tensor) -> None:
-        """Add what the codec rounded off of mine; but where nobody gave anything, and all of it is there still."""
+    def _keep_unsaid(self, vector: Tensor, before: Tensor, unencoded: Collection[int]) -> None:
+        """Add what the codec rounded off of mine; but where nobody gave anything, and all of it is there still, and in
+        the `unencoded` chunks, into which mine has come as it was."""
         grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
-        for chunk in range(grid.n_chunks):
+        for chunk in set(range(grid.n_chunks)).difference(unencoded):
             part = slice(*grid.span(chunk))
             vector[part].add_(grid.unsaid(chunk, before[part]).mul_(vector[part] != before[part]))
 

@@ -233,6 +233,7 @@ class InnerLoop:
             return False
         before = self._scaler.get_scale()
         self._scaler.update(max(SCALE_MIN, before * self._scaler.get_backoff_factor()))
+        self._scaler.load_state_dict(self._scaler.state_dict() | {"_growth_tracker": 0})  # which this `update` keeps
         return before > SCALE_MIN
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

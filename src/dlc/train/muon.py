@@ -5,7 +5,7 @@ space to another; embeddings, the output head, vectors and scalars are AdamW's. 
 AdamW's (`match_rms_adamw`, arXiv:2502.16982, section 2.2), so that one learning rate and weight decay serve both.
 
 The experts of a mixture are matrices, too, but transformers keeps those of a layer stacked in one parameter, which
-torch.optim.Muon does not take: `StackedMuon` moves each of them for itself.
+torch.optim.Muon does not take, or would take for one matrix: `StackedMuon` moves each of them for itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dlc.errors import ConfigError
 
 EXPERTS = "Experts"
 """How the classes of transformers end that stack a layer's experts along the first dimension of their parameters."""
+IN_ROWS = "DbrxExpertGLU"
+"""The one that puts the matrices of its `moe_num_experts` experts below each other, in 2-D parameters."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration; they, its steps and the least norm are those of torch.optim.Muon."""
 NEWTON_SCHULZ_STEPS = 5
@@ -60,10 +62,11 @@ class Joint(torch.optim.Optimizer):
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """What torch.optim.Muon, with `match_rms_adamw`, does with each of n matrices, for parameters [n, a, b]."""
+    """What torch.optim.Muon, with `match_rms_adamw`, does with each of n matrices, for parameters [n, a, b]; in a group
+    whose `matrices` is n, for parameters [n * a, b]."""
 
-    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, params: Iterable[Any], *, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "matrices": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as in `Joint`
@@ -79,10 +82,12 @@ class StackedMuon(torch.optim.Optimizer):
                     self._move(p, p.grad, state["momentum_buffer"], group)
 
     def _move(self, p: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
-        lr, momentum = group["lr"], group["momentum"]
-        a, b = p.shape[1:]
+        lr, momentum, n = group["lr"], group["momentum"], group["matrices"]
+        shape = (n, -1, p.shape[-1]) if n else p.shape
+        stacks = [x.view(shape) for x in (p, grad, buffer)]
+        a, b = stacks[0].shape[1:]
         count = max(1, ELEMENTS_AT_ONCE // (a * b))
-        for theta, g, m in zip(*(torch.split(x, count) for x in (p, grad, buffer)), strict=True):
+        for theta, g, m in zip(*(torch.split(x, count) for x in stacks), strict=True):
             m.lerp_(g, 1 - momentum)
             update = orthogonal(g.lerp(m, momentum))
             theta.mul_(1 - lr * group["weight_decay"])
@@ -105,7 +110,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable 2-D parameters but for embeddings, the output head, and stacked biases of experts.
+    """Trainable 2-D parameters but for embeddings, the output head, and what is stacked of experts.
 
     The head is known by `get_output_embeddings` of transformers models; in a module without it, it counts as hidden.
     """
@@ -114,7 +119,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     head = find() if callable(find) else None
     if head is not None:
         outer |= {id(parameter) for parameter in head.parameters()}
-    outer |= {id(parameter) for parameter in parameters_of_stacked_experts(model)}
+    rows = (p for params in matrices_in_rows(model).values() for p in params)
+    outer |= {id(parameter) for parameter in (*parameters_of_stacked_experts(model), *rows)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in outer]
 
 
@@ -122,6 +128,16 @@ def stacked_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trainable 3-D parameters of experts, one matrix of each after the other; other 3-D parameters, such as those of
     convolutions, are none."""
     return [p for p in parameters_of_stacked_experts(model) if p.requires_grad and p.dim() == 3]
+
+
+def matrices_in_rows(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+    """By n: trainable parameters [n * a, b] of n experts, the matrices [a, b] of which are below each other."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for module in model.modules():
+        if type(module).__name__ == IN_ROWS:
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            found.setdefault(int(module.moe_num_experts), []).extend(trained)  # type: ignore[arg-type]
+    return {n: params for n, params in found.items() if params}
 
 
 def parameters_of_stacked_experts(model: nn.Module) -> list[nn.Parameter]:
@@ -141,15 +157,17 @@ def muon_and_adamw(
     fused: bool,
 ) -> Joint:
     """`groups`: AdamW's parameter groups of the whole model, from which the hidden matrices are taken out."""
-    hidden, stacked = hidden_matrices(model), stacked_matrices(model)
-    if not hidden and not stacked:
+    hidden, stacked, rows = hidden_matrices(model), stacked_matrices(model), matrices_in_rows(model)
+    experts: list[dict[str, Any]] = [{"params": stacked}] if stacked else []
+    experts += [{"params": params, "matrices": n} for n, params in rows.items()]
+    if not hidden and not experts:
         raise ConfigError('the model has no hidden matrices for inner.optimizer "muon": choose "adamw"')
     if hidden and not hasattr(torch.optim, "Muon"):
         raise ConfigError(
             f'inner.optimizer "muon" needs torch 2.9 or newer, and this is {torch.__version__}: update torch, or '
             'choose "adamw"'
         )
-    taken = {id(p) for p in (*hidden, *stacked)}
+    taken = {id(p) for p in (*hidden, *(p for group in experts for p in group["params"]))}
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rest = [group for group in rest if group["params"]]
     parts: list[torch.optim.Optimizer] = []
@@ -159,8 +177,8 @@ def muon_and_adamw(
                 hidden, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
             )
         )
-    if stacked:
-        parts.append(StackedMuon(stacked, lr=lr, weight_decay=weight_decay, momentum=momentum))
+    if experts:
+        parts.append(StackedMuon(experts, lr=lr, weight_decay=weight_decay, momentum=momentum))
     if rest:
         parts.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=fused or None))
     return Joint(parts)

@@ -115,8 +115,11 @@ class Pairs:
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
+            waiting_s = (formed[0] if formed else clock()) - since
+            if not formed and self._stopping is not None and self._stopping():  # so that it was not waited for
+                return Averaged(t, (), waiting_s=waiting_s)
             why = str(error) if formed else "did not come"
-            return Averaged(t, (), {partner: why}, waiting_s=(formed[0] if formed else clock()) - since)
+            return Averaged(t, (), {partner: why}, waiting_s=waiting_s)
         self._keep_own(both, d, call)
         return Averaged(
             t,

@@ -69,9 +69,10 @@ class Outgoing:
         if not isinstance(made, Tensor) or made.dtype != d.dtype or made.shape != d.shape or made.device != d.device:
             what = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else repr(made)
             raise UsageError(f"the pseudo_gradient_hook must return float32 [{d.numel()}] on the CPU, not {what}")
+        made = made.detach()
         if not finite(made):
             raise UsageError("the pseudo_gradient_hook returned NaN or Inf; nothing was offered")
-        return made.detach().contiguous()
+        return made.contiguous()
 
     def whole(self, hooked: Tensor, vector: int) -> tuple[Tensor, float]:
         """What is sent of the channel's vector of that number, and its norm: the vector itself, or that and the

@@ -354,6 +354,7 @@ class Phases:
         loss = self._done.counted(offered) if settled.counted else None
         if settled.counted and settled.report is not None:
             self.held.counted(settled.report.t, self._done.tokens)
+            self.ahead = False
         if not settled.kept:
             self.drop()
         elif not settled.counted:
@@ -364,7 +365,7 @@ class Phases:
         self._exchanges_s.append(max(0.0, settled.report.seconds - settled.report.waiting_s))
         if not settled.counted:
             return None
-        self._passed, self._in_step, self._diverged, self.ahead = False, True, 0, False
+        self._passed, self._in_step, self._diverged = False, True, 0
         return settled.report
 
     def _patience_s(self) -> float:
