@@ -1263,3 +1263,20 @@ def test_ctrl_c_while_a_peer_leaves_keeps_its_folder_from_nobody(tmp_path: Path)
         peer.leave()
     with Peer.join(state_dir=tmp_path) as again:
         assert again.id == peer.id
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_is_told_of_the_end_also_where_the_sockets_fail_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    with swarm(2) as peers:
+        transport = peers[0]._driver.transport
+        close = transport.close
+
+        def fails(*linger_s: float) -> None:
+            close(*linger_s)
+            raise OSError("a socket is gone")
+
+        monkeypatch.setattr(transport, "close", fails)
+        waits = peers[0].all_reduce(torch.ones(8), timeout_s=10 * ROUND_S, async_op=True)
+        peers[0]._driver.stop(ROUND_S)
+        with pytest.raises(SwarmClosed):
+            waits.wait(ROUND_S)

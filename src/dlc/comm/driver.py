@@ -263,8 +263,10 @@ class Driver:
             self._stopping = self._ended = True  # before the calls fail: one made from now on fails itself
             self._switch_often(False)
             self._fail_calls()
-            self.transport.close()
-            self.on_stop()
+            try:
+                self.transport.close()
+            finally:
+                self.on_stop()  # who waits is told, whatever the sockets do
 
     def _turn(self) -> None:
         self._take_held_back()
