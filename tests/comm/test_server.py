@@ -21,7 +21,6 @@ from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
-from dlc.comm.serverpeer import TERMS_AHEAD_MAX
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
@@ -1344,7 +1343,7 @@ def test_nobody_believes_in_an_owner_that_is_no_helper_nor_in_a_last_term() -> N
     view, trainer = net.owner().service.seats[0].owner.view, net.processes["t0"].voter
     for false in (
         dataclasses.replace(view, term=view.term + 1, owner=trainer),
-        dataclasses.replace(view, term=view.term + 1 + TERMS_AHEAD_MAX),
+        dataclasses.replace(view, term=view.term + 1 + sm.NUMBERS_AHEAD_MAX),
     ):
         for process in net.processes.values():
             for message in (sm.Established(false), sm.Claim(false), sm.Refused(false, True)):
@@ -1457,3 +1456,26 @@ def test_the_first_parameters_come_from_a_trainer_whose_vectors_reach_the_helper
     net.processes["t1"].begin(ones())
     net.until(lambda: len(net.processes["t1"].exchanges) == 2, 60.0, "a round")
     assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_a_push_of_the_last_round_that_there_can_be_is_refused() -> None:
+    """The others pulled it, and no push of theirs had a number any more."""
+    net = swarm(2, 2)
+    net.may_refuse = True
+    for pulled in net.processes["t1"].service.pulled:
+        pulled.step = sm.NUMBER_MAX - 1
+    net.processes["t1"].begin(ones())
+    net.exchange({"t0": ones()})
+    net.exchange({"t0": ones()})
+    assert net.processes["t0"].service.step == 2
+
+
+def test_a_stake_that_leaves_no_number_after_it_is_no_beginning() -> None:
+    net = Net()
+    net.may_refuse = True
+    net.start("t0")
+    net.start("t1", step=sm.NUMBER_MAX)
+    net.start("h0")
+    net.exchange({"t0": None})
+    net.exchange({"t0": ones()})
+    assert net.processes["t0"].service.step == 1
