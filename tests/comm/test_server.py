@@ -1458,6 +1458,34 @@ def test_the_first_parameters_come_from_a_trainer_whose_vectors_reach_the_helper
     assert torch.equal(net.theta(), torch.ones(NUMEL))
 
 
+def test_an_image_that_comes_after_the_updates_that_follow_it_takes_nothing_back() -> None:
+    """The owner had been told that they are held there."""
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    state, seat = owner.service.seats[0].owner.state, standby.service.seats[0]
+    view, era, image = owner.service.witness.established[0], seat.replica.era, state.image()
+    offer = sm.ImageOffer(view, era, state.version, state.digest(), "image", len(image))
+    net.exchange({"t0": ones()})
+    assert seat.replica.state.version == offer.version + 1
+    standby.service._replicas._image_fetched(owner.voter, offer, [image])
+    net.kill(owner)
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_an_update_that_comes_after_an_image_that_holds_it_is_not_kept() -> None:
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    net.exchange({"t0": ones()})
+    net.exchange({"t0": ones()})
+    replica, sizes = standby.service.seats[0].replica, SPANS.wire_sizes(0)
+    offer = sm.UpdateOffer(owner.service.witness.established[0], replica.era, sm.Update(1, 1, 1, (), ()), "u", sizes)
+    standby.service._replicas._update_fetched(owner.voter, offer, [bytes(size) for size in sizes])
+    assert not replica.ahead and replica.state.version == 2
+
+
 def test_a_push_of_the_last_round_that_there_can_be_is_refused() -> None:
     """The others pulled it, and no push of theirs had a number any more."""
     net = swarm(2, 2)
