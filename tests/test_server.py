@@ -16,7 +16,7 @@ import torch
 
 import dlc
 from dlc.cli.helping import help_out
-from dlc.comm.serverexchange import History
+from dlc.comm.serverexchange import ExchangeOver, History, Outcome
 from dlc.comm.wire import unpack
 from dlc.errors import RoundTimeout, UsageError
 from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
@@ -101,6 +101,16 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
                 server.close()
             with pytest.raises(UsageError, match="closed: make another one"):
                 server.spans()
+
+
+def test_an_exchange_that_is_over_just_as_it_is_given_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had counted was told as dropped."""
+    with dlc.Peer.join(log=False) as peer:
+        client = dlc.ServerClient(peer, torch.zeros(5000))
+        over = ExchangeOver(1, 7, (Outcome(0, 1.0, "helper", "counted", None, 0, 3, 0, 0.0, 0),), 0, 0, 0.1)
+        client.begin()
+        monkeypatch.setattr(client, "_cancel", lambda: client._heard(over))
+        assert client.wait(0.0).counted == 1.0
 
 
 def test_a_trainer_with_another_vector_is_told_so() -> None:

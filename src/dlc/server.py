@@ -260,12 +260,13 @@ class ServerClient:
             self._served.check_may_wait()
         with self._changed:
             self._changed.wait_for(lambda: self.done, timeout_s)
+        if not self.done:
+            self._cancel()  # and it may be over before that is heard
         if self._over is None:
             if self._failed is not None:
                 raise self._failed
             if self._stopped is not None:
                 raise self._stopped
-            self._cancel()
             raise RoundTimeout(f"the exchange with the parameter server took longer than {timeout_s:g} s")
         report = _report(self._over)
         if report.set_aside:

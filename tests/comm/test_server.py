@@ -21,9 +21,8 @@ from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
-from dlc.comm.serverpeer import TERMS_AHEAD_MAX
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
-from dlc.comm.spans import Spans
+from dlc.comm.spans import Spans, assign
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
 from dlc.errors import ProtocolError
 from dlc.train.outer_step import Sgd
@@ -1344,7 +1343,7 @@ def test_nobody_believes_in_an_owner_that_is_no_helper_nor_in_a_last_term() -> N
     view, trainer = net.owner().service.seats[0].owner.view, net.processes["t0"].voter
     for false in (
         dataclasses.replace(view, term=view.term + 1, owner=trainer),
-        dataclasses.replace(view, term=view.term + 1 + TERMS_AHEAD_MAX),
+        dataclasses.replace(view, term=view.term + 1 + sm.NUMBERS_AHEAD_MAX),
     ):
         for process in net.processes.values():
             for message in (sm.Established(false), sm.Claim(false), sm.Refused(false, True)):
@@ -1457,3 +1456,152 @@ def test_the_first_parameters_come_from_a_trainer_whose_vectors_reach_the_helper
     net.processes["t1"].begin(ones())
     net.until(lambda: len(net.processes["t1"].exchanges) == 2, 60.0, "a round")
     assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_a_helper_that_does_not_reach_the_first_choice_either_gives_its_spans_to_it_by_another() -> None:
+    """It kept them, and the trainer waited."""
+    net = swarm(3, 3)
+    owner = net.owner(3)
+    first = assign(SPANS.n, ("h0", "h1", "h2"), frozenset({owner.name}))[3][0]
+    keep_apart(net, ("t0", owner.name), (owner.name, first))
+    net.exchange({name: ones() for name in ("t0", "t1", "t2")}, 120.0)
+    net.until(lambda: not owner.service.owned and net.owners(3) == [net.processes[first]], 60.0, "where it belongs")
+    net.exchange({name: ones() for name in ("t0", "t1", "t2")}, 10.0)
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_a_helper_that_was_away_is_asked_again_whom_it_does_not_reach() -> None:
+    """That was forgotten meanwhile, and spans went back to it until it came to tell it again in turn."""
+    net = swarm(3, 12)
+    owner = net.owner(3)
+    keep_apart(net, ("t0", owner.name))
+    net.until(lambda: not owner.service.owned, 60.0, "it gives its spans away")
+    others = [helper.service for helper in net.helpers() if helper is not owner]
+    net.freeze(owner, 1000.0)
+    net.until(lambda: not any(service.lives(owner.voter) for service in others), 60.0, "it is dead")
+    net.thaw(owner)
+    net.until(lambda: all(service.lives(owner.voter) for service in others), 60.0, "it is back")
+    net.until(lambda: all(owner.name in service._shunned for service in others), 2.0, "they know it again")
+
+
+def tell_all(net: Net, sender: Process, view: sm.SpanView) -> None:
+    for process in net.helpers() + net.trainers():
+        net._deliver(process.name, sender.voter, sender.name, sm.Established(view))
+
+
+def test_a_claim_ends_when_another_view_holds_though_it_is_of_a_greater_term() -> None:
+    """It was won all the same, by a helper that held nothing by then."""
+    net = swarm(3, 2)
+    owner, standby, view = net.owner(0), net.standby(0), net.owner(0).service.witness.established[0]
+    assert standby is not None
+    (third,) = (helper for helper in net.helpers() if helper not in (owner, standby))
+    other = dataclasses.replace(view, term=view.term + 1, owner=third.voter, standby=None)
+    struck: list[sm.SpanView] = []
+
+    def strike(source: Process, to: str, message: object) -> None:
+        if isinstance(message, sm.Claim) and source is standby and message.view.span == 0 and not struck:
+            struck.append(message.view)
+            standby.node.receive(third.voter, sm.Established(other), net.now)
+            assert standby.service.seats[0].claim is None
+
+    for process in net.helpers() + net.trainers():
+        process.service.witness.asked(other)
+    net.hook = strike
+    net.kill(owner)
+    net.exchange({"t0": ones(), "t1": ones()}, 60.0)
+    assert struck and struck[0].term == other.term + 1
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+@pytest.mark.parametrize("to_whom", ["its standby", "nobody"])
+def test_a_helper_that_is_given_a_span_and_holds_nothing_of_it_is_no_dead_end(to_whom: str) -> None:
+    """Nobody served that span for as long as this helper lived."""
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    owner, heir, view = net.owner(0), net.standby(0), net.owner(0).service.witness.established[0]
+    assert heir is not None
+    heir.service.seats[0].replica = None
+    standby = owner.voter if to_whom == "its standby" else None
+    tell_all(net, owner, dataclasses.replace(view, term=view.term + 1, owner=heir.voter, standby=standby))
+    net.exchange({"t0": ones()}, 60.0)
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+    taken = [text for helper in (owner, heir) for text in warned(helper) if "taken from t0" in text]
+    assert bool(taken) == (standby is None), "its standby has the moments, too"
+
+
+def test_a_standby_that_holds_nothing_takes_a_stake_where_the_others_leave_it_to_it() -> None:
+    net = swarm(3, 1)
+    net.exchange({"t0": ones()})
+    owner, view = net.owner(0), net.owner(0).service.witness.established[0]
+    left = [helper for helper in net.helpers() if helper is not owner]
+    (first, _) = assign(SPANS.n, tuple(helper.name for helper in left))[0]
+    (other,) = (helper for helper in left if helper.name != first)
+    net.kill(owner)
+    for helper in left:
+        helper.service.seats[0].replica = None
+    tell_all(net, other, dataclasses.replace(view, term=view.term + 1, standby=other.voter))
+    net.exchange({"t0": ones()}, 120.0)
+    net.until(net.at_rest, 60.0, "all are served")
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_a_view_of_a_span_that_there_is_not_is_forgotten_once_the_layout_is_known() -> None:
+    """The first helper to look for a span's origin ended of it."""
+    net = Net()
+    helper = net.start("h0")
+    view = sm.SpanView(SPANS.n, 1, Voter("h9", 1), None, NOWHERE, 0, 0)
+    helper.node.receive(Voter("h9", 1), sm.Established(view), net.now)
+    net.start("t0")
+    net.until(lambda: net.served(standbys=False), 60.0, "a beginning")
+    assert SPANS.n not in helper.service.witness.established
+
+
+def test_an_image_that_comes_after_the_updates_that_follow_it_takes_nothing_back() -> None:
+    """The owner had been told that they are held there."""
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    state, seat = owner.service.seats[0].owner.state, standby.service.seats[0]
+    view, era, image = owner.service.witness.established[0], seat.replica.era, state.image()
+    offer = sm.ImageOffer(view, era, state.version, state.digest(), "image", len(image))
+    net.exchange({"t0": ones()})
+    assert seat.replica.state.version == offer.version + 1
+    standby.service._replicas._image_fetched(owner.voter, offer, [image])
+    net.kill(owner)
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_an_update_that_comes_after_an_image_that_holds_it_is_not_kept() -> None:
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    net.exchange({"t0": ones()})
+    net.exchange({"t0": ones()})
+    replica, sizes = standby.service.seats[0].replica, SPANS.wire_sizes(0)
+    offer = sm.UpdateOffer(owner.service.witness.established[0], replica.era, sm.Update(1, 1, 1, (), ()), "u", sizes)
+    standby.service._replicas._update_fetched(owner.voter, offer, [bytes(size) for size in sizes])
+    assert not replica.ahead and replica.state.version == 2
+
+
+def test_a_push_of_the_last_round_that_there_can_be_is_refused() -> None:
+    """The others pulled it, and no push of theirs had a number any more."""
+    net = swarm(2, 2)
+    net.may_refuse = True
+    for pulled in net.processes["t1"].service.pulled:
+        pulled.step = sm.NUMBER_MAX - 1
+    net.processes["t1"].begin(ones())
+    net.exchange({"t0": ones()})
+    net.exchange({"t0": ones()})
+    assert net.processes["t0"].service.step == 2
+
+
+def test_a_stake_that_leaves_no_number_after_it_is_no_beginning() -> None:
+    net = Net()
+    net.may_refuse = True
+    net.start("t0")
+    net.start("t1", step=sm.NUMBER_MAX)
+    net.start("h0")
+    net.exchange({"t0": None})
+    net.exchange({"t0": ones()})
+    assert net.processes["t0"].service.step == 1

@@ -7,9 +7,9 @@ import torch
 
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.servermessages import Origin, Push, Update
+from dlc.comm.servermessages import Counted, Origin, Push, Update
 from dlc.comm.spans import Spans, assign
-from dlc.comm.spanstate import Optimizer, SpanState
+from dlc.comm.spanstate import COUNTED_MAX, Optimizer, SpanState
 from dlc.errors import ConfigError, ProtocolError
 from dlc.train.outer_step import Adam, Nesterov, Sgd
 
@@ -151,6 +151,22 @@ def test_a_late_push_of_a_peers_older_process_is_not_remembered_in_place_of_its_
         span.apply(Update(version, 0, 1, (Push(voter, seq, 1.0),), ()), payloads)
     assert [span.has(old, 9), span.has(new, 1), span.has(new, 2)] == [0, 2, None]
     assert span.newest(new) == 1, "it would be told that its own are set aside"
+
+
+def test_a_push_of_an_older_process_of_the_same_number_is_not_taken_for_the_newest() -> None:
+    span = state(nesterov(asynchronous=True))
+    payloads = [bytes(size) for size in SPANS.wire_sizes(1)]
+    span.apply(Update(1, 0, 1, (Push(Voter("a", 2), 5, 1.0),), ()), payloads)
+    assert [span.has(Voter("a", 2), 5), span.has(Voter("a", 1), 5)] == [1, 0]
+
+
+def test_where_some_are_forgotten_it_is_not_said_of_an_unknown_one_that_none_of_its_pushes_counted() -> None:
+    span = state(nesterov(asynchronous=True))
+    known = [Counted(Voter(f"t{i}", 1), 1, 1) for i in range(COUNTED_MAX)]
+    span.counted = {push.voter.peer: push for push in known[1:]}
+    assert span.newest(Voter("x", 1)) == 0
+    span.counted[known[0].voter.peer] = known[0]
+    assert span.newest(Voter("x", 1)) == -1 and span.newest(known[0].voter) == 1
 
 
 def test_what_cannot_be_applied_changes_nothing() -> None:

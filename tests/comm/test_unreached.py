@@ -88,3 +88,9 @@ def test_what_a_helper_told_that_is_gone_is_forgotten() -> None:
     assert mine.shunned(("h0", "h2")) == frozenset()
     host.alive["helper"] = list(HELPERS)
     assert mine.shunned(HELPERS) == frozenset(), "until it tells again"
+
+
+def test_what_an_older_process_of_this_helper_told_is_not_taken_for_its_own_word() -> None:
+    mine = Unreached(Host("t0"))
+    mine.told("h0", ("t0",))
+    assert mine.shunned(HELPERS) == frozenset()

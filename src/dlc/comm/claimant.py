@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from dlc.comm.claims import ASK_S, CLAIM_S, Claiming
 from dlc.comm.ids import Voter
 from dlc.comm.roles import HELPER, TRAINER
@@ -18,10 +20,17 @@ class Claimant:
         term = self.host.witness.term_after(span)
         if seat.seeding is not None:
             state.seed = (term, state.version)
-        view = SpanView(span, term, owner, standby, state.origin, *state.seed)
+        self._begin(seat, SpanView(span, term, owner, standby, state.origin, *state.seed))
+
+    def give_on(self, seat: Seat, view: SpanView, heir: Voter) -> None:
+        """By that view the span is mine, and I hold nothing of it."""
+        term = self.host.witness.term_after(view.span)
+        self._begin(seat, dataclasses.replace(view, term=term, owner=heir, standby=None))
+
+    def _begin(self, seat: Seat, view: SpanView) -> None:
         self.host.witness.asked(view)  # I am a witness of my own
         seat.claim = Claiming(view, self.host.now, {self.host.me})
-        self.press(span, seat, seat.claim)
+        self.press(view.span, seat, seat.claim)
 
     def press(self, span: int, seat: Seat, claim: Claiming) -> None:
         """Ask those who have not answered, give up, or win."""

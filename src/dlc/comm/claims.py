@@ -61,6 +61,12 @@ class Witness:
         self.established[view.span] = view
         return True
 
+    def forget_beyond(self, n_spans: int) -> None:
+        """There are only so many: what was told of others before that was known is of no use."""
+        for views in (self.established, self._granted):
+            for span in [span for span in views if span >= n_spans]:
+                del views[span]
+
     def term_after(self, span: int) -> int:
         """The next term that nobody was granted, as far as I know."""
         views = (self.established.get(span), self._granted.get(span))

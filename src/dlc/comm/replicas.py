@@ -76,8 +76,11 @@ class Replicas:
         state = SpanState.restored(self.host.spans, m.view.span, self.host.optimizer, b"".join(parts))
         if state.version != m.version or state.digest() != m.digest:
             raise ProtocolError(f"the image of span {m.view.span} from {sender} is not what it named")
-        self.host.seats[m.view.span].replica = Replica(sender, m.era, state)
-        self._say_taken(sender, view, state)
+        seat = self.host.seats[m.view.span]
+        kept = seat.replica
+        if kept is None or (kept.source, kept.era) != (sender, m.era) or kept.state.version < m.version:
+            kept = seat.replica = Replica(sender, m.era, state)
+        self._say_taken(sender, view, kept.state)  # updates may have come further than the image
 
     def update_offered(self, sender: Voter, m: UpdateOffer) -> None:
         check_update(m.update)
@@ -117,7 +120,8 @@ class Replicas:
         replica.asked.pop(m.update.version, None)
         if not self._finite(m.view.span, parts):
             raise ProtocolError(f"update {m.update.version} of span {m.view.span} from {sender} is not finite")
-        replica.ahead[m.update.version] = (m.update, parts)
+        if m.update.version > state.version:  # else an image has brought it meanwhile
+            replica.ahead[m.update.version] = (m.update, parts)
         while state.version + 1 in replica.ahead:
             state.apply(*replica.ahead.pop(state.version + 1))
         self._say_taken(sender, view, state)

@@ -15,6 +15,7 @@ Promises:
 What one helper does with one span (a *seat*):
 
     none ──claim──> owner            the span has no view and I am its first choice: take a stake and claim
+    none ──claim──> none             the view names me as its owner, and I hold nothing: its standby is to be that
     none ──image──> replica          the owner makes me its standby
     replica ──claim──> owner         the owner died and the view names me as its standby
     owner ──greater view──> none     somebody else owns it; its image comes next if I am the standby
@@ -81,7 +82,7 @@ class SpanServer(Host):
         self._unreached = Unreached(self)
         self._serial = itertools.count(1)
         self._answered: set[Voter] = set()
-        """Who has told me the views that it knows."""
+        """Who has told me the views that it knows, and was alive since then."""
         self._misfits: set[Voter] = set()
         """Who cuts the vector in another way, and is to be told how it is cut here."""
         self._others: set[Voter] = set()
@@ -156,6 +157,7 @@ class SpanServer(Host):
             raise ProtocolError(f"another layout than {layout_of(self.spans)}: {layout}")
         self.spans = spans_of(layout)
         self.seats = {span: Seat() for span in range(self.spans.n)}
+        self.witness.forget_beyond(self.spans.n)
 
     def _hear_optimizer(self, sender: Voter, name: str) -> None:
         if not name or name == self.optimizer.name or sender in self._others:
@@ -216,10 +218,12 @@ class SpanServer(Host):
         self._tell_alone()
 
     def _ask_views(self) -> None:
-        """Everybody, until a majority has answered; those who come later, too."""
+        """Everybody; those who come later, or again, too: what a helper told before it was away is forgotten."""
+        living = self.living(HELPER, TRAINER)
+        self._answered.intersection_update(living)
         if self.now < self._asked_at + ASK_S:
             return
-        unasked = [v for v in self.living(HELPER, TRAINER) if v not in self._answered and v != self.me]
+        unasked = [v for v in living if v not in self._answered and v != self.me]
         if unasked:
             self._asked_at = self.now
             self.cast(unasked, AskViews(layout_of(self.spans), self.optimizer.name))
@@ -267,7 +271,7 @@ class SpanServer(Host):
             self._let_go(owner, standby)
         if not healthy:
             self._replace_standby(span, seat, owner, candidate)
-        elif first != self.me.peer and standby is not None and standby.peer == first:
+        elif standby is not None and self._belongs_to(standby.peer, first):
             if self._may_move(span):
                 owner.closing = True
             if owner.closing and owner.quiet and owner.holds_all(standby):
@@ -310,9 +314,16 @@ class SpanServer(Host):
             owner.make()
             owner.apply()
 
+    def _belongs_to(self, standby: PeerId, first: PeerId) -> bool:
+        """The span goes to its standby: that is the first choice, or will give it to that one, which I do not reach."""
+        if first == self.me.peer or self.me.peer not in self._shunned or self.members.relay_for(first) is None:
+            return standby == first != self.me.peer
+        return standby not in self._shunned
+
     def _within_reach(self, span: int, choice: PeerId | None) -> PeerId | None:
         """Who is to be the standby: the choice, or, where no vector of mine reaches it, the next that I reach."""
-        others = [choice, *(helper for helper in ranking(span, self._helpers) if helper != self.me.peer)]
+        ranked = sorted(ranking(span, self._helpers), key=self._shunned.__contains__)
+        others = [choice, *(helper for helper in ranked if helper != self.me.peer)]
         reached = (peer for peer in others if peer is not None and self.members.relay_for(peer) is None)
         return next(reached, choice)
 
@@ -333,15 +344,20 @@ class SpanServer(Host):
         view = self.witness.established.get(span)
         if seat.claim is not None or self.now < seat.retry_at:
             return
-        if view is not None and self.lives(view.owner):
+        if view is not None and view.owner == self.me:  # and I hold nothing of it
+            if view.standby is not None and self.lives(view.standby):
+                self._claims.give_on(seat, view, view.standby)
+                return
+        elif view is not None and self.lives(view.owner):
             seat.seeding = None
             return
-        if view is not None and view.standby == self.me:
+        elif view is not None and view.standby == self.me:
             replica = seat.replica
             if replica is not None and replica.source == view.owner:
                 self._claims.make(span, seat, replica.state, self.me, None)
                 return
-        if wanted[span][0] == self.me.peer and self._lost(view) and self._informed():
+        named = view is not None and self.me in (view.owner, view.standby)  # the others leave it to me
+        if (named or wanted[span][0] == self.me.peer) and self._lost(view) and self._informed():
             self._seeder.seed(span, seat)
 
     def _lost(self, view: SpanView | None) -> bool:
@@ -356,8 +372,8 @@ class SpanServer(Host):
         seat = self.seats.get(view.span)
         if seat is None:
             return
-        if seat.claim is not None and seat.claim.view.term <= view.term:
-            seat.claim = None
+        if seat.claim is not None and (view.owner != self.me or seat.claim.view.term <= view.term):
+            seat.claim = None  # also one for a greater term: what it was made for is let go of here
         if view.owner != self.me:
             if seat.owner is not None:
                 self._step_down(view, seat, seat.owner)

@@ -21,6 +21,9 @@ REASONS = (LATE, DEAD, LEFT, NOT_FINITE)
 """Why a round went on without a trainer."""
 NUMBER_MAX = 1 << 53
 """Greatest term, version or round: the one after it still has a wire form."""
+NUMBERS_AHEAD_MAX = 1 << 32
+"""How far a term or a round may be above the last that was heard of, and a stake below NUMBER_MAX: far above what a run
+can use up, so no message takes the last number there is."""
 SEQ_MAX = 1 << 62
 """Greatest number of a push; they begin with a clock."""
 

@@ -13,6 +13,7 @@ from dlc.comm.ids import PeerId, Voter
 from dlc.comm.messages import Bulk, Message
 from dlc.comm.roles import HELPER, TRAINER
 from dlc.comm.servermessages import (
+    NUMBERS_AHEAD_MAX,
     SERVER_MESSAGES,
     Claim,
     Established,
@@ -34,11 +35,6 @@ TICK_S = 0.25
 START_S = 15.0
 """A swarm that begins with a checkpoint waits so long for trainers with a newer one, and for those that are members and
 have not said yet what they hold; from the first trainer on."""
-
-
-TERMS_AHEAD_MAX = 1 << 32
-"""How far the term of a view may be above the last that was heard of: far above what a run can use up, and no message
-takes a span's last term."""
 
 
 class ServerMembers(Members, Protocol):
@@ -169,7 +165,7 @@ class ServerPeer:
     def check_view(self, view: SpanView) -> None:
         self.check_span(view.span)
         check_numbers(view.term, view.seed_term, view.seed_version)
-        if view.term >= self.witness.term_after(view.span) + TERMS_AHEAD_MAX:
+        if view.term >= self.witness.term_after(view.span) + NUMBERS_AHEAD_MAX:
             raise ProtocolError(f"a view of term {view.term}: nobody could claim that span any more")
         record = self.members.record(view.owner.peer)
         if record is not None and record.role != HELPER:

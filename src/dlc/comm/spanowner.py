@@ -34,6 +34,7 @@ from dlc.comm.servermessages import (
     LATE,
     LEFT,
     NOT_FINITE,
+    NUMBERS_AHEAD_MAX,
     SEQ_MAX,
     STALE,
     Counted,
@@ -155,6 +156,8 @@ class SpanOwner:
 
     def receive_push(self, sender: Voter, m: PushOffer) -> None:
         check_numbers(m.base, m.step)
+        if m.step > self._step + NUMBERS_AHEAD_MAX:
+            raise ProtocolError(f"a push of round {m.step}, and round {self._step} was the last: none is left after it")
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
