@@ -593,6 +593,28 @@ def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(
     assert own is not None and own.t == AT, "in its own folder, though it made no round"
 
 
+def test_a_copy_that_somebody_keeps_beside_the_runs_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an older checkpoint of the run; neither where the disk is full."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {}, kept=1)
+    writer.save(Frozen(4), saves.Local({}))
+    copy = tmp_path / "checkpoints" / "best" / saves.name_of(4)
+    copy.parent.mkdir()
+    shutil.copy(named(tmp_path, spec, 4), copy)
+    for t in (5, 6):
+        writer.save(Frozen(t), saves.Local({}))
+    assert list_checkpoints(saves.folder_of(tmp_path, spec)) == [named(tmp_path, spec, 6)]
+
+    def full(*_: Any) -> None:
+        raise NoRoom("full")
+
+    monkeypatch.setattr(saver, "save_checkpoint", full)
+    assert writer.save(Frozen(7), saves.Local({})) is None
+    assert list_checkpoints(copy.parent) == [copy] and saves.chosen(tmp_path, spec).t == 6
+
+
 def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
