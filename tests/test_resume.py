@@ -970,6 +970,15 @@ def test_what_is_ahead_of_a_round_takes_the_place_of_what_is_too_and_of_another_
     assert kept(saver.Saver(tmp_path, spec, {}, resumed=saves.read(path)), "third") == {"third"}
 
 
+def test_what_is_whole_takes_the_place_of_what_was_saved_of_that_round_before(tmp_path: Path) -> None:
+    """Such as steps made since then, which are told with it: only those that are dropped leave it as it is."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {})
+    for inner in ({}, {"step": torch.ones(1)}):
+        writer.save(Frozen(5), saves.Local(inner))
+    assert list(saves.read(named(tmp_path, spec, 5)).inner) == ["step"]
+
+
 def test_what_is_written_in_the_background_is_of_the_time_when_that_was_asked_for(tmp_path: Path) -> None:
     """The next step changes the tensors in place."""
     spec, changed, state = spec_in(tmp_path, codec="fp16"), threading.Event(), torch.ones(3)
