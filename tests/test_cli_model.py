@@ -165,6 +165,24 @@ def test_a_run_is_measured_on_what_it_holds_out_at_any_seq_len(
     assert [printed(capsys, "eval", state, "--seq-len", n)["blocks"] for n in ("16", "8")] == [1, 2]
 
 
+def test_a_text_that_another_tokenizer_cuts_elsewhere_may_have_been_trained_on(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one text the last blocks are held out, and blocks of bytes are shorter."""
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 26)
+    data = dataclasses.replace(trained.spec.data, source=str(tmp_path / "a.txt"))
+    Run(FakePeer(dataclasses.replace(trained.spec, data=data)), tmp_path / "state").go()
+
+    def told(state: Path, *words: str) -> bool:
+        caplog.clear()
+        printed(capsys, "eval", str(state), *words)
+        return "begins at another place" in caplog.text
+
+    assert told(tmp_path / "state", "--tokenizer", "bytes")
+    assert not told(tmp_path / "state")
+    assert not told(trained.state, "--tokenizer", "bytes"), "whole texts are held out, whatever the tokenizer"
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_that_changed_since_may_have_been_trained_on(
     streaming: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

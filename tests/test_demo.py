@@ -190,6 +190,18 @@ def test_a_survivor_that_was_not_there_at_the_round_of_the_kill_has_no_report_of
     assert failed(records) == []
 
 
+def test_as_good_as_one_peer_alone_is_enough_and_a_loss_that_stays_as_it_was_has_not_fallen() -> None:
+    records = recorded()
+    change(records["alone"], "end", validation_loss=2.25)
+    change(records["newcomer"], "synced", t=KILL_ROUND)
+    records["b"].events.append({"event": "validation", "t": ROUNDS - 1, "loss": 2.0})  # the first one is that before
+    assert failed(records) == []
+    for name in ("b", "c", "newcomer", "alone"):
+        change(records[name], "end", validation_loss=5.5)
+    (name,) = failed(records)
+    assert name.startswith(FELL)
+
+
 def test_exit_codes_as_text() -> None:
     assert [exit_text(code) for code in (0, 3, -9, -200, None)] == [
         "exit 0", "exit 3", "SIGKILL", "signal 200", "still runs",

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -1177,6 +1177,16 @@ def test_who_begin_without_a_runspec_begin_with_the_same_one(monkeypatch: pytest
 def test_who_begins_with_another_name_than_the_founder_is_told() -> None:
     with Peer.join() as first, pytest.raises(SpecMismatch, match="mine"):
         Peer.join([first.address], run="mine", join_timeout_s=JOIN_S)
+
+
+def test_who_begins_with_another_name_than_one_of_many_is_told_that_name() -> None:
+    """It was told its own, as what the others begin and as what they do not."""
+    tries = {name: SimpleNamespace(answer=SimpleNamespace(run=name)) for name in ("first", "second")}
+    lobby = cast(Lobby, SimpleNamespace(record=SimpleNamespace(control=["127.0.0.1:1"]), tries=tries))
+    with pytest.raises(SpecMismatch, match="run 'second', not 'first'"):
+        joining._usual(lobby, "first")
+    with pytest.raises(SpecMismatch, match="run 'first', not 'second'"):
+        joining._usual(lobby, None)
 
 
 def test_who_joins_by_a_list_of_which_one_is_gone_is_not_told_to_start_that_one() -> None:

@@ -70,6 +70,13 @@ def test_complete_means_everybody_is_in_every_element() -> None:
     assert dataclasses.replace(REPORT, contributors=(full,), missing=()).complete
     assert not dataclasses.replace(REPORT, contributors=(full,)).complete
     assert not dataclasses.replace(REPORT, missing=()).complete
+    assert not dataclasses.replace(REPORT, contributors=(), missing=()).complete, "there is no mean"
+
+
+def test_who_was_refused_is_told_apart_from_who_is_missing_otherwise() -> None:
+    missing = Missing(CARL, "refused: not finite", 1.0), Missing(DORA, "late", 1.0)
+    report = dataclasses.replace(REPORT, missing=missing)
+    assert [peer for peer in (ANNA, CARL, DORA) if report.refused(peer)] == [CARL]
 
 
 def test_values_that_cannot_be_true_are_refused() -> None:

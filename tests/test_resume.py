@@ -593,6 +593,28 @@ def test_what_another_peer_saved_is_gone_on_from_without_what_is_that_peers_own(
     assert own is not None and own.t == AT, "in its own folder, though it made no round"
 
 
+def test_a_copy_that_somebody_keeps_beside_the_runs_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an older checkpoint of the run; neither where the disk is full."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {}, kept=1)
+    writer.save(Frozen(4), saves.Local({}))
+    copy = tmp_path / "checkpoints" / "best" / saves.name_of(4)
+    copy.parent.mkdir()
+    shutil.copy(named(tmp_path, spec, 4), copy)
+    for t in (5, 6):
+        writer.save(Frozen(t), saves.Local({}))
+    assert list_checkpoints(saves.folder_of(tmp_path, spec)) == [named(tmp_path, spec, 6)]
+
+    def full(*_: Any) -> None:
+        raise NoRoom("full")
+
+    monkeypatch.setattr(saver, "save_checkpoint", full)
+    assert writer.save(Frozen(7), saves.Local({})) is None
+    assert list_checkpoints(copy.parent) == [copy] and saves.chosen(tmp_path, spec).t == 6
+
+
 def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
@@ -946,6 +968,15 @@ def test_what_is_ahead_of_a_round_takes_the_place_of_what_is_too_and_of_another_
     writer.save(Frozen(4, digest=b"one"), saves.Local({}))
     assert kept(writer, "first") == {"first"} and kept(writer, "second") == {"second"}
     assert kept(saver.Saver(tmp_path, spec, {}, resumed=saves.read(path)), "third") == {"third"}
+
+
+def test_what_is_whole_takes_the_place_of_what_was_saved_of_that_round_before(tmp_path: Path) -> None:
+    """Such as steps made since then, which are told with it: only those that are dropped leave it as it is."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {})
+    for inner in ({}, {"step": torch.ones(1)}):
+        writer.save(Frozen(5), saves.Local(inner))
+    assert list(saves.read(named(tmp_path, spec, 5)).inner) == ["step"]
 
 
 def test_what_is_written_in_the_background_is_of_the_time_when_that_was_asked_for(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def _usual(lobby: Lobby, run: str | None) -> RunSpec:
     usual = RunSpec(chunk_elems=LOOPBACK_CHUNK_ELEMS if here else 0)
     told = {t.answer.run for t in lobby.tries.values() if t.answer is not None and t.answer.run}
     if len(told | ({run} if run is not None else set())) > 1:
-        raise SpecMismatch(f"the peers are about to found the run {min(told)!r}, not {run or max(told)!r}")
+        raise SpecMismatch(f"the peers are about to found the run {min(told - {run})!r}, not {run or max(told)!r}")
     run = min(told) if told else run
     return usual if run is None else dataclasses.replace(usual, run=run)
 

@@ -392,12 +392,15 @@ def test_shares_that_may_count_twice_are_warned_of(
     assert "0.25 at most" in caplog.text
 
 
-@pytest.mark.parametrize(("heard", "options"), [("late", PLAIN), ("too late", PLAIN), ("too late", NOLOCO)])
+@pytest.mark.parametrize(
+    ("heard", "options"),
+    [("late", PLAIN), ("too late", PLAIN), ("too late", NOLOCO), ("of another newcomer", PLAIN)],
+)
 def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its_own_model(
     tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, heard: str, options: dict[str, Any]
 ) -> None:
     """It waits for who is listed, though no answer of it came yet; or begins alone, and takes theirs over before it
-    averages."""
+    averages. So it does where it heard of others who are no further."""
     monkeypatch.setattr(averaging, "LOOK_S", DEADLINE_S if heard == "late" else 0.0)
     spec = spec_in(tmp_path, rounds=40, **options)
     old, gate = ahead(school, Pupil(spec, tmp_path / "0"))
@@ -405,12 +408,17 @@ def test_a_newcomer_that_has_not_heard_of_the_others_yet_does_not_go_on_from_its
     new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
     school.acquainted()
     wait_until(lambda: stands(new), DEADLINE_S, "it could hear")
+    if heard == "of another newcomer":
+        wait_until(
+            lambda: any(m.status.get("t") for m in new.peer.members() if not m.me), DEADLINE_S, "it tells its step"
+        )
+    early = [Standing(Voter("f" * 64, 1), 0, 0, None)] if heard == "of another newcomer" else []
     standings, members, looks = Handover.standings, new.peer.members, [0]
 
     def told(self: Handover) -> list[Standing]:
         looks[0] += self._me == new.peer.voter
         deaf = looks[0] <= 5 if heard == "late" else not new.all("step")
-        return [] if deaf and self._me == new.peer.voter else standings(self)
+        return early if deaf and self._me == new.peer.voter else standings(self)
 
     monkeypatch.setattr(Handover, "standings", told)
     if heard == "late":

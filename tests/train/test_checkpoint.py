@@ -1,4 +1,5 @@
 import errno
+import math
 import os
 import signal
 import stat
@@ -190,6 +191,32 @@ def test_what_is_nested_too_deep_is_a_damaged_file(where: str, tmp_path: Path) -
     else:
         save_checkpoint(path, {"a": torch.zeros(1)}, {"spec": f"rounds = {deep}"})
     assert saves.newest(tmp_path) is None
+
+
+def test_meta_data_that_is_no_json_is_of_no_checkpoint(tmp_path: Path) -> None:
+    """Though the hash is right: it was written by somebody else."""
+    path, text = tmp_path / "a.safetensors", "[" * 100_000
+    header = {shelf.META: text, "dlc_format": str(checkpoint.FORMAT), "dlc_blake3": checkpoint._content_hash({}, text)}
+    save_file({}, path, header)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("told", [{"id": []}, {"given_up": 5}, {"given_up": [[]]}])
+def test_what_a_foreign_header_says_of_given_up_ones_ends_no_start(told: dict[str, object], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / shelf.FOLDER / "run" / saves.name_of(1), {"a": torch.zeros(1)}, told)
+    assert saves.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("told", [{"t": math.inf}, {"tokens": 10**400}])
+def test_numbers_that_no_trainer_writes_are_of_no_checkpoint(told: dict[str, float], tmp_path: Path) -> None:
+    """The start of a peer ended with a traceback."""
+    path = tmp_path / "a.safetensors"
+    meta = {"spec": RunSpec().to_toml(), "t": 1, "layout": [], "tokens": 0.0, "digest": "", **told}
+    parts = {name: torch.zeros(1, dtype=torch.uint8) for name in ("log", "image")}
+    save_checkpoint(path, parts, meta)
+    with pytest.raises(CheckpointError, match="no checkpoint of a training peer"):
+        saves.read(path)
 
 
 def test_a_named_pipe_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,3 +92,14 @@ def test_a_file_that_is_rotated_away_is_begun_anew_and_one_that_is_cut_is_gone_o
     w.scalar(4, loss=1.0)
     w.close()
     assert [r["step"] for r in read_metrics(w.path)] == [4]
+
+
+def test_a_file_that_is_cut_in_the_middle_of_a_line_spoils_no_later_one(tmp_path: Path) -> None:
+    """The line after the cut was glued to what was left, and both were lost."""
+    w = writer(tmp_path)
+    w.scalar(1, loss=1.0)
+    w.scalar(2, loss=1.0)
+    os.truncate(w.path, w.path.stat().st_size - 5)
+    w.scalar(3, loss=1.0)
+    w.close()
+    assert [r["step"] for r in read_metrics(w.path)] == [1, 3]

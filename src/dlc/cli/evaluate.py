@@ -115,7 +115,7 @@ def _given_data(args: argparse.Namespace) -> DataSpec | None:
 def _text(
     args: argparse.Namespace, data: DataSpec | None, restored: Restored, tokenizer: Tokenizer, seq_len: int
 ) -> _Text:
-    from dlc.train.data import WholeText, blocks_of, place_of
+    from dlc.train.data import BlockSource, WholeText, blocks_of, place_of
     from dlc.train.packing import TOKENS
     from dlc.train.samedata import told_of
     from dlc.train.sources import Place
@@ -152,6 +152,13 @@ def _text(
                     trained.source,
                     restored.origin,
                 )
+        elif tokenizer.name != restored.tokenizer and isinstance(held, BlockSource) and not held.whole_texts:
+            log.warning(
+                "with the tokenizer %s, what %s holds out for validation begins at another place than it did in the "
+                "run: what is measured may be text that the model was trained on",
+                tokenizer.name,
+                trained.source,
+            )
     named = spec.data.source if spec is not None else STDLIB
     batches = held.validation_batches(args.batch_size, args.blocks)
     return _Text(named, "validation", batches, held.bytes_per_token)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -42,7 +42,7 @@ from dlc.train.phases import DIVERGED_MAX
 from dlc.train.rng import load_random_state, random_state
 from dlc.train.saves import Local, Saved
 from dlc.train.strategy import Parts
-from dlc.train.swarm import Frozen
+from dlc.train.swarm import Frozen, MemberView
 from dlc.train.telling import ENDS
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Averaging:
         self._exchange: Exchange | None = None
         self._first_block = first_block(parts.spec.seed, self._peer.id)
         self._unheard = False
-        """There are others, and none had told where it stands when this peer began."""
+        """There are others, and when this peer began none had told where it stands, or one that is further had not."""
         self._told: dict[PeerId, int] = {}
         """The step that each of the others told last: one that comes back tells none before it has its model again."""
         self._in_vain = False
@@ -193,7 +193,7 @@ class Averaging:
         empty where one may, or nobody is further."""
         last, members = last_of(self._parts.spec), self._peer.members(departed=True)
         others = [m for m in members if m.role == TRAINER and not m.me]
-        told = {m.id: t for m in others if type(t := m.status.get("t")) is int}
+        told = _told_by(others)
         self._told |= told
         further = [m for m in others if self._t < self._told.get(m.id, 0) <= last]
         if any(m.id in told and m.alive and not m.left and m.status.get("phase") != ENDS for m in further):
@@ -202,13 +202,16 @@ class Averaging:
 
     def _furthest(self, handover: Handover) -> int:
         """The furthest step of the others; 0 where nobody tells one."""
-        pause, end = threading.Event(), self._parts.clock() + LOOK_S
+        pause, end, last = threading.Event(), self._parts.clock() + LOOK_S, last_of(self._parts.spec)
         while True:
             standings = handover.standings()
             # one that is not known to live may only not have answered this newcomer yet
-            others = {m.id for m in self._peer.members() if not (m.left or m.me) and m.role == TRAINER}
-            if others <= {standing.voter.peer for standing in standings} or self._parts.clock() >= end:
-                self._unheard = bool(others) and not standings
+            others = [m for m in self._peer.members() if not (m.left or m.me) and m.role == TRAINER]
+            silent = {m.id for m in others} - {standing.voter.peer for standing in standings}
+            if not silent or self._parts.clock() >= end:
+                told = _told_by(m for m in others if m.id in silent and m.status.get("phase") != ENDS)
+                further = any(self._t < t <= last for t in told.values())
+                self._unheard = bool(others) and (further or not standings)
                 return max((standing.t for standing in standings), default=0)
             pause.wait(LOOK_EVERY_S)
 
@@ -391,6 +394,11 @@ class Averaging:
                 except DlcError as error:  # the peer has left already, and everybody knows
                     log.debug("%s", error)
         self._left = True
+
+
+def _told_by(members: Iterable[MemberView]) -> dict[PeerId, int]:
+    """The step that each of them tells, by peer id; without those that tell none."""
+    return {m.id: t for m in members if type(t := m.status.get("t")) is int}
 
 
 def last_of(spec: RunSpec) -> int:

@@ -92,7 +92,10 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     text = header.get(META, "")
     if _content_hash(tensors, text) != header.get(_HASH_KEY):
         raise DamagedError(f"the checkpoint {target} is damaged: its content does not match its hash")
-    meta: dict[str, Any] = json.loads(text)
+    try:
+        meta: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{target} is no dlc checkpoint: its meta data is not JSON ({e})") from e
     return tensors, meta
 
 

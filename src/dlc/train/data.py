@@ -188,6 +188,8 @@ class BlockSource:
         self._metas = (streams.train_meta, streams.held_meta)
         self._measured = streams.held_meta if len(streams.held) >= split_seq_len else streams.train_meta
         """Of the side that the validation blocks are from, as `_split` takes them."""
+        self.whole_texts = min(len(streams.train), len(streams.held)) >= split_seq_len
+        """Held out are whole texts; else both sides are cut from those of one, at a place that the tokenizer gives."""
         train, validation = _split(streams.train, streams.held, split_seq_len, str(source))
         self._train, self._validation = _blocks(train.reshape(-1), seq_len), _blocks(validation.reshape(-1), seq_len)
         self.n_blocks = len(self._train)

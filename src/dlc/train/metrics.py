@@ -48,7 +48,6 @@ class MetricsWriter:
         self.path = Path(folder) / FILE_NAME
         self._clock, self._before_write = clock, before_write
         self._fd: int | None = None
-        self._line_torn = False
         self._told = False
 
     def scalar(self, step: int, **values: float) -> None:
@@ -78,13 +77,10 @@ class MetricsWriter:
                 self._before_write()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                end = os.fstat(self._fd).st_size
-                self._line_torn = self._line_torn or (end > 0 and os.pread(self._fd, 1, end - 1) != b"\n")
-            if self._line_torn:
+            end = os.fstat(self._fd).st_size
+            if end and os.pread(self._fd, 1, end - 1) != b"\n":  # torn by a full disk, by a kill, or where it was cut
                 line = b"\n" + line
-            self._line_torn = True
-            self._line_torn = os.write(self._fd, line) != len(line)
-            if self._line_torn:
+            if os.write(self._fd, line) != len(line):
                 self._tell(f"{self.path} is not complete: the disk is full")
         except (OSError, UsageError) as e:
             self._tell(f"{self.path} is not complete: {e}")

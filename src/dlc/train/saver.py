@@ -20,7 +20,7 @@ from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, left_over, save_checkpoint
 from dlc.train.saves import DAMAGED, Local, Saved, folder_of, later_ones, move_later, name_of, of_same_run
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, files_in, meta_of, newest_first
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, RUN_FOLDER, files_in, meta_of, newest_first
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -165,8 +165,9 @@ class Saver:
         return True
 
     def _others(self, one: Path) -> list[Path]:
-        """The other checkpoints of this run, newest first."""
-        here, found = os.path.realpath(one), files_in(self._state_dir)  # which a link that leads in a circle has, too
+        """The other checkpoints of this run, newest first; without copies in other folders, which are somebody's."""
+        here = os.path.realpath(one)  # which a link that leads in a circle has, too
+        found = [path for path in files_in(self._state_dir) if RUN_FOLDER.fullmatch(path.parent.name)]
         return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
 
     def _sweep(self) -> None:

@@ -327,7 +327,7 @@ def read(path: Path) -> Saved:
         return Saved(path, spec, t, log_bytes, image, inner, residual, rng, layout, own, *told)
     except ConfigError as error:
         raise ConfigError(f"the checkpoint {path} is of another version of dlc: {error}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a training peer: {error}") from error
 
 

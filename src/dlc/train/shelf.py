@@ -174,8 +174,13 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 def _latest_first(files: list[Path], times: dict[Path, int]) -> list[Path]:
     """Those of one run."""
     metas = {file: meta_of(file) for file in files}
-    given_up = {name for meta in metas.values() for name in meta.get(GIVEN_UP, ())}
-    return sorted(files, key=lambda file: (metas[file].get(ID) not in given_up, file.name, times[file]), reverse=True)
+    named = (meta.get(GIVEN_UP) for meta in metas.values())  # of headers that nobody has checked
+    given_up = {name for names in named if isinstance(names, list) for name in names if isinstance(name, str)}
+
+    def rank(file: Path) -> tuple[bool, str, int]:
+        return str(metas[file].get(ID)) not in given_up, file.name, times[file]
+
+    return sorted(files, key=rank, reverse=True)
 
 
 def _written_ns(path: Path) -> int:
@@ -191,7 +196,7 @@ def spec_of(file: Path) -> RunSpec | None:
     """The run that a checkpoint is of, by its header alone: the whole may be large. None: it does not say."""
     try:
         return RunSpec.from_dict(tomllib.loads(meta_of(file)["spec"]))
-    except (KeyError, TypeError, ValueError, RecursionError, ConfigError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, ConfigError):
         return None
 
 
