@@ -215,6 +215,16 @@ def test_zeros_and_values_that_are_not_finite_leave_no_trace() -> None:
     torch.testing.assert_close(made, columns[0] @ columns[1].T, rtol=1e-4, atol=1e-4)
 
 
+def test_a_matrix_without_elements_is_left_alone() -> None:
+    """That of no row and no column was taken for one that PowerSGD saves all of: every round failed at it."""
+    town, shapes = Town(), ((24, 16), (0, 0), (0, 5))
+    peers = [averager(town, params(shapes)) for _ in range(2)]
+    for peer in peers:
+        give(peer, drawn(1, shapes))
+    for means in step(peers):
+        assert [mean.shape for mean in means] == [torch.Size(shape) for shape in shapes] and means[0].any()
+
+
 def test_who_comes_late_takes_over_the_matrices_of_another() -> None:
     town = Town()
     first = averager(town, params(), min_group_size=1)
