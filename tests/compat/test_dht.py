@@ -116,6 +116,20 @@ def test_what_would_not_be_seen_beside_subkeys_or_a_plain_value_is_not_stored() 
     assert dht.store("k", 4, now + 70) and dht.get("k").value == 4
 
 
+def test_subkeys_that_a_value_has_replaced_are_not_in_the_dict_that_follows() -> None:
+    """They were again, as soon as another subkey ended later than that value."""
+    for ends_whole in (0, 1):  # who stores the value without a subkey
+        _, *peers = two()
+        now = get_dht_time()
+        assert peers[0].store("k", 1, now + 100, subkey="old") and peers[0].store("other", 1, now + 100, subkey="old")
+        assert peers[ends_whole].store("k", "whole", now + 200)
+        assert peers[0].store("k", 2, now + 300, subkey="new") and peers[0].store("k", 3, now + 50, subkey="short")
+        assert {subkey: item.value for subkey, item in peers[1].get("k").value.items()} == {"new": 2, "short": 3}
+        assert peers[0].store("k", 4, now + 400) and not peers[0].store("k", 5, now + 300, subkey="new")
+        assert peers[1].store("k", 6, now + 500, subkey="of another")
+        assert set(peers[0].get("k").value) == {"of another"} and set(peers[1].get("other").value) == {"old"}
+
+
 def test_what_can_be_stored_can_be_found() -> None:
     dht, now = DHT(start=True, p2p=Town().peer()), get_dht_time()
     assert dht.store("k", {frozenset((1,)): 2}, now + 50, subkey=frozenset((3, 4)))
