@@ -236,6 +236,24 @@ def test_a_step_that_waits_for_others_can_be_cancelled() -> None:
     assert not any(town.waiting.values())
 
 
+def test_a_wait_that_is_interrupted_gives_the_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on, and changed the tensors when its caller had gone on, too."""
+    town = Town()
+    peer = averager(town, [torch.zeros(1)])
+    controls: list[StepControl] = []
+
+    def interrupted(control: StepControl, timeout: float | None = None) -> None:
+        controls.append(control)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepControl, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        peer.step()
+    assert [control.cancelled() for control in controls] == [True]
+    wait_until(lambda: controls[0].stage is AveragingStage.FINISHED, WAIT_S)
+    assert not any(town.waiting.values())
+
+
 def test_a_step_whose_mean_is_being_taken_over_cannot_be_cancelled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could, and the tensors were those of the mean all the same."""
     town, answers = Town(), list[bool]()

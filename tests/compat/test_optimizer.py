@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dlc.compat.hivemind import (
     DHT,
+    DecentralizedAverager,
     Float16Compression,
     GradientAverager,
     GradScaler,
@@ -29,10 +30,12 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
+from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
@@ -1522,6 +1525,47 @@ def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_i
         assert isinstance(control.exception(WAIT_S), DlcError)
     on.set()
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
+
+
+def until_given_up(key: str, parts: Any, terms: Terms) -> None:
+    """An average that finds nobody, and finds that out late."""
+    over = threading.Event()
+    terms.when_given_up(over.set)
+    assert over.wait(WAIT_S)
+
+
+def test_a_step_without_a_mean_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on, with a TimeoutError for its caller, and its mean would have come into the gradients of the next."""
+    peer = GradientAverager([nn.Parameter(torch.zeros(1))], dht=dht(Town()), prefix="g", start=True)
+    monkeypatch.setattr(peer.dht.swarm, "average", until_given_up)
+    peer.accumulate_grads_(batch_size=1)
+    with pytest.raises(AllreduceException, match=r"no mean within 0\.1 s"):
+        peer.step(timeout=0.1)
+    assert peer._last is not None and peer._last.cancelled()
+    control = peer.schedule_step()
+    with pytest.raises(TimeoutError):
+        peer.step(control=control, timeout=0.1)
+    assert not control.done(), "whoever has it can wait again"
+    control.cancel()
+
+
+def test_an_average_of_the_state_that_is_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean came into what the next one averaged."""
+    controls: list[StepControl] = []
+
+    def interrupted(control: StepControl, timeout: float | None = None) -> None:
+        controls.append(control)
+        raise KeyboardInterrupt
+
+    state = TrainingStateAverager(
+        dht=dht(Town()), optimizer=SGD, params=model().parameters(), prefix="state", start=True, min_group_size=2
+    )
+    monkeypatch.setattr(state.dht.swarm, "average", until_given_up)
+    monkeypatch.setattr(StepControl, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.step(averaging_round=True)
+    assert [control.cancelled() for control in controls] == [True]
+    state.shutdown()
 
 
 def test_an_offloaded_optimizer_leaves_out_what_a_batch_did_not_use() -> None:

@@ -59,6 +59,9 @@ def unless_missed(control: StepControl, missed: Callable[[], bool], what: str) -
             # Looked at first: who is in one group with this peer can be ahead of it only once that group has begun.
             if missed() and not control.began_allreduce and control.cancel():
                 raise AllreduceException(f"{what} without this peer") from None
+        except BaseException:
+            control.cancel()  # of an interrupt: its mean would come into what is averaged next
+            raise
 
 
 class Update:
