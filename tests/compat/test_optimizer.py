@@ -1904,6 +1904,83 @@ def test_the_state_of_an_optimizer_is_made_without_a_step_and_carried_over() -> 
         optimizer_state.load(again, metadata, mine, [torch.zeros(1), torch.zeros(1)])
 
 
+def test_a_state_of_another_optimizer_or_of_other_shapes_is_refused_and_changes_nothing() -> None:
+    """It was taken over in part: the step after it failed. Of a donor without one an AttributeError was told."""
+    adam, sgd = partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def made(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model()
+        opt = make(net.parameters())
+        optimizer_state.initialize(opt)
+        return net, opt
+
+    of_adam, of_sgd = (optimizer_state.dump(made(make)[1]) for make in (adam, sgd))
+    wide = [statistic.new_zeros(2) for statistic in of_adam[1]]
+    for make, metadata, statistics in (
+        (adam, None, []),
+        (adam, {"state": {}}, []),
+        (adam, *of_sgd),
+        (sgd, *of_adam),
+        (adam, of_adam[0], wide),
+        (adam, of_adam[0], of_adam[1][:-1]),
+    ):
+        net, opt = made(make)
+        values = [torch.zeros_like(param) for param in net.parameters()]
+        begin, before = weights(net), str(opt.state_dict())
+        with pytest.raises(UsageError, match="does not fit this optimizer"):
+            optimizer_state.load(opt, metadata, list(net.parameters()), [*values, *statistics])
+        assert torch.equal(weights(net), begin) and str(opt.state_dict()) == before
+        backward(net, 0)
+        opt.step()
+        assert not torch.equal(weights(net), begin)
+
+
+def test_a_training_averager_takes_no_state_of_an_averager_of_another_kind() -> None:
+    town, net = Town(), model()
+    DecentralizedAverager([torch.zeros(3)], dht(town), start=True, prefix="t")
+    loader = TrainingAverager(
+        SGD(net.parameters()), average_parameters=True, average_gradients=False, dht=dht(town), prefix="t", start=True
+    )
+    with pytest.raises(UsageError, match="no state of a TrainingAverager"):
+        loader.load_state_from_peers(timeout=WAIT_S)
+
+
+def test_a_state_that_is_refused_leaves_a_mean_on_its_way_as_good_as_before() -> None:
+    town, net = Town(), model()
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    donor, state = (
+        TrainingStateAverager(dht=dht(town), optimizer=make, params=own.parameters(), prefix="state", start=True)
+        for make, own in ((momentum, nn.Linear(5, 1)), (torch.optim.Adam, net))
+    )
+    donor.local_epoch, begin = 5, weights(net)
+    update = state_averager.Update()
+    state._updates.append(update)
+    with pytest.raises(UsageError, match="does not fit this optimizer"):
+        state.load_state_from_peers(timeout=WAIT_S)
+    assert not update.outdated and state.local_epoch == 0 and torch.equal(weights(net), begin)
+    state._updates.clear()
+
+
+def test_the_state_of_an_optimizer_of_ones_own_is_taken_over_again_and_again() -> None:
+    """torch adds to the defaults of one that is loaded what its groups do not have."""
+
+    class Sign(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            """None is made."""
+
+    net = model()
+    opts = [Sign(net.parameters()) for _ in range(2)]
+    opts[0].param_groups[0]["lr"] = 0.5
+    for _ in range(2):
+        metadata, tensors = optimizer_state.dump(opts[0])
+        optimizer_state.load(opts[1], metadata, [], tensors)
+        assert opts[1].param_groups[0]["lr"] == 0.5
+        opts[1].param_groups[0]["lr"] = 0.1
+
+
 def test_it_is_not_copied_and_zero_grad_keeps_the_gradients_as_hiveminds() -> None:
     net = model()
     opt = optimizer(Town(), net, batch_size_per_step=TARGET)

@@ -484,11 +484,11 @@ class TrainingStateAverager(DecentralizedAverager):
             return None
         self._wait_for_steps()
         with self.lock_optimizer:
-            for update in list(self._updates):
-                update.outdated = True
             mine = [*self.parts.optimized, *self.extra_tensors]
             own = self._hyperparameters()
             load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
+            for update in list(self._updates):
+                update.outdated = True
             if self.offload_optimizer:
                 self.parts.apply()
             self.local_epoch, self.lacks_step = epoch, False
