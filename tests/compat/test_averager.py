@@ -288,7 +288,8 @@ def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFix
     peers = [averager(town, [torch.full((3,), float(i))]) for i in range(2)]
     stranger = town.peer()
     nan = MSGPackSerializer.dumps(["", 0, "", -1, float("nan")])
-    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0", nan):
+    loading = MSGPackSerializer.dumps(["", 0, "", -1, 0.0, "yes"])
+    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0", nan, loading):
         stranger.post("averagers/mine/", raw, 60)
         assert set(peers[0].directory.others()) == {peers[1].peer_id}
     assert stranger.id[:8] in caplog.text

@@ -1269,6 +1269,7 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
         ({"auxiliary": True, "batch_size_per_step": 4}, "auxiliary"),
         ({"scheduler": HALVING(made)}, "scheduler"),
         ({"average_state_every": 0}, "average_state_every"),
+        ({"batch_size_per_step": 0}, "batch_size_per_step"),
     ):
         with pytest.raises(UsageError, match=text):
             optimizer(town, net, **options)
@@ -1762,6 +1763,19 @@ def test_progress_of_all_adds_up_and_who_is_gone_is_not_counted() -> None:
         tracker.shutdown()
     wait_until(lambda: watcher.global_progress.num_peers == 0, WAIT_S)
     assert not trackers[0].is_alive() and watcher.global_epoch == 0
+
+
+def test_progress_of_other_types_is_not_counted() -> None:
+    """A name in place of a flag ended the step of every other peer; a rate that is no number, the estimates."""
+    town = Town()
+    stranger, watcher = town.peer(), ProgressTracker(dht(town), "run", 100, start=True)
+    sound = ["", 0, 10, 1.0, 0.0, False]
+    for place, wrong in ((1, -1), (2, True), (3, float("nan")), (4, float("inf")), (4, "now"), (5, "client"), (5, 1)):
+        said = [*sound[:place], wrong, *sound[place + 1 :]]
+        stranger.post("progress/run/", MSGPackSerializer.dumps(said), 60.0)
+        assert watcher.progress_now().num_peers == 0, said
+    stranger.post("progress/run/", MSGPackSerializer.dumps(sound), 60.0)
+    assert watcher.progress_now().num_peers == 1
 
 
 @pytest.mark.parametrize("locked", [True, False])
