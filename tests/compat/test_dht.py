@@ -11,7 +11,7 @@ import torch
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
 from dlc.compat.hivemind.averaging.directory import Directory, Entry
-from dlc.compat.hivemind.dht.storage import notice_key
+from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import SwarmClosed, UsageError
@@ -128,6 +128,25 @@ def test_subkeys_that_a_value_has_replaced_are_not_in_the_dict_that_follows() ->
         assert peers[0].store("k", 4, now + 400) and not peers[0].store("k", 5, now + 300, subkey="new")
         assert peers[1].store("k", 6, now + 500, subkey="of another")
         assert set(peers[0].get("k").value) == {"of another"} and set(peers[1].get("other").value) == {"old"}
+
+
+def test_equal_ends_are_decided_alike_on_all_peers_and_a_value_under_another_key_is_none() -> None:
+    plain, one, other = (Record("k", subkey, value, 5.0) for subkey, value in ((None, 1), ("a", 2), ("a", 3)))
+    for found in ([plain, one], [one, plain]):
+        assert newest(found) == (1, 5.0) and is_plain(found) and hidden_until(found, "a") == 5.0
+    assert newest([one, other]) == newest([other, one])
+    town, a, b = two()
+    assert a.store("other", 1, get_dht_time() + 60)
+    ((_, key),) = town.posted
+    b.swarm.post(key, MSGPackSerializer.dumps(["wrong", None, MSGPackSerializer.dumps(2), 1e12]), 60)
+    assert a.get("other").value == 1
+
+
+def test_a_value_is_kept_for_seven_days_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    town, a, _ = two()
+    assert a.store("k", 1, get_dht_time() + 30 * 86400)
+    ((_, until, _),) = town.posted.values()
+    assert until <= time.monotonic() + 7 * 86400 and "kept for 7 days" in caplog.text
 
 
 def test_what_can_be_stored_can_be_found() -> None:
