@@ -236,6 +236,24 @@ def test_a_step_that_waits_for_others_can_be_cancelled() -> None:
     assert not any(town.waiting.values())
 
 
+def test_a_wait_that_is_interrupted_gives_the_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on, and changed the tensors when its caller had gone on, too."""
+    town = Town()
+    peer = averager(town, [torch.zeros(1)])
+    controls: list[StepControl] = []
+
+    def interrupted(control: StepControl, timeout: float | None = None) -> None:
+        controls.append(control)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepControl, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        peer.step()
+    assert [control.cancelled() for control in controls] == [True]
+    wait_until(lambda: controls[0].stage is AveragingStage.FINISHED, WAIT_S)
+    assert not any(town.waiting.values())
+
+
 def test_a_step_whose_mean_is_being_taken_over_cannot_be_cancelled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could, and the tensors were those of the mean all the same."""
     town, answers = Town(), list[bool]()
@@ -270,7 +288,8 @@ def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFix
     peers = [averager(town, [torch.full((3,), float(i))]) for i in range(2)]
     stranger = town.peer()
     nan = MSGPackSerializer.dumps(["", 0, "", -1, float("nan")])
-    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0", nan):
+    loading = MSGPackSerializer.dumps(["", 0, "", -1, 0.0, "yes"])
+    for raw in (b"", b"\xc1", b"\xa1x", b"\x92\x01\x02", b"\x93\xa0\xa1x\xa0", nan, loading):
         stranger.post("averagers/mine/", raw, 60)
         assert set(peers[0].directory.others()) == {peers[1].peer_id}
     assert stranger.id[:8] in caplog.text

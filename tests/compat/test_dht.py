@@ -11,7 +11,7 @@ import torch
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
 from dlc.compat.hivemind.averaging.directory import Directory, Entry
-from dlc.compat.hivemind.dht.storage import notice_key
+from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import SwarmClosed, UsageError
@@ -114,6 +114,39 @@ def test_what_would_not_be_seen_beside_subkeys_or_a_plain_value_is_not_stored() 
     assert not dht.store("k", 4, now + 55) and not dht.store("k", 4, now + 60)
     assert {subkey: value.value for subkey, value in dht.get("k").value.items()} == {"a": 2, "b": 3}
     assert dht.store("k", 4, now + 70) and dht.get("k").value == 4
+
+
+def test_subkeys_that_a_value_has_replaced_are_not_in_the_dict_that_follows() -> None:
+    """They were again, as soon as another subkey ended later than that value."""
+    for ends_whole in (0, 1):  # who stores the value without a subkey
+        _, *peers = two()
+        now = get_dht_time()
+        assert peers[0].store("k", 1, now + 100, subkey="old") and peers[0].store("other", 1, now + 100, subkey="old")
+        assert peers[ends_whole].store("k", "whole", now + 200)
+        assert peers[0].store("k", 2, now + 300, subkey="new") and peers[0].store("k", 3, now + 50, subkey="short")
+        assert {subkey: item.value for subkey, item in peers[1].get("k").value.items()} == {"new": 2, "short": 3}
+        assert peers[0].store("k", 4, now + 400) and not peers[0].store("k", 5, now + 300, subkey="new")
+        assert peers[1].store("k", 6, now + 500, subkey="of another")
+        assert set(peers[0].get("k").value) == {"of another"} and set(peers[1].get("other").value) == {"old"}
+
+
+def test_equal_ends_are_decided_alike_on_all_peers_and_a_value_under_another_key_is_none() -> None:
+    plain, one, other = (Record("k", subkey, value, 5.0) for subkey, value in ((None, 1), ("a", 2), ("a", 3)))
+    for found in ([plain, one], [one, plain]):
+        assert newest(found) == (1, 5.0) and is_plain(found) and hidden_until(found, "a") == 5.0
+    assert newest([one, other]) == newest([other, one])
+    town, a, b = two()
+    assert a.store("other", 1, get_dht_time() + 60)
+    ((_, key),) = town.posted
+    b.swarm.post(key, MSGPackSerializer.dumps(["wrong", None, MSGPackSerializer.dumps(2), 1e12]), 60)
+    assert a.get("other").value == 1
+
+
+def test_a_value_is_kept_for_seven_days_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    town, a, _ = two()
+    assert a.store("k", 1, get_dht_time() + 30 * 86400)
+    ((_, until, _),) = town.posted.values()
+    assert until <= time.monotonic() + 7 * 86400 and "kept for 7 days" in caplog.text
 
 
 def test_what_can_be_stored_can_be_found() -> None:

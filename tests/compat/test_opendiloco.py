@@ -293,6 +293,18 @@ def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step
     assert optimizer.param_groups[0]["lr"] == 0.01 / 2**3, "the schedule goes on with the steps that were made"
 
 
+def test_samples_of_a_step_that_failed_do_not_count() -> None:
+    """They weighed in the round as if they were in it."""
+    net, peer = model(), LonePeer()
+    optimizer = made(net, peer)
+    train(net, optimizer, range(1))
+    with pytest.raises(ArithmeticError):
+        optimizer.step(Mock(side_effect=ArithmeticError))
+    assert optimizer.tracker.local_progress.samples_accumulated == 5
+    train(net, optimizer, range(1, H))
+    assert peer.weights == [5.0 * H]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", ["by nobody", "inner", "outer"])
 def test_gradients_are_unscaled_once_whoever_does_it(unscaled: str, fused: bool) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dlc.compat.hivemind import (
     DHT,
+    DecentralizedAverager,
     Float16Compression,
     GradientAverager,
     GradScaler,
@@ -29,10 +30,12 @@ from dlc.compat.hivemind import (
     TrainingAverager,
     TrainingStateAverager,
 )
+from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import components, optimizer_state, state_averager
 from dlc.compat.hivemind.optim.state_averager import LRSchedulerBase
 from dlc.compat.hivemind.swarm import Outcome, Terms, key_of
+from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
@@ -1266,6 +1269,7 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
         ({"auxiliary": True, "batch_size_per_step": 4}, "auxiliary"),
         ({"scheduler": HALVING(made)}, "scheduler"),
         ({"average_state_every": 0}, "average_state_every"),
+        ({"batch_size_per_step": 0}, "batch_size_per_step"),
     ):
         with pytest.raises(UsageError, match=text):
             optimizer(town, net, **options)
@@ -1524,6 +1528,47 @@ def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_i
     assert "reset_accumulated_grads_" not in caplog.text and "not used" not in caplog.text
 
 
+def until_given_up(key: str, parts: Any, terms: Terms) -> None:
+    """An average that finds nobody, and finds that out late."""
+    over = threading.Event()
+    terms.when_given_up(over.set)
+    assert over.wait(WAIT_S)
+
+
+def test_a_step_without_a_mean_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on, with a TimeoutError for its caller, and its mean would have come into the gradients of the next."""
+    peer = GradientAverager([nn.Parameter(torch.zeros(1))], dht=dht(Town()), prefix="g", start=True)
+    monkeypatch.setattr(peer.dht.swarm, "average", until_given_up)
+    peer.accumulate_grads_(batch_size=1)
+    with pytest.raises(AllreduceException, match=r"no mean within 0\.1 s"):
+        peer.step(timeout=0.1)
+    assert peer._last is not None and peer._last.cancelled()
+    control = peer.schedule_step()
+    with pytest.raises(TimeoutError):
+        peer.step(control=control, timeout=0.1)
+    assert not control.done(), "whoever has it can wait again"
+    control.cancel()
+
+
+def test_an_average_of_the_state_that_is_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean came into what the next one averaged."""
+    controls: list[StepControl] = []
+
+    def interrupted(control: StepControl, timeout: float | None = None) -> None:
+        controls.append(control)
+        raise KeyboardInterrupt
+
+    state = TrainingStateAverager(
+        dht=dht(Town()), optimizer=SGD, params=model().parameters(), prefix="state", start=True, min_group_size=2
+    )
+    monkeypatch.setattr(state.dht.swarm, "average", until_given_up)
+    monkeypatch.setattr(StepControl, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.step(averaging_round=True)
+    assert [control.cancelled() for control in controls] == [True]
+    state.shutdown()
+
+
 def test_an_offloaded_optimizer_leaves_out_what_a_batch_did_not_use() -> None:
     used, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     parts = components.build(lambda p: torch.optim.SGD(p, lr=1.0), [used, other], None, None, True)
@@ -1720,6 +1765,19 @@ def test_progress_of_all_adds_up_and_who_is_gone_is_not_counted() -> None:
     assert not trackers[0].is_alive() and watcher.global_epoch == 0
 
 
+def test_progress_of_other_types_is_not_counted() -> None:
+    """A name in place of a flag ended the step of every other peer; a rate that is no number, the estimates."""
+    town = Town()
+    stranger, watcher = town.peer(), ProgressTracker(dht(town), "run", 100, start=True)
+    sound = ["", 0, 10, 1.0, 0.0, False]
+    for place, wrong in ((1, -1), (2, True), (3, float("nan")), (4, float("inf")), (4, "now"), (5, "client"), (5, 1)):
+        said = [*sound[:place], wrong, *sound[place + 1 :]]
+        stranger.post("progress/run/", MSGPackSerializer.dumps(said), 60.0)
+        assert watcher.progress_now().num_peers == 0, said
+    stranger.post("progress/run/", MSGPackSerializer.dumps(sound), 60.0)
+    assert watcher.progress_now().num_peers == 1
+
+
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_training_averager_averages_parameters_gradients_and_statistics(locked: bool) -> None:
     town, nets = Town(), [model(), model()]
@@ -1858,6 +1916,83 @@ def test_the_state_of_an_optimizer_is_made_without_a_step_and_carried_over() -> 
     assert torch.equal(weights(net), weights(other))
     with pytest.raises(UsageError, match="shapes"):
         optimizer_state.load(again, metadata, mine, [torch.zeros(1), torch.zeros(1)])
+
+
+def test_a_state_of_another_optimizer_or_of_other_shapes_is_refused_and_changes_nothing() -> None:
+    """It was taken over in part: the step after it failed. Of a donor without one an AttributeError was told."""
+    adam, sgd = partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def made(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model()
+        opt = make(net.parameters())
+        optimizer_state.initialize(opt)
+        return net, opt
+
+    of_adam, of_sgd = (optimizer_state.dump(made(make)[1]) for make in (adam, sgd))
+    wide = [statistic.new_zeros(2) for statistic in of_adam[1]]
+    for make, metadata, statistics in (
+        (adam, None, []),
+        (adam, {"state": {}}, []),
+        (adam, *of_sgd),
+        (sgd, *of_adam),
+        (adam, of_adam[0], wide),
+        (adam, of_adam[0], of_adam[1][:-1]),
+    ):
+        net, opt = made(make)
+        values = [torch.zeros_like(param) for param in net.parameters()]
+        begin, before = weights(net), str(opt.state_dict())
+        with pytest.raises(UsageError, match="does not fit this optimizer"):
+            optimizer_state.load(opt, metadata, list(net.parameters()), [*values, *statistics])
+        assert torch.equal(weights(net), begin) and str(opt.state_dict()) == before
+        backward(net, 0)
+        opt.step()
+        assert not torch.equal(weights(net), begin)
+
+
+def test_a_training_averager_takes_no_state_of_an_averager_of_another_kind() -> None:
+    town, net = Town(), model()
+    DecentralizedAverager([torch.zeros(3)], dht(town), start=True, prefix="t")
+    loader = TrainingAverager(
+        SGD(net.parameters()), average_parameters=True, average_gradients=False, dht=dht(town), prefix="t", start=True
+    )
+    with pytest.raises(UsageError, match="no state of a TrainingAverager"):
+        loader.load_state_from_peers(timeout=WAIT_S)
+
+
+def test_a_state_that_is_refused_leaves_a_mean_on_its_way_as_good_as_before() -> None:
+    town, net = Town(), model()
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    donor, state = (
+        TrainingStateAverager(dht=dht(town), optimizer=make, params=own.parameters(), prefix="state", start=True)
+        for make, own in ((momentum, nn.Linear(5, 1)), (torch.optim.Adam, net))
+    )
+    donor.local_epoch, begin = 5, weights(net)
+    update = state_averager.Update()
+    state._updates.append(update)
+    with pytest.raises(UsageError, match="does not fit this optimizer"):
+        state.load_state_from_peers(timeout=WAIT_S)
+    assert not update.outdated and state.local_epoch == 0 and torch.equal(weights(net), begin)
+    state._updates.clear()
+
+
+def test_the_state_of_an_optimizer_of_ones_own_is_taken_over_again_and_again() -> None:
+    """torch adds to the defaults of one that is loaded what its groups do not have."""
+
+    class Sign(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            """None is made."""
+
+    net = model()
+    opts = [Sign(net.parameters()) for _ in range(2)]
+    opts[0].param_groups[0]["lr"] = 0.5
+    for _ in range(2):
+        metadata, tensors = optimizer_state.dump(opts[0])
+        optimizer_state.load(opts[1], metadata, [], tensors)
+        assert opts[1].param_groups[0]["lr"] == 0.5
+        opts[1].param_groups[0]["lr"] = 0.1
 
 
 def test_it_is_not_copied_and_zero_grad_keeps_the_gradients_as_hiveminds() -> None:

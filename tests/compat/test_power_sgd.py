@@ -15,7 +15,7 @@ from dlc.compat.hivemind import DHT, Float16Compression, GradientAverager, NotOf
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import PowerSGDGradientAverager, power_sgd_averager
-from dlc.compat.hivemind.optim.power_sgd_averager import as_matrix, orthonormal, product
+from dlc.compat.hivemind.optim.power_sgd_averager import LowRank, as_matrix, orthonormal, product
 from dlc.errors import DlcError, UsageError
 from tests.compat.fake_swarm import Town
 
@@ -215,13 +215,64 @@ def test_zeros_and_values_that_are_not_finite_leave_no_trace() -> None:
     torch.testing.assert_close(made, columns[0] @ columns[1].T, rtol=1e-4, atol=1e-4)
 
 
+def test_a_matrix_without_elements_is_left_alone() -> None:
+    """That of no row and no column was taken for one that PowerSGD saves all of: every round failed at it."""
+    town, shapes = Town(), ((24, 16), (0, 0), (0, 5))
+    peers = [averager(town, params(shapes)) for _ in range(2)]
+    for peer in peers:
+        give(peer, drawn(1, shapes))
+    for means in step(peers):
+        assert [mean.shape for mean in means] == [torch.Size(shape) for shape in shapes] and means[0].any()
+
+
+def test_what_a_matrix_keeps_is_finite_and_no_column_of_it_is_zero() -> None:
+    q, error, start = torch.ones(3, 2), torch.ones(4, 3), torch.full((3, 2), 2.0)
+    low = LowRank(4, 3, start)
+    q[:, 0] = 0.0
+    low.keep(q, error)
+    assert low.q.tolist() == [[2.0, 1.0]] * 3 and torch.equal(low.error, error)
+    for bad_q, bad_error in ((q / 0, error), (q, error / 0)):
+        low.keep(q, error)
+        low.keep(bad_q, bad_error)
+        assert torch.equal(low.q, start) and not low.error.any()
+
+
+def test_a_matrix_is_sent_as_it_is_where_its_products_save_less_than_the_ratio() -> None:
+    for columns, n_low in ((8, 1), (7, 0)):
+        assert len(averager(Town(), params(((8, columns),))).get_current_state()[1]) == n_low
+
+
+def test_who_does_not_come_to_the_second_exchange_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town()
+    peers = [averager(town, params()) for _ in range(3)]
+    for seed, peer in enumerate(peers):
+        give(peer, drawn(seed))
+    gone = peers[2].dht.swarm
+    average = gone.average
+
+    def once(key: str, *given: Any) -> Any:
+        if "/q/" in key:
+            raise DlcError("this peer has other things to do")
+        return average(key, *given)
+
+    monkeypatch.setattr(gone, "average", once)
+    steps = [peer.step(wait=False, timeout=2.0, allow_retries=peer is not peers[2]) for peer in peers]
+    for one in steps[:2]:
+        assert len(one.result(WAIT_S)) == 2
+    assert isinstance(steps[2].exception(WAIT_S), DlcError)
+    outcomes = [peer.last_outcome for peer in peers[:2]]
+    assert all(outcome is not None and dict(outcome.missing) == {gone.id: "left"} for outcome in outcomes)
+
+
 def test_who_comes_late_takes_over_the_matrices_of_another() -> None:
     town = Town()
     first = averager(town, params(), min_group_size=1)
     give(first, drawn(1))
     step([first])
     late = averager(town, params())
+    late._low[0].error.fill_(1.0)
     assert late.load_state_from_peers(timeout=WAIT_S) is not None
+    assert torch.equal(late._low[0].error, torch.ones(SHAPES[0])), "what this peer has left out is its own"
     assert all(torch.equal(a, b) for a, b in zip(starts(first).values(), starts(late).values(), strict=True))
     other = averager(town, params(), rank=1)
     with pytest.raises(UsageError, match="same model and rank"):

@@ -175,10 +175,12 @@ class DiLoCoOptimizer(BoundOptimizer):
             diloco.weight = self._samples / (before + 1)
         last = diloco.last_report
         inner: Any = self.inner_optimizer
-        loss = self._step_by(scaler) if scaler is not None else inner.step(closure)
-        if self._made == made:  # skipped by the scaler
-            self._samples -= samples
-        else:
+        try:
+            loss = self._step_by(scaler) if scaler is not None else inner.step(closure)
+        finally:
+            if self._made == made:  # skipped by the scaler, or failed
+                self._samples -= samples
+        if self._made != made:
             self._samples = self._samples if diloco.inner_step else 0
             if self.state_averager.scheduler_inner_optimizer is not None:
                 self.state_averager.scheduler_inner_optimizer.step()

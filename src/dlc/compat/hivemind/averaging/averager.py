@@ -28,7 +28,7 @@ from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.announced import Announced, check_bits, infos_of
 from dlc.compat.hivemind.averaging.carry import carry, same_bits
-from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
+from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl, waited
 from dlc.compat.hivemind.averaging.directory import Entry, schema_of
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import CompressionBase, CompressionInfo, NoCompression
@@ -185,7 +185,7 @@ class DecentralizedAverager(Announced):
             control.allow_allreduce()
         self._steps.add(control)
         in_background(lambda: self._run(control, data), "step")
-        return control.result() if wait else control
+        return waited(control) if wait else control
 
     def _run(self, control: StepControl, data: bytes) -> None:
         """The step, on a thread of its own."""

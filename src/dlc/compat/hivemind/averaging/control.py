@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from enum import Enum
 from typing import Any
 
+from dlc.compat.hivemind.averaging.partition import AllreduceException
 from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.timed_storage import get_dht_time
 
@@ -102,4 +103,19 @@ class StepControl(AwaitableFuture[Any]):
             )
 
 
-__all__ = ["AveragingStage", "CancelledError", "StepControl"]
+def waited(control: StepControl, timeout: float | None = None) -> Any:
+    """The result of a step that nobody else holds. Where it is not there within `timeout` seconds (AllreduceException),
+    or the wait is interrupted, the step is given up: a mean that came later would overwrite what the caller has then.
+    """
+    try:
+        return control.result(timeout)
+    except TimeoutError:
+        if control.cancel():
+            raise AllreduceException(f"no mean within {timeout:g} s") from None
+        return control.result()  # it was there at the last moment
+    except BaseException:
+        control.cancel()
+        raise
+
+
+__all__ = ["AveragingStage", "CancelledError", "StepControl", "waited"]

@@ -48,6 +48,7 @@ class Entry:
         """TypeError for what no correct peer posts: it is compared with mine."""
         numbers = (self.mode, self.round, self.averaged, self.generation)
         sound = type(self.bits) is str and type(self.schema) is str and all(type(n) is int for n in numbers)
+        sound = sound and type(self.loading) is bool
         known = isinstance(self.priority, int | float | None) and self.priority == self.priority
         if not sound or not known:
             raise TypeError("no entry of an averager")

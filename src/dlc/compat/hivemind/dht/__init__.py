@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dlc.comm.board import TTL_S_MAX, VALUE_BYTES_MAX
 from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
-from dlc.compat.hivemind.dht.storage import Record, hidden_until, newest, notice_key, notice_prefix, records
+from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, is_address, tcp_of
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
@@ -200,13 +200,13 @@ class DHT:
         True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
         already, a validator does not take it, or `get` would not give it: another value is known that ends no sooner
         (with a subkey: of that, or one without; without: any of the key).
-        With return_future, a future. UsageError: it is more than 64 KB. TypeError: the subkey cannot be one of a dict.
-        No effect: `NEEDLESS_STORE`.
+        With return_future, a future. UsageError: it is more than 64 KB, or this peer has 4096 values, or 4 MB, already.
+        TypeError: the subkey cannot be one of a dict. No effect: `NEEDLESS_STORE`.
         """
         _check_names("DHT.store", of_hivemind, NEEDLESS_STORE)
         hash(subkey)  # TypeError
-        now = get_dht_time()
-        if expiration_time <= max(now, hidden_until(self._records(key), subkey)):
+        now, found = get_dht_time(), self._records(key)
+        if expiration_time <= max(now, hidden_until(found, subkey)):
             return _maybe_future(False, return_future)
         raw = Record(key, subkey, value, float(expiration_time)).to_bytes(self._validator)
         if raw is None:
@@ -220,7 +220,11 @@ class DHT:
         ttl_s = expiration_time - now
         if ttl_s > TTL_S_MAX:
             log.warning("a value is kept for %g days; store it again before that", TTL_S_MAX / 86400)
+        if subkey is not None and is_plain(found):
+            self._end_subkeys(key)  # a new dict begins, and they would be in it
         self.swarm.post(notice_key(key, subkey), raw, min(ttl_s, TTL_S_MAX))
+        if subkey is None:
+            self._end_subkeys(key)  # now that others have something in their place
         return _maybe_future(True, return_future)
 
     def get(self, key: Any, latest: bool = False, return_future: bool = False, **of_hivemind: Any) -> Any:
@@ -233,6 +237,12 @@ class DHT:
 
     def _records(self, key: Any) -> list[Record]:
         return records(self.swarm.notices(notice_prefix(key)), key, self._validator, self._warned)
+
+    def _end_subkeys(self, key: Any) -> None:
+        """Withdraw what this peer has stored under subkeys of `key`."""
+        for notice in self.swarm.notices(notice_prefix(key)):
+            if notice.author == self.swarm.id and notice.key != notice_key(key, None):
+                self.swarm.withdraw(notice.key)
 
     def add_validators(self, record_validators: Iterable[RecordValidatorBase]) -> None:
         """Ask these, too, from now on, also of what is stored already. TypeError: one is no validator."""

@@ -7,7 +7,7 @@ whoever wrote it; a value without a subkey and those with one exclude each other
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,17 +116,27 @@ def newest(found: Iterable[Record]) -> ValueWithExpiration[Any] | None:
     return ValueWithExpiration(values, last)
 
 
-def hidden_until(found: Iterable[Record], subkey: Any) -> float:
+def is_plain(found: Iterable[Record]) -> bool:
+    """A value without a subkey is what `newest` gives."""
+    plain, last = _ends(found)
+    return plain > NEVER and plain >= last
+
+
+def hidden_until(found: Sequence[Record], subkey: Any) -> float:
     """What is stored under this subkey and ends no later than that is not what `newest` gives."""
+    if subkey is None:
+        return max(_ends(found))
+    own = max((record.expiration for record in found if record.subkey == subkey), default=NEVER)
+    return max(own, _ends(found)[0]) if is_plain(found) else own
+
+
+def _ends(found: Iterable[Record]) -> tuple[float, float]:
+    """When the last one without a subkey ends, and the last one with one."""
     ends = {True: NEVER, False: NEVER}
-    own = NEVER
     for record in found:
         plain = record.subkey is None
         ends[plain] = max(ends[plain], record.expiration)
-        own = max(own, record.expiration) if record.subkey == subkey else own
-    if subkey is None:
-        return max(ends.values())
-    return max(own, ends[True]) if ends[True] >= ends[False] else own
+    return ends[True], ends[False]
 
 
 def _rank(record: Record) -> tuple[float, bytes]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
-from dlc.compat.hivemind.averaging.control import StepControl
+from dlc.compat.hivemind.averaging.control import StepControl, waited
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.optimizer_state import check_real
 from dlc.errors import UsageError
@@ -111,7 +111,9 @@ class GradientAverager(DecentralizedAverager):
 
         weight: default the number of samples. reset_accumulators: the sums begin anew. control: of `schedule_step`.
         timeout: seconds; other arguments as of `DecentralizedAverager.step`. AllreduceException: there was no mean.
+        TimeoutError: not in time, and a control was given: it can be waited for again, or cancelled.
         """
+        given = control is not None
         if control is not None and kwargs:
             raise UsageError(f"{', '.join(kwargs)}: give this to schedule_step, where the group is looked for")
         if control is not None and control.triggered:
@@ -128,7 +130,9 @@ class GradientAverager(DecentralizedAverager):
             self.reset_accumulated_grads_()
         self._last = control
         control.allow_allreduce()
-        return control.result(timeout) if wait else control
+        if not wait:
+            return control
+        return control.result(timeout) if given else waited(control, timeout)
 
     def _look_back(self) -> None:
         """Where there was no mean, the sums are as good as before, and nobody can use averages. Looked at when that

@@ -104,6 +104,7 @@ class Optimizer(TorchFace):
             (not use_local_updates or not delay_grad_averaging, "local updates average no gradients"),
             (not use_local_updates or grad_averager_factory is None, "local updates average no gradients"),
             (not auxiliary or batch_size_per_step is None, "an auxiliary peer has no batches"),
+            (batch_size_per_step is None or batch_size_per_step >= 1, "batch_size_per_step must be at least 1"),
             (average_state_every >= 1, "average_state_every must be at least 1"),
             (target_batch_size >= 1, "target_batch_size must be at least 1"),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def dump(opt: Optimizer) -> tuple[Any, list[Tensor]]:
 def load(opt: Optimizer, metadata: Any, mine: Sequence[Tensor], loaded: Sequence[Tensor]) -> None:
     """Take over: `loaded` are the values of `mine` (parameters and others), then the tensors of `dump`.
 
-    UsageError, with nothing changed: they have other shapes, or are of another optimizer.
+    UsageError, with nothing changed: they, or statistics, have other shapes, or are of another optimizer.
     """
     values, state = loaded[: len(mine)], loaded[len(mine) :]
     if [v.shape for v in values] != [m.shape for m in mine]:
@@ -101,13 +101,32 @@ def load(opt: Optimizer, metadata: Any, mine: Sequence[Tensor], loaded: Sequence
             return type(value)(full(item) for item in value)
         return value
 
+    own = opt.state, opt.param_groups
     try:
         opt.load_state_dict(full(metadata))
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+        _check_same(opt, *own)
+    except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
+        opt.state, opt.param_groups = own  # torch checks next to nothing before it sets them
         raise UsageError(f"the state of the other peer does not fit this optimizer: {error}") from error
     with torch.no_grad():
         for tensor, value in zip(mine, values, strict=True):
             tensor.copy_(value)
+
+
+def _check_same(opt: Optimizer, state: Mapping[Tensor, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError where what was loaded is no state of such an optimizer: options are missing that it had itself before,
+    in `groups`, or statistics have not the shapes that they had in `state`."""
+    for before, group in zip(groups, opt.param_groups, strict=True):
+        if missing := opt.defaults.keys() & before.keys() - group.keys():  # others are a schedule's
+            raise ValueError(f"it has no {min(missing)}")
+    for param, mine in state.items():
+        theirs = opt.state.get(param)
+        if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+            continue
+        for name in mine.keys() & theirs.keys():
+            here, there = mine[name], theirs[name]
+            if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape != there.shape:
+                raise ValueError(f"its {name} is {list(there.shape)}, and here {list(here.shape)}")
 
 
 def state_infos(

@@ -97,7 +97,7 @@ class PowerSGDGradientAverager(GradientAverager):
         for index, parameter in enumerate(parameters):
             rows, columns = as_matrix(parameter.shape)
             saved = 1 - averager_rank * (rows + columns) / max(parameter.numel(), 1)
-            if parameter.dim() > 1 and saved >= min_compression_ratio:
+            if parameter.dim() > 1 and parameter.numel() and saved >= min_compression_ratio:
                 generator = torch.Generator().manual_seed(index)
                 shape = columns, averager_rank
                 start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class ProgressTracker:
         start: bool,
     ) -> None:
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
-        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self.client_mode = bool(dht.client_mode if client_mode is None else client_mode)
         self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
         self.status_loglevel = status_loglevel
         self.fetched_global_progress_this_epoch = threading.Event()
@@ -215,7 +216,8 @@ def _checked(progress: LocalTrainingProgress) -> LocalTrainingProgress:
     """TypeError where a field has another type than it says."""
     counts = (progress.epoch, progress.samples_accumulated)
     speeds = (progress.samples_per_second, progress.time)
-    if not all(type(n) is int and n >= 0 for n in counts) or not all(isinstance(x, int | float) for x in speeds):
+    sound = all(type(n) is int and n >= 0 for n in counts) and type(progress.client_mode) is bool
+    if not sound or not all(isinstance(x, int | float) and math.isfinite(x) for x in speeds):
         raise TypeError("no progress")
     return progress
 

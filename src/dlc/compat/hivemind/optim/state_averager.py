@@ -59,6 +59,9 @@ def unless_missed(control: StepControl, missed: Callable[[], bool], what: str) -
             # Looked at first: who is in one group with this peer can be ahead of it only once that group has begun.
             if missed() and not control.began_allreduce and control.cancel():
                 raise AllreduceException(f"{what} without this peer") from None
+        except BaseException:
+            control.cancel()  # of an interrupt: its mean would come into what is averaged next
+            raise
 
 
 class Update:
@@ -481,11 +484,11 @@ class TrainingStateAverager(DecentralizedAverager):
             return None
         self._wait_for_steps()
         with self.lock_optimizer:
-            for update in list(self._updates):
-                update.outdated = True
             mine = [*self.parts.optimized, *self.extra_tensors]
             own = self._hyperparameters()
             load(self.optimizer, metadata.get("optimizer_metadata"), mine, tensors)
+            for update in list(self._updates):
+                update.outdated = True
             if self.offload_optimizer:
                 self.parts.apply()
             self.local_epoch, self.lacks_step = epoch, False

@@ -16,6 +16,7 @@ from dlc.compat.hivemind.averaging.carry import carry
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, initialize, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
+from dlc.errors import UsageError
 
 
 class TrainingAverager(DecentralizedAverager):
@@ -120,9 +121,12 @@ class TrainingAverager(DecentralizedAverager):
         loaded = super().load_state_from_peers(timeout=timeout)
         if loaded is not None:
             metadata, tensors = loaded
+            step = metadata.get("step") if isinstance(metadata, dict) else None
+            if type(step) is not int:
+                raise UsageError(f"{self.prefix}: the other peer gave no state of a TrainingAverager")
             with self.lock_averager_step:
-                load(self.opt, metadata["optimizer_metadata"], [*self._params(), *self.extra_tensors], tensors)
-                self.local_step = max(self.local_step, int(metadata["step"]))
+                load(self.opt, metadata.get("optimizer_metadata"), [*self._params(), *self.extra_tensors], tensors)
+                self.local_step = max(self.local_step, step)
         return loaded
 
 
