@@ -294,13 +294,16 @@ class Link:
 
         After an idle time slow start begins again in any case, but ends at the threshold that losses have set, of a
         probe, say, which overfills the path on purpose. Beyond it the window grows by a segment or so in a round trip:
-        between far hosts that took a whole round. BBR knows no threshold.
+        between far hosts that took a whole round. BBR does not go by the threshold, and knows what the path carries: a
+        new connection would have to find that out again.
         """
         sample = self.tcp_sample()
         if self._rate_Bps is not None or sample is None or sample.queued_bytes or sample.bytes_acked < RENEW_BYTES_MIN:
             return []
         needed_bytes = max(WINDOW_BYTES_MIN, WINDOW_SPARE * self._last_rate_Bps * sample.min_rtt_s)
         if sample.threshold_bytes >= needed_bytes or is_loopback(self._candidates[self._candidate]):
+            return []
+        if self._tcp is None or tcp.congestion(self._tcp) == CONGESTION_CONTROL:
             return []
         self.close()
         return self._open(now)

@@ -29,6 +29,8 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO, _TCP_CONGESTION = 11, 13
+_NAME_BYTES = 16
+"""The longest name of a congestion control, with its end."""
 _UNLIMITED = 2**32 - 1
 _INFO = struct.Struct("=2xBB3xB8xI4xII36xI4xII16xI16xQQ8xII8xQQQQ")
 """struct tcp_info up to tcpi_sndbuf_limited, which Linux 4.10 brought. Its fields are laid out alike on all platforms.
@@ -75,7 +77,8 @@ class TcpSample:
     """How often in a row something was sent once more after a time without any answer; each is twice as long. Where the
     host no longer has the address that the connection began with, it only tries to."""
     threshold_bytes: float = math.inf
-    """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits."""
+    """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits. BBR has one
+    as soon as it knows what the path holds, and does not go by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,15 @@ def pace(sock: socket.socket, rate_Bps: float | None) -> bool:
 def set_congestion(sock: socket.socket, name: str) -> bool:
     """Use this congestion control, where the system has it and lets us; otherwise the default stays, and False."""
     return _set(sock, socket.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
+
+
+def congestion(sock: socket.socket) -> str:
+    """The congestion control in use; empty where the system does not tell."""
+    if not AVAILABLE:
+        return ""
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
+    return ""
 
 
 def begin_congestion(sock: socket.socket, names: Sequence[str]) -> bool:
