@@ -135,7 +135,7 @@ class Reduction:
 
     def _fetch(self, owner: int, chunks: list[int]) -> None:
         """Get results from this owner, or from whoever stands in for it."""
-        if not chunks:
+        if not chunks or self.failed:  # it may have, over the chunks of the owner before this one
             return
         giver = self._stand_in(owner)
         if giver == self.me:
