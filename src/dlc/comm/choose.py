@@ -65,7 +65,7 @@ def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[
         return None
     top = max(ballot for ballot, _, _ in accepted)
     holders = {d: tuple(v for _, held, v in accepted if held == d) for ballot, d, _ in accepted if ballot == top}
-    decree = max(holders, key=lambda d: (len(holders[d]), d.hashes))
+    decree = min(holders, key=lambda d: (-len(holders[d]), d.hashes))
     return decree, holders[decree]
 
 
