@@ -206,6 +206,19 @@ def test_what_a_callback_of_a_group_raises_ends_no_peer(
         assert isinstance(caught.value.__cause__, kind) and peer.members()
 
 
+def test_a_call_made_as_one_of_its_name_is_formed_is_not_told_of_that_ones_end() -> None:
+    """A group of one is formed and done at once: its end was taken for that of the next call, which wrote what lay in
+    fresh memory into the tensors."""
+    calls, given = list[GroupCall](), torch.ones(3)
+    with swarm(1, log=False) as (peer,):
+        two = dlc.Group(peer, "x", min_size=2, matchmaking_s=0.1)
+        one = dlc.Group(peer, "x", min_size=1, formed=lambda _: calls.append(two.all_reduce(given, async_op=True)))
+        assert one.all_reduce(torch.zeros(3), timeout_s=LONG_S).complete
+        with pytest.raises(RoundTimeout, match="1 of at least 2 came"):
+            calls[0].wait(LONG_S)
+        assert given.eq(1.0).all()
+
+
 def test_a_callback_on_the_drivers_thread_that_would_wait_for_others_is_refused() -> None:
     """It waited for what only its own thread could bring: for ever, and with it everybody who used the peer."""
     waits, said = list[Callable[[], object]](), queue.SimpleQueue[str]()

@@ -1243,6 +1243,43 @@ def test_a_call_that_a_callback_cancels_once_its_mean_is_written_is_over() -> No
         assert float(given[0]) == float(torch.tensor(0.1).half()), "the mean"
 
 
+def test_a_callback_offers_nothing_before_the_end_of_the_offer_before_it_is_told() -> None:
+    """Its own call was told of the round that it was not in, and whoever waited for that one was told of nothing."""
+    peers, said = list[Peer](), list[object]()
+
+    def call(event: object) -> None:
+        if peers and isinstance(event, MemberDown):
+            try:
+                said.append(peers.pop().all_reduce(torch.ones(4), async_op=True))
+            except UsageError as error:
+                said.append(str(error))
+
+    with Peer.join(on_event=call) as peer:
+        peer._ask(somebody_is_lost_meanwhile)
+        peers.append(peer)
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).t == 1
+        (refused,) = said
+        assert isinstance(refused, str) and "in flight already" in refused
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).t == 2
+
+
+def test_who_offers_again_as_one_of_several_rounds_is_told_is_not_told_of_the_next_of_them() -> None:
+    """Of who catches up by two rounds at once: the second was taken for that of the new offer, which is in neither."""
+    told, calls, given = list[RoundDone](), list[Reduction](), torch.full((4,), 0.1)
+
+    def call(event: object) -> None:
+        if isinstance(event, RoundDone) and not told:
+            told.append(event)
+            calls.append(peer.all_reduce(given, timeout_s=ROUND_S, async_op=True, expected_s=60.0))
+            peer._over(event)  # in place of the next one
+
+    with Peer.join(on_event=call) as peer:
+        assert peer.all_reduce(torch.ones(4), timeout_s=ROUND_S).t == 1
+        calls[0].ready()
+        assert calls[0].wait(ROUND_S).t == 2
+        assert float(given[0]) == float(torch.tensor(0.1).half()), "the mean"
+
+
 def test_two_threads_may_tell_of_the_end_at_once() -> None:
     """The one that leaves does not wait for the driver's for ever; it failed where that took the last handle."""
 

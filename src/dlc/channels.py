@@ -264,6 +264,9 @@ class Channels(DriverCalls):
                 pending.overtaken = True
                 pending.finish(None, False)
                 return []
+            if channel in self._pending:  # this is a callback, and the end of that offer is still to be told
+                raise UsageError(f"channel {channel!r} has a contribution in flight already: wait for its round first")
+            pending.t = node.log.state.round_of(channel) + 1
             effects = node.contribute(
                 channel,
                 vector,
@@ -307,8 +310,9 @@ class Channels(DriverCalls):
             if (dropped := self._pending.pop(event.channel, None)) is not None:
                 dropped.finish(None, False)
             return
-        pending = self._pending.pop(event.report.channel, None)
-        if pending is not None:
+        pending = self._pending.get(event.report.channel)
+        if pending is not None and pending.t == event.report.t:  # not offered by a callback, after that round
+            self._pending.pop(event.report.channel, None)
             pending.misfit = "" if event.fits else event.grid
             pending.included = event.included
             # With an earlier offer of ours in it, the present one can be in no round any more without counting twice.

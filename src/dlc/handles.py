@@ -137,6 +137,8 @@ class Pending(Unpicklable):
     def __init__(self, channel: str, check_may_wait: Callable[[], None]) -> None:
         """`check_may_wait`: raises where a wait could have no end."""
         self.channel, self._check_may_wait = channel, check_may_wait
+        self.t = 0
+        """Round of the channel that ends it; 0: nothing was offered."""
         self.report: RoundReport | None = None
         self.counted = False
         self.included: tuple[bool, ...] = ()

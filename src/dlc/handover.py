@@ -7,6 +7,7 @@ fetch(out, above)   the vector of whoever is furthest; of the next one if it die
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -176,17 +177,21 @@ class Handover:
             return mesh.tick(now)
 
         def stop(mesh: Mesh, now: float) -> list[Effect]:
-            mesh.parcels.stop(intakes[0])
+            for intake in intakes:
+                mesh.parcels.stop(intake)
             return []
 
         intakes: list[Intake] = []
-        self._mesh.act(want)
         end = clock() + FETCH_S
-        while not over.wait(0.25):
-            self._mesh.ask(lambda mesh, now: None)  # SwarmClosed where nothing more will come
-            if clock() > end:
-                raise SwarmClosed(f"the state of {donor.voter.peer[:8]} did not come within {FETCH_S:g} s")
-        self._mesh.act(stop)
+        try:
+            self._mesh.act(want)
+            while not over.wait(0.25):
+                self._mesh.ask(lambda mesh, now: None)  # SwarmClosed where nothing more will come
+                if clock() > end:
+                    raise SwarmClosed(f"the state of {donor.voter.peer[:8]} did not come within {FETCH_S:g} s")
+        finally:  # after Ctrl-C, too: `out` is the caller's again, and the next fetch of these an intake of its own
+            with contextlib.suppress(SwarmClosed):
+                self._mesh.act(stop)
         return good and not left
 
     def close(self) -> None:

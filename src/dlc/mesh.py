@@ -185,9 +185,8 @@ class GroupCall(Unpicklable):
         return f"{self._outcome.leader}/{self._outcome.nonce}" if self._outcome is not None else ""
 
     def _told(self, news: ServiceNews) -> None:
-        """On the driver thread."""
-        key = self._call.key
-        if isinstance(news, GroupFormed) and news.key == key:
+        """On the driver thread. A callback may have made this call before the end of the one before it was told."""
+        if isinstance(news, GroupFormed) and news.call is self._call:
             self._began, self.misfits, self.members = clock(), news.misfits, news.peers
             if more := news.misfits - self._warned:
                 self._warned |= more
@@ -199,10 +198,10 @@ class GroupCall(Unpicklable):
                     formed(news.peers)
                 except BaseException:  # on the driver's thread, which is not the caller's to end
                     log.exception("the callback `formed` of the group %r failed", self._name)
-        elif isinstance(news, GroupDone) and news.outcome.key == key:
+        elif isinstance(news, GroupDone) and news.call is self._call:
             self._outcome = news.outcome
             self._end(None)
-        elif isinstance(news, MeetingFailed | GroupFailed) and news.key == key:
+        elif isinstance(news, MeetingFailed | GroupFailed) and news.call is self._call:
             error = RoundTimeout(f"no mean of the group {self._name!r}: {news.why} (the tensors are unchanged)")
             error.__cause__ = news.cause if isinstance(news, MeetingFailed) else None
             self._end(error)

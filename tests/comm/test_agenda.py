@@ -261,6 +261,7 @@ def test_a_roster_names_those_who_fit(desk: Desk) -> None:
     )
     for changes in unfit:
         desk.agenda.enter()
+        desk.ctx.now += 2.0  # the slot is not young
         desk.hears(*fit, (three, desk.offer(three, patience_s=0.001, offered_s=1.0, **changes)))
         desk.hears(*((v, dataclasses.replace(m, patience_s=0.001, offered_s=1.0)) for v, m in fit))
         assert desk.roster() == sorted((me, one, two)), changes
@@ -348,12 +349,52 @@ def test_the_late_are_waited_for_if_they_live_train_and_have_not_ended(desk: Des
 
 def test_who_names_a_patience_is_asked_for_no_other(desk: Desk) -> None:
     """The longest that anybody named, from the first offer on."""
+    desk.ctx.now += 1.0  # the slot is not young
     first, second, third, _ = desk.voters
     for v, patience_s, offered_s in ((first, 1.0, 5.9), (second, 6.0, 0.0), (third, 0.0, 0.0)):
         desk.hears((v, desk.offer(v, patience_s=patience_s, offered_s=offered_s)))
     assert desk.round() is None
     desk.ctx.now += 0.2
     assert desk.round() is not None
+
+
+def test_who_was_ready_before_the_slot_began_is_heard_in_it_before_a_round_goes_on_without_the_late(desk: Desk) -> None:
+    """Patience had passed as the slot before decided something else: a coordinator then planned its own offer alone, as
+    that is heard first, and left out those who had been ready for as long."""
+    base, grid = desk.log.state.base("sum"), msg.GridSpec(8, 8, "fp32")
+    offer = desk.offer(desk.me, channel="sum", base=base, grid=grid, digest=b"", patience_s=1.0, offered_s=5.0)
+    first, second, third, _ = desk.voters
+    desk.agenda.enter()
+    desk.hears((first, offer))
+    assert desk.agenda.due() is None
+    desk.ctx.now += 0.9 * desk.ctx.members.t_prep_s
+    desk.hears((second, offer), (third, offer))
+    assert desk.agenda.due() is None
+    desk.ctx.now += 0.2 * desk.ctx.members.t_prep_s
+    draft = desk.agenda.due()
+    assert draft is not None and [part.voter for part in draft.entry.roster] == [first, second, third]
+
+
+def test_of_two_rounds_that_are_due_the_one_that_was_offered_first_begins(desk: Desk) -> None:
+    """By their names, one that is offered again and again would come before the other for ever."""
+    for channel, offered_s in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
+        base, grid = desk.log.state.base(channel), msg.GridSpec(8, 8, "fp32")
+        offer = desk.offer(desk.me, channel=channel, base=base, grid=grid, digest=b"", offered_s=offered_s)
+        desk.hears(*((voter, offer) for voter in desk.voters))
+    draft = desk.agenda.due()
+    assert draft is not None and draft.entry.channel == "b"
+
+
+def test_no_round_overtakes_one_that_only_waits_to_hear_who_else_has_offered(desk: Desk) -> None:
+    first = desk.voters[0]
+    base, grid = desk.log.state.base("z"), msg.GridSpec(8, 8, "fp32")
+    desk.agenda.enter()
+    desk.hears((first, desk.offer(first, channel="z", base=base, grid=grid, digest=b"", patience_s=1.0, offered_s=5.0)))
+    desk.hears(*((v, desk.offer(v, offered_s=2.0)) for v in desk.voters))
+    assert desk.agenda.due() is None
+    desk.ctx.now += 1.1 * desk.ctx.members.t_prep_s
+    draft = desk.agenda.due()
+    assert draft is not None and draft.entry.channel == "z"
 
 
 def test_a_prediction_counts_down_and_ends_with_its_work(desk: Desk) -> None:

@@ -49,6 +49,17 @@ def test_an_accepted_decree_is_proposed_again_verbatim() -> None:
     assert [(f.chunk, f.hash, f.holders) for f in choice.fixed] == [(0, H0, (A, C)), (1, H1, (A, C))]
 
 
+@pytest.mark.parametrize("wrong", [A, B, C])
+def test_of_two_decrees_in_one_ballot_the_one_that_most_accepted_is_proposed(wrong: Voter) -> None:
+    """A host with broken memory accepts other bytes; whoever saw only the votes of the others has learned theirs."""
+    right, other = (Decree(dataclasses.replace(ROUND_1, manifest=m * 32), (h, H1)) for m, h in ((b"a", H0), (b"z", H2)))
+    choice = choose(
+        {v: promise(accepted_ballot=Ballot(1, B), accepted=other if v == wrong else right) for v in (A, B, C)}
+    )
+    assert isinstance(choice, Again) and choice.decree == right
+    assert wrong not in choice.fixed[0].holders and len(choice.fixed[0].holders) == 2
+
+
 @pytest.mark.parametrize("first", [A, B])
 def test_of_two_accepted_decrees_the_higher_ballot_wins(first: Voter) -> None:
     """Whichever promise came first."""

@@ -17,7 +17,8 @@ from dlc.comm.crowd import ANSWER_S, GATHER_SHOWN_MAX, NOT_COME
 from dlc.comm.effects import Send
 from dlc.comm.grid import Grid
 from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT
-from dlc.comm.groups import DONE_AGAIN_S
+from dlc.comm.groups import DONE_AGAIN_S, Reduction
+from dlc.comm.holdings import Tally
 from dlc.comm.meetings import WITHDRAWN_S
 from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
@@ -793,6 +794,19 @@ def test_a_begin_that_cannot_be_starts_nothing() -> None:
     net.until(lambda: ended(callers), 200.0)
     assert any("cannot be" in bad for h in hosts for bad in h.bad)
     assert not any(isinstance(c.end, GroupDone) and len(c.outcome.included) > 1 for c in callers)
+
+
+def test_a_group_that_fails_as_it_begins_asks_nobody_for_anything_more() -> None:
+    """Its only contributor had left: there was no mean of what this peer owns, and it asked another for the rest."""
+    me, other, gone = hosts = MeshNet(23).add(3)
+    grid = Grid(NUMEL, CHUNK, "fp32")
+    owned = (grid.n_chunks // 2, grid.n_chunks // 2, 0)
+    seats = tuple(Seat(h.voter, 1, 1.0, h is gone, True, n, 0.0, 0.0, b"") for h, n in zip(hosts, owned, strict=True))
+    me.seen.left.add(gone.voter)
+    begin, call = Begin("k", 7, GridSpec(NUMEL, CHUNK, "fp32"), seats, False), Call("k", grid, None, torch.zeros(NUMEL))
+    group = Reduction(me.mesh.ground, me.mesh.parcels, other.voter, begin, call, Tally())
+    group.start()
+    assert group.failed and not me.mesh.parcels._intakes
 
 
 def test_giving_up_leaves_nothing_behind_and_nothing_is_written_any_more() -> None:

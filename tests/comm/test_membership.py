@@ -405,6 +405,24 @@ def test_the_watched_are_pinged_each_half_t_dead_even_when_dead() -> None:
     assert len(pinged) >= 20 / (net.timeouts.t_dead_s(3, 1) / 2) * 0.7
 
 
+def test_one_that_is_dead_when_it_becomes_a_voter_is_pinged_each_half_t_dead_from_then_on() -> None:
+    """Where it was just being asked, as the dead are now and then, it was never asked again."""
+    net = swarm("abc")
+    host, voter = net.hosts["a"], net.hosts["c"].voter
+    host.machine.watch([])
+    net.crash("c")
+    net.run(10)
+
+    def pings() -> int:
+        """In the next 50 ms."""
+        net.now += 0.05
+        return sum(isinstance(e, Send) and e.to == "c" for e in host.machine.tick(net.now))
+
+    assert any(pings() for _ in range(400))
+    host.machine.watch([voter])
+    assert sum(pings() for _ in range(400)) >= 20 / (net.timeouts.t_dead_s(3, 1) / 2) * 0.7
+
+
 def test_deadlines_are_absolute_and_a_tick_at_one_moves_it() -> None:
     net = swarm("abc")
     machine = net.hosts["a"].machine

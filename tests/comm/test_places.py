@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
 from dlc.comm.board import REPEAT_MAX_S
+from dlc.comm.mesh import Mesh
 from dlc.gossip import Gossip
+from dlc.handles import Flag
 from dlc.handover import Handover
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
@@ -44,3 +47,34 @@ def test_a_peer_keeps_its_place_through_phases_of_any_length_and_loses_it_with_i
     net.run(DETECT_S + REPEAT_MAX_S)
     moshpit._course.passed()
     assert seen() == (False, False, False)
+
+
+def test_a_fetch_that_is_interrupted_writes_no_more_and_the_next_one_has_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in a notebook: the rest went on being written, and the next fetch of the same model waited for an hour."""
+
+    class Waiter(NetPeer):
+        """Whoever waits looks at it now and then, and the others go on meanwhile."""
+
+        def ask(self, fn: Callable[[Mesh, float], Any]) -> Any:
+            self.net.run(0.05)
+            return super().ask(fn)
+
+    def interrupted(self: Flag, timeout_s: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    net, numel, kinds = MeshNet(1), 200_000, (NetPeer, Waiter)
+    peers = (cast(Peer, kind(net, host)) for kind, host in zip(kinds, net.add(2), strict=True))
+    shows, takes = (Handover(peer, "x", numel) for peer in peers)
+    shows.stand(1, torch.ones(numel))
+    net.until(takes.standings)
+    out = torch.zeros(numel)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(Flag, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            takes.fetch(out)
+    net.run(10.0)
+    assert not out.any()
+    monkeypatch.setattr("dlc.handover.FETCH_S", 10.0)
+    assert takes.fetch(out) == 1 and bool((out == 1.0).all())

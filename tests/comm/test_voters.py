@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlc.comm.effects import Answer, Notify, Send
-from dlc.comm.events import SelfReplaced
+from dlc.comm.events import MemberLeft, SelfReplaced
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Ack, Gossip, Ping
 from tests.comm.swim_net import Net, record_of, signed, swarm
@@ -37,6 +37,16 @@ def test_an_old_record_does_not_bring_back_one_that_left() -> None:
     ghost = a.receive(net.hosts["b"].voter, Ping(7, Gossip((old,), ())), net.now)
     told = [r for e in ghost if isinstance(e, Send) and isinstance(e.message, Ack) for r in e.message.gossip.records]
     assert any(r.left and r.voter == old.voter for r in told)  # who still has it hears of the leave
+
+
+def test_who_restarted_and_left_before_that_was_heard_of_has_left_as_the_process_that_was_known() -> None:
+    """The leave was told of a process that nobody had met, and the one that all had met stayed."""
+    net = swarm("abc")
+    machine, known = net.hosts["a"].machine, net.hosts["c"].voter
+    left = signed(record_of("c", inc=2), left=True)
+    effects = machine.receive(net.hosts["b"].voter, Ping(7, Gossip((left,), ())), net.now)
+    assert [e.event for e in effects if isinstance(e, Notify)] == [MemberLeft(known)]
+    assert machine.gone(known) and machine.gone(left.voter)
 
 
 def test_a_restart_is_a_new_voter_and_the_old_one_is_gone() -> None:

@@ -82,6 +82,8 @@ class Agenda:
         """When a channel was first wished to be opened: slots may be shorter than an opening's patience."""
         self._unheard: dict[str, tuple[float, float]] = {}
         """By channel: for how long too many have not told their states, now and in slots before; and when I looked."""
+        self._hears = False
+        """A round would begin, but for those whose offers are still to be heard of in this slot."""
         self._mute_until: dict[Voter, float] = {}
         self._mute_s: dict[Voter, float] = {}
 
@@ -160,13 +162,18 @@ class Agenda:
     # ---------------------------------------------------------------- what is due
 
     def due(self) -> Draft | None:
-        self.diverged = None
+        self.diverged, self._hears = None, False
         self._hear_etas()
-        for channel in sorted(self._ready):
+        for channel in sorted(self._ready, key=self._waits_since):
             draft = self._opening(channel) or self._round(channel)
-            if draft is not None:
+            if draft is not None or self._hears:
                 return draft
         return self._config()
+
+    def _waits_since(self, channel: str) -> tuple[float, str]:
+        """Whoever has waited for the longest comes first: one that is offered again and again would starve another."""
+        offered = min(at for _, at in self._ready[channel].values())
+        return min(offered, self._wished_at.get(channel, offered)), channel
 
     def _alive(self) -> list[Voter]:
         return [v for v in self.log.state.electorate if self.ctx.members.alive(v)]
@@ -316,9 +323,15 @@ class Agenda:
         if not late:
             return True
         first = min(at for _, at in offers.values())
+        young = first < self._slot_since and now - self._slot_since < members.t_prep_s
         patience = max(m.patience_s for m, _ in offers.values())
-        if patience > 0:
-            return now - first >= patience
+        over = now - first >= patience if patience > 0 else self._not_worth_waiting(channel, offers, late)
+        self._hears = over and young  # others may have offered before this slot, too, and have said so here
+        return over and not young
+
+    def _not_worth_waiting(self, channel: str, offers: dict[Voter, tuple[Ready, float]], late: list[Voter]) -> bool:
+        """By what all of them predict."""
+        now, members = self.ctx.now, self.ctx.members
         timeouts = members.timeouts
         told = {v: record.speed for v in (*offers, *late) if (record := members.record(v.peer)) is not None}
         known = [speed for speed in told.values() if speed > 0]

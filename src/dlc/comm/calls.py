@@ -55,7 +55,7 @@ class GoneOn(Exception):
 class MeetingFailed(ServiceNews):
     """No group came to be."""
 
-    key: str
+    call: Call = field(repr=False, compare=False)
     why: str
     cause: BaseException | None = None
     """What `Call.expected` raised."""
@@ -63,7 +63,7 @@ class MeetingFailed(ServiceNews):
 
 @dataclass(frozen=True)
 class GroupFormed(ServiceNews):
-    key: str
+    call: Call = field(repr=False, compare=False)
     peers: tuple[PeerId, ...]
     misfits: frozenset[PeerId] = frozenset()
     """Who wanted to come, with another number of elements or another codec."""
@@ -99,10 +99,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GroupDone(ServiceNews):
+    call: Call = field(repr=False, compare=False)
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class GroupFailed(ServiceNews):
-    key: str
+    call: Call = field(repr=False, compare=False)
     why: str

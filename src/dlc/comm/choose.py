@@ -2,6 +2,7 @@
 
 The first rule that applies:
   1. some promise carries an accepted decree: that of the highest ballot, verbatim (it may have been decided);
+     should two differ there, because somebody's bytes are wrong, the one that most promisers hold;
   2. some promise carries a plan of kind round: its roster (never enlarged within the slot), keeping every held chunk
      of the same channel whose contributors all stand in that roster with the same weight and lease position;
   3. neither: free choice.
@@ -53,15 +54,19 @@ def choose(promises: Mapping[Voter, Promise]) -> Choice:
 
 
 def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[Voter, ...]] | None:
-    best: tuple[Ballot, Decree] | None = None
-    for promise in promises.values():
-        if promise.accepted is not None and promise.accepted_ballot is not None:
-            if best is None or promise.accepted_ballot > best[0]:
-                best = (promise.accepted_ballot, promise.accepted)
-    if best is None:
+    """The decree, and who holds its bytes. In one ballot all accept the same, unless somebody's bytes are wrong: then
+    the one that most hold, as others may have learned it where that peer was not awake."""
+    accepted = [
+        (p.accepted_ballot, p.accepted, v)
+        for v, p in sorted(promises.items())
+        if p.accepted is not None and p.accepted_ballot is not None
+    ]
+    if not accepted:
         return None
-    holders = sorted(v for v, p in promises.items() if p.accepted == best[1])
-    return best[1], tuple(holders)
+    top = max(ballot for ballot, _, _ in accepted)
+    holders = {d: tuple(v for _, held, v in accepted if held == d) for ballot, d, _ in accepted if ballot == top}
+    decree = min(holders, key=lambda d: (-len(holders[d]), d.hashes))
+    return decree, holders[decree]
 
 
 def _reusable(entry: Entry, promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:

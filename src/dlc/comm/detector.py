@@ -231,7 +231,7 @@ class Detector:
     def watch(self, voters: Container[Voter]) -> None:
         for member in self._table.members.values():
             before, member.watched = member.watched, member.voter in voters
-            if member.watched and not before and not member.probe_nonce:
+            if member.watched and not before:  # a probe under way may have been the last of one that is dead
                 member.due_run = min(member.due_run, self._time.running_s + self._pace_s(member))
                 self._arm(member)
 

@@ -207,7 +207,7 @@ class Meeting:
             if isinstance(raised.error, GoneOn) and self._crowd is not None and self._gone_for() < self._answer_s:
                 return  # perhaps to a group of my wish: I am told of it then
             self.close()
-            self.ground.notify(MeetingFailed(self.call.key, f"expected() raised {raised.error!r}", raised.error))
+            self.ground.notify(MeetingFailed(self.call, f"expected() raised {raised.error!r}", raised.error))
             return
         if self._form_crowd() or self._about_to_be(others, expected):
             return
@@ -306,7 +306,7 @@ class Meeting:
         if self._misfits:
             names = ", ".join(sorted(peer[:8] for peer in self._misfits))
             why += f"; {names} {MISFIT}"
-        self.ground.notify(MeetingFailed(self.call.key, why))
+        self.ground.notify(MeetingFailed(self.call, why))
 
     def close(self) -> None:
         """Wait no longer: whoever invited me, or whom I invited, is told."""
@@ -531,7 +531,7 @@ class Meeting:
         self.over, self._state = True, None
         self.board.withdraw(BOARD_PREFIX + self.call.key, WITHDRAWN_S)
         members = tuple(seat.voter.peer for seat in begin.seats)
-        self.ground.notify(GroupFormed(begin.key, members, frozenset(self._misfits.difference(members))))
+        self.ground.notify(GroupFormed(self.call, members, frozenset(self._misfits.difference(members))))
         self._begun(self, leader, begin, self._finished.get(begin.nonce, ()))
 
 

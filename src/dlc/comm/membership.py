@@ -270,7 +270,7 @@ class Membership(View):
             self._detector.removed(old)
         if merged is Merged.LEFT:
             if old is not None:
-                self._out.append(Notify(MemberLeft(record.voter)))
+                self._out.append(Notify(MemberLeft(old.voter)))
             return
         if merged is Merged.REBORN and old is not None and old.standing in (Standing.ALIVE, Standing.SUSPECT):
             self._out.append(Notify(MemberDown(old.voter)))

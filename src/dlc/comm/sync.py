@@ -235,8 +235,6 @@ class Sync:
 
     def _replay(self) -> None:
         """Apply as many steps as are complete. Some may be done: their COMMIT came, and all their bytes were here."""
-        if self._steps and self._steps[-1].entry.hash == self.log.head:
-            self._steps = []
         following = (i for i, step in enumerate(self._steps) if step.entry.parent == self.log.head)
         self._steps = self._steps[next(following, 0) :]
         while self._steps:
