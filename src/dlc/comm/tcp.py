@@ -76,6 +76,8 @@ class TcpSample:
     host no longer has the address that the connection began with, it only tries to."""
     threshold_bytes: float = math.inf
     """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits."""
+    sacked_bytes: int = 0
+    """Part of `bytes_acked` that came behind a lost segment, as if all were full ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         queued_bytes=unacked * mss + unsent_bytes,
         timeouts=max(timeouts, probes),
         threshold_bytes=max(threshold, _KEPT_WINDOW * window) * mss if threshold < _NO_THRESHOLD else math.inf,
+        sacked_bytes=sacked * mss,
     )
 
 
