@@ -114,7 +114,8 @@ class Driver:
         self._bulk: BulkSource | None = None
         self._calls: collections.deque[Call] = collections.deque()
         self._looks: collections.deque[Call] = collections.deque()
-        self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
+        self._stash: dict[PeerId, list[Frame]] = {}
+        """Taken from the machine, and its link had no room."""
         self._addresses: dict[str, PeerId] = {}
         self._dials: dict[PeerId, str] = {}
         self._recent: collections.deque[tuple[Bulk, list[Frame]]] = collections.deque(maxlen=RECENT_BULK_MAX)
@@ -283,7 +284,7 @@ class Driver:
         if now < self._bulk_at + SAMPLE_TAIL_S:
             wait = min(wait, max(0.0, self._sample_at - now))
         for event in self.transport.poll(wait, wanted):
-            if isinstance(event, Incoming) and event.lane == "bulk":
+            if isinstance(event, Incoming) and event.lane == "bulk" and self._bulk is not None:
                 self._bulk_at = now
             self._take(event)
         self._drain_calls()
@@ -406,16 +407,14 @@ class Driver:
         if peer is None or bulk is None:
             return
         for _ in range(BULK_BURST):
-            stashed = self._stash.pop(peer, None)
-            if stashed is None or stashed[0] != address:
+            frames = self._stash.pop(peer, None)
+            if frames is None:
                 message = bulk.next_bulk(peer)
                 if message is None:
                     return
                 frames = self._bulk_frames(message)
-            else:
-                frames = stashed[1]
             if not self.transport.send_bulk(address, frames):
-                self._stash[peer] = (address, frames)
+                self._stash[peer] = frames
                 return
 
     def _bulk_frames(self, message: Bulk) -> list[Frame]:
