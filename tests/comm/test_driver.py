@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dlc.comm.driver import POLL_S_MAX, Driver
+from dlc.comm.driver import POLL_S_MAX, Driver, Reply
 from dlc.comm.framing import decode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming
@@ -78,3 +80,21 @@ def test_bulk_that_comes_before_there_is_a_use_for_it_keeps_no_processor_busy() 
     for _ in range(2):
         driver._turn()
     assert links.waited_s == [POLL_S_MAX, POLL_S_MAX]
+
+
+def test_what_a_call_gave_is_let_go_with_its_reply() -> None:
+    """A checkpoint is as large as the model: no collector of cycles is to be waited for."""
+
+    class Image:
+        pass
+
+    reply, image = Reply[Image](), Image()
+    reply.set_result(image)
+    assert reply.result() is image
+    gone = weakref.ref(image)
+    gc.disable()
+    try:
+        del reply, image
+        assert gone() is None
+    finally:
+        gc.enable()

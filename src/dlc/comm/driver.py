@@ -97,6 +97,27 @@ class BulkSource(Protocol):
         """An event ended in an error halfway: nothing may be built on what is here now."""
 
 
+class Reply(Future[T]):
+    """What a call on the driver thread gives; for one thread that waits, in whose wait Ctrl-C may come.
+
+    That of a plain future may then keep a lock that the driver thread needs to answer: all would be over. Here nobody
+    touches that before the answer is there, unless to cancel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = self._gate = threading.Lock()
+        """Closed until there is an answer."""
+        gate.acquire()
+        self.add_done_callback(lambda _: gate.release())  # it must not hold this future, which keeps it
+
+    def result(self, timeout: float | None = None) -> T:
+        """As of a `Future`."""
+        if self._gate.acquire(timeout=-1 if timeout is None else timeout):
+            self._gate.release()
+        return super().result(0.0)
+
+
 class Driver:
     def __init__(self, transport: Transport, me: Voter, on_event: Callable[[object], None]) -> None:
         self.transport, self.me = transport, me
@@ -142,25 +163,29 @@ class Driver:
         self._began.wait()
         torch.set_num_threads(threads)  # what the driver set for itself would be the default of threads made later
 
-    def call(self, fn: Callable[[float], T], look: bool = False) -> Future[T]:
+    def call(self, fn: Callable[[float], T], look: bool = False) -> Reply[T]:
         """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it.
 
         look: `fn` only reads what membership knows, so it need not wait for work that is done aside.
         """
-        future: Future[T] = Future()
+        future: Reply[T] = Reply()
+        self._hand_over(future, fn, look)
+        return future
+
+    def _hand_over(self, future: Reply[T], fn: Callable[[float], T], look: bool) -> None:
         (self._looks if look else self._calls).append((future, fn))
         if self._ended:
             self._fail_calls()
         self.transport.wake()
-        return future
 
     def ask(self, fn: Callable[[float], T], look: bool = False) -> T:
-        """`call` and wait for the result. If the wait is interrupted, `fn` is not called any more, unless it has been
+        """`call` and wait for the result. If this is interrupted, `fn` is not called any more, unless it has been
         already."""
         if self.is_current:
             return fn(clock())
-        future = self.call(fn, look)
+        future: Reply[T] = Reply()
         try:
+            self._hand_over(future, fn, look)
             return future.result()
         except BaseException:
             future.cancel()
