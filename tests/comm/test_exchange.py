@@ -318,6 +318,22 @@ def test_whoever_is_held_up_by_a_slower_one_is_not_accused(exchange: Exchange) -
     assert exchange.collector.patience._waited_s == {OTHER: 0.0, third: pytest.approx(0.35 * 5)}
 
 
+def test_who_waits_for_me_to_close_a_chunk_is_not_silent(exchange: Exchange) -> None:
+    """Its window may have been full until then."""
+    third = Voter("third", 1)
+    three = dataclasses.replace(plan().entry, roster=(*plan().entry.roster, Part(third, 1.0, 0)))
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(), entry=three), (ME, OTHER, third), {})
+    for now, sender in ((0.1, OTHER), (1.9, third)):
+        at(exchange, now)
+        exchange.receive_contrib(sender, part(exchange, 0, 4.0))
+    assert list(exchange.held) == [0]
+    at(exchange, 2.3)
+    assert not exchange.collector.patience.given_up(OTHER)
+    at(exchange, 4.0)
+    assert exchange.collector.patience.given_up(OTHER)
+
+
 def test_a_stop_of_my_own_is_not_the_silence_of_others(exchange: Exchange) -> None:
     """Ten seconds without an event: what came meanwhile lies unread."""
     offer(exchange, torch.zeros(NUMEL))
