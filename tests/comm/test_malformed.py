@@ -112,6 +112,15 @@ def test_what_is_relayed_goes_one_hop_and_no_further() -> None:
     assert not any(isinstance(e, Send) and e.message == wish for e in relay.node.receive(target.voter, wish, now))
 
 
+@pytest.mark.parametrize("kind", [msg.Relay, msg.Contrib])
+def test_neither_bulk_nor_what_is_relayed_is_relayed(kind: type[msg.Message]) -> None:
+    stage = Stage(3)
+    member, other, _ = stage.peers()
+    relayed = msg.Relay(member.voter.peer, other.voter, CODES[kind], Packed(b""))
+    with pytest.raises(ProtocolError, match=f"{kind.__name__} is not relayed"):
+        member.node.receive(other.voter, relayed, member.host.clock_s(0.0) + member.node.ctx.now)
+
+
 @pytest.mark.parametrize("counter", [BALLOTS_AHEAD_MAX // 2, 2**31 - 2, 2**63])
 def test_a_ballot_out_of_range_costs_no_peer_its_turn(counter: int) -> None:
     """A coordinator was to wait a quarter of a second for each ballot before it looks at the owners of its plan."""
