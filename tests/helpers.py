@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TypeVar
 
 import pytest
@@ -33,6 +33,28 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 180.0, what:
             name = what or getattr(condition, "__qualname__", repr(condition))
             raise AssertionError(f"not within {deadline_s:g} s: {name}")
         never.wait(TICK_S)
+
+
+def interrupted_at(at: int, call: Callable[[], object]) -> bool:
+    """Whether the call comes to its `at`-th line, where Ctrl-C ends it."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal lines
+        lines += 1
+        if lines == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines >= at
 
 
 def undisturbed(late_s: Callable[[], float], measure: Callable[[], T], deadline_s: float = 30.0) -> T:

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,7 @@ import torch
 import dlc
 from dlc.comm.calls import MISFIT, Call, GroupFormed
 from dlc.comm.cells import grid_of
+from dlc.comm.driver import Reply
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
 from dlc.comm.grid import Grid
@@ -823,9 +824,9 @@ def test_a_gossip_gives_nothing_to_whom_no_vector_reaches_and_comes_to_the_mean_
 
 def test_a_group_whose_beginning_is_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C came as the driver had begun it: its name was taken until the others' time was over."""
-    result = Future[object].result
+    result = Reply[object].result
 
-    def interrupted(future: Future[object], timeout: float | None = None) -> object:
+    def interrupted(future: Reply[object], timeout: float | None = None) -> object:
         result(future, timeout)
         monkeypatch.undo()
         raise KeyboardInterrupt
@@ -834,7 +835,7 @@ def test_a_group_whose_beginning_is_interrupted_is_given_up(monkeypatch: pytest.
         group = dlc.Group(peer, "g", target_size=2, matchmaking_s=LONG_S)
         x = torch.ones(4)
         heard = list(peer._listeners)
-        monkeypatch.setattr(Future, "result", interrupted)
+        monkeypatch.setattr(Reply, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             group.all_reduce(x, timeout_s=LONG_S)
         assert peer._listeners == heard

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -20,13 +20,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dlc import collectives, joining
+from dlc import collectives, drivercalls, joining
 from dlc import peer as peer_module
 from dlc.addresses import outbound_host
 from dlc.comm import driver, entries, links, waiting
 from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
-from dlc.comm.driver import SWITCH_NEAR_S, Driver
+from dlc.comm.driver import SWITCH_NEAR_S, Driver, Reply
 from dlc.comm.effects import Effect
 from dlc.comm.events import HistoryLost, MemberDown, RoundDone, Waiting
 from dlc.comm.filling import Filling
@@ -45,7 +45,7 @@ from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
-from tests.helpers import TICK_S, wait_until
+from tests.helpers import TICK_S, interrupted_at, wait_until
 from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, free_addresses, swarm, together
 
 KEY = generate_run_key()
@@ -998,7 +998,7 @@ def test_what_interrupts_a_call_takes_it_back(where: str, monkeypatch: pytest.Mo
             monkeypatch.setattr(Pending, "wait", interrupted)
         else:
             peers[0]._driver.call(lambda now: busy.wait(JOIN_S))
-            monkeypatch.setattr(Future, "result", interrupted)
+            monkeypatch.setattr(Reply, "result", interrupted)
         with pytest.raises(Alarm):
             peers[0].all_reduce(given, codec="fp32", timeout_s=JOIN_S, patience_s=JOIN_S)
         given.fill_(5.0)
@@ -1104,6 +1104,36 @@ def test_ctrl_c_in_a_wait_that_is_over_keeps_nobody_else_waiting() -> None:
     for other in others:
         other.join(JOIN_S)
     assert passed.is_set() and not any(other.is_alive() for other in others)
+
+
+@pytest.mark.parametrize("call", ["wait", "ask"])
+def test_ctrl_c_at_any_line_of_a_call_leaves_the_driver_nothing_to_wait_for(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller kept the lock by which it was to be told: the driver waited for that for ever, and `leave` for it."""
+    monkeypatch.setattr(drivercalls, "LOOK_S", TICK_S / 10)
+    peer, at, interrupted = Peer.join(), 0, True
+
+    def wait() -> None:
+        looks = iter((False, True))
+        peer._wait(lambda: next(looks), None, "")
+
+    def tell(said: queue.SimpleQueue[None]) -> None:
+        peer._event(object())
+        said.put(None)
+
+    while interrupted:
+        at += 1
+        interrupted = interrupted_at(at, wait if call == "wait" else lambda: peer._ask(lambda node, now: None))
+        told = queue.SimpleQueue[None]()
+        peer._driver.call(lambda now, told=told: tell(told))
+        try:
+            told.get(timeout=JOIN_S)
+        except queue.Empty:
+            peer._closed = True  # to leave would take for ever
+            raise AssertionError(f"the driver is stuck after an interruption at {at}") from None
+    peer.leave()
+    assert at > 20, "as a call has some lines"
 
 
 def test_a_driver_that_ends_while_a_call_waits_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

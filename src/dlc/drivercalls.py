@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +13,7 @@ from dlc.comm.driver import Driver
 from dlc.comm.effects import Effect
 from dlc.comm.node import Node
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
-from dlc.handles import FORKED, Unpicklable
+from dlc.handles import FORKED, Flag, Unpicklable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,8 +29,8 @@ class DriverCalls(Unpicklable, ABC):
         self._driver = driver
         self._node: Node | None = None
         """None before the peer is part of a run."""
-        self._changed = threading.Condition()
-        """Told after every event."""
+        self._waiting: set[Flag] = set()
+        """One of each thread in `_wait`: told after every event."""
         self._closed = False
         self._pid = os.getpid()
 
@@ -76,15 +75,24 @@ class DriverCalls(Unpicklable, ABC):
         """Wait until `condition` holds; it is looked at again after every event. RoundTimeout tells `what` is lacking;
         SwarmClosed: the driver has ended."""
         deadline = None if timeout_s is None else clock() + timeout_s
-        while not condition():
-            self._check_may_wait()
-            if self._driver.error is not None or self._closed:
-                raise self._driver.closed_error()
-            left = LOOK_S if deadline is None else min(LOOK_S, deadline - clock())
-            if left <= 0:
-                raise RoundTimeout(f"{what} after {timeout_s:g} s{self._held_up()}")
-            with self._changed:
-                self._changed.wait(left)
+        changed = Flag()
+        try:
+            self._waiting.add(changed)
+            while not condition():
+                self._check_may_wait()
+                if self._driver.error is not None or self._closed:
+                    raise self._driver.closed_error()
+                left = LOOK_S if deadline is None else min(LOOK_S, deadline - clock())
+                if left <= 0:
+                    raise RoundTimeout(f"{what} after {timeout_s:g} s{self._held_up()}")
+                changed.wait(left)
+                changed.clear()
+        finally:
+            self._waiting.discard(changed)
+
+    def _tell_waiting(self) -> None:
+        for changed in tuple(self._waiting):
+            changed.set()
 
     def _check_may_wait(self) -> None:
         """UsageError: this is the driver thread, on which all that is waited for would have to be done."""

@@ -419,8 +419,7 @@ class Peer(Collectives):
         self._all_over(self._driver.closed_error())
         if self._watch is not None:
             self._watch.close(0.0)
-        with self._changed:
-            self._changed.notify_all()
+        self._tell_waiting()
 
     def _save_address_book(self) -> None:
         self._book.save(*self._ask(lambda node, now: known_to(node)))
@@ -460,8 +459,7 @@ class Peer(Collectives):
                 self._on_event(event)
             except BaseException:  # sys.exit(), which would end the driver's thread, too
                 log.exception("the callback `on_event` failed at %s", type(event).__name__)
-        with self._changed:
-            self._changed.notify_all()
+        self._tell_waiting()
 
     def _reached(self, host: str, now: float) -> None:
         """On the driver thread: somebody dialled this address of my host."""

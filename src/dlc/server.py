@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,6 +40,7 @@ from dlc.comm.spanstate import Optimizer
 from dlc.comm.wire import pack, unpack
 from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import check_writable
+from dlc.handles import Flag
 from dlc.peer import Peer
 from dlc.report import Missing, Reason, RoundReport, Share
 from dlc.runspec import OuterSpec
@@ -133,7 +133,7 @@ class ParameterServer:
 
         self.peer = peer
         self.error: SwarmClosed | None = None
-        self.ended = threading.Event()
+        self.ended = Flag()
         """The peer has left, or its driver thread has ended."""
         self._served = peer.serve(make)
         self._served.listen(self._heard)
@@ -198,7 +198,8 @@ class ServerClient:
         own = theta.detach().clone()
         digest = blake3(own.numpy().data.cast("B")).digest(DIGEST_BYTES)
         self.peer, self.numel = peer, theta.numel()
-        self._changed = threading.Condition()
+        self._told = Flag()
+        """Up where `done`."""
         self._over: ExchangeOver | None = None
         self._failed: UsageError | None = None
         self._stopped: DlcError | None = None
@@ -244,6 +245,7 @@ class ServerClient:
                 )
             vector = vector.detach().contiguous()
         self._over = self._failed = None
+        self._told.clear()
 
         def begin(client: SpanClient, now: float) -> list[Effect]:
             effects = client.begin(vector, weight, now)
@@ -255,11 +257,10 @@ class ServerClient:
     def wait(self, timeout_s: float | None = None) -> ServerReport:
         """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
         if timeout_s is not None:
-            timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
+            timeout_s = seconds("timeout_s", timeout_s)
         if not self.done:
             self._served.check_may_wait()
-        with self._changed:
-            self._changed.wait_for(lambda: self.done, timeout_s)
+            self._told.wait(timeout_s)
         if not self.done:
             self._cancel()  # and it may be over before that is heard
         if self._over is None:
@@ -288,8 +289,8 @@ class ServerClient:
         """Wait for at most this long; True: the exchange is over."""
         if not self.done:
             self._served.check_may_wait()
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done, min(timeout_s, threading.TIMEOUT_MAX))
+            self._told.wait(timeout_s)
+        return self.done
 
     @property
     def done(self) -> bool:
@@ -312,9 +313,8 @@ class ServerClient:
 
     def close(self) -> None:
         """Take part no longer; who waits for an exchange gets a UsageError. Once more changes nothing."""
-        with self._changed:
-            self._stopped = UsageError("the client was closed: make another one")
-            self._changed.notify_all()
+        self._stopped = UsageError("the client was closed: make another one")
+        self._told.set()
         self._served.unlisten(self._heard)
         self._served.close()
 
@@ -322,14 +322,14 @@ class ServerClient:
         """On the driver thread."""
         _log_notice(news)
         if isinstance(news, ExchangeOver | ExchangeFailed | Stopped):
-            with self._changed:
-                if isinstance(news, Stopped):
-                    self._stopped = news.error
-                elif isinstance(news, ExchangeFailed):
-                    self._failed = UsageError(news.why)
-                elif news.number == self._number:
-                    self._over = news
-                self._changed.notify_all()
+            if isinstance(news, Stopped):
+                self._stopped = news.error
+            elif isinstance(news, ExchangeFailed):
+                self._failed = UsageError(news.why)
+            elif news.number == self._number:
+                self._over = news
+            if self.done:
+                self._told.set()
 
 
 def optimizer_of(outer: OuterSpec, spec: ServerSpec) -> Optimizer:

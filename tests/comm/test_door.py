@@ -10,11 +10,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 import dlc.comm.transport as transport_module
-from dlc.comm import door, tcp
+from dlc.comm import door, links, tcp
 from dlc.comm.lanes import Incoming
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
@@ -25,6 +26,8 @@ WAIT_S = 120.0
 KEYED = LinkSecurity.derive(bytes(32), "run")
 LIMIT = 8
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+HELLO_BYTES = 202
+"""Of the first message of CurveZMQ, with its frame."""
 
 
 @pytest.fixture
@@ -164,6 +167,89 @@ def test_a_stranger_that_sends_more_than_a_hello_is_shut(
 
     pump(arrived)
     pump(lambda: not is_open(came), a)
+
+
+def first_message_of(member: Transport) -> bytes:
+    """What it says to whoever it connects to: its greeting, and a message that needs no answer to its own."""
+    said = b""
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        listens.settimeout(WAIT_S)
+        address = f"127.0.0.1:{listens.getsockname()[1]}"
+        member.send_control(address, [b"x"])
+        came, _ = listens.accept()
+        with came:
+            came.settimeout(WAIT_S)
+            came.sendall(ZMTP_GREETING)
+            while len(said) < door.GREETING_BYTES + HELLO_BYTES:
+                assert (more := came.recv(4096))
+                said += more
+    member.forget(address)
+    return said
+
+
+def is_welcomed(sock: socket.socket) -> bool:
+    """Our side took its first message for a member's, and said what it says then."""
+    sock.setblocking(False)
+    try:
+        return len(sock.recv(4096, socket.MSG_PEEK)) == door.WELCOMED_BYTES
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.usefixtures("limit")
+def test_who_says_what_a_member_said_before_opens_no_more_than_some(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had listened on the way could take all open files of a process, and keep members out."""
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 2 * WAIT_S)
+    a, b = transport("a"), transport("b")
+    said, most = first_message_of(b), door.WELCOMED_TIMES * LIMIT
+    for _ in range(2 * most):
+        came = stranger(a)
+        came.sendall(said)
+        pump(lambda came=came: is_welcomed(came), a)
+    assert guests(a) <= most and a._door.shut >= most // 2
+    b.send_control(f"127.0.0.1:{a.control_port}", [b"x"])
+    found: list[object] = []
+
+    def arrived() -> bool:
+        found.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
+        b.poll(0.0)
+        return bool(found)
+
+    pump(arrived)
+
+
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_who_says_what_a_member_said_before_and_sends_more_is_shut(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket], lane: str
+) -> None:
+    a, b = transport("a"), transport("b")
+    came = stranger(a, lane=lane)
+    came.sendall(first_message_of(b))
+    pump(lambda: is_welcomed(came), a)
+    came.sendall(b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(64 << 10))
+    pump(lambda: a._door.shut == 1 and guests(a) == 0, a)
+
+
+def test_who_acknowledges_what_it_never_got_is_a_stranger_still(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the first bytes had been lost on the way: each segment behind them counts as a full one."""
+    real = tcp.sample
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        told = real(sock)
+        return replace(told, bytes_acked=told.bytes_acked + 1448, sacked_bytes=1448) if told is not None else None
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    monkeypatch.setattr(door, "INSPECT_S", 0.0)
+    a = transport("a")
+    came = stranger(a)
+    pump(lambda: guests(a) == 1, a)
+    for _ in range(10):
+        a.poll(0.01)
+    assert guests(a) == 1 and is_open(came)
 
 
 @pytest.mark.usefixtures("limit")

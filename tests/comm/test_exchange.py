@@ -16,6 +16,7 @@ from dlc.comm.collector import STRAY_CHUNKS_MAX
 from dlc.comm.context import Context
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
 from dlc.comm.exchange import Exchange, Offered, result_hash
+from dlc.comm.filling import Filling
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import (
@@ -30,8 +31,10 @@ from dlc.comm.messages import (
     Ready,
     Result,
 )
-from dlc.comm.reducer import NOT_FINITE
+from dlc.comm.reducer import NOT_FINITE, WRONG_SIZE
+from dlc.comm.sender import WINDOW_CHUNKS_MIN
 from dlc.comm.timeouts import Timeouts
+from dlc.comm.wire import pack
 
 torch.set_num_threads(1)
 
@@ -139,6 +142,20 @@ def test_of_the_parts_that_came_before_the_plan_the_newest_counts(exchange: Exch
     exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
     exchange.begin(plan(), (ME, OTHER), {})
     assert torch.equal(get_codec("fp32").decode(exchange.held[0].payload, CHUNK), torch.full((CHUNK,), 2.0))
+
+
+def test_parts_of_a_base_serve_every_plan_of_it(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    for channel in "ab":
+        exchange.receive_contrib(OTHER, part(exchange, 0, 4.0, channel=channel))
+    exchange.begin(dataclasses.replace(plan(), owners=(OTHER,)), (ME, OTHER), {})
+    exchange.reset()
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
+    assert exchange.held[0].header.included == plan().entry.roster
+    assert {channel for channel, _ in exchange.collector.parts} == {"a", "b"}
+    exchange.reset()
+    exchange.close_due()
+    assert exchange.collector.n_open == 0, "of a slot that is over nothing is closed"
 
 
 def test_contributions_are_clipped_by_the_norms_of_the_plan(exchange: Exchange) -> None:
@@ -301,6 +318,22 @@ def test_whoever_is_held_up_by_a_slower_one_is_not_accused(exchange: Exchange) -
     assert exchange.collector.patience._waited_s == {OTHER: 0.0, third: pytest.approx(0.35 * 5)}
 
 
+def test_who_waits_for_me_to_close_a_chunk_is_not_silent(exchange: Exchange) -> None:
+    """Its window may have been full until then."""
+    third = Voter("third", 1)
+    three = dataclasses.replace(plan().entry, roster=(*plan().entry.roster, Part(third, 1.0, 0)))
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(), entry=three), (ME, OTHER, third), {})
+    for now, sender in ((0.1, OTHER), (1.9, third)):
+        at(exchange, now)
+        exchange.receive_contrib(sender, part(exchange, 0, 4.0))
+    assert list(exchange.held) == [0]
+    at(exchange, 2.3)
+    assert not exchange.collector.patience.given_up(OTHER)
+    at(exchange, 4.0)
+    assert exchange.collector.patience.given_up(OTHER)
+
+
 def test_a_stop_of_my_own_is_not_the_silence_of_others(exchange: Exchange) -> None:
     """Ten seconds without an event: what came meanwhile lies unread."""
     offer(exchange, torch.zeros(NUMEL))
@@ -395,6 +428,55 @@ def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_pla
     assert exchange.held == {0: fixed} and exchange.hashes == {0: chunk.hash}
 
 
+def test_a_plan_without_bulk_ends_what_was_sent_for_the_one_before(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(), owners=(OTHER,)), (ME, OTHER), {})
+    assert exchange.pending() == {OTHER.peer}
+    nobody = dataclasses.replace(plan(ballot=SECOND), assignment=(), owners=())
+    exchange.begin(nobody, (ME, OTHER), {})
+    assert exchange.pending() == set() and exchange.next_bulk(OTHER.peer) is None
+
+
+def test_room_for_early_results_is_there_again_for_each_plan(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (result(exchange, ballot=Ballot(counter, OTHER)) for counter in (1, 2))
+    monkeypatch.setattr("dlc.comm.exchange.EARLY_BYTES_MAX", len(first.payload) + len(pack(first.header)))
+    elsewhere = dataclasses.replace(plan(), owners=(OTHER,))
+    exchange.begin(elsewhere, (ME, OTHER), {})
+    for early in (first, second):
+        assert not exchange.receive_result(early)
+        exchange.begin(dataclasses.replace(elsewhere, ballot=early.header.ballot), (ME, OTHER), {})
+        assert exchange.held == {0: early}
+
+
+def test_of_what_waits_to_be_sent_the_next_plan_keeps_what_it_fixes_and_what_the_living_asked_for(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third, (older, fixed) = Voter("third", 1), (result(exchange, head=b"h" * 32), result(exchange, ballot=FIRST))
+    exchange.outbox.tell(older, [OTHER.peer])
+    exchange.outbox.tell(fixed, [OTHER.peer])
+    for peer in (OTHER.peer, third.peer):
+        exchange.outbox.serve(peer, older)
+    monkeypatch.setattr(Everybody, "alive", lambda self, voter: voter != third)
+    chunk, others = FixedChunk(0, result_hash(fixed), (OTHER,)), (-1, *(0,) * (N_CHUNKS - 1))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), assignment=others, fixed=(chunk,)), (ME, OTHER), {})
+    assert exchange.hashes == {}, "it is not here"
+    assert exchange.outbox.peers() == {OTHER.peer}
+    assert [exchange.outbox.next(OTHER.peer) for _ in range(3)] == [fixed, older, None]
+
+
+def test_when_some_of_an_offer_was_final_first_is_noted_once(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    mine = exchange.offered["a"]
+    mine.filling = Filling(NUMEL, 1.0)
+    for now, front, noted in ((1.0, NUMEL, None), (2.0, NUMEL - CHUNK, 2.0), (3.0, 0, 2.0)):
+        exchange.ctx.now = now
+        mine.filling.reached(front)
+        exchange.filled()
+        assert mine.first_final == noted
+
+
 def test_a_chunk_that_the_plan_fixes_is_not_reduced_again(exchange: Exchange) -> None:
     chunk = FixedChunk(0, result_hash(result(exchange, ballot=FIRST)), (OTHER,))
     offer(exchange, torch.zeros(NUMEL))
@@ -426,14 +508,89 @@ def test_parts_that_no_plan_asks_for_are_limited_in_bytes_too(
     assert {key[0] for key in exchange.dropped} == {OTHER.peer} and exchange.dropped.total() == 2
 
 
-def test_who_sends_what_no_honest_peer_does_is_named_once(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("chunk", [-1, N_CHUNKS, 10**6])
+def test_who_sends_what_no_honest_peer_does_is_named_once(
+    exchange: Exchange, caplog: pytest.LogCaptureFixture, chunk: int
+) -> None:
     exchange.begin(plan(), (ME, OTHER), {})
     for _ in range(3):
-        exchange.receive_contrib(OTHER, part(exchange, 10**6, 1.0))
+        exchange.receive_contrib(OTHER, part(exchange, chunk, 1.0))
     assert exchange.dropped == {(OTHER.peer, "a chunk that there is not"): 3}
     assert [r.message for r in caplog.records] == [
         f"{OTHER.peer[:8]} sent what was dropped: a chunk that there is not (told once; the round goes on without it)"
     ]
+
+
+def test_parts_of_another_channel_are_limited_though_the_plan_has_such_chunks(exchange: Exchange) -> None:
+    exchange.begin(plan(), (ME, OTHER), {})
+    for number in range(STRAY_CHUNKS_MAX + 5):
+        exchange.receive_contrib(OTHER, part(exchange, number, 1.0, channel="z"))
+    assert sum(len(by) for chunks in exchange.collector.parts.values() for by in chunks.values()) == STRAY_CHUNKS_MAX
+    assert exchange.collector.gained == 0, "nothing of what is waited for has come"
+    exchange.receive_contrib(OTHER, part(exchange, 0, 1.0))
+    assert exchange.collector.gained == 2, "it was taken, and its chunk closed"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_chunks_close_within_the_window_but_where_there_is_nobody_to_wait_for(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 0)
+    offer(exchange, torch.zeros(NUMEL))
+    entry = plan().entry
+    entry = dataclasses.replace(entry, roster=entry.roster[:1]) if alone else entry
+    exchange.begin(dataclasses.replace(plan(), entry=entry), (ME, OTHER), {})
+    assert exchange.complete == alone
+    at(exchange, 2.1)
+    exchange.close_due()
+    assert exchange.complete == alone and (alone or list(exchange.held) == list(range(WINDOW_CHUNKS_MIN)))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_is_gone_for_good_has_left_or_is_dead(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    monkeypatch.setattr(Everybody, "gone", lambda self, voter: voter == OTHER)
+    if left:
+        monkeypatch.setattr(Everybody, "record", lambda self, peer: None)
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert exchange.held[0].header.excluded == (Excluded(OTHER, "left" if left else "dead"),)
+
+
+def test_who_is_reached_by_a_relay_only_is_late_unless_the_plan_relies_on_it_or_its_parts_come(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Everybody, "relay_for", lambda self, peer: "between")
+    offer(exchange, torch.zeros(NUMEL))
+    owning = dataclasses.replace(plan(), owners=(ME, OTHER))
+    exchange.begin(owning, (ME, OTHER), {})
+    assert not exchange.held
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
+    assert exchange.complete
+    monkeypatch.undo()
+    exchange.begin(plan(ballot=Ballot(2, ME)), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 3, 4.0))
+    monkeypatch.setattr(Everybody, "relay_for", lambda self, peer: "between")
+    exchange.close_due()
+    assert list(exchange.held) == [3], "some of its parts have come"
+
+
+def test_who_is_left_out_is_told_in_one_order(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of the roster."""
+    monkeypatch.setattr(Everybody, "gone", lambda self, voter: voter != ME)
+    entry, names = plan().entry, ("z", "a", "m")
+    roster = (*entry.roster[:1], *(Part(Voter(name, 1), 1.0, 0) for name in names))
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(), entry=dataclasses.replace(entry, roster=roster)), (ME, OTHER), {})
+    assert [e.voter.peer for e in exchange.held[0].header.excluded] == sorted(names)
+
+
+def test_a_part_of_another_size_is_named(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> None:
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, dataclasses.replace(part(exchange, 0, 1.0), payload=b"short"))
+    (told,) = caplog.records
+    assert told.getMessage().startswith(f"{OTHER.peer[:8]} sent what was dropped: a part of a chunk: {WRONG_SIZE} (")
 
 
 def test_what_was_asked_for_is_still_served_after_the_next_plan(exchange: Exchange) -> None:

@@ -226,6 +226,48 @@ def test_connections_that_carry_next_to_nothing_and_stall_are_counted(
     assert link.stalls == stalls
 
 
+class Takes:
+    """A socket that is given messages, and nothing more."""
+
+    def send(self, frame: bytes, flags: int) -> None:
+        pass
+
+    def monitor(self, *args: object) -> None:
+        pass
+
+    def close(self, linger_ms: int = 0) -> None:
+        pass
+
+
+@pytest.mark.parametrize("n_bytes", [500, 20_000])
+def test_connections_that_carried_such_messages_before_they_stalled_are_not_counted(
+    link: Tried, monkeypatch: pytest.MonkeyPatch, n_bytes: int
+) -> None:
+    """Between two cuts those of a tiny model carry little, however many rounds: each second cut was said to be packets
+    of full size that are lost."""
+
+    def sampled(acked: int, queued: int, timeouts: int = 0) -> None:
+        sample = tcp.TcpSample(acked, 0.1, 0.1, 1e6, False, 1.0, 0, queued_bytes=queued, timeouts=timeouts)
+        monkeypatch.setattr(tcp, "sample", lambda sock: sample)
+
+    def lives(answered: int, unanswered: int) -> int:
+        """One connection, with messages of these lengths; how many are counted then."""
+        link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 1.0)
+        link.socket, link._tcp, link._acked_bytes = cast(Any, Takes()), cast(Any, Takes()), 0
+        Link.send(link, [bytes(answered)])
+        sampled(answered + 600, 0)
+        link.tcp_sample()
+        Link.send(link, [b"", bytes(unanswered)])
+        sampled(answered + 600, unanswered, STALLED_TIMEOUTS)
+        link.revive(9.0)
+        return link.stalls
+
+    link.advance(0.0)
+    assert [lives(n_bytes, n_bytes) for _ in range(3)] == [1, 1, 1]
+    assert [lives(n_bytes - 100 if n_bytes < 4000 else 1200, n_bytes) for _ in range(3)] == [2, 3, 4]
+    assert lives(n_bytes, n_bytes) == 1
+
+
 def test_why_the_last_attempt_failed_is_known_until_one_succeeds(link: Tried) -> None:
     link.advance(0.0)
     assert link.why == ""

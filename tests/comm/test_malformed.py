@@ -15,6 +15,7 @@ from dlc.comm import agenda, dropped, exchange
 from dlc.comm import messages as msg
 from dlc.comm.catalogue import CODES
 from dlc.comm.coordinator import WAIT
+from dlc.comm.effects import Send
 from dlc.comm.entries import OPEN, ROUND, Entry, LogState
 from dlc.comm.events import DigestMismatch
 from dlc.comm.ids import Ballot, Voter
@@ -99,6 +100,25 @@ def test_nobody_speaks_in_the_name_of_the_one_it_speaks_to() -> None:
     assert not taken(member, member.voter, false)
     assert not taken(member, coordinator.voter, relayed)
     assert taken(member, member.voter, msg.Hello(msg.PROTOCOL_VERSION, "sim", b"spec", None, ""))  # by its own address
+
+
+def test_what_is_relayed_goes_one_hop_and_no_further() -> None:
+    """Where another process had taken over the target's address it came back to that, again and again, for ever."""
+    stage = Stage(3)
+    relay, origin, target = stage.peers()
+    wish = msg.Relay(target.voter.peer, origin.voter, CODES[msg.Fetch], Packed(b""))
+    now = relay.host.clock_s(0.0) + relay.node.ctx.now
+    assert Send(target.voter.peer, wish) in relay.node.receive(origin.voter, wish, now)
+    assert not any(isinstance(e, Send) and e.message == wish for e in relay.node.receive(target.voter, wish, now))
+
+
+@pytest.mark.parametrize("kind", [msg.Relay, msg.Contrib])
+def test_neither_bulk_nor_what_is_relayed_is_relayed(kind: type[msg.Message]) -> None:
+    stage = Stage(3)
+    member, other, _ = stage.peers()
+    relayed = msg.Relay(member.voter.peer, other.voter, CODES[kind], Packed(b""))
+    with pytest.raises(ProtocolError, match=f"{kind.__name__} is not relayed"):
+        member.node.receive(other.voter, relayed, member.host.clock_s(0.0) + member.node.ctx.now)
 
 
 @pytest.mark.parametrize("counter", [BALLOTS_AHEAD_MAX // 2, 2**31 - 2, 2**63])

@@ -532,6 +532,8 @@ def test_tcp_info_of_every_length_is_read(monkeypatch: pytest.MonkeyPatch, lengt
     assert found == tcp.TcpSample(10**12, 0.025, 0.02, 6.25e6, True, 1.5, 7, 0.5, 99, 3 * 1448 + 1000, 4, 40 * 1448)
     other = tcp.sample(Told(info(length, app_limited=False, min_rtt_us=UNLIMITED)))  # type: ignore[arg-type]
     assert other is not None and not other.app_limited and other.min_rtt_s == 0
+    lossy = tcp.sample(Told(info(length, sacked=5)))  # type: ignore[arg-type]
+    assert lossy is not None and (lossy.bytes_acked, lossy.sacked_bytes) == (10**12 + 5 * 1448, 5 * 1448)
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,14 @@ def test_a_contribution_that_is_withdrawn_is_not_sent_and_what_comes_in_its_plac
     assert chunks(taken(sender, offered())) == list(range(1, N_CHUNKS))
 
 
-@pytest.mark.parametrize("weight", [None, 2.0])
-def test_what_the_plan_names_and_is_not_there_is_told_to_each_owner_once(sender: Sender, weight: float | None) -> None:
-    mine = offered(weight) if weight is not None else None
+@pytest.mark.parametrize("other", [None, {"weight": 2.0}, {"upto": 4}])
+def test_what_the_plan_names_and_is_not_there_is_told_to_each_owner_once(
+    sender: Sender, other: dict[str, Any] | None
+) -> None:
+    mine = None
+    if other is not None:
+        mine = offered()
+        mine.ready = dataclasses.replace(mine.ready, **other)
     sender.begin(planned("mmooo-ttoo"), BASE, GRID, mine, ())
     assert sender.pending(mine) == {OTHER.peer, THIRD.peer}
     assert taken(sender, mine) == [Contrib("a", BASE, 2, 1.0, 0)]
@@ -307,6 +312,14 @@ def test_results_that_are_not_ready_yet_count_as_behind(sender: Sender) -> None:
     assert kinds(taken(sender, mine, n_open=2)) == "CCCRCC", "the results of three of five chunks are left, not of one"
 
 
+def test_how_much_one_owner_lacks_of_mine_is_no_matter_of_another(sender: Sender) -> None:
+    mine = offered()
+    sender.begin(planned("mmmmotttto"), BASE, GRID, mine, ())
+    for chunk in range(4):
+        sender.outbox.tell(result(chunk), [OTHER.peer])
+    assert kinds(taken(sender, mine)) == "CRRCRR"
+
+
 def test_each_thing_that_is_asked_for_is_served_once() -> None:
     header = result(0).header
     changes: list[dict[str, Any]] = [{}, {"head": b"h" * 32}, {"ballot": Ballot(1, ME)}, {"chunk": 1}]
@@ -326,6 +339,38 @@ def test_what_was_asked_for_by_one_that_is_gone_is_dropped() -> None:
     outbox.serve(THIRD.peer, result(0))
     outbox.keep(lambda result: False, lambda peer: peer == THIRD.peer)
     assert outbox.peers() == {THIRD.peer}
+
+
+def test_what_is_taken_back_is_that_part_alone_and_nobody_is_left_with_nothing_to_get() -> None:
+    """Whoever is named as pending is polled for without a pause."""
+    outbox, told = Outbox(), Contrib("a", BASE, 0, 1.0, 3)
+    changes: list[dict[str, Any]] = [{"channel": "b"}, {"base": b""}, {"weight": 2.0}, {"upto": 0}]
+    others: list[Bulk] = [*(dataclasses.replace(told, **change) for change in changes), result(0)]
+    for message in (told, *others):
+        outbox.serve(OTHER.peer, message)
+    outbox.serve(THIRD.peer, told)
+    outbox.take_back("a", BASE, Part(ME, 1.0, 3))
+    assert outbox.peers() == {OTHER.peer}
+    assert list(iter(lambda: outbox.next(OTHER.peer), None)) == others
+    assert outbox.empty and outbox.peers() == set()
+
+
+def test_who_has_got_all_results_waits_for_nothing() -> None:
+    outbox = Outbox()
+    for chunk in (0, 1):
+        outbox.tell(result(chunk), [OTHER.peer, THIRD.peer])
+    for peer in (OTHER.peer, THIRD.peer):
+        assert outbox.peers() >= {peer}
+        assert [outbox.next(peer) for _ in range(3)] == [result(0), result(1), None]
+    assert outbox.empty and outbox.peers() == set()
+
+
+def test_no_more_is_served_to_one_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlc.comm.outbox.SERVED_MAX", 2)
+    outbox = Outbox()
+    for chunk in range(4):
+        outbox.serve(OTHER.peer, result(chunk))
+    assert [outbox.next(OTHER.peer) for _ in range(3)] == [result(0), result(1), None]
 
 
 def test_chunks_that_the_plan_fixes_are_not_mine_to_reduce(sender: Sender) -> None:

@@ -417,6 +417,42 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again(
     assert a.link_kinds(name) == ["unreached", "unreached", "connected"] and asked == ["later.example"] * 3
 
 
+def test_close_waits_for_all_look_ups_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for each in turn: with a silent name server a peer of many names took that many times as long."""
+    go_on, waits_s = threading.Event(), list[float]()
+    monkeypatch.setattr(addresses, "look_up", lambda host: [] if go_on.wait(WAIT_S) else [host])
+    resolver = addresses.Resolver(lambda: None)
+    for i in range(20):
+        resolver.ask(f"{i}.example")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", lambda self, timeout: waits_s.append(timeout))
+        resolver.close()
+    go_on.set()
+    assert len(waits_s) == 20 and sum(waits_s) == pytest.approx(addresses.JOIN_S)
+    resolver.close()
+
+
+def test_where_there_is_no_thread_for_a_look_up_it_fails_and_is_made_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole peer ended."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    woken = list[None]()
+    monkeypatch.setattr(addresses, "look_up", lambda host: ["127.0.0.1"])
+    resolver = addresses.Resolver(lambda: woken.append(None))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        resolver.ask("one.example")
+    assert woken
+    ((host, found, problem),) = resolver.answers()
+    assert (host, found) == ("one.example", []) and "can't start new thread" in problem
+    resolver.ask("one.example")
+    wait_until(lambda: resolver.answers() == [("one.example", ["127.0.0.1"], "the name has no address")], WAIT_S)
+
+
 @pytest.mark.parametrize("bad", ["", "host", ":1", "host:", "host:x", "host:65536", "::1:5", "a b:1", "[::1]", "h/x:1"])
 def test_a_malformed_address_is_refused_without_raising(node: Callable[..., Node], bad: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):

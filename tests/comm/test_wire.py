@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dlc.comm import messages as msg
 from dlc.comm import wire
+from dlc.comm.addresses import ADDRESS_CHARS_MAX
 from dlc.comm.catalogue import KINDS
 from dlc.comm.effects import Answer
 from dlc.comm.ids import Ballot, Voter
@@ -199,3 +200,15 @@ def test_a_newcomer_is_told_of_no_more_peers_than_one_message_has_room_for() -> 
     assert isinstance(welcome, msg.Welcome)
     assert wire.unpack(wire.pack(welcome), msg.Welcome) == welcome and len(welcome.records) > 500
     assert {p.voter for p in (member, *others)} <= {record.voter for record in welcome.records[:3]}
+
+
+def test_a_hello_whose_answer_would_fit_no_message_is_not_answered() -> None:
+    """The address that it names comes back in the answer: beside a long RunSpec and many records it was too much."""
+    stage = Stage(3)
+    member, *_ = stage.peers()
+    member.node.inbox.spec = bytes(wire.STRING_BYTES_MAX)
+    hello = msg.Hello(msg.PROTOCOL_VERSION, "sim", b"spec", None, "x" * wire.STRING_BYTES_MAX)
+    with pytest.raises(ProtocolError, match="an address of 262144 characters"):
+        member.node.receive(Voter("new", 1), hello, member.node.ctx.now)
+    named = dataclasses.replace(hello, address="x" * ADDRESS_CHARS_MAX)
+    assert any(isinstance(e, Answer) for e in member.node.receive(Voter("new", 1), named, member.node.ctx.now))

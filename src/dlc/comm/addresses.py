@@ -20,7 +20,8 @@ ADDRESS_CHARS_MAX = 300
 CANDIDATES_MAX = 16
 """Numeric addresses tried for one name; a name with more is no host of ours."""
 JOIN_S = 0.2
-"""How long `close` waits for a look-up; one inside the C library cannot be interrupted, and its thread is a daemon."""
+"""How long `close` waits for all look-ups together; one inside the C library cannot be interrupted, and its thread is a
+daemon."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -92,10 +93,16 @@ class Resolver:
 
     def ask(self, host: str) -> None:
         """Start a look-up; one at a time per name."""
-        if host not in self._running:
-            thread = threading.Thread(target=self._run, args=(host,), name="dlc-resolver", daemon=True)
-            self._running[host] = thread
+        if host in self._running:
+            return
+        thread = threading.Thread(target=self._run, args=(host,), name="dlc-resolver", daemon=True)
+        try:
             thread.start()
+        except RuntimeError as error:  # there may be no more threads for now
+            self._answers.append((host, [], f"the name cannot be looked up: {error}"))
+            self._wake()
+        else:
+            self._running[host] = thread
 
     def answers(self) -> list[tuple[str, list[str], str]]:
         """What has been found since the last call: `(host, numeric addresses, why there are none)`."""
@@ -117,4 +124,4 @@ class Resolver:
     def close(self) -> None:
         """Wait shortly for look-ups that are nearly done; what is left can do no harm."""
         for thread in self._running.values():
-            thread.join(JOIN_S)
+            thread.join(JOIN_S / len(self._running))

@@ -8,8 +8,11 @@ A stranger is known by what our side has sent it: libzmq's greeting (64 bytes) g
 to those whose first one was made with the server's key. So members are none after one round trip, whatever this thread
 is busy with. Of strangers those go first whose host has most of them: one host's do not keep others out.
 
-Nor may they fill the memory: libzmq reads a first message of any length that a link may have, megabytes of each, before
-it asks for the key. Whoever has sent more than a member's hello and is a stranger still is shut at once.
+Whoever has listened on the way can say a member's first message once more, but not the next, which answers what our
+side says then. Of such there may be some more, as members, too, wait there until this thread lets them in.
+
+Nor may any of them fill the memory: libzmq reads first messages of any length that a link may have, megabytes of each,
+before it asks for the key. Whoever has sent more than a member does until then is shut at once.
 
 Where the system does not show what a connection has sent (not Linux), none is shut.
 """
@@ -34,8 +37,12 @@ log = logging.getLogger(__name__)
 
 GREETING_BYTES = 64
 """What libzmq sends before it knows anything of the other side (ZMTP 3.1)."""
+WELCOMED_BYTES = GREETING_BYTES + 170
+"""And before it has asked for the key: its answer to a first message (CurveZMQ's WELCOME)."""
+WELCOMED_TIMES = 3
+"""So many times as strangers may be those who wait for what follows, by which a member is known."""
 HELLO_BYTES_MAX = 4096
-"""What a member may have sent while it is a stranger; it sends some 300 bytes."""
+"""What a member may have sent before it is known; it sends some 700 bytes."""
 INSPECT_S = 0.1
 """How often those who are strangers are looked at."""
 STRANGERS_SHARE = 1 / 8
@@ -98,7 +105,7 @@ class Door:
         for key, peer in list(self._guests.items()):
             with self._same(key[1], peer) as sock:
                 told = tcp.sample(sock) if sock is not None else None
-                if sock is None or told is None or told.bytes_acked > GREETING_BYTES:
+                if sock is None or told is None or _sent_bytes(told) > WELCOMED_BYTES:
                     del self._guests[key]
                 elif told.bytes_received > HELLO_BYTES_MAX:
                     del self._guests[key]
@@ -125,16 +132,25 @@ class Door:
                 self._shut_some(self.strangers_max)
 
     def _shut_some(self, strangers_max: int) -> None:
-        """More are here than may be strangers: find out who they are; where they are too many indeed, half may stay."""
+        """More are here than may be strangers: find out who they are, and shut those of whom there are too many."""
+        strangers, welcomed = list[tuple[int, int]](), list[tuple[int, int]]()
         for key, peer in list(self._guests.items()):
             with self._same(key[1], peer) as sock:
-                if sock is None or not _is_stranger(sock):
-                    del self._guests[key]
-        if len(self._guests) <= strangers_max:
+                told = tcp.sample(sock) if sock is not None else None
+            if told is None or _sent_bytes(told) > WELCOMED_BYTES:
+                del self._guests[key]
+            else:
+                (welcomed if _sent_bytes(told) > GREETING_BYTES else strangers).append(key)
+        self._shut_oldest(strangers, strangers_max)
+        self._shut_oldest(welcomed, WELCOMED_TIMES * strangers_max)
+
+    def _shut_oldest(self, keys: Sequence[tuple[int, int]], most: int) -> None:
+        """keys: of guests, oldest first. Where they are more than `most`, half as many may stay."""
+        if len(keys) <= most:
             return
         younger: Counter[int] = Counter()
         ranks = {}
-        for key in reversed(self._guests):
+        for key in reversed(keys):
             site = _site(self._guests[key][0])
             ranks[key] = younger[site]
             younger[site] += 1
@@ -143,10 +159,10 @@ class Door:
             log.warning(
                 "more than %d connections at once, most from %s, do not say that they know the run key: the oldest are "
                 "closed (told once). Members can still come; a firewall would keep strangers out",
-                strangers_max,
+                most,
                 self._guests[order[0]][0],
             )
-        for key in order[: len(order) - strangers_max // 2]:
+        for key in order[: len(order) - most // 2]:
             with self._same(key[1], self._guests.pop(key)) as sock:
                 if sock is not None:
                     self._shut(sock)
@@ -175,10 +191,10 @@ def strangers_max() -> int:
     return min(max(int(STRANGERS_SHARE * soft), STRANGERS_MIN), STRANGERS_MAX)
 
 
-def _is_stranger(sock: socket.socket) -> bool:
-    """No answer to a message of a member's has come to it."""
-    told = tcp.sample(sock)
-    return told is not None and told.bytes_acked <= GREETING_BYTES
+def _sent_bytes(told: tcp.TcpSample) -> int:
+    """What our side has sent and the other has acknowledged; without what it says came out of order, which counts full
+    segments, and may be made up."""
+    return told.bytes_acked - told.sacked_bytes
 
 
 def _site(host: str) -> int:

@@ -97,6 +97,27 @@ class BulkSource(Protocol):
         """An event ended in an error halfway: nothing may be built on what is here now."""
 
 
+class Reply(Future[T]):
+    """What a call on the driver thread gives; for one thread that waits, in whose wait Ctrl-C may come.
+
+    That of a plain future may then keep a lock that the driver thread needs to answer: all would be over. Here nobody
+    touches that before the answer is there, unless to cancel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = self._gate = threading.Lock()
+        """Closed until there is an answer."""
+        gate.acquire()
+        self.add_done_callback(lambda _: gate.release())  # it must not hold this future, which keeps it
+
+    def result(self, timeout: float | None = None) -> T:
+        """As of a `Future`."""
+        if self._gate.acquire(timeout=-1 if timeout is None else timeout):
+            self._gate.release()
+        return super().result(0.0)
+
+
 class Driver:
     def __init__(self, transport: Transport, me: Voter, on_event: Callable[[object], None]) -> None:
         self.transport, self.me = transport, me
@@ -114,7 +135,8 @@ class Driver:
         self._bulk: BulkSource | None = None
         self._calls: collections.deque[Call] = collections.deque()
         self._looks: collections.deque[Call] = collections.deque()
-        self._stash: dict[PeerId, tuple[str, list[Frame]]] = {}
+        self._stash: dict[PeerId, list[Frame]] = {}
+        """Taken from the machine, and its link had no room."""
         self._addresses: dict[str, PeerId] = {}
         self._dials: dict[PeerId, str] = {}
         self._recent: collections.deque[tuple[Bulk, list[Frame]]] = collections.deque(maxlen=RECENT_BULK_MAX)
@@ -141,25 +163,29 @@ class Driver:
         self._began.wait()
         torch.set_num_threads(threads)  # what the driver set for itself would be the default of threads made later
 
-    def call(self, fn: Callable[[float], T], look: bool = False) -> Future[T]:
+    def call(self, fn: Callable[[float], T], look: bool = False) -> Reply[T]:
         """Run `fn(now)` on the driver thread; effects are performed by calling `perform` inside it.
 
         look: `fn` only reads what membership knows, so it need not wait for work that is done aside.
         """
-        future: Future[T] = Future()
+        future: Reply[T] = Reply()
+        self._hand_over(future, fn, look)
+        return future
+
+    def _hand_over(self, future: Reply[T], fn: Callable[[float], T], look: bool) -> None:
         (self._looks if look else self._calls).append((future, fn))
         if self._ended:
             self._fail_calls()
         self.transport.wake()
-        return future
 
     def ask(self, fn: Callable[[float], T], look: bool = False) -> T:
-        """`call` and wait for the result. If the wait is interrupted, `fn` is not called any more, unless it has been
+        """`call` and wait for the result. If this is interrupted, `fn` is not called any more, unless it has been
         already."""
         if self.is_current:
             return fn(clock())
-        future = self.call(fn, look)
+        future: Reply[T] = Reply()
         try:
+            self._hand_over(future, fn, look)
             return future.result()
         except BaseException:
             future.cancel()
@@ -283,7 +309,7 @@ class Driver:
         if now < self._bulk_at + SAMPLE_TAIL_S:
             wait = min(wait, max(0.0, self._sample_at - now))
         for event in self.transport.poll(wait, wanted):
-            if isinstance(event, Incoming) and event.lane == "bulk":
+            if isinstance(event, Incoming) and event.lane == "bulk" and self._bulk is not None:
                 self._bulk_at = now
             self._take(event)
         self._drain_calls()
@@ -406,16 +432,14 @@ class Driver:
         if peer is None or bulk is None:
             return
         for _ in range(BULK_BURST):
-            stashed = self._stash.pop(peer, None)
-            if stashed is None or stashed[0] != address:
+            frames = self._stash.pop(peer, None)
+            if frames is None:
                 message = bulk.next_bulk(peer)
                 if message is None:
                     return
                 frames = self._bulk_frames(message)
-            else:
-                frames = stashed[1]
             if not self.transport.send_bulk(address, frames):
-                self._stash[peer] = (address, frames)
+                self._stash[peer] = frames
                 return
 
     def _bulk_frames(self, message: Bulk) -> list[Frame]:

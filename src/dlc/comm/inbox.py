@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from dlc.comm import messages as msg
+from dlc.comm.addresses import ADDRESS_CHARS_MAX
 from dlc.comm.applier import Applier
 from dlc.comm.catalogue import KINDS, SERVICE_KINDS
 from dlc.comm.effects import Answer, Notify, Send
@@ -49,7 +50,7 @@ class Inbox:
         elif isinstance(message, msg.Hello):
             self._answer_hello(message)
         elif isinstance(message, msg.Relay):
-            self._relay(message)
+            self._relay(sender, message)
         elif self.has_log:
             self._log_message(sender, message)
         else:
@@ -152,9 +153,11 @@ class Inbox:
         else:
             raise ProtocolError(f"{type(m).__name__} is not for a peer")
 
-    def _relay(self, m: msg.Relay) -> None:
+    def _relay(self, sender: Voter, m: msg.Relay) -> None:
         if m.target != self.ctx.me.peer:
-            self.ctx.out.append(Send(m.target, m))
+            # One hop: where another process has the target's address, maybe this one, it would go round for ever.
+            if sender == m.origin:
+                self.ctx.out.append(Send(m.target, m))
             return
         kind = KINDS.get(m.code)
         if kind is None:
@@ -166,6 +169,8 @@ class Inbox:
         self.receive(m.origin, message)
 
     def _answer_hello(self, m: msg.Hello) -> None:
+        if len(m.address) > ADDRESS_CHARS_MAX:
+            raise ProtocolError(f"a Hello to an address of {len(m.address)} characters")
         if m.record is not None and m.spec_hash == self.spec_hash:
             self.ctx.out.extend(self.ctx.members.learn(m.record, self.ctx.now))
         own = self.ctx.members.own

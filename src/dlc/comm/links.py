@@ -89,6 +89,9 @@ WINDOW_BYTES_MIN = 128 << 10
 WINDOW_SPARE = 1.25
 """A window of so many bytes, and of this times what is on the way at the rate of the last round, is enough."""
 
+FULL_BYTES = 4096
+"""A message that is as long takes packets of full size: of two such the longer shows no more."""
+
 STALLED_TIMEOUTS = 5
 """So often in a row something was sent once more, and no answer came: for 31 times the kernel's first wait, which is
 the round trip and a little more, and 0.2 s at least."""
@@ -151,7 +154,8 @@ class Link:
         self.why = ""
         """A clause for the log: why the last attempt failed, until one succeeds."""
         self.stalls = 0
-        """How many connections in a row came up, carried next to nothing, and got no answer."""
+        """How many connections in a row came up, and got no answer before they had carried much, or messages as long as
+        what was on its way then."""
         self.starved = False
         """The last attempt failed because this process may open no more files."""
         self.lossy = False
@@ -165,6 +169,10 @@ class Link:
         """Duplicate of the connection's descriptor: closed before libzmq closes its own, or it would stay open."""
         self._acked_bytes = 0
         """The most that a sample of this connection said."""
+        self._given_bytes = self._longest_bytes = 0
+        """What this connection was given to carry: in all, and in one message (FULL_BYTES, where that is more)."""
+        self._stalled_bytes = 0
+        """The latter, of those that `stalls` counts."""
         self._context = context
         self._routing_id = routing_id
         self._security = security
@@ -229,6 +237,9 @@ class Link:
                 self.socket.send(frame, zmq.NOBLOCK if index == last else _NOT_LAST)
         except zmq.Again:
             return False
+        n_bytes = sum(map(len, frames))
+        self._given_bytes += n_bytes
+        self._longest_bytes = max(self._longest_bytes, min(n_bytes, FULL_BYTES))
         return True
 
     def send_or_keep(self, frames: Frames, now: float) -> bool:
@@ -314,7 +325,9 @@ class Link:
         sample = self.tcp_sample()
         if sample is None or sample.timeouts < STALLED_TIMEOUTS:
             return []
-        self.stalls += sample.bytes_acked < RENEW_BYTES_MIN
+        if sample.bytes_acked < RENEW_BYTES_MIN:
+            self.stalls += 1
+            self._stalled_bytes = max(self._stalled_bytes, self._longest_bytes)
         self.close()
         return self._open(now)
 
@@ -325,7 +338,8 @@ class Link:
             return None
         # Segments behind a loss count as full ones: when it is repaired, the exact sum may be a little less.
         self._acked_bytes = max(self._acked_bytes, sample.bytes_acked)
-        if self._acked_bytes >= RENEW_BYTES_MIN:
+        answered = not sample.queued_bytes and self._acked_bytes >= self._given_bytes
+        if self._acked_bytes >= RENEW_BYTES_MIN or (answered and 0 < self._stalled_bytes <= self._longest_bytes):
             self.stalls = 0
         return dataclasses.replace(sample, bytes_acked=self._acked_bytes)
 
@@ -343,6 +357,7 @@ class Link:
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; messages inside libzmq have `linger_s` to leave. The link can be opened again."""
         self.up = False
+        self._given_bytes = self._longest_bytes = 0
         if self._tcp is not None:
             self._tcp.close()
             self._tcp = None

@@ -79,6 +79,8 @@ class TcpSample:
     threshold_bytes: float = math.inf
     """Where slow start ends after an idle time (ssthresh); inf: nowhere, until something is lost or waits. BBR has one
     as soon as it knows what the path holds, and does not go by it."""
+    sacked_bytes: int = 0
+    """Part of `bytes_acked` that came behind a lost segment, as if all were full ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ def sample(sock: socket.socket) -> TcpSample | None:
         queued_bytes=unacked * mss + unsent_bytes,
         timeouts=max(timeouts, probes),
         threshold_bytes=max(threshold, _KEPT_WINDOW * window) * mss if threshold < _NO_THRESHOLD else math.inf,
+        sacked_bytes=sacked * mss,
     )
 
 
