@@ -756,3 +756,21 @@ def test_a_number_that_no_gift_has_is_refused(kind: type, serial: int) -> None:
     message = gift if kind is Gift else Withdraw("g", serial, taker.host.voter)
     with pytest.raises(ProtocolError, match="number"):
         taker.host.mesh.receive(giver.host.voter, message, net.now)
+
+
+@pytest.mark.parametrize("fault", ["leave", "kill"])
+def test_a_share_of_which_nothing_went_to_its_taker_is_sure_though_all_of_the_vector_went_to_another(
+    fault: str,
+) -> None:
+    """It was told as one that may count twice: two takers have one vector."""
+    net = MeshNet(3)
+    a, b, c = walkers(net, 3)
+    net.tamper = lambda source, target, message: (
+        None if source == b.host.name and isinstance(message, Pull) else message
+    )
+    a.step("ring", [a.host.voter, b.host.voter, c.host.voter])
+    net.until(lambda: [share.peer for share in a.machine.unsettled] == [b.host.voter], 10.0)
+    getattr(net, fault)(b.host)
+    net.until(lambda: not a.machine.unsettled, 90.0)
+    a.take()
+    assert a.weight == 0.75 and a.unsure == 0.0
