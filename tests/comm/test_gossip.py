@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlc.comm.effects import Effect, Pace
+from dlc.comm.effects import Effect, Pace, Send
 from dlc.comm.giftpace import GiftPace
 from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
@@ -774,3 +774,15 @@ def test_a_share_of_which_nothing_went_to_its_taker_is_sure_though_all_of_the_ve
     net.until(lambda: not a.machine.unsettled, 90.0)
     a.take()
     assert a.weight == 0.75 and a.unsure == 0.0
+
+
+def test_a_gift_that_was_refused_is_not_taken_when_it_comes_again() -> None:
+    """Its giver has taken it back; where another taker has the same vector, it can still be pulled."""
+    net = MeshNet(0)
+    giver, taker = walkers(net, 2)
+    gift = Gift("g", 1, taker.host.voter, 1, 0.0, taker.machine.spec, 1)
+    answers = list[object]()
+    for weight in (0.0, 1.0):
+        effects = taker.host.mesh.receive(giver.host.voter, dataclasses.replace(gift, weight=weight), net.now)
+        answers += [type(effect.message) for effect in effects if isinstance(effect, Send)]
+    assert answers == [Refused, Refused]
