@@ -1807,3 +1807,24 @@ def test_what_came_unasked_for_is_counted_for_as_long_as_its_sender_is_there() -
         fetches.receive(sender, sm.Part("nothing", 0, b"x"), 0.0)
     fetches.lost(Voter("t0", 1))
     assert fetches.strays == {Voter("t0", 2): 1}
+
+
+def test_a_span_goes_to_its_standby_once_it_may_move_and_that_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, may = swarm(2, 1), [False]
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    monkeypatch.setattr(owner.service, "_belongs_to", lambda standby, first: True)
+    monkeypatch.setattr(owner.service, "_may_move", lambda span: may[0])
+    seat = owner.service.seats[0]
+    view = seat.owner.view
+    net.run(5.0)
+    assert seat.owner.view == view and not seat.owner.closing
+    net.lost = lambda source, to, message: isinstance(message, sm.ImageOffer)
+    seat.owner.followers.all[standby.voter].taken = -1
+    may[0] = True
+    net.run(5.0)
+    assert seat.owner.view == view and seat.owner.closing
+    net.lost = lambda source, to, message: False
+    net.until(lambda: seat.owner is None, 10.0, "it is handed over")
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
