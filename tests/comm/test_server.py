@@ -14,6 +14,7 @@ import torch
 
 from dlc.comm import followers, serverpeer, spanowner
 from dlc.comm import servermessages as sm
+from dlc.comm.claims import Claiming
 from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
@@ -1828,3 +1829,15 @@ def test_a_span_goes_to_its_standby_once_it_may_move_and_that_holds_all_of_it(mo
     net.until(lambda: seat.owner is None, 10.0, "it is handed over")
     net.exchange({"t0": ones()})
     assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_what_was_granted_of_a_claim_that_was_given_up_counts_for_no_other() -> None:
+    net = swarm(2, 3)
+    server, voters = net.owner(0).service, [net.processes[f"t{i}"].voter for i in range(3)]
+    view = dataclasses.replace(server.witness.established[0], term=9)
+    claim = server.seats[0].claim = Claiming(view, net.now, {server.me})
+    for term, granted in ((8, set()), (9, set(voters[:1])), (10, set(voters[:1]))):
+        server.receive(voters[0 if term == 9 else 1], sm.Granted(0, term), net.now)
+        assert claim.granted == {server.me} | granted
+    server.receive(voters[2], sm.Granted(0, 9), net.now)
+    assert server.seats[0].claim is None and server.witness.established[0] == view, "most of five have"
