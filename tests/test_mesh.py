@@ -23,6 +23,7 @@ from dlc.comm.driver import Reply
 from dlc.comm.effects import Effect
 from dlc.comm.gossip import Share, absorb
 from dlc.comm.grid import Grid
+from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Place
 from dlc.comm.moshpit import Leg
@@ -427,6 +428,42 @@ def test_what_a_peer_learns_moves_the_mean_by_its_part_though_nobody_waits_and_t
         mass += gossip.weight * float(x[0])
     assert sum(gossip.weight for gossip in gossips) == pytest.approx(4.0)
     assert mass == pytest.approx(4.0 + steps * bit, abs=1e-4 if dtype is torch.float32 else 2 * bit)
+
+
+def test_a_gossip_of_the_least_weights_makes_none_of_nothing() -> None:
+    """Who had given half of the least was taken to hold the least still."""
+    net = MeshNet(1)
+    peers = [cast(dlc.Peer, NetPeer(net, host)) for host in net.add(2)]
+    gossips = [dlc.Gossip(peer, codec="fp32", weight=n * 2.0**-20) for n, peer in zip((1, 4), peers, strict=True)]
+    net.run(5.0)
+    held = [torch.full((4,), float(i)) for i in range(2)]
+    for _ in range(8):
+        for gossip, x in zip(gossips, held, strict=True):
+            gossip.step(x, wait_s=0.0)
+        net.run(3.0)
+    for gossip, x in zip(gossips, held, strict=True):
+        gossip._give = lambda *args: []  # type: ignore[method-assign]
+        gossip.step(x, wait_s=0.0)
+    weights = [gossip.weight * 2.0**20 for gossip in gossips]
+    assert sum(weights) == pytest.approx(5.0)
+    assert sum(w * float(x[0]) for w, x in zip(weights, held, strict=True)) == pytest.approx(4.0)
+
+
+def test_a_gossip_that_holds_less_than_it_has_to_give_up_gives_up_the_rest_later() -> None:
+    """So much weight counted twice for ever."""
+    net = MeshNet(1)
+    (host,) = net.add(1)
+    gossip, x = dlc.Gossip(cast(dlc.Peer, NetPeer(net, host)), codec="fp32"), torch.ones(4)
+    gossip.step(x)
+    machine = gossip._machine
+    assert machine is not None
+    machine._arrivals.overdrawn = 1.5
+    gossip.step(x)
+    assert gossip.weight == 2.0**-20
+    payloads = [machine.grid.coder.encode(torch.full((4,), 3.0))]
+    machine._arrivals.taken.append(Share(Voter("other", 1), 1.0, 1, payloads))
+    gossip.step(x)
+    assert gossip.weight == pytest.approx(0.5) and float(x[0]) == pytest.approx(3.0, abs=1e-5)
 
 
 def test_moshpit_gives_the_exact_mean_and_goes_on_without_one_that_has_left() -> None:

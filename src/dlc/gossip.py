@@ -101,6 +101,8 @@ class Gossip:
         self._detours = Detours(graph, peer.voter, seed)
         self._written: Tensor | None = None
         """What the last step has written into the tensors."""
+        self._owed = 0.0
+        """Weight that is to be given up, once there is so much."""
         self._unsaid: Tensor | None = None
         """By how much the estimate was more than that; None: by nothing, as all of them are fp32."""
         self._mesh.ask(lambda mesh, now: mesh.open(self._key, name))
@@ -218,7 +220,9 @@ class Gossip:
         for share in arrivals.returned:
             self.weight = absorb(grid, z, self.weight, share)
             returned[share.peer.peer] = share.why
-        self.weight = max(WEIGHT_MIN, self.weight - arrivals.overdrawn)
+        self._owed += arrivals.overdrawn
+        given_up = min(self._owed, max(0.0, self.weight - WEIGHT_MIN))
+        self.weight, self._owed = self.weight - given_up, self._owed - given_up
         return arrivals
 
     def _give(

@@ -25,6 +25,7 @@ from dlc.arguments import instance, joined, number, seconds, whole
 from dlc.comm.codecbase import all_finite
 from dlc.comm.effects import Effect
 from dlc.comm.grid import Grid, usual_chunk_elems
+from dlc.comm.ids import Voter
 from dlc.comm.node import Node
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER
@@ -353,7 +354,7 @@ def _log_notice(news: ServiceNews) -> None:
 def _report(over: ExchangeOver) -> ServerReport:
     outcomes: dict[str, float] = {}
     owned: dict[str, float] = {}
-    shares: dict[tuple[str, float], float] = {}
+    shares: dict[tuple[Voter, float], float] = {}
     missing: dict[tuple[str, str], float] = {}
     for o in over.outcomes:
         owned[o.owner] = owned.get(o.owner, 0.0) + o.share
@@ -363,7 +364,7 @@ def _report(over: ExchangeOver) -> ServerReport:
     return ServerReport(
         step=over.step,
         outcomes={what: _fraction(share) for what, share in outcomes.items()},
-        contributors=tuple(Share(p, w, _fraction(share)) for (p, w), share in sorted(shares.items())),
+        contributors=tuple(Share(v.peer, w, _fraction(share)) for (v, w), share in sorted(shares.items())),
         missing=tuple(Missing(p, REASONS[r], _fraction(share)) for (p, r), share in sorted(missing.items())),
         owned={helper: _fraction(share) for helper, share in sorted(owned.items())},
         staleness=max((o.staleness for o in over.outcomes), default=0),
@@ -377,11 +378,12 @@ def _report(over: ExchangeOver) -> ServerReport:
     )
 
 
-def _count(o: Outcome, shares: dict[tuple[str, float], float], missing: dict[tuple[str, str], float]) -> None:
+def _count(o: Outcome, shares: dict[tuple[Voter, float], float], missing: dict[tuple[str, str], float]) -> None:
+    """Shares by process: a round may have two of one peer, which was started again meanwhile."""
     if o.update is None or o.outcome != COUNTED:
         return
     for push in o.update.pushes:
-        key = (push.voter.peer, push.weight)
+        key = (push.voter, push.weight)
         shares[key] = shares.get(key, 0.0) + o.share
     for absent in o.update.missing:
         reason = (absent.voter.peer, absent.reason)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlc.comm.effects import Effect, Pace
+from dlc.comm.effects import Effect, Pace, Send
 from dlc.comm.giftpace import GiftPace
 from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
@@ -756,3 +756,33 @@ def test_a_number_that_no_gift_has_is_refused(kind: type, serial: int) -> None:
     message = gift if kind is Gift else Withdraw("g", serial, taker.host.voter)
     with pytest.raises(ProtocolError, match="number"):
         taker.host.mesh.receive(giver.host.voter, message, net.now)
+
+
+@pytest.mark.parametrize("fault", ["leave", "kill"])
+def test_a_share_of_which_nothing_went_to_its_taker_is_sure_though_all_of_the_vector_went_to_another(
+    fault: str,
+) -> None:
+    """It was told as one that may count twice: two takers have one vector."""
+    net = MeshNet(3)
+    a, b, c = walkers(net, 3)
+    net.tamper = lambda source, target, message: (
+        None if source == b.host.name and isinstance(message, Pull) else message
+    )
+    a.step("ring", [a.host.voter, b.host.voter, c.host.voter])
+    net.until(lambda: [share.peer for share in a.machine.unsettled] == [b.host.voter], 10.0)
+    getattr(net, fault)(b.host)
+    net.until(lambda: not a.machine.unsettled, 90.0)
+    a.take()
+    assert a.weight == 0.75 and a.unsure == 0.0
+
+
+def test_a_gift_that_was_refused_is_not_taken_when_it_comes_again() -> None:
+    """Its giver has taken it back; where another taker has the same vector, it can still be pulled."""
+    net = MeshNet(0)
+    giver, taker = walkers(net, 2)
+    gift = Gift("g", 1, taker.host.voter, 1, 0.0, taker.machine.spec, 1)
+    answers = list[object]()
+    for weight in (0.0, 1.0):
+        effects = taker.host.mesh.receive(giver.host.voter, dataclasses.replace(gift, weight=weight), net.now)
+        answers += [type(effect.message) for effect in effects if isinstance(effect, Send)]
+    assert answers == [Refused, Refused]

@@ -14,17 +14,20 @@ import torch
 
 from dlc.comm import followers, serverpeer, spanowner
 from dlc.comm import servermessages as sm
+from dlc.comm.claims import Claiming
 from dlc.comm.effects import Effect, Send
 from dlc.comm.followers import LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
+from dlc.comm.server import SOLO_AFTER_S
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
 from dlc.comm.spans import Spans, assign
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
 from dlc.errors import ProtocolError
+from dlc.server import _report as report_of
 from dlc.train.outer_step import Sgd
 from tests.comm import servernet
 from tests.comm.servernet import SPANS, Net, Process, counted
@@ -850,11 +853,24 @@ def impossible() -> list[tuple[sm.Counted, ...]]:
     return [*((push,) for push in single), (sm.Counted(t0, 1, 1), sm.Counted(t0, 2, 2)), too_many]
 
 
+def impossible_pushes() -> list[tuple[sm.Push, ...]]:
+    """What no update holds."""
+    t0 = Voter("t0", 1)
+    numbers = [(0, 1.0), (sm.SEQ_MAX + 1, 1.0), (1, -1.0), (1, 2.0**54)]
+    return [*((sm.Push(t0, seq, weight),) for seq, weight in numbers), (sm.Push(t0, 1, 1.0), sm.Push(t0, 2, 1.0))]
+
+
+def impossible_origins() -> list[sm.Origin]:
+    left = sm.Left(Voter("h0", 1), 1)
+    past = [(dataclasses.replace(left, version=-1),), (left,) * (sm.PAST_MAX + 1)]
+    return [sm.Origin(b"", -1), sm.Origin(b"", sm.NUMBER_MAX + 1), *(sm.Origin(b"", 1, None, p) for p in past)]
+
+
 def test_nonsense_is_dropped_and_changes_nothing() -> None:
     net = swarm(2, 1)
     net.exchange({"t0": ones()})
     owner, trainer = net.owner(0), net.processes["t0"]
-    before = net.theta()
+    before, t0 = net.theta(), trainer.voter
     view = owner.service.witness.established[0]
     nonsense: list[object] = [
         sm.Claim(dataclasses.replace(view, span=99, term=99)),
@@ -876,6 +892,10 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         sm.ImageOffer(view, 1, 1 << 63, b"", "image", 100),
         sm.UpdateOffer(view, 1, sm.Update(2, 1 << 63, 1, (), ()), "update", ()),
         sm.UpdateOffer(view, 1, sm.Update(2, 2, 1, (), (Excluded(trainer.voter, "no reason"),)), "update", ()),
+        *(sm.UpdateOffer(view, 1, sm.Update(2, 2, 1, pushes, ()), "update", ()) for pushes in impossible_pushes()),
+        sm.UpdateOffer(view, 1, sm.Update(2, 2, 1, (sm.Push(t0, 1, 1.0),), (Excluded(t0, sm.LATE),)), "update", ()),
+        *(sm.Established(dataclasses.replace(view, term=view.term + 1, origin=o)) for o in impossible_origins()),
+        *(sm.Stake(0, origin, 1, 1, "", (), SPANS.digest) for origin in impossible_origins()),
         sm.Stake(0, NOWHERE, 1, 1 << 63, "", (), SPANS.digest),
         sm.PullReq(0, view.term, 1, 0, b"another"),
         sm.Stake(0, NOWHERE, -1, 0, "", (), SPANS.digest),
@@ -889,6 +909,8 @@ def test_nonsense_is_dropped_and_changes_nothing() -> None:
         update = sm.Update(1, 1, 1, (), (Excluded(trainer.voter, reason),))
         with pytest.raises(ProtocolError):
             trainer.node.receive(owner.voter, sm.PushDone(0, view.term, 1, outcome, 1, update, 0), net.now)
+    with pytest.raises(ProtocolError):
+        trainer.node.receive(owner.voter, sm.PushDone(0, view.term, 1, sm.STALE, 0, None, -1), net.now)
     harmless = [
         sm.Part("nothing", 0, b"x"),
         sm.NoPart("nothing"),
@@ -1470,6 +1492,20 @@ def test_a_helper_that_does_not_reach_the_first_choice_either_gives_its_spans_to
     assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
 
 
+def test_spans_stay_where_a_trainer_that_their_helper_does_not_reach_is_silent_for_a_moment() -> None:
+    """They went back to that helper, and away again once the trainer had been there for a while."""
+    net = swarm(3, 3)
+    owner, trainer = net.owner(3), net.processes["t0"]
+    keep_apart(net, ("t0", owner.name))
+    net.until(lambda: not owner.service.owned, 60.0, "it gives its spans away")
+    net.freeze(trainer, 1000.0)
+    net.until(lambda: not owner.service.lives(trainer.voter), 60.0, "it is silent")
+    net.thaw(trainer)
+    for _ in range(40):
+        net.run(0.5)
+        assert owner.service.owned == []
+
+
 def test_a_helper_that_was_away_is_asked_again_whom_it_does_not_reach() -> None:
     """That was forgotten meanwhile, and spans went back to it until it came to tell it again in turn."""
     net = swarm(3, 12)
@@ -1605,3 +1641,203 @@ def test_a_stake_that_leaves_no_number_after_it_is_no_beginning() -> None:
     net.exchange({"t0": None})
     net.exchange({"t0": ones()})
     assert net.processes["t0"].service.step == 1
+
+
+def test_a_helper_without_a_replica_holds_no_other_bits() -> None:
+    """All standbys of the span were sent all of it again."""
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    followers = owner.service.seats[0].owner.followers
+    era = followers._era
+    owner.node.receive(standby.voter, sm.UpdateTaken(0, owner.service.seats[0].owner.view.term, -1, b"?"), net.now)
+    assert followers._era == era and not [text for text in warned(owner) if "other bits" in text]
+
+
+def test_an_update_that_comes_after_another_layout_is_passed_over() -> None:
+    """The helper ended of it: there was no such span any more."""
+    net = swarm(2, 1)
+    owner, standby = net.owner(3), net.standby(3)
+    assert standby is not None
+    helper, view, sizes = standby.service, owner.service.witness.established[3], SPANS.wire_sizes(3)
+    offer = sm.UpdateOffer(view, helper.seats[3].replica.era, sm.Update(1, 1, 1, (), ()), "update", sizes)
+    for seat in helper.seats.values():
+        seat.owner = seat.replica = None
+    helper._adopt_layout(owner.voter, sm.Layout(NUMEL, 8, "fp32", 2), True)
+    helper._replicas._update_fetched(owner.voter, offer, [bytes(size) for size in sizes])
+    assert list(helper.seats) == [0, 1] and not any(seat.replica for seat in helper.seats.values())
+
+
+def test_an_update_that_came_ahead_is_not_applied_in_another_era_of_the_same_owner() -> None:
+    """It owned the span again meanwhile, and made other updates of the same numbers: these were passed over."""
+    net = swarm(2, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    seat, replicas = standby.service.seats[0], standby.service._replicas
+    view, era, state = owner.service.witness.established[0], seat.replica.era, owner.service.seats[0].owner.state
+
+    def comes(version: int, era: int, g: float) -> None:
+        offer = sm.UpdateOffer(view, era, sm.Update(version, version, 1, (), ()), f"{era} {version}", ())
+        parts = [SPANS.grid.coder.encode(torch.full((SPANS.grid.elems(c),), g)) for c in SPANS.chunks(0)]
+        replicas._update_fetched(owner.voter, offer, parts)
+
+    comes(2, era, -100.0)
+    assert list(seat.replica.ahead) == [2]
+    image = sm.ImageOffer(view, era + 1, 0, state.digest(), "image", state.image_bytes())
+    standby.service.receive(owner.voter, image, net.now)
+    for version in (1, 2):
+        comes(version, era + 1, -1.0)
+    assert seat.replica.state.version == 2 and torch.equal(seat.replica.state.theta, torch.full((16,), 2.0))
+
+
+def test_updates_before_the_base_of_a_push_are_none_that_came_since() -> None:
+    """What it is based on was lost with its owner and the standby: the report told of fewer updates than none."""
+    net = swarm(2, 1, asynchronous=True)
+    trainer = net.processes["t0"]
+    for pulled in trainer.service.pulled:
+        pulled.version = 7
+    net.exchange({"t0": ones()})
+    assert [(o.outcome, o.staleness) for o in trainer.outcomes()] == [(sm.COUNTED, 0)] * SPANS.n
+
+
+@pytest.mark.parametrize("step", [sm.NUMBER_MAX, sm.NUMBER_MAX - sm.NUMBERS_AHEAD_MAX])
+def test_a_trainer_that_is_told_of_a_round_that_nobody_came_to_goes_on_with_the_others(step: int) -> None:
+    """Its pushes were refused without a word from then on, and it waited for ever."""
+    net = swarm(2, 1)
+    net.may_refuse, told = True, list[int]()
+    carry = net._carry
+
+    def lie(process: Process, to: str, message: Any, bulk: bool) -> None:
+        if isinstance(message, sm.PullOffer) and not told:
+            told.append(message.step)
+            message = dataclasses.replace(message, step=step)
+        carry(process, to, message, bulk)
+
+    net._carry = lie  # type: ignore[method-assign]
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    assert told and {o.outcome for o in net.processes["t0"].outcomes()} == {sm.COUNTED}
+    assert net.processes["t0"].service.step <= 3 and torch.equal(net.processes["t0"].service.theta, net.theta())
+
+
+def test_a_span_that_is_not_to_be_handed_over_after_all_takes_pushes_while_another_standby_is_made() -> None:
+    """It took none until that one held all of it."""
+    net = swarm(2, 1)
+    net.lost = lambda source, to, message: to == "h2" and isinstance(message, sm.Part)
+    net.start("h2")
+    found = list[Any]()
+
+    def to_be_standby() -> bool:
+        seats = [seat.owner for h in net.helpers() for seat in h.service.seats.values() if seat.owner is not None]
+        found[:] = [owner for owner in seats if any(voter.peer == "h2" for voter in owner.followers.all)]
+        return bool(found)
+
+    net.until(to_be_standby, 60.0, "another standby")
+    found[0].closing = True
+    net.until(lambda: not found[0].closing, 5.0, "it takes pushes again")
+    assert any(voter.peer == "h2" for voter in found[0].followers.all)
+
+
+def test_the_pushes_of_two_processes_of_one_peer_in_a_round_are_told_as_two() -> None:
+    """They were told as one, and the round's weight as so much less."""
+    net = swarm(2, 2, patience_s=20.0)
+    first, other = net.processes["t0"], net.processes["t1"]
+
+    def here(process: Process) -> bool:
+        return all(process.voter in net.owner(span).service.seats[span].owner._waiting for span in range(SPANS.n))
+
+    first.begin(ones(), weight=3.0)
+    net.until(lambda: here(first), 10.0, "its pushes are there")
+    net.kill(first)
+    again = net.start("t0")
+    again.begin(ones(), weight=3.0)
+    net.until(lambda: here(again), 10.0, "those of its next process, too")
+    other.begin(ones())
+    net.until(lambda: len(other.exchanges) == 2, 60.0, "a round")
+    report = report_of(other.exchanges[-1])
+    assert [(s.peer, s.weight, s.fraction) for s in report.contributors] == [
+        ("t0", 3.0, 1.0), ("t0", 3.0, 1.0), ("t1", 1.0, 1.0)
+    ]  # fmt: skip
+    assert report.to_round("train", "").weight == 7.0
+
+
+def test_a_standby_in_the_making_is_waited_for_though_it_was_to_be_one_before() -> None:
+    """The time since then counted, too: the owner went on without a standby at once."""
+    net = swarm(3, 1)
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    (third,) = (helper for helper in net.helpers() if helper not in (owner, standby))
+    seat = owner.service.seats[0]
+    net.lost = lambda source, to, message: to == third.name and isinstance(message, sm.Part)
+    net.freeze(standby, 1000.0)
+    net.until(lambda: seat.candidate == third.voter, 60.0, "another one is to be the standby")
+    net.thaw(standby)
+    net.run(SOLO_AFTER_S + 10.0)
+    assert net.standby(0) is standby
+    net.lost = lambda source, to, message: False
+    told = len(warned(owner))
+    net.kill(standby)
+    net.until(lambda: net.standby(0) is third, 60.0, "the other one is it")
+    assert warned(owner)[told:] == []
+
+
+def test_two_views_of_one_term_and_owner_are_not_told_back_and_forth() -> None:
+    """Both may be established on two sides of a partition: each said its own in answer to the other's, for ever."""
+    net = swarm(2, 2)
+    owner, other = net.owner(0), net.processes["t1"]
+    other.service.witness.established[0] = dataclasses.replace(owner.service.seats[0].owner.view, standby=None)
+    told = list[str]()
+
+    def count(source: Process, to: str, message: object) -> None:
+        if isinstance(message, sm.Established):
+            told.append(source.name)
+
+    net.hook = count
+    mine = sm.Established(other.service.witness.established[0])
+    net._deliver(owner.name, other.voter, other.name, mine)
+    net.run(5.0)
+    assert told == []
+    net.exchange({"t0": ones(), "t1": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_what_came_unasked_for_is_counted_for_as_long_as_its_sender_is_there() -> None:
+    """Of each process that ever was there was an entry for ever."""
+    fetches = Fetches(lambda to, message: None, lambda peer: 0.0, lambda voter: False)
+    for sender in (Voter("t0", 1), Voter("t0", 2)):
+        fetches.receive(sender, sm.Part("nothing", 0, b"x"), 0.0)
+    fetches.lost(Voter("t0", 1))
+    assert fetches.strays == {Voter("t0", 2): 1}
+
+
+def test_a_span_goes_to_its_standby_once_it_may_move_and_that_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, may = swarm(2, 1), [False]
+    owner, standby = net.owner(0), net.standby(0)
+    assert standby is not None
+    monkeypatch.setattr(owner.service, "_belongs_to", lambda standby, first: True)
+    monkeypatch.setattr(owner.service, "_may_move", lambda span: may[0])
+    seat = owner.service.seats[0]
+    view = seat.owner.view
+    net.run(5.0)
+    assert seat.owner.view == view and not seat.owner.closing
+    net.lost = lambda source, to, message: isinstance(message, sm.ImageOffer)
+    seat.owner.followers.all[standby.voter].taken = -1
+    may[0] = True
+    net.run(5.0)
+    assert seat.owner.view == view and seat.owner.closing
+    net.lost = lambda source, to, message: False
+    net.until(lambda: seat.owner is None, 10.0, "it is handed over")
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.ones(NUMEL))
+
+
+def test_what_was_granted_of_a_claim_that_was_given_up_counts_for_no_other() -> None:
+    net = swarm(2, 3)
+    server, voters = net.owner(0).service, [net.processes[f"t{i}"].voter for i in range(3)]
+    view = dataclasses.replace(server.witness.established[0], term=9)
+    claim = server.seats[0].claim = Claiming(view, net.now, {server.me})
+    for term, granted in ((8, set()), (9, set(voters[:1])), (10, set(voters[:1]))):
+        server.receive(voters[0 if term == 9 else 1], sm.Granted(0, term), net.now)
+        assert claim.granted == {server.me} | granted
+    server.receive(voters[2], sm.Granted(0, 9), net.now)
+    assert server.seats[0].claim is None and server.witness.established[0] == view, "most of five have"

@@ -7,10 +7,13 @@ import torch
 
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
-from dlc.comm.servermessages import Counted, Origin, Push, Update
+from dlc.comm.servermessages import NUMBERS_AHEAD_MAX, Counted, Origin, Push, Update
 from dlc.comm.spans import Spans, assign
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer, SpanState
 from dlc.errors import ConfigError, ProtocolError
+from dlc.runspec import OuterSpec
+from dlc.server import optimizer_of
+from dlc.strategyspec import ServerSpec
 from dlc.train.outer_step import Adam, Nesterov, Sgd
 
 SPANS = Spans(Grid(1000, 64, "fp32"), 3)
@@ -197,3 +200,19 @@ def test_an_empty_payload_leaves_its_chunk_as_it_is() -> None:
     sizes = SPANS.wire_sizes(1)
     span.apply(Update(1, 1, 1, (), ()), [b"", *(SPANS.grid.coder.encode(torch.ones(s // 4)) for s in sizes[1:])])
     assert torch.equal(span.theta[:64], before[:64]) and not torch.equal(span.theta[64:], before[64:])
+
+
+def test_an_update_of_a_round_that_cannot_follow_changes_nothing() -> None:
+    """Of round 0 there is no learning rate: a standby that was offered one ended."""
+    span = state(optimizer_of(OuterSpec(), ServerSpec()))
+    payloads = [bytes(size) for size in SPANS.wire_sizes(1)]
+    for made, steps in enumerate([(0, 1 + NUMBERS_AHEAD_MAX), (0, 1, 2 + NUMBERS_AHEAD_MAX)]):
+        before = span.digest()
+        for step in steps:
+            with pytest.raises(ProtocolError, match=f"round {step} cannot follow round {made}"):
+                span.apply(Update(made + 1, step, 1, (), ()), payloads)
+        assert span.digest() == before
+        move(span, torch.ones(span.theta.numel()))
+    assert span.step == 2
+    span.apply(Update(3, 2 + NUMBERS_AHEAD_MAX, 1, (), ()), payloads)
+    assert span.step == 2 + NUMBERS_AHEAD_MAX, "rounds that were lost have no number here"

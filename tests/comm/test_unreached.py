@@ -14,12 +14,20 @@ class Host(SimpleNamespace):
     """Stands in for `SpanServer`: h0, which reaches some trainers by a relay."""
 
     def __init__(self, *trainers: str) -> None:
-        self.now, self.relays, self.me = 0.0, dict[str, str](), Voter("h0", 1)
+        self.now, self.relays, self.me = 0.0, dict[str, str | None](), Voter("h0", 1)
         self.alive = {"helper": list(HELPERS), "trainer": list(trainers)}
+        self.silent: set[str] = set()
+        """Not heard of for a moment."""
         self.members = SimpleNamespace(relay_for=self.relays.get)
 
     def living(self, *roles: str) -> list[Voter]:
+        return [voter for voter in self.voters(*roles) if voter.peer not in self.silent]
+
+    def voters(self, *roles: str) -> list[Voter]:
         return [Voter(name, 1) for role in roles for name in self.alive[role]]
+
+    def away(self, voter: Voter) -> bool:
+        return False
 
 
 def test_what_lasts_for_a_while_is_told_once_and_taken_back_as_slowly() -> None:
@@ -67,6 +75,24 @@ def test_a_trainer_that_died_counts_no_more() -> None:
     assert mine.shunned(HELPERS) == {"h0"}
     host.alive["trainer"] = []
     assert mine.look() and mine.mine == () and mine.shunned(HELPERS) == frozenset()
+
+
+def test_a_trainer_that_is_silent_for_a_moment_counts_as_before() -> None:
+    """Its spans went to the helper that does not reach it, and came back a while after it had."""
+    host = Host("t0", "t1")
+    mine = Unreached(host)
+    mine.told("h1", ("t0",))
+    host.relays["t1"] = "t0"
+    mine.look()
+    host.now = APART_S
+    assert mine.look() and mine.mine == ("t1",)
+    host.silent, host.relays["t1"] = {"t0", "t1"}, None
+    for host.now in (APART_S + 1.0, 3 * APART_S):
+        assert not mine.look() and mine.mine == ("t1",) and mine.shunned(HELPERS) == {"h0", "h1"}
+    host.silent.clear()
+    assert not mine.look(), "whether it is reached is seen from now on"
+    host.now += APART_S
+    assert mine.look() and mine.mine == ()
 
 
 def test_those_are_shunned_that_reach_fewer_than_another() -> None:

@@ -33,7 +33,7 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Place, Seen
 from dlc.comm.wire import pack
-from dlc.errors import DlcError, JoinError, RoundTimeout
+from dlc.errors import DlcError, JoinError, RoundTimeout, SwarmClosed
 from dlc.handover import Handover, Notice, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
@@ -502,6 +502,22 @@ def test_who_resumes_goes_on_as_if_it_had_never_stopped(
     assert rest.trainer.strategy.position.tokens == whole.trainer.strategy.position.tokens == 8 * spec.tokens_per_round
     told = [e["loss"] for e in rest.all("step") if e["t"] == 4]
     assert rest.all("averaging")[0]["loss"] == pytest.approx(statistics.mean(told)), "of the steps that it made itself"
+
+
+def test_who_goes_on_from_the_checkpoint_of_another_peer_counts_its_own_tokens(tmp_path: Path, school: School) -> None:
+    """It told those of the other one as its own, too."""
+    spec = spec_in(tmp_path)
+    first = school.add(Pupil(spec, tmp_path / "0"))
+    first.on_event = lambda event: first.stop.set() if event["event"] == "averaging" and event["t"] == 4 else None
+    school.start(first)
+    school.summaries()
+    saved = saves.newest(tmp_path / "0", spec)
+    assert saved is not None and saved.t == 4 and saved.peer == first.peer.id
+    rest = school.add(Pupil(spec, tmp_path / "1", resume=saved))
+    school.start(rest)
+    school.summaries()
+    assert rest.all("step")[0]["step"] == 4 * 3
+    assert rest.trainer.strategy.position.tokens == 4 * spec.tokens_per_round
 
 
 def test_who_resumes_after_the_last_step_of_a_phase_tells_no_loss_of_steps_that_it_did_not_make(
@@ -1020,6 +1036,33 @@ def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypat
     monkeypatch.setattr(noloco, "Group", Waits)
     averaged = pair.step(1, torch.ones(10))
     assert (averaged.seconds, averaged.waiting_s) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SwarmClosed])
+def test_an_exchange_that_is_interrupted_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    """Its partner waited for it, and the next of that step was refused: it averaged under that key already."""
+    pair, cancelled = alone(Place(1, False, False, 1.0, 0.0)), list[object]()
+
+    class Interrupted:
+        """In place of a group and its call."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def all_reduce(self, both: Tensor, **options: Any) -> Interrupted:
+            return self
+
+        def wait(self) -> GroupReport:
+            raise raised
+
+        def cancel(self) -> None:
+            cancelled.append(self)
+
+    monkeypatch.setattr(noloco, "Group", Interrupted)
+    with pytest.raises(raised):
+        pair.step(1, torch.ones(10))
+    assert len(cancelled) == (raised is KeyboardInterrupt), "what is closed is over"
 
 
 def test_a_partner_that_no_vector_reaches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,14 @@ def test_a_number_of_a_state_that_cannot_be_is_refused_before_anything_changes(n
     assert str(opt.inner.state_dict()) == str(momentum) and opt._outer.share == state["share"]
 
 
+def test_no_more_steps_than_there_are_can_be_on_their_way_to_a_round() -> None:
+    """So many less than none were told as lost."""
+    for state in ({"steps": 2, "offered": 3}, {"inner_step": 2, "offered": 3}):
+        with pytest.raises(CheckpointError, match="offered of the saved state is 3, and must be .* from 0 to 2"):
+            SavedSteps.of(state)
+    assert SavedSteps.of({"steps": 2, "offered": 2}) == SavedSteps(0, 2, 2, [])
+
+
 def test_parameters_without_the_outer_state_that_they_began_at_are_no_state() -> None:
     net = build(torch.float32)
     opt = made(net, Two("none"), overlap="none", fragments=2)

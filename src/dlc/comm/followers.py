@@ -130,7 +130,8 @@ class Followers:
 
     def _compare(self, voter: Voter, follower: Follower) -> None:
         """Whoever is first at a version, its digest waits for the other's."""
-        if follower.told[0] == self._digest[0] and follower.told[1] != self._digest[1]:
+        version, digest = follower.told
+        if version == self._digest[0] >= 0 and digest != self._digest[1]:
             self.host.tell(Notice(f"span {self.state.span}: {voter} holds other bits, and is sent all again", True))
             self._era = self._serial()
             follower.taken, follower.told = -1, (-1, b"")

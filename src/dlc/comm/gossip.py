@@ -282,8 +282,7 @@ class Gossip:
 
     def _take_back_untold(self, given: Given, why: str) -> None:
         """Its taker can't say whether it had it."""
-        holding = self.parcels.holdings.held(self._key(given.vector))
-        if holding is not None and holding.sent_bytes >= sum(len(payload) for payload in given.share.payloads):
+        if len(given.sent) == self.grid.n_chunks:
             self._arrivals.unsure += given.share.weight
         self._take_back(given, why)
 

@@ -52,7 +52,8 @@ class Replicas:
             return
         replica = seat.replica
         if replica is not None and self._has_it(sender, replica, m):
-            replica.source, replica.era = sender, m.era
+            if (replica.source, replica.era) != (sender, m.era):  # what came ahead, or is to come, is of another era
+                seat.replica = Replica(sender, m.era, replica.state)
             self._say_taken(sender, m.view, replica.state)
             return
         if not 0 < m.n_bytes <= 4 * self.host.spans.grid.numel * VECTORS_MAX + HEAD_BYTES_MAX:
@@ -106,15 +107,11 @@ class Replicas:
         self.host.fetches.fetch(sender, m.key, m.sizes, partial(self._update_fetched, sender, m), self.host.now)
 
     def _update_fetched(self, sender: Voter, m: UpdateOffer, parts: list[Payload] | None) -> None:
-        replica = self.host.seats[m.view.span].replica
         view = self.host.witness.established.get(m.view.span)
-        if (
-            parts is None
-            or replica is None
-            or (replica.source, replica.era) != (sender, m.era)
-            or view is None
-            or view.owner != sender
-        ):
+        if parts is None or view is None or view.owner != sender:
+            return
+        replica = self.host.seats[m.view.span].replica
+        if replica is None or (replica.source, replica.era) != (sender, m.era):
             return
         state = replica.state
         replica.asked.pop(m.update.version, None)

@@ -24,7 +24,7 @@ from dlc.comm.codecs import Payload, get_codec
 from dlc.comm.ids import Voter
 from dlc.comm.roles import TRAINER
 from dlc.comm.seats import Host, Seat, Seeding
-from dlc.comm.servermessages import NUMBERS_AHEAD_MAX, AskStake, Origin, SpanView, Stake, check_numbers
+from dlc.comm.servermessages import AskStake, Origin, SpanView, Stake, check_leaves_room, check_origin
 from dlc.comm.serverpeer import START_S, Notice
 from dlc.comm.spanstate import SpanState, table_of
 
@@ -82,7 +82,8 @@ class Seeder:
 
     def stake_told(self, sender: Voter, m: Stake) -> None:
         seat = self.host.seats.get(m.span)
-        check_numbers(m.version, m.step, m.version + NUMBERS_AHEAD_MAX, m.step + NUMBERS_AHEAD_MAX)
+        check_leaves_room(m.version, m.step)
+        check_origin(m.origin)
         table_of(m.pushes, m.version)
         if seat is not None and seat.seeding is not None:
             seat.seeding.stakes[sender] = m

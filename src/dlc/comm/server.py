@@ -271,12 +271,15 @@ class SpanServer(Host):
             self._let_go(owner, standby)
         if not healthy:
             self._replace_standby(span, seat, owner, candidate)
-        elif standby is not None and self._belongs_to(standby.peer, first):
+            return
+        seat.candidate = None
+        if standby is not None and self._belongs_to(standby.peer, first):
             if self._may_move(span):
                 owner.closing = True
             if owner.closing and owner.quiet and owner.holds_all(standby):
                 self._claims.make(span, seat, owner.state, standby, self.me)
         elif candidate is not None and candidate != standby and self._may_move(span):
+            owner.closing = False
             owner.followers.add(candidate)
             if owner.holds_all(candidate):
                 owner.also = candidate

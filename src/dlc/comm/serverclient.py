@@ -72,6 +72,7 @@ from dlc.comm.servermessages import (
     TellViews,
     UpdateOffer,
     UpdateTaken,
+    check_leaves_room,
     check_numbers,
     check_update,
 )
@@ -303,7 +304,7 @@ class SpanClient(ServerPeer):
         return None if self.exchange is None or self.exchange.over else self.exchange.legs[span]
 
     def _push_done(self, sender: Voter, m: PushDone) -> None:
-        check_numbers(m.version)
+        check_numbers(m.version, m.staleness)
         if m.update is not None:
             check_update(m.update)
         if m.outcome not in OUTCOMES:
@@ -326,7 +327,7 @@ class SpanClient(ServerPeer):
         leg = self._leg(sender, m.span, m.term)
         if leg is None or self.exchange is None:
             return
-        check_numbers(m.version, m.step)
+        check_leaves_room(m.version, m.step)  # it is my stake from then on
         table_of(m.pushes, m.version)
         if m.number == ASKING and leg.phase == PUSH and self._must_ask(self.witness.established[m.span]):
             self._set_aside(leg, m)
@@ -336,6 +337,7 @@ class SpanClient(ServerPeer):
         if leg.phase != PULL or m.number != self.exchange.number or pulled.fetching is not None:
             return
         if (pulled.term, pulled.owner, pulled.version) == (m.term, sender, m.version) and m.version:
+            pulled.step = m.step
             self._set_aside(leg, m)
             self._leg_over(leg)
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import Counted, Left, Origin, SpanView, Update
+from dlc.comm.servermessages import PAST_MAX, Counted, Left, Origin, SpanView, Update
 from dlc.comm.service import ServiceNews
 
 PUSH, PULL, OVER = "push", "pull", "over"
@@ -16,8 +16,6 @@ ASKING = 0
 """Number of a pull that asks only which push of the asker is the newest; exchanges count from 1."""
 NOWHERE = Origin(b"")
 """Of nothing."""
-PAST_MAX = 64
-"""Trainings that are remembered: times that the whole swarm was started again."""
 KEPT_MAX = 256
 """Counted pushes that are remembered per span."""
 

@@ -26,6 +26,8 @@ NUMBERS_AHEAD_MAX = 1 << 32
 can use up, so no message takes the last number there is."""
 SEQ_MAX = 1 << 62
 """Greatest number of a push; they begin with a clock."""
+PAST_MAX = 64
+"""Trainings that are remembered: times that the whole swarm was started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +322,26 @@ def check_numbers(*numbers: float) -> None:
             raise ProtocolError(f"the number {number}: it must be at least 0 and at most {NUMBER_MAX}")
 
 
+def check_leaves_room(*numbers: float) -> None:
+    """The same for what a run is to go on from: enough numbers come after it."""
+    check_numbers(*numbers, *(number + NUMBERS_AHEAD_MAX for number in numbers))
+
+
+def check_origin(origin: Origin) -> None:
+    """ProtocolError for one that no training has."""
+    check_numbers(origin.version, *(left.version for left in origin.past))
+    if len(origin.past) > PAST_MAX:
+        raise ProtocolError(f"a training that was stopped {len(origin.past)} times")
+
+
 def check_update(update: Update) -> None:
     """ProtocolError for one that nobody can have made."""
-    check_numbers(update.version, update.step, update.n)
+    check_numbers(update.version, update.step, update.n, *(push.weight for push in update.pushes))
+    if not all(1 <= push.seq <= SEQ_MAX for push in update.pushes):
+        raise ProtocolError("an update with a push of a number that none can have")
+    voters = [*(push.voter for push in update.pushes), *(missing.voter for missing in update.missing)]
+    if len(set(voters)) < len(voters):
+        raise ProtocolError("an update that names a trainer twice")
     for missing in update.missing:
         if missing.reason not in REASONS:
             raise ProtocolError(f"{missing.voter} is missing for no known reason: {missing.reason[:40]!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dlc.comm.claims import Witness
+from dlc.comm.claims import Witness, order
 from dlc.comm.detector import HEARTBEATS_MAX
 from dlc.comm.effects import Effect, Notify, Send
 from dlc.comm.events import MemberDown, MemberLeft, MemberUp
@@ -24,6 +24,7 @@ from dlc.comm.servermessages import (
     Refused,
     SpanView,
     check_numbers,
+    check_origin,
 )
 from dlc.comm.servershelf import Fetches, Shelf
 from dlc.comm.service import MemberEvent, Members, ServiceNews
@@ -148,7 +149,7 @@ class ServerPeer:
         elif isinstance(message, Established):
             self.learn(message.view)
             known = self.witness.established[message.view.span]
-            if known != message.view:
+            if order(known) > order(message.view):
                 self.send(sender, Established(known))  # it has not heard yet
         else:
             if isinstance(message, Refused):
@@ -165,6 +166,7 @@ class ServerPeer:
     def check_view(self, view: SpanView) -> None:
         self.check_span(view.span)
         check_numbers(view.term, view.seed_term, view.seed_version)
+        check_origin(view.origin)
         if view.term >= self.witness.term_after(view.span) + NUMBERS_AHEAD_MAX:
             raise ProtocolError(f"a view of term {view.term}: nobody could claim that span any more")
         record = self.members.record(view.owner.peer)

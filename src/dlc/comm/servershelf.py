@@ -184,6 +184,7 @@ class Fetches:
 
     def lost(self, holder: Voter) -> None:
         """The holder is dead or has left."""
+        self.strays.pop(holder, None)
         for fetch in [f for f in self._all.values() if f.holder == holder]:
             self._end(fetch, None)
 

@@ -156,8 +156,6 @@ class SpanOwner:
 
     def receive_push(self, sender: Voter, m: PushOffer) -> None:
         check_numbers(m.base, m.step)
-        if m.step > self._step + NUMBERS_AHEAD_MAX:
-            raise ProtocolError(f"a push of round {m.step}, and round {self._step} was the last: none is left after it")
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
@@ -172,8 +170,8 @@ class SpanOwner:
         self._heard.add(sender)
         if self.rules.asynchronous and self.issued - m.base > self.rules.max_staleness:
             self._answer(sender, m.seq, STALE, None, self.issued - m.base)
-        elif not self.rules.asynchronous and m.step <= self._step:
-            self._answer(sender, m.seq, LATE, last, 0)
+        elif not self.rules.asynchronous and not self._step < m.step <= self._step + NUMBERS_AHEAD_MAX:
+            self._answer(sender, m.seq, LATE, last, 0)  # so that it pulls, and learns which round this is
         elif not self._has(sender, m):
             before = self._fetching.get(sender)
             if before is not None:
@@ -302,7 +300,7 @@ class SpanOwner:
             self.state.apply(made.update, made.payloads)
             self.followers.applied()
             for push in made.update.pushes:
-                staleness = made.update.version - 1 - made.bases[push.voter]
+                staleness = max(0, made.update.version - 1 - made.bases[push.voter])  # its base may be lost
                 self._answer(push.voter, push.seq, COUNTED, made.update, staleness, made.update.version)
             self._answer_pulls()
         self.followers.trim()

@@ -31,7 +31,16 @@ from torch import Tensor
 from dlc.comm import vectors
 from dlc.comm.codecs import Payload
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import SEQ_MAX, Counted, Origin, Update, check_numbers, check_update
+from dlc.comm.servermessages import (
+    NUMBERS_AHEAD_MAX,
+    SEQ_MAX,
+    Counted,
+    Origin,
+    Update,
+    check_numbers,
+    check_origin,
+    check_update,
+)
 from dlc.comm.spans import Spans
 from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
@@ -131,7 +140,9 @@ class SpanState:
 
     def check(self, update: Update, payloads: Sequence[Payload]) -> None:
         """ProtocolError for what cannot be applied here."""
-        sizes = self.spans.wire_sizes(self.span)
+        sizes, later = self.spans.wire_sizes(self.span), update.step - self.step
+        if not (self.optimizer.asynchronous or 0 < later <= NUMBERS_AHEAD_MAX):
+            raise ProtocolError(f"an update of round {update.step} cannot follow round {self.step}")
         if update.version != self.version + 1 or update.n < 1 or any(p.seq > SEQ_MAX for p in update.pushes):
             raise ProtocolError(f"update {update.version} of span {self.span} cannot follow {self.version}")
         if len(payloads) != len(sizes) or any(len(p) not in (0, s) for p, s in zip(payloads, sizes, strict=True)):
@@ -225,6 +236,7 @@ class SpanState:
         if head.layout != spans.digest:
             raise ProtocolError(f"an image of span {span} in another layout")
         check_numbers(*head.seed, head.version, head.step, head.moved, head.rounds, head.buffered)
+        check_origin(head.origin)
         if head.last is not None:
             check_update(head.last)
         numel, start = spans.numel(span), HEAD_BYTES + length

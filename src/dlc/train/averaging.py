@@ -164,8 +164,10 @@ class Averaging:
         self._view.scatter(self._vector)
         self._inner.load(saved.inner)
         load_random_state(saved.rng, self._inner.device)
-        self._t, (self._blocks, self._tokens, made) = saved.t, (int(count) for count in counts)
-        self._inner_step = self._kept_steps = made
+        blocks, tokens, made = (int(count) for count in counts)
+        if saved.peer in ("", self._peer.id):  # what another one drew and trained is not counted as this one's
+            self._blocks, self._tokens = blocks, tokens
+        self._t, self._inner_step, self._kept_steps = saved.t, made, made
 
     def _caught_up(self, handover: Handover) -> bool:
         """Whether the model is that of another, who is further. JoinError: see `_MISSED`."""

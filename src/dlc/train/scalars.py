@@ -12,9 +12,10 @@ COUNT_MAX = 2**53
 """Up to here each whole number is a float, as some formats keep numbers."""
 
 
-def saved_count(state: Mapping[str, Any], name: str) -> int:
-    """A number of inner steps, or of tokens; 0 where there is none of that name. CheckpointError: it is not one."""
-    return _count(name, state.get(name, 0))
+def saved_count(state: Mapping[str, Any], name: str, most: int = COUNT_MAX) -> int:
+    """A number of inner steps, or of tokens; 0 where there is none of that name. CheckpointError: it is not one, or
+    above `most`."""
+    return _count(name, state.get(name, 0), most)
 
 
 def saved_counts(state: Mapping[str, Any], name: str) -> list[int]:
@@ -32,10 +33,11 @@ def saved_share(value: object) -> float:
     return share
 
 
-def _count(name: str, value: object) -> int:
+def _count(name: str, value: object, most: int = COUNT_MAX) -> int:
     count = real(value)
-    if not (0 <= count <= COUNT_MAX and count.is_integer()):
-        raise CheckpointError(_told(name, value, "a whole number, 0 or more"))
+    if not (0 <= count <= most and count.is_integer()):
+        kind = "a whole number, 0 or more" if most == COUNT_MAX else f"a whole number from 0 to {most}"
+        raise CheckpointError(_told(name, value, kind))
     return int(count)
 
 

@@ -32,8 +32,9 @@ class SavedSteps(NamedTuple):
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedSteps:
         """From what was saved. CheckpointError: a number in it cannot be."""
-        inner_step, offered = saved_count(state, "inner_step"), saved_count(state, "offered")
+        inner_step = saved_count(state, "inner_step")
         steps = saved_count(state, "steps") if "steps" in state else inner_step
+        offered = saved_count(state, "offered", steps)
         return cls(inner_step, steps, offered, saved_counts(state, "held"))
 
 
