@@ -22,6 +22,7 @@ from dlc.runspec import BYTES, DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train import saves, shelf
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.model import build_model
+from dlc.train.packing import is_validation
 from dlc.train.restored import restore
 from tests.train.fake_peer import FakePeer
 from tests.train.test_trainer import LLAMA, Run
@@ -181,6 +182,22 @@ def test_a_text_that_another_tokenizer_cuts_elsewhere_may_have_been_trained_on(
     assert told(tmp_path / "state", "--tokenizer", "bytes")
     assert not told(tmp_path / "state")
     assert not told(trained.state, "--tokenizer", "bytes"), "whole texts are held out, whatever the tokenizer"
+
+
+def test_texts_that_a_run_cut_in_two_for_want_of_others_may_have_been_trained_on(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what is to be trained on its tokenizer made no block: it trained on most of what is held out otherwise."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    held = next(name for name in (f"f{i}.txt" for i in range(1000)) if is_validation(name))
+    kept = next(name for name in (f"f{i}.txt" for i in range(1000)) if not is_validation(name))
+    (corpus / kept).write_text("the cat sat on the mat. ")
+    (corpus / held).write_text("the cat sat on the mat. " * 26)
+    data = dataclasses.replace(trained.spec.data, source=str(corpus))
+    Run(FakePeer(dataclasses.replace(trained.spec, data=data)), tmp_path / "state").go()
+    printed(capsys, "eval", str(tmp_path / "state"), "--tokenizer", "bytes")
+    assert "what is measured may be text that the model was trained on" in caplog.text
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -615,6 +615,31 @@ def test_a_copy_that_somebody_keeps_beside_the_runs_is_not_deleted(
     assert list_checkpoints(copy.parent) == [copy] and saves.chosen(tmp_path, spec).t == 6
 
 
+def test_what_somebody_keeps_beside_the_runs_is_not_taken_for_what_a_kill_left(tmp_path: Path) -> None:
+    theirs = [tmp_path / "checkpoints" / folder / ".tmpl" for folder in ("best", "old-1")]
+    for path in theirs:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    spec = spec_in(tmp_path, codec="fp16")
+    assert saver.Saver(tmp_path, spec, {}).save(Frozen(4), saves.Local({})) == named(tmp_path, spec, 4)
+    assert all(path.exists() for path in theirs)
+
+
+def test_of_rounds_with_another_digit_the_last_are_kept_and_found_as_of_any(tmp_path: Path) -> None:
+    """They were written, and never found, nor deleted, as of data-parallel training each step is a round."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {}, kept=2)
+    last = 99_999_999
+    for t in (last - 1, last, last + 1):
+        writer.save(Frozen(t), saves.Local({}))
+    kept = {path.name for path in saves.folder_of(tmp_path, spec).iterdir()}
+    assert kept == {saves.name_of(last), saves.name_of(last + 1)}
+    found = saves.newest(tmp_path)
+    assert found is not None and found.t == last + 1
+    writer.save(Frozen(last), saves.Local({}))
+    assert [path.name for path in tmp_path.glob("checkpoints/old-1/*/*")] == [saves.name_of(last + 1)]
+
+
 def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, codec="fp16")
     longer, other = dataclasses.replace(spec, rounds=ROUNDS + 100), dataclasses.replace(spec, seed=7)
@@ -1153,6 +1178,24 @@ def test_a_folder_of_checkpoints_that_two_peers_have_is_refused_to_the_second(
     assert f"another process uses the folder {second / 'checkpoints'}, which is {tmp_path / 'disk'}" in said
     holding.close()
     assert main([*command, str(second)]) == 0
+
+
+def test_on_a_full_disk_what_was_set_aside_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes by itself never, and there may be more of it than of all else."""
+    spec = spec_in(tmp_path, codec="fp16")
+    writer = saver.Saver(tmp_path, spec, {})
+    writer.save(Frozen(4), saves.Local({}))
+
+    def full(*_: object) -> None:
+        raise NoRoom("full")
+
+    monkeypatch.setattr(saver, "save_checkpoint", full)
+    assert writer.save(Frozen(5), saves.Local({})) is None and "may be deleted" not in caplog.text
+    aside = saves.set_aside(tmp_path)
+    assert aside is not None and writer.save(Frozen(5), saves.Local({})) is None
+    assert f"full; what was set aside in {aside.with_name('old-*')} may be deleted; training goes on" in caplog.text
 
 
 def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlc.errors import DataError
+from dlc.runspec import DataSpec, RunSpec
 from dlc.train import sources
-from dlc.train.data import OWN_BLOCKS, BlockSource, WholeText, first_block, permute
+from dlc.train.data import OWN_BLOCKS, BlockSource, WholeText, demand_data, first_block, permute
 from dlc.train.packing import is_validation, tokenise
 from dlc.train.sources import Files, Place
 from dlc.train.tokens import ByteTokenizer
@@ -296,6 +297,40 @@ def test_bytes_per_token_are_of_the_side_that_is_measured(tmp_path: Path, sliver
     source = BlockSource(tmp_path, 128)
     assert source.n_validation_blocks > 10
     assert source.bytes_per_token == pytest.approx(3200 / 3201)
+
+
+@pytest.mark.parametrize(
+    ("held", "train", "whole"), [(16, 64, True), (15, 64, False), (64, 16, True), (64, 15, False)], ids=str
+)
+def test_whole_texts_are_held_out_where_both_sides_have_a_block(
+    tmp_path: Path, held: int, train: int, whole: bool
+) -> None:
+    """Of the length of the run, whatever is measured now; and the bytes per token are of what is held out then."""
+    names = [f"{i}.txt" for i in range(60)]
+    for side, tokens in ((True, held), (False, train)):
+        (tmp_path / next(name for name in names if is_validation(name) == side)).write_bytes(b"x" * (tokens - 1))
+    for seq_len in (4, 16):
+        source = BlockSource(tmp_path, seq_len, split_seq_len=16)
+        assert source.whole_texts == whole
+        measured = held if held >= 16 else train
+        assert source.bytes_per_token == (measured - 1) / measured
+
+
+@pytest.mark.parametrize("tokenizer", [None, ByteTokenizer()])
+def test_what_is_demanded_of_data_is_text_for_two_blocks(tmp_path: Path, tokenizer: ByteTokenizer | None) -> None:
+    spec = RunSpec(data=DataSpec(source=str(tmp_path), seq_len=16))
+    for i in range(40):
+        (tmp_path / f"{i}.txt").touch()  # each is a token, its end
+    with pytest.raises(DataError, match="no text"):
+        demand_data(spec, tokenizer)
+    for i in range(1, 40):
+        (tmp_path / f"{i}.txt").unlink()
+    (tmp_path / "0.txt").write_bytes(b"x" * 31)
+    demand_data(spec, tokenizer)
+    (tmp_path / "0.txt").write_bytes(b"x" * 30)
+    if tokenizer is not None:
+        with pytest.raises(DataError, match="holds 31 tokens, but training and validation need a block of 16 each"):
+            demand_data(spec, tokenizer)
 
 
 @pytest.mark.parametrize(("held_bytes", "train_bytes"), [(8, 600), (100, 600), (600, 0)])

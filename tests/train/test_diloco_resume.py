@@ -192,3 +192,10 @@ def test_a_round_is_due_as_soon_after_a_second_restart_as_after_the_first() -> N
     for steps in (first, second):
         steps.add()
     assert first.due and second.due and second.steps == 2 and second.held.amounts() == [2]
+
+
+def test_a_number_of_steps_that_nobody_made_takes_no_memory() -> None:
+    """As in a state that is damaged: where it was so large, the process ended for want of memory."""
+    many = Uncounted(4, 1)
+    many.take_up(SavedSteps.of({"inner_step": 2**53, "steps": 2**53, "offered": 0}))
+    assert len(many.work.blocks) == many.steps == 2**53

@@ -14,7 +14,7 @@ from dlc.runspec import InnerSpec, RunSpec
 from dlc.train import muon
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops, peak_of
 from dlc.train.inner import InnerLoop, StepResult, build_optimizer, causal_loss, evaluate, learning_rate, param_groups
-from dlc.train.model import build_model
+from dlc.train.model import build_model, config_of, positions_in, positions_of
 from dlc.train.muon import hidden_matrices, stacked_matrices
 from dlc.train.setup import checkpoint_activations, inner_loop_of
 
@@ -421,6 +421,20 @@ def test_layers_without_attention_do_not_count_as_if_they_had_it() -> None:
     assert flops_per_token(model, 8) == n + 12 * 2 * (2 * 8) * 8
 
 
+def test_of_a_model_that_sees_too_what_a_token_of_text_meets_counts() -> None:
+    """It counted without attention, and with all that looks at images."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if not {"gemma3", "gemma3_text"} <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        pytest.skip("this transformers has no gemma3")
+    eyes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"vision_config": eyes | {"image_size": 8, "patch_size": 4}, "mm_tokens_per_image": 4}
+    text = SMALL | {"head_dim": 8}
+    sees = build_model({"model_type": "gemma3", "text_config": text, **images}, 0)
+    assert flops_per_token(sees, 9) == flops_per_token(build_model({"model_type": "gemma3_text", **text}, 0), 9)
+    assert positions_of(sees) == positions_in(config_of({"model_type": "gemma3", "text_config": text})) == 32
+
+
 def test_mfu_is_told_where_the_peak_is_known() -> None:
     peaks = {
         "NVIDIA H200": 989.4e12,
@@ -524,6 +538,22 @@ def test_a_mixture_goes_on_with_muon_after_a_restart() -> None:
     a.train_step([ids(2)], 1)
     b.train_step([ids(2)], 1)
     assert torch.equal(params(a.model), params(b.model))
+
+
+@needs_muon
+def test_a_state_that_says_nothing_of_matrices_in_rows_is_of_an_optimizer_that_has_none() -> None:
+    """As one does that was saved before there were such groups."""
+    a, b = (build_optimizer("muon", mixture("mixtral"), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1) for _ in "ab")
+    old = a.state_dict()
+    for group in old["param_groups"]:
+        group.pop("matrices", None)
+    b.load_state_dict(old)
+    for optimizer in (a, b):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    pairs = zip(a.param_groups, b.param_groups, strict=True)
+    assert all(torch.equal(p, q) for one, other in pairs for p, q in zip(one["params"], other["params"], strict=True))
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=needs_muon), "sgd"])

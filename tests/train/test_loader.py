@@ -105,6 +105,7 @@ def test_an_error_comes_with_the_step_that_needs_it(source: Source, loader: Load
     with pytest.raises(DataError, match="broke off"):
         loader.take([1], [[2]])
     source.broken = False
+    assert plain(loader.take([1])) == [[1]], "it is read again"
     loader.take([9])  # what failed for another plan is forgotten
 
 
@@ -156,6 +157,17 @@ def test_blocks_that_were_not_there_come_next(source: Source) -> None:
         blocks.batches(blocks.next((), 3))
     source.go.set()
     assert blocks.next((), 3) == [0, 1]
+    blocks.close()
+
+
+def test_of_a_lease_that_names_other_blocks_than_were_trained_none_come_next(source: Source) -> None:
+    """They were given out again: its next ones would be counted as what comes after the others."""
+    lease = SimpleNamespace(take=lambda count: (list(range(count)), count))
+    model = SimpleNamespace(newest=lambda: SimpleNamespace(lease=lease))
+    blocks = Supply(model, Loader(source, 2), 2)  # type: ignore[arg-type]
+    assert blocks.next((0, 1), 3) == [2, 3]
+    blocks.forget()
+    assert blocks.next((5, 6), 3) == []
     blocks.close()
 
 

@@ -103,3 +103,13 @@ def test_a_file_that_is_cut_in_the_middle_of_a_line_spoils_no_later_one(tmp_path
     w.scalar(3, loss=1.0)
     w.close()
     assert [r["step"] for r in read_metrics(w.path)] == [1, 3]
+
+
+def test_it_takes_no_call_that_windows_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pread", "pwrite", "preadv", "pwritev", "statvfs", "fstatvfs"):
+        monkeypatch.delattr(os, name, raising=False)
+    w = writer(tmp_path)
+    w.scalar(1, loss=1.0)
+    w.scalar(2, loss=1.0)
+    w.close()
+    assert [r["step"] for r in read_metrics(w.path)] == [1, 2]

@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from dlc.errors import ConfigError, DataError, UsageError
 from dlc.flat import FlatView
@@ -22,7 +22,7 @@ from dlc.train import checkpoint
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.engine import Engine
 from dlc.train.inner import InnerLoop, build_optimizer, causal_loss, evaluate
-from dlc.train.model import build_model, load_model, positions_of, save_model
+from dlc.train.model import build_model, config_of, load_model, positions_in, positions_of, save_model
 from dlc.train.setup import check_own_tokenizer, check_vocabulary, model_of
 from dlc.train.tokens import ByteTokenizer, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
@@ -189,6 +189,30 @@ newer = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="tr
 def test_wrong_specs_are_named(spec: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build_model(spec, 0)
+
+
+def test_a_kind_that_transformers_makes_by_no_default_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some that are made of several models: their error came as it was."""
+    made = AutoConfig.for_model
+
+    def half_said(kind: str, **fields: Any) -> Any:
+        if not fields:
+            raise ValueError("give a text_encoder")
+        return made(kind, **fields)
+
+    monkeypatch.setattr(AutoConfig, "for_model", half_said)
+    with pytest.raises(ConfigError, match="transformers refuses the llama config .*: give a text_encoder"):
+        config_of({"model_type": "llama", "hidden_size": 16})
+
+
+def test_a_config_with_several_texts_is_taken_as_a_whole() -> None:
+    class Several:
+        max_position_embeddings = 64
+
+        def get_text_config(self) -> Any:
+            raise ValueError("Multiple valid text configs were found")
+
+    assert positions_in(Several()) == 64
 
 
 def test_wrong_folders_are_named(tmp_path: Path) -> None:

@@ -140,6 +140,18 @@ def test_an_offer_grows_until_a_plan_names_it() -> None:
     assert torch.equal(m.peer.theta(), torch.full((8,), 1 + 6 * STEP))
 
 
+def test_a_hook_that_writes_into_memory_of_its_own_changes_no_offer_that_is_on_its_way() -> None:
+    """It is asked again for what has come since, before it is known whether a plan names the offer."""
+    own = torch.empty(8)
+    m = Model(hook=own.copy_, overlap="delayed")
+    m.peer.slices = [9]
+    m.step(2)
+    assert m.offer()
+    m.step()
+    assert m.loop.grow(3.0, m.work) and len(m.loop.offered.blocks) == 2
+    assert m.settle() and torch.equal(m.peer.counted[0], torch.full((8,), -2 * STEP)) and m.blocks == [2]
+
+
 def test_of_an_eager_offer_that_grows_all_that_was_foreseen_is_told_from_the_inner_steps() -> None:
     m = Model(overlap="eager")
     m.peer.planned, m.peer.slices, m.loop.share = False, [9, 1], 0.5

@@ -199,6 +199,20 @@ def test_while_a_shard_is_read_over_marks_are_written_and_it_is_told_now_and_the
     assert list(again._shards[0]._marks) == [segment * L for segment in range(7)]
 
 
+@pytest.mark.parametrize(("change", "used"), [({"epoch": 0}, True), ({"skip": None}, False)])
+def test_of_marks_as_another_version_wrote_them_those_are_used_that_say_enough(
+    corpus: Path, tmp_path: Path, change: dict[str, Any], used: bool
+) -> None:
+    opened(corpus, marks=tmp_path).batch(range(4 * L))
+    for file in tmp_path.glob("*/*.json"):
+        marks = {at: mark | change for at, mark in json.loads(file.read_text()).items()}
+        said = {at: {name: value for name, value in mark.items() if value is not None} for at, mark in marks.items()}
+        file.write_text(json.dumps({at: {"state": None} | mark for at, mark in said.items()}))
+    again = opened(corpus, marks=tmp_path)
+    assert bool(again._shards[0]._marks) == used
+    assert torch.equal(again.batch(range(4 * L)), opened(corpus).batch(range(4 * L)))
+
+
 def test_parquet_saved_datasets_and_text_stream_too(tmp_path: Path) -> None:
     import datasets
 
@@ -256,14 +270,16 @@ def test_the_format_in_which_a_dataset_was_saved_does_not_matter(told: dict[str,
     assert torch.equal(got.batch(range(20)), want.batch(range(20)))
 
 
-def test_a_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("row", "at"), [(30, "after row 29"), (0, "from its first row on")])
+def test_a_row_that_is_no_text_is_named(row: int, at: str, tmp_path: Path) -> None:
     """Of an Arrow file that is damaged."""
     import datasets
 
     datasets.Dataset.from_dict({"text": ["h\u00e9llo " * 9 + str(i) for i in range(50)]}).save_to_disk(str(tmp_path))
     (file,) = tmp_path.glob("*.arrow")
-    file.write_bytes(file.read_bytes().replace("h\u00e9llo 30".encode(), b"h\xff\xfello 30"))
-    with pytest.raises(DataError, match=f"{tmp_path} cannot be read after row 29: UnicodeDecodeError"):
+    raw, bad = f"h\u00e9llo {row}".encode(), b"h\xff\xfello %d" % row
+    file.write_bytes(file.read_bytes().replace(raw, bad))
+    with pytest.raises(DataError, match=f"{tmp_path} cannot be read {at}: UnicodeDecodeError"):
         BlockSource(tmp_path, SEQ)
 
 
@@ -517,6 +533,16 @@ def test_files_that_change_while_they_are_read_are_told(
     source.batch(range(900))
     assert caplog.text.count(f"files of {tmp_path} came, went or changed while they were read") == (how != "stays")
     assert torch.equal(opened(tmp_path, 2).batch(range(9)), first)
+
+
+def test_a_file_that_came_and_is_none_to_be_read_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text(0, i)}) + "\n" for i in range(200)))
+    source = opened(tmp_path, 2)
+    (tmp_path / "b.jsonl").write_bytes(b"\x1f\x8b packed")
+    source.batch(range(900))
+    assert caplog.text.count(f"files of {tmp_path} came, went or changed while they were read") == 1
 
 
 def test_a_tokenizer_that_was_made_for_other_text_than_a_stream_is_told_once(

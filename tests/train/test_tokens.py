@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dlc.errors import DataError, NoRoom
@@ -18,7 +19,7 @@ from dlc.train.checkpoint import save_model_folder
 from dlc.train.data import BlockSource
 from dlc.train.packing import tokenise
 from dlc.train.sources import Files, Piece, Place
-from dlc.train.tokens import ByteTokenizer, HubTokenizer, Ids, load_tokenizer
+from dlc.train.tokens import ByteTokenizer, HubTokenizer, Ids, is_here, load_tokenizer
 from tests.train.tokenizers_made import make_tokenizer
 
 
@@ -91,6 +92,28 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path, size: int, dtype: ty
     assert wide.encode([Piece("a", f"w{size - 1} w5".encode(), True)])[0].tolist() == [size - 1, 5, 1]
 
 
+def test_ids_may_have_gaps_and_all_lie_below_the_size_of_the_vocabulary(tmp_path: Path) -> None:
+    inner = Tokenizer(WordLevel({"the": 0, "<eos>": 70_000}, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(tmp_path)
+    gaps = load_tokenizer(str(tmp_path))
+    assert (gaps.vocab_size, gaps.end, gaps.dtype) == (70_001, 70_000, np.uint32)
+
+
+def test_a_document_has_no_special_token_but_its_end(tmp_path: Path) -> None:
+    """Nor has a piece of one, whatever a tokenizer adds to a text by itself."""
+    inner = Tokenizer(WordLevel({"the": 0, "<eos>": 1, "<bos>": 2}, unk_token="<eos>"))
+    inner.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>").save_pretrained(tmp_path)
+    pieces = [Piece("a", b"the", False), Piece("a", b"the", True)]
+    assert [ids.tolist() for ids in load_tokenizer(str(tmp_path)).encode(pieces)] == [[0], [0, 1]]
+
+
+def test_a_folder_here_goes_before_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some-tokenizer").mkdir()
+    assert is_here("some-tokenizer") and is_here("bytes") and not is_here("another-tokenizer")
+
+
 def test_a_folder_that_is_not_there_is_no_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"there is no tokenizer folder {tmp_path / 'gone'}"):
         load_tokenizer(str(tmp_path / "gone"))
@@ -147,6 +170,19 @@ def test_tokens_of_a_saved_dataset_are_those_of_its_rows(folder: Path, tmp_path:
     opened_again = BlockSource(tmp_path / "moved", 8, tokenizer=load_tokenizer(str(folder)), cache=tmp_path / "cache")
     assert torch.equal(first.batch(range(9)), opened_again.batch(range(9)))
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_tokens_are_kept_apart_by_what_ends_a_document(tmp_path: Path) -> None:
+    """It may be another of the same tokens, which tokenizer_config.json alone says."""
+    made = make_tokenizer(tmp_path / "a")
+    made.add_special_tokens({"pad_token": "<other>"})
+    for name in "ab":
+        made.save_pretrained(tmp_path / name)
+    for file in (tmp_path / "b").glob("*.json"):
+        if file.name != "tokenizer.json":
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<other>"}))
+    a, b = (load_tokenizer(str(tmp_path / name)) for name in "ab")
+    assert a.end != b.end and a.words == b.words and a.identity != b.identity
 
 
 def test_tokens_are_kept_apart_by_whether_special_ones_in_texts_are_split(folder: Path, tmp_path: Path) -> None:
@@ -327,6 +363,11 @@ def test_unusable_tokenizers_say_what_to_do(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
     with pytest.raises(DataError, match="couldn't connect.*; give a folder"):
         load_tokenizer("someone/some-tokenizer")
+
+
+def test_bytes_are_not_kept_a_second_time(corpus: Path, tmp_path: Path) -> None:
+    tokenise(Files(Place(str(corpus))), ByteTokenizer(), tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
 
 
 def test_too_much_for_the_memory_says_so(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,16 @@ def test_two_that_were_both_ended_are_told_apart_again() -> None:
     assert one.inner_step == 1
 
 
+def test_who_goes_on_after_its_end_has_the_parameters_again() -> None:
+    m = Pair()
+    one, two = (DiLoCo(m, sgd(*m.parameters()), FakePeer(), sync_every=9, channel=name) for name in "ab")
+    for opt in (one, two):
+        opt.unfollow()
+    step(two, m.a)
+    with pytest.raises(UsageError, match="another dlc.DiLoCo was made over 2 of these parameters"):
+        one.reload()
+
+
 @pytest.mark.parametrize("how", ["unfollow", "finish", "gone"])
 def test_parameters_are_handed_on_and_back_but_not_what_was_trained_meanwhile(how: str) -> None:
     """It was offered by both: -11.5 in place of -7.7."""

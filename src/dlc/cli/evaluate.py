@@ -18,7 +18,7 @@ from dlc.train.shelf import HUB_NAME, expanded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dlc.train.data import Blocks
+    from dlc.train.data import Blocks, BlockSource
     from dlc.train.restored import Restored
     from dlc.train.tokens import Tokenizer
 
@@ -152,16 +152,22 @@ def _text(
                     trained.source,
                     restored.origin,
                 )
-        elif tokenizer.name != restored.tokenizer and isinstance(held, BlockSource) and not held.whole_texts:
+        elif tokenizer.name != restored.tokenizer and isinstance(held, BlockSource) and _may_differ(held):
             log.warning(
                 "with the tokenizer %s, what %s holds out for validation begins at another place than it did in the "
-                "run: what is measured may be text that the model was trained on",
+                "run, or is of other texts: what is measured may be text that the model was trained on",
                 tokenizer.name,
                 trained.source,
             )
     named = spec.data.source if spec is not None else STDLIB
     batches = held.validation_batches(args.batch_size, args.blocks)
     return _Text(named, "validation", batches, held.bytes_per_token)
+
+
+def _may_differ(held: BlockSource) -> bool:
+    """Whether a run with another tokenizer may have held out other text: it cut a single text, or those that are held
+    out here, in two, as the others made no block for it; which is hardly so where they are more."""
+    return not held.whole_texts or held.n_blocks < held.n_validation_blocks
 
 
 def _own_tokenizer(restored: Restored) -> str:

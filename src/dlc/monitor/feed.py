@@ -2,7 +2,7 @@
 
 One thread for each stream reads lines and puts every JSON object among them into the queue, in order; the end of a
 stream is an item too. A process that is killed leaves its last line torn, and a library may print to stdout what is no
-JSON: such lines are counted and kept for the reader, and never stop a feed.
+JSON: the last of such lines are kept for the reader, and never stop a feed.
 """
 
 from __future__ import annotations

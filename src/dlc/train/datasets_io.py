@@ -65,7 +65,8 @@ class Rows:
         except DataError:
             raise
         except Exception as e:  # pyarrow and datasets have no common base
-            raise DataError(f"{source} cannot be read after row {number}: {type(e).__name__}: {e}") from e
+            at = "from its first row on" if number < 0 else f"after row {number}"
+            raise DataError(f"{source} cannot be read {at}: {type(e).__name__}: {e}") from e
 
     def content_hash(self) -> bytes:
         """As `Documents.content_hash`: BLAKE3 of the Arrow files; and of the fingerprint, that tells parts of the same
@@ -105,7 +106,10 @@ class Stream:
         what `save_to_disk` wrote, nothing is known."""
         if self._changed or is_dataset(self.place):
             return
-        sizes, _ = _told(path for _, path in list_files(self.place.source))
+        try:
+            sizes, _ = _told(path for _, path in list_files(self.place.source))
+        except (DataError, OSError):  # what came is none to be read, or they are just going
+            sizes = "other"
         self._changed = self.content.partition(" ")[2] != sizes
         if self._changed:
             log.warning(

@@ -4,7 +4,8 @@
                                           d: width of attention, s: length
     MFU             = tokens/s * FLOPs per token / peak
 
-6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those that a token is sent to.
+6 N is two FLOPs per parameter forward and four backward; of the experts of a mixture those that a token is sent to, and
+of a model that sees or hears, too, those of its text.
 The second term is attention, counted without the causal mask, of the layers that have it: those of a linear attention
 or a convolution take what their parameters say, whatever s. Where keys and values differ in width, d is their mean.
 Recomputation (activation checkpointing) does not count: it is not the model's work.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlc.train.model import text_config
 from dlc.train.muon import parameters_of_stacked_experts
 
 PEAKS_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -78,18 +80,22 @@ class Utilisation:
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
     """Of one training step, forward and backward. A model without a transformers config counts without attention."""
-    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    config = getattr(model, "config", None)
+    text = text_config(config)
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
+    body: nn.Module = model if text is config else getattr(model, "get_decoder", lambda: model)()
+    tables = {id(m.weight): m.weight for m in body.modules() if isinstance(m, nn.Embedding)}
+    params = {id(p): p for p in body.parameters()}
     if head is not None:
         tables.pop(id(head.weight), None)  # tied: looked up once, and multiplied once
-    config = getattr(model, "config", None)
-    layers = _layers(config)
+        params |= {id(p): p for p in head.parameters()}
+    layers = _layers(text)
     met = statistics.fmean(map(_experts_met, layers)) if layers else 1.0
     routed = _routed(model)
-    n = sum(p.numel() * (met if id(p) in routed else 1.0) for p in model.parameters())
+    n = sum(p.numel() * (met if key in routed else 1.0) for key, p in params.items())
     n -= sum(t.numel() for t in tables.values())
-    return 6.0 * n + 12.0 * sum(map(_attention_width, _attending(config, layers))) * seq_len
+    return 6.0 * n + 12.0 * sum(map(_attention_width, _attending(text, layers))) * seq_len
 
 
 def _routed(model: nn.Module) -> set[int]:

@@ -115,7 +115,7 @@ class LocalModel:
         if not self.leased:
             return True
         lease = position.lease
-        return lease is not None and tuple(lease.take(len(work.blocks))[0]) == work.blocks
+        return lease is not None and tuple(lease.take(len(work.blocks))[0]) == tuple(work.blocks)
 
     def _differs(self, newest: Position) -> bool:
         if not newest.digest:

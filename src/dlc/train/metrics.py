@@ -76,9 +76,9 @@ class MetricsWriter:
             if self._fd is None:
                 self._before_write()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            end = os.fstat(self._fd).st_size
-            if end and os.pread(self._fd, 1, end - 1) != b"\n":  # torn by a full disk, by a kill, or where it was cut
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+                self._fd = os.open(self.path, flags, 0o644)
+            if _is_torn(self._fd):
                 line = b"\n" + line
             if os.write(self._fd, line) != len(line):
                 self._tell(f"{self.path} is not complete: the disk is full")
@@ -96,6 +96,14 @@ class MetricsWriter:
         if not self._told:
             self._told = True
             log.warning("%s; training goes on", message)
+
+
+def _is_torn(fd: int) -> bool:
+    """The last line has no end: torn by a full disk, by a kill, or where the file was cut."""
+    if not os.fstat(fd).st_size:
+        return False
+    os.lseek(fd, -1, os.SEEK_END)  # Windows has no pread; what is written goes to the end all the same
+    return os.read(fd, 1) != b"\n"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

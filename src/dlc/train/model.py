@@ -63,7 +63,6 @@ def _from_config(fields: dict[str, Any], seed: int) -> nn.Module:
 def config_of(given: Mapping[str, Any]) -> Any:
     """The config of a model, which is not built yet; transformers takes any keyword without a word, so names are
     checked here. ConfigError: as `build_model`, but for values that only show when the model is built."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     fields = dict(given)
@@ -72,12 +71,18 @@ def config_of(given: Mapping[str, Any]) -> Any:
         raise ConfigError('the model needs a model_type, for example "llama", or a path to a model folder')
     if kind not in KNOWN:
         raise ConfigError(f"model_type {kind!r} is no causal language model of transformers{_nearest(kind, KNOWN)}")
-    default = AutoConfig.for_model(kind)
+    default = _config(kind, {})
     known = set(default.to_dict()) | set(default.attribute_map)
     known |= {old for old, new in OLD_NAMES.items() if new in known}
     for name in fields:
         if name not in known and not _reads(KNOWN[kind], name):
             raise ConfigError(f"{name!r} is no field of a {kind} model{_nearest(name, known)}")
+    return _config(kind, fields)
+
+
+def _config(kind: str, fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as e:  # validation errors of transformers and huggingface_hub have no common base
@@ -191,8 +196,17 @@ def positions_of(model: nn.Module) -> int | None:
 
 def positions_in(config: Any) -> int | None:
     """As `positions_of`, of a model that is not built yet."""
-    found = getattr(config, "max_position_embeddings", None)
+    found = getattr(text_config(config), "max_position_embeddings", None)
     return found if type(found) is int and found > 0 else None
+
+
+def text_config(config: Any) -> Any:
+    """What a config says of the text of a model that sees or hears, too; of another model the whole of it."""
+    find = getattr(config, "get_text_config", None)
+    try:
+        return find() if callable(find) else config
+    except ValueError:  # it has several
+        return config
 
 
 def vocab_of(model: nn.Module) -> int | None:

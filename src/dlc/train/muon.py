@@ -82,7 +82,8 @@ class StackedMuon(torch.optim.Optimizer):
                     self._move(p, p.grad, state["momentum_buffer"], group)
 
     def _move(self, p: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
-        lr, momentum, n = group["lr"], group["momentum"], group["matrices"]
+        lr, momentum = group["lr"], group["momentum"]
+        n = group.get("matrices", 0)  # a state of before has none
         shape = (n, -1, p.shape[-1]) if n else p.shape
         stacks = [x.view(shape) for x in (p, grad, buffer)]
         a, b = stacks[0].shape[1:]

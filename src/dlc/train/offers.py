@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class NotFinite(DlcError):
 class Work(NamedTuple):
     """What a pseudo-gradient was trained on."""
 
-    blocks: tuple[int, ...] = ()
+    blocks: Sequence[int] = ()
     """Positions of the data source, in order of use; empty on a channel without leases."""
     upto: int = 0
     """The lease position after them."""

@@ -65,13 +65,16 @@ class Outgoing:
         """
         if self._hook is None:
             return d
-        made = self._hook(d.clone())
+        given = d.clone()
+        made = self._hook(given)
         if not isinstance(made, Tensor) or made.dtype != d.dtype or made.shape != d.shape or made.device != d.device:
             what = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else repr(made)
             raise UsageError(f"the pseudo_gradient_hook must return float32 [{d.numel()}] on the CPU, not {what}")
         made = made.detach()
         if not finite(made):
             raise UsageError("the pseudo_gradient_hook returned NaN or Inf; nothing was offered")
+        if made.data_ptr() != given.data_ptr():
+            made = made.clone()  # memory of the hook's own, which may write there while this is on its way
         return made.contiguous()
 
     def whole(self, hooked: Tensor, vector: int) -> tuple[Tensor, float]:

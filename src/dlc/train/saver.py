@@ -20,7 +20,7 @@ from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, left_over, save_checkpoint
 from dlc.train.saves import DAMAGED, Local, Saved, folder_of, later_ones, move_later, name_of, of_same_run
-from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAMES, RUN_FOLDER, files_in, meta_of, newest_first
+from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAME, RUN_FOLDER, files_in, meta_of, newest_first, round_of
 from dlc.train.swarm import Frozen
 
 log = logging.getLogger(__name__)
@@ -142,9 +142,14 @@ class Saver:
         while True:
             try:
                 return write()
-            except NoRoom:
+            except NoRoom as error:
                 if not self._make_room(path):
-                    raise
+                    raise NoRoom(f"{error}{self._to_delete()}") from error
+
+    def _to_delete(self) -> str:
+        """For people, where the disk is full: only they know whether what was set aside is of use."""
+        folder = self._folder.parent
+        return f"; what was set aside in {folder}{os.sep}old-* may be deleted" if any(folder.glob("old-*")) else ""
 
     def _make_room(self, path: Path) -> bool:
         """Delete what is needed least of this run, if there is such a thing, and it can be."""
@@ -177,8 +182,9 @@ class Saver:
                 rest.unlink(missing_ok=True)
 
     def _left_over(self) -> list[Path]:
-        """What a killed process was writing: the state directory is ours alone."""
-        return [path for folder in self._folder.parent.glob("*") for path in left_over(folder)]
+        """What a killed process was writing, in the folders of runs: another folder beside them is somebody's."""
+        folders = (path for path in self._folder.parent.glob("*") if RUN_FOLDER.fullmatch(path.name))
+        return [path for folder in folders for path in left_over(folder)]
 
     def _of_this_run(self, path: Path) -> bool:
         """Whatever its length was; also where it is past the end of this run, so that of all the latest round is what
@@ -188,5 +194,6 @@ class Saver:
 
 def _damaged_in(folders: Iterable[Path]) -> list[Path]:
     """The files there that turned out damaged, newest first: that of the last round."""
-    found = [path for folder in folders for path in folder.glob(NAMES + DAMAGED) if path.is_file()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    found = [path for folder in folders for path in folder.glob("*" + DAMAGED) if path.is_file()]
+    named = [path for path in found if NAME.fullmatch(path.name.removesuffix(DAMAGED))]
+    return sorted(named, key=round_of, reverse=True)

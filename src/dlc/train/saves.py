@@ -42,7 +42,7 @@ from dlc.errors import CheckpointError, ConfigError
 from dlc.flat import FlatView
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import DamagedError, UnreadableError, load_checkpoint
-from dlc.train.shelf import FOLDER, files_in, files_of, meta_of, newest_first, spec_of, strays_of
+from dlc.train.shelf import FOLDER, files_in, files_of, meta_of, newest_first, round_of, spec_of, strays_of
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ def set_later_aside(state_dir: Path, saved: Saved, spec: RunSpec) -> Path | None
 
 def later_ones(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> list[Path]:
     """Those of these checkpoints that are of rounds after t. CheckpointError: as `shelf.files_in`."""
-    return [path for path in files_in(state_dir) if path.name > name_of(t) and concerned(path)]
+    return [path for path in files_in(state_dir) if round_of(path) > t and concerned(path)]
 
 
 def move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> Path | None:
@@ -309,7 +309,7 @@ def _move(path: Path, to: Path) -> None:
 
 
 def name_of(t: int) -> str:
-    """File name of the checkpoint after round `t`; names sort as rounds do."""
+    """File name of the checkpoint after round `t`."""
     return f"t-{t:08d}.safetensors"
 
 

@@ -15,7 +15,7 @@ from dlc.errors import ConfigError, DataError, UsageError
 from dlc.runspec import BYTES, RunSpec
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
-from dlc.train.model import build_model, load_model, positions_in, positions_of, vocab_of
+from dlc.train.model import build_model, load_model, positions_in, positions_of, text_config, vocab_of
 from dlc.train.shelf import has_tokenizer
 from dlc.train.tokens import Tokenizer, load_tokenizer
 
@@ -56,7 +56,7 @@ def check_config(spec: RunSpec, config: Any, tokenizer: Tokenizer | None) -> Non
     """As `model_of` and `check_vocabulary`, as far as a config tells, which is None for a model that has yet to be
     fetched, as `tokenizer` is for a tokenizer. ConfigError, DataError."""
     _check_positions(spec, positions_in(config))
-    rows = getattr(config, "vocab_size", None)
+    rows = getattr(text_config(config), "vocab_size", None)
     if tokenizer is not None and type(rows) is int:
         _check_rows(rows, tokenizer)
 

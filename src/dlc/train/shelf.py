@@ -20,7 +20,7 @@ from typing import Any
 from dlc.errors import CheckpointError, ConfigError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 
-FOLDER, NAMES = "checkpoints", f"t-{'[0-9]' * 8}.safetensors"
+FOLDER, NAME = "checkpoints", re.compile(r"t-([0-9]{8}|[1-9][0-9]{8,})\.safetensors")
 """Folder and names of a trainer's checkpoints; what else somebody keeps beside them is not the trainer's."""
 RUN_FOLDER = re.compile(r"[0-9a-f]{12}")
 """Name of the folder of one run."""
@@ -48,6 +48,11 @@ def expanded(path: str | Path) -> Path:
 def list_checkpoints(folder: str | Path, pattern: str = "*.safetensors") -> list[Path]:
     """Checkpoints of a folder by name, oldest first: write the step into the name with leading zeros."""
     return sorted(p for p in Path(folder).glob(pattern) if not p.name.startswith("."))
+
+
+def round_of(file: Path) -> int:
+    """After which a trainer wrote a checkpoint of that name."""
+    return int(file.name.partition(".")[0].removeprefix("t-"))
 
 
 def files_in(state_dir: Path) -> list[Path]:
@@ -79,12 +84,13 @@ def _of_runs(checkpoints: Path) -> list[Path]:
         if RUN_FOLDER.fullmatch(folder.name):
             files += _of_one_run(folder)
         else:
-            files += list_checkpoints(folder, NAMES)  # lost+found may stay shut
+            there = list_checkpoints(folder)  # lost+found may stay shut
+            files += [path for path in there if NAME.fullmatch(path.name)]
     return files
 
 
 def _of_one_run(folder: Path) -> list[Path]:
-    return [file for file in _listed(folder) if file.match(NAMES)]
+    return [file for file in _listed(folder) if NAME.fullmatch(file.name)]
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -177,8 +183,8 @@ def _latest_first(files: list[Path], times: dict[Path, int]) -> list[Path]:
     named = (meta.get(GIVEN_UP) for meta in metas.values())  # of headers that nobody has checked
     given_up = {name for names in named if isinstance(names, list) for name in names if isinstance(name, str)}
 
-    def rank(file: Path) -> tuple[bool, str, int]:
-        return str(metas[file].get(ID)) not in given_up, file.name, times[file]
+    def rank(file: Path) -> tuple[bool, int, int]:
+        return str(metas[file].get(ID)) not in given_up, round_of(file), times[file]
 
     return sorted(files, key=rank, reverse=True)
 

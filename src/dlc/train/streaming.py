@@ -59,7 +59,6 @@ class Mark:
 
     state: dict[str, Any] | None
     """Of the dataset, before a document; None: before the first."""
-    epoch: int
     document: int
     skip: int
     """Tokens to leave out from there."""
@@ -217,7 +216,7 @@ class Shard:
                 )
 
     def _go_to(self, at: int) -> None:
-        mark = self._marks.get(at, Mark(None, 0, 0, 0))
+        mark = self._marks.get(at, Mark(None, 0, 0))
         self._reader, self._ready, self._next, self._barren = _Reader(self._stream, self._s, mark), [], at, 0
         self._fill(mark.skip + 1)
         self._drop(mark.skip)
@@ -248,7 +247,7 @@ class Shard:
                 self._barren += 1
                 log.info("shard %d of %s has ended, and begins again", self._s, self._stream.place.source)
                 self._stream.check_files()
-                self._reader = _Reader(self._stream, self._s, Mark(None, self._reader.epoch + 1, 0, 0))
+                self._reader = _Reader(self._stream, self._s, None)
                 continue
             mark, pieces = group
             ids = _encoded(self._tokenizer, [piece for piece in pieces if not is_validation(piece.name)])
@@ -264,7 +263,7 @@ class Shard:
             if taken == len(ids):
                 del self._ready[0]
             else:
-                self._ready[0] = (Mark(mark.state, mark.epoch, mark.document, mark.skip + taken), ids[taken:])
+                self._ready[0] = (Mark(mark.state, mark.document, mark.skip + taken), ids[taken:])
 
     def _remember(self) -> None:
         """The place of a segment: what is not kept is read again from the mark before, or the start."""
@@ -288,7 +287,6 @@ class _Reader:
 
     def __init__(self, stream: Stream, s: int, mark: Mark | None) -> None:
         self._stream, self._s = stream, s
-        self.epoch = mark.epoch if mark is not None else 0
         self._document = mark.document if mark is not None else 0
         self._rows: Any = stream.shard(s)
         if mark is not None and mark.state is not None:
@@ -300,7 +298,7 @@ class _Reader:
         """The next documents, with the mark before them; None: the shard has ended."""
         stream, source, at = self._stream, self._stream.place.source, f"shard {self._s}"
         field = stream.place.text_field
-        mark = Mark(self._state, self.epoch, self._document, 0)
+        mark = Mark(self._state, self._document, 0)
         pieces: list[Piece] = []
         size = 0
         try:
@@ -393,8 +391,9 @@ def _encoded(tokenizer: Tokenizer, pieces: list[Piece]) -> list[Ids]:
 def _read_marks(file: Path | None) -> dict[int, Mark]:
     """None where there are none, or not ours: they only save time."""
     try:
-        return {int(at): Mark(**mark) for at, mark in json.loads(file.read_bytes()).items()} if file else {}
-    except (OSError, ValueError, TypeError, AttributeError):
+        marks = json.loads(file.read_bytes()) if file else {}
+        return {int(at): Mark(mark["state"], mark["document"], mark["skip"]) for at, mark in marks.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -26,7 +26,7 @@ class Supply:
         """What comes next may have changed: look the lease up again."""
         self._ahead.clear()
 
-    def next(self, done: tuple[int, ...], steps_left: int) -> list[int]:
+    def next(self, done: Sequence[int], steps_left: int) -> list[int]:
         """Of the next step, after `done`; fewer at the end of the lease, none where it is not ours any more.
 
         `steps_left`: for so many the lease is looked up at once.
@@ -35,7 +35,7 @@ class Supply:
         if not self._ahead:
             lease = self._model.newest().lease
             blocks = lease.take(len(done) + (steps_left + AHEAD_MAX) * count)[0] if lease is not None else []
-            if tuple(blocks[: len(done)]) == done:
+            if tuple(blocks[: len(done)]) == tuple(done):
                 end = len(done) + steps_left * count
                 self._ahead.extend(blocks[len(done) : end])
                 self._later = blocks[end:]

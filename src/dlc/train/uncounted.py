@@ -60,7 +60,7 @@ class Uncounted:
     @property
     def work(self) -> Work:
         """To offer all of them."""
-        return Work(tuple(range(self.steps)))
+        return Work(range(self.steps))
 
     @property
     def due(self) -> bool:
