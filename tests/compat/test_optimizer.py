@@ -1256,6 +1256,26 @@ def test_an_optimizer_that_is_refused_is_no_peer_of_the_run(
     assert not town.posted
 
 
+def test_a_group_may_hold_its_parameters_as_torch_takes_them() -> None:
+    """Of a group of one parameter the rows were taken, which get no gradients: it was never trained."""
+    net = model()
+    groups = [{"params": net.weight}, {"params": (p for p in [net.bias])}]
+    opt = optimizer(Town(), net, params=groups, batch_size_per_step=TARGET)
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(net, 0)
+    opt.step()
+    assert not any(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    with pytest.raises(UsageError, match="one tensor"):
+        optimizer(Town(), net, params=net.weight)
+
+
+def test_an_optimizer_that_is_not_made_of_what_it_is_given_is_refused() -> None:
+    """Offloaded, it stepped the model, which was then set from copies that nobody had stepped."""
+    net = model()
+    with pytest.raises(UsageError, match="holds other parameters"):
+        optimizer(Town(), net, optimizer=lambda params: SGD(net.parameters()))
+
+
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:
     town, net = Town(), model()
     made = SGD(net.parameters())
