@@ -1527,6 +1527,28 @@ def test_a_group_is_looked_for_when_the_gradients_are_there() -> None:
     assert order == ["copy", "look for a group"]
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_weight_that_no_mean_can_have_is_refused_before_anything_is_begun(
+    given: bool, weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that nobody would ever trigger stayed, and the sums were taken for used."""
+    net = nn.Linear(2, 1)
+    averager = GradientAverager(
+        net.parameters(), dht=dht(Town()), prefix="g", start=True, min_matchmaking_time=FOREVER_S
+    )
+    net(torch.ones(1, 2)).sum().backward()
+    averager.accumulate_grads_(batch_size=1)
+    control = averager.schedule_step() if given else None
+    with pytest.raises(ValueError, match="weight"):
+        averager.step(weight=weight, control=control)
+    assert averager._steps == ({control} if given else set())
+    assert averager.local_samples_accumulated == 1 and (control is None or not control.triggered)
+    averager.accumulate_grads_(batch_size=1)
+    averager.step(control=control, wait=False)
+    assert not caplog.text
+
+
 def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_its_sums(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
