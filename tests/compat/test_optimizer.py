@@ -547,6 +547,19 @@ def test_peers_that_load_at_the_same_time_end_with_the_state_of_the_eldest() -> 
     assert all(torch.equal(weights(net), eldest) for net in nets)
 
 
+def test_a_state_is_not_loaded_beside_the_steps_of_its_optimizer() -> None:
+    """The future was taken for the state: sums were dropped, and the log told of one that had not come."""
+    town, nets = Town(), [nn.Linear(5, 1) for _ in range(2)]
+    opts = [optimizer(town, net, batch_size_per_step=TARGET // 2) for net in nets]
+    backward(nets[1], 0)
+    opts[1].step()
+    with pytest.raises(UsageError, match="wait=False"):
+        opts[1].load_state_from_peers(wait=False)
+    assert opts[1].local_progress.samples_accumulated == TARGET // 2 and not opts[1].state_averager.entry.loading
+    opts[1].load_state_from_peers(wait=True, timeout=WAIT_S)
+    assert torch.equal(weights(nets[0]), weights(nets[1])) and not opts[1].local_progress.samples_accumulated
+
+
 def test_a_peer_that_comes_late_in_the_same_epoch_takes_part_in_its_average() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
