@@ -21,7 +21,7 @@ from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
 from dlc.compat.hivemind.swarm import Notice, Outcome
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
-from dlc.errors import ProtocolError, SwarmClosed, UsageError
+from dlc.errors import JoinError, ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
@@ -459,6 +459,33 @@ def test_a_donor_that_fails_or_dies_is_replaced_by_the_next() -> None:
     averager(town, [torch.full((3,), 7.0)])
     loader = averager(town, [torch.zeros(3)])
     assert loader.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [7.0] * 3
+
+
+def test_of_donors_alike_the_eldest_gives_who_loads_itself_comes_last_and_the_next_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    town = Town()
+    donors = [averager(town, [torch.full((3,), float(i))]) for i in range(3)]
+    loader = averager(town, [torch.zeros(3)])
+    fetch = loader.dht.swarm.fetch
+
+    def loaded() -> float:
+        return float(loader.load_state_from_peers(timeout=WAIT_S)[1][0][0].item())
+
+    def torn(peer: str, *rest: Any) -> bytes | None:
+        if peer == donors[0].peer_id:
+            raise JoinError("it did not give its state")
+        return fetch(peer, *rest)
+
+    assert [loaded() for _ in range(5)] == [0.0] * 5
+    wait_until(lambda: not any(d.dht.swarm.held for d in donors), WAIT_S, "what was fetched is given back")
+    donors[0].announce(loading=True)
+    assert [loaded() for _ in range(5)] == [1.0] * 5
+    donors[0].announce(loading=False)
+    monkeypatch.setattr(loader.dht.swarm, "fetch", torn)
+    assert loaded() == 1.0
+    monkeypatch.setattr(sharing, "STATE_BYTES_MAX", 10)
+    assert loader.load_state_from_peers(timeout=WAIT_S) is None
 
 
 def test_a_donor_that_may_post_no_answer_holds_nothing_and_gives_later(
