@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per process")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each")
     parser.add_argument("--repeats", type=int, default=3, help="turns that ours and Gloo's rounds are divided into")
-    parser.add_argument("--codec", default="fp16", help="fp32, fp16 or bf16")
+    parser.add_argument("--codec", choices=("fp32", "fp16", "bf16"), default="fp16")
     parser.add_argument("--size", type=float, default=1.0, help="the vectors hold 1 to N times so much")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()

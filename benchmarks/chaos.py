@@ -48,6 +48,7 @@ from _chaos import Fault, Life, Loss, Round, Span, living_s, losses, problems, s
 from _paced import paced_join
 
 from dlc.demo import ONE_THREAD, free_addresses
+from dlc.errors import ConfigError
 from dlc.monitor.children import Children
 from dlc.monitor.feed import Feed
 from dlc.pacespec import OVERLAPS
@@ -327,6 +328,12 @@ def main() -> int:
     parser.add_argument("--print-schedule", action="store_true", help="print the faults, and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    if not args.every > 0:
+        parser.error(f"--every must be above 0 seconds, got {args.every:g}")
+    try:
+        spec(args)
+    except ConfigError as error:
+        parser.error(str(error))
     names = [f"p{i}" for i in range(args.n)]
     faults = schedule(args.seed, names, args.every, args.minutes * 60 - SETTLE_S, args.sites)
     if args.n < 3 or not faults:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from _workers import WORKER, Workers, say
 
+from dlc.errors import ConfigError
 from dlc.peer import Peer
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.train.inner import InnerLoop
@@ -249,7 +250,12 @@ def _options() -> argparse.Namespace:
     for hidden in ("--kind", "--peers", "--meet", "--cache"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args([word for word in sys.argv[1:] if word != WORKER])
+    options = parser.parse_args([word for word in sys.argv[1:] if word != WORKER])
+    try:
+        spec_of(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":

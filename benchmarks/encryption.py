@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--mb", type=float, default=100.0, help="MB (10^6 bytes) of fp32 per process (default 100)")
     parser.add_argument("--repeats", type=_gloo.at_least_1, default=3, help="swarms of each kind (default 3)")
     parser.add_argument("--rounds", type=_gloo.at_least_1, default=3, help="timed rounds of each swarm (default 3)")
-    parser.add_argument("--codec", default="fp16", help="fp32, fp16 or bf16")
+    parser.add_argument("--codec", choices=("fp32", "fp16", "bf16"), default="fp16")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, _terminated)

@@ -27,9 +27,10 @@ from _workers import LIMIT_S, WORKER, Workers, say
 from torch import nn
 
 import dlc
-from dlc.comm.codecs import get_codec
+from dlc.comm.codecs import CODECS, get_codec
 from dlc.comm.security import generate_run_key
 from dlc.demo import free_addresses
+from dlc.pacespec import OVERLAPS
 
 SPARE_BYTES = 64e6
 """Of the bound of a round: sockets, frames on their way, buffers."""
@@ -150,8 +151,8 @@ def main() -> int:
     parser.add_argument("--millions", type=float, default=100.0, help="parameters (default 100)")
     parser.add_argument("--n", type=int, default=2, help="peers (default 2)")
     parser.add_argument("--rounds", type=int, default=4, help="the last one is told (default 4)")
-    parser.add_argument("--codec", default="fp16")
-    parser.add_argument("--overlap", default="none")
+    parser.add_argument("--codec", choices=tuple(CODECS), default="fp16")
+    parser.add_argument("--overlap", choices=OVERLAPS, default="none")
     parser.add_argument("--round", action="store_true", help="only average a vector, and tell what each round takes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -36,6 +36,7 @@ from _paced import paced_join
 
 from dlc.comm.security import generate_run_key
 from dlc.demo import ONE_THREAD
+from dlc.errors import ConfigError
 from dlc.monitor.children import Children
 from dlc.monitor.feed import Feed
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
@@ -284,6 +285,11 @@ def _options() -> argparse.Namespace:
     for option, given, known in (("--arms", args.arms, ARMS), ("--conditions", args.conditions, CONDITIONS)):
         if unknown := set(given.split(",")) - set(known):
             parser.error(f"{option}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    try:
+        for arm in args.arms.split(","):
+            spec_of(arm, args)
+    except ConfigError as error:
+        parser.error(str(error))
     return args
 
 

@@ -26,11 +26,12 @@ import _wan
 from _paced import paced_join
 from wan import CASES, limit_s, network
 
-from dlc.comm.codecs import get_codec
+from dlc.comm.codecs import CODECS, get_codec
 from dlc.comm.security import generate_run_key
 from dlc.demo import ONE_THREAD
 from dlc.monitor.children import Children
 from dlc.monitor.feed import Feed
+from dlc.pacespec import OVERLAPS
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 
 OPENDILOCO_PARAMETERS, OPENDILOCO_PHASE_S = 1.1e9, 67.5 * 60
@@ -152,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=tuple(CASES), default="four-site")
     parser.add_argument("--overlaps", default="none,delayed", help="one run for each (default none,delayed)")
-    parser.add_argument("--codec", default="fp16")
+    parser.add_argument("--codec", choices=tuple(CODECS), default="fp16")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256: 3.3 M parameters)")
     parser.add_argument("--scale", type=float, default=0.2, help="of the rates (default 0.2)")
     parser.add_argument("--loss", type=float, default=0.0, help="probability that a segment is lost")
@@ -161,6 +162,8 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=2, help="rounds before them (default 2)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if unknown := set(args.overlaps.split(",")) - set(OVERLAPS):
+        parser.error(f"--overlaps: no {', '.join(sorted(unknown))}; there are {', '.join(OVERLAPS)}")
     if reason := _wan.available():
         print(f"skipped: {reason}", file=sys.stderr)
         return 0

@@ -21,6 +21,33 @@ def test_a_benchmark_finds_all_that_it_uses(name: str, monkeypatch: pytest.Monke
     benchmark_module(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("chaos", "--fragments 3 --print-schedule", "multiple of fragments"),
+        ("chaos", "--every 0 --print-schedule", "--every must be above 0"),
+        ("techniques", "--arms diloco --sync-every 0", "sync_every must be at least 1"),
+        ("dataparallel", "--codec fp17", "fp17"),
+        ("utilisation", "--overlaps none,late", "no late; there are none"),
+        ("utilisation", "--codec fp17", "fp17"),
+        ("memory", "--overlap late", "late"),
+        ("memory", "--codec fp17", "fp17"),
+        ("allreduce", "--codec int4", "int4"),
+        ("encryption", "--codec int4", "int4"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_a_sentence(
+    name: str, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some ended with a traceback, or with one of each process; a fault every 0 seconds took for ever to plan."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = benchmark_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_the_convergence_benchmark_trains_and_tells_the_loss(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "convergence.py"), "--arms", "2 workers;int8", "--seeds", "1"]
     command += ["--steps", "100", "--state", str(tmp_path / "state.json"), "--json"]

@@ -18,6 +18,7 @@ import dlc.comm.linkprobe as linkprobe
 from dlc.comm.burst import BURST_BYTES_MAX, BURST_S, Burst
 from dlc.comm.effects import Send
 from dlc.comm.entries import ROUND
+from dlc.comm.events import MemberDown
 from dlc.comm.ground import Ground
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.linkprobe import ASKS_MAX, GRANT_S, GRANTS_MAX, WAIT_S_MAX, LinkProbes
@@ -418,6 +419,25 @@ def test_what_no_correct_receiver_says_is_an_error_and_changes_nothing() -> None
     probes.receive(YOU, ProbeCount(session, 2 * len(sent.payload)), now)  # cannot be: what was sent has come
     probes.receive(YOU, ProbeCount(session, 1), now + 0.1)  # an older one, overtaken
     assert probes._burst is not None and probes._burst.receivers["you"].counted_bytes == len(sent.payload)
+
+
+def test_a_burst_goes_on_where_somebody_dies_who_receives_none_of_it() -> None:
+    """It was given up, as if a receiver had died, and the next one came later by that."""
+    probes = machine()
+    now, asked = 0.0, list[ProbeOpen]()
+    while not asked:
+        now += 0.1
+        asked = answers(probes.tick(now), ProbeOpen)
+    probes.receive(YOU, ProbeAnswer(asked[0].session, 0.0), now)
+    probes.tick(probes.next_deadline())  # THIRD has not answered
+    burst = probes._burst
+    assert burst is not None and burst.sending and list(burst.receivers) == ["you"]
+    probes.member(MemberDown(THIRD), now + 1.0)
+    assert probes._burst is burst
+    probes.member(MemberDown(YOU._replace(inc=2)), now + 1.0)
+    assert probes._burst is burst, "another process of that peer"
+    probes.member(MemberDown(YOU), now + 1.0)
+    assert probes._burst is None
 
 
 def test_without_counts_no_more_than_a_window_leaves() -> None:

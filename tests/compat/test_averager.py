@@ -16,12 +16,12 @@ from dlc.compat.hivemind.averaging import sharing
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.carry import carry, same_bits
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
-from dlc.compat.hivemind.averaging.image import pack_state, unpack_state
+from dlc.compat.hivemind.averaging.image import LENGTH, pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
 from dlc.compat.hivemind.swarm import Notice, Outcome
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
-from dlc.errors import ProtocolError, SwarmClosed, UsageError
+from dlc.errors import JoinError, ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import wait_until
 
@@ -423,6 +423,8 @@ def test_the_donor_with_the_greatest_priority_is_asked_first() -> None:
     assert loaded_by(2) == 0
     peers[2].allow_state_sharing = False
     assert loaded_by(0) == 3
+    with pytest.raises(UsageError, match="client"):
+        averager(town, [torch.zeros(3), torch.zeros(1)], client_mode=True, allow_state_sharing=True)
     client = averager(town, [torch.zeros(3), torch.zeros(1)], client_mode=True)
     with pytest.raises(ValueError, match="client"):
         client.allow_state_sharing = True
@@ -459,11 +461,66 @@ def test_a_donor_that_fails_or_dies_is_replaced_by_the_next() -> None:
     assert loader.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [7.0] * 3
 
 
+def test_of_donors_alike_the_eldest_gives_who_loads_itself_comes_last_and_the_next_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    town = Town()
+    donors = [averager(town, [torch.full((3,), float(i))]) for i in range(3)]
+    loader = averager(town, [torch.zeros(3)])
+    fetch = loader.dht.swarm.fetch
+
+    def loaded() -> float:
+        return float(loader.load_state_from_peers(timeout=WAIT_S)[1][0][0].item())
+
+    def torn(peer: str, *rest: Any) -> bytes | None:
+        if peer == donors[0].peer_id:
+            raise JoinError("it did not give its state")
+        return fetch(peer, *rest)
+
+    assert [loaded() for _ in range(5)] == [0.0] * 5
+    wait_until(lambda: not any(d.dht.swarm.held for d in donors), WAIT_S, "what was fetched is given back")
+    donors[0].announce(loading=True)
+    assert [loaded() for _ in range(5)] == [1.0] * 5
+    donors[0].announce(loading=False)
+    monkeypatch.setattr(loader.dht.swarm, "fetch", torn)
+    assert loaded() == 1.0
+    monkeypatch.setattr(sharing, "STATE_BYTES_MAX", 10)
+    assert loader.load_state_from_peers(timeout=WAIT_S) is None
+
+
+def test_a_donor_that_may_post_no_answer_holds_nothing_and_gives_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ended where its peer had as many notices as it may: it never gave its state again."""
+    town, refused = Town(), threading.Event()
+    donor, first, second = (averager(town, [torch.full((3,), value)]) for value in (7.0, 0.0, 0.0))
+    first.allow_state_sharing = second.allow_state_sharing = False
+    swarm = donor.dht.swarm
+    post = swarm.post
+
+    def full(key: str, value: bytes, ttl_s: float) -> None:
+        if key.startswith("have/"):
+            refused.set()
+            raise UsageError("one peer may have 4096 notices")
+        post(key, value, ttl_s)
+
+    monkeypatch.setattr(swarm, "post", full)
+    load = first.load_state_from_peers(wait=False, timeout=WAIT_S)
+    assert refused.wait(WAIT_S)
+    wait_until(lambda: not swarm.held, WAIT_S, "what nobody is told of is not held")
+    first.shutdown()
+    assert load.result(WAIT_S) is None and "one peer may have 4096 notices" in caplog.text
+    monkeypatch.setattr(swarm, "post", post)
+    assert second.load_state_from_peers(timeout=WAIT_S)[1][0].tolist() == [7.0] * 3
+
+
 def test_images_of_state_are_checked() -> None:
     raw = pack_state({"a": 1}, [torch.randn(300), torch.arange(4)], ["fp16", "int8"])
     metadata, (half, whole) = unpack_state(raw)
     assert metadata == {"a": 1} and half.shape == (300,) and torch.equal(whole, torch.arange(4))
-    for bad in (b"", raw[:20], raw[:-1], b"\xff" * 64, raw[:8] + b"\xc1" * (len(raw) - 8)):
+    header = MSGPackSerializer.dumps([{}, [["float32", [float("inf")], "fp32", 0]]])
+    endless = LENGTH.pack(len(header)) + header
+    for bad in (b"", raw[:20], raw[:-1], b"\xff" * 64, raw[:8] + b"\xc1" * (len(raw) - 8), endless):
         with pytest.raises(ProtocolError):
             unpack_state(bad)
 

@@ -366,6 +366,42 @@ def test_probes_of_links_can_be_left_out(dht: Any, monkeypatch: pytest.MonkeyPat
     assert joined == [True, False]
 
 
+@pytest.mark.parametrize("dht", [hivemind.DHT, OpenDiLoCoDHT])
+def test_of_the_addresses_of_a_host_the_first_of_tcp_counts(dht: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stands, as in Hivemind, whose programs list QUIC beside it."""
+    joined: list[tuple[str, str | None]] = []
+
+    def join(peers: list[str], *, listen: str, advertise: str | None, **of_peer: Any) -> None:
+        joined.append((listen, advertise))
+        raise JoinError("enough")
+
+    monkeypatch.setattr(Peer, "join", join)
+    hosts = ["/ip4/127.0.0.1/udp/0/quic", "/ip4/127.0.0.1/tcp/4600", "/ip4/127.0.0.1/tcp/4700"]
+    with pytest.raises(JoinError, match="enough"):
+        dht(start=True, host_maddrs=hosts, announce_maddrs=[QUIC, "/ip4/10.0.0.1/tcp/80"])
+    assert joined == [("127.0.0.1:4600", "10.0.0.1:80")]
+    for name in ("host_maddrs", "announce_maddrs"):
+        with pytest.raises(UsageError, match=f"{name} has no TCP address"):
+            dht(start=True, **{name: [QUIC]})
+        with pytest.raises(TypeError, match=f"{name} is a list of addresses"):
+            dht(start=True, **{name: "/ip4/10.0.0.1/tcp/80"})
+
+
+@pytest.mark.parametrize("dht", [hivemind.DHT, OpenDiLoCoDHT])
+def test_addresses_of_a_generator_are_not_used_up(dht: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at their types was all that they were good for: a swarm of its own was begun, unsaid."""
+    joined: list[list[str]] = []
+
+    def join(peers: list[str], **of_peer: Any) -> None:
+        joined.append(peers)
+        raise JoinError("enough")
+
+    monkeypatch.setattr(Peer, "join", join)
+    with pytest.raises(JoinError, match="enough"):
+        dht(map(str, [Multiaddr.of("10.0.0.1:4600")]), start=True)
+    assert joined == [["10.0.0.1:4600"]]
+
+
 def test_multiaddresses_may_be_objects_of_a_library() -> None:
     class Other:
         def __str__(self) -> str:

@@ -293,6 +293,22 @@ def test_samples_of_each_step_make_the_weight_and_what_a_scaler_skips_is_no_step
     assert optimizer.param_groups[0]["lr"] == 0.01 / 2**3, "the schedule goes on with the steps that were made"
 
 
+def test_groups_may_hold_their_parameters_as_torch_takes_them() -> None:
+    """Those of a generator were used up before the inner optimizer was made: it had none, and trained nothing."""
+    net, plain = model(), model()
+    one = (p for p in [net[0].weight])
+    groups = [{"params": one, "lr": 0.1}, {"params": net[0].bias}, {"params": net[2].parameters()}]
+    optimizer = DiLoCoOptimizer(
+        dht=LonePeer(), run_id="run", params=groups, outer_optimizer=NESTEROV, inner_optimizer=ADAMW, batch_size=5,
+        num_inner_steps=H,
+    )  # fmt: skip
+    train(net, optimizer, range(H - 1))
+    reference = ADAMW([{"params": [plain[0].weight], "lr": 0.1}, {"params": [plain[0].bias, *plain[2].parameters()]}])
+    train(plain, reference, range(H - 1))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 2]
+    assert torch.equal(flat(net), flat(plain))
+
+
 def test_samples_of_a_step_that_failed_do_not_count() -> None:
     """They weighed in the round as if they were in it."""
     net, peer = model(), LonePeer()

@@ -547,6 +547,19 @@ def test_peers_that_load_at_the_same_time_end_with_the_state_of_the_eldest() -> 
     assert all(torch.equal(weights(net), eldest) for net in nets)
 
 
+def test_a_state_is_not_loaded_beside_the_steps_of_its_optimizer() -> None:
+    """The future was taken for the state: sums were dropped, and the log told of one that had not come."""
+    town, nets = Town(), [nn.Linear(5, 1) for _ in range(2)]
+    opts = [optimizer(town, net, batch_size_per_step=TARGET // 2) for net in nets]
+    backward(nets[1], 0)
+    opts[1].step()
+    with pytest.raises(UsageError, match="wait=False"):
+        opts[1].load_state_from_peers(wait=False)
+    assert opts[1].local_progress.samples_accumulated == TARGET // 2 and not opts[1].state_averager.entry.loading
+    opts[1].load_state_from_peers(wait=True, timeout=WAIT_S)
+    assert torch.equal(weights(nets[0]), weights(nets[1])) and not opts[1].local_progress.samples_accumulated
+
+
 def test_a_peer_that_comes_late_in_the_same_epoch_takes_part_in_its_average() -> None:
     town = Town()
     nets, opts = prepared(town, 2)
@@ -1256,6 +1269,26 @@ def test_an_optimizer_that_is_refused_is_no_peer_of_the_run(
     assert not town.posted
 
 
+def test_a_group_may_hold_its_parameters_as_torch_takes_them() -> None:
+    """Of a group of one parameter the rows were taken, which get no gradients: it was never trained."""
+    net = model()
+    groups = [{"params": net.weight}, {"params": (p for p in [net.bias])}]
+    opt = optimizer(Town(), net, params=groups, batch_size_per_step=TARGET)
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(net, 0)
+    opt.step()
+    assert not any(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    with pytest.raises(UsageError, match="one tensor"):
+        optimizer(Town(), net, params=net.weight)
+
+
+def test_an_optimizer_that_is_not_made_of_what_it_is_given_is_refused() -> None:
+    """Offloaded, it stepped the model, which was then set from copies that nobody had stepped."""
+    net = model()
+    with pytest.raises(UsageError, match="holds other parameters"):
+        optimizer(Town(), net, optimizer=lambda params: SGD(net.parameters()))
+
+
 def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> None:
     town, net = Town(), model()
     made = SGD(net.parameters())
@@ -1505,6 +1538,28 @@ def test_a_group_is_looked_for_when_the_gradients_are_there() -> None:
     averager.accumulate_grads_(batch_size=1)
     averager.step(wait=False)
     assert order == ["copy", "look for a group"]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_weight_that_no_mean_can_have_is_refused_before_anything_is_begun(
+    given: bool, weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that nobody would ever trigger stayed, and the sums were taken for used."""
+    net = nn.Linear(2, 1)
+    averager = GradientAverager(
+        net.parameters(), dht=dht(Town()), prefix="g", start=True, min_matchmaking_time=FOREVER_S
+    )
+    net(torch.ones(1, 2)).sum().backward()
+    averager.accumulate_grads_(batch_size=1)
+    control = averager.schedule_step() if given else None
+    with pytest.raises(ValueError, match="weight"):
+        averager.step(weight=weight, control=control)
+    assert averager._steps == ({control} if given else set())
+    assert averager.local_samples_accumulated == 1 and (control is None or not control.triggered)
+    averager.accumulate_grads_(batch_size=1)
+    averager.step(control=control, wait=False)
+    assert not caplog.text
 
 
 def test_who_goes_on_at_once_after_an_average_that_failed_is_not_told_to_reset_its_sums(

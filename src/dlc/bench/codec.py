@@ -28,7 +28,7 @@ from dlc.errors import UsageError
 from dlc.train.setup import pick_device
 
 CHUNK_ELEMS = 1 << 18
-"""1 MiB of fp32: what the library's all-reduce uses."""
+"""1 MiB of fp32: the largest chunks that rounds between hosts have where nobody sets them."""
 REPEATS = 5
 MB_MAX = 4000.0
 """More only takes longer."""

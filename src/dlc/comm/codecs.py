@@ -6,7 +6,7 @@ them keep three promises, which the reduction rests on:
 
 - **Sizes are exact**: `wire_bytes(numel)` is the only length that `numel` elements ever have.
 - **Finite stays finite**: a finite element beyond the range of the wire type is clamped to the largest value of
-  that type (bf16: +-3.39e38, fp16: half of that). It never becomes an infinity.
+  that type (bf16: +-3.39e38, fp16: +-3.40e38). It never becomes an infinity.
 - **Non-finite stays non-finite**: NaN and infinities survive encoding (in blocks: as a block of NaN), so that the
   receiver can see and refuse them.
 

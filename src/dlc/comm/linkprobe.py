@@ -336,8 +336,9 @@ class LinkProbes:
             return self.ground.drain()
         if self._guest is not None and self._guest.voter == voter:
             self._guest = None
-        if burst is not None and voter in burst.asked:
-            burst.receivers.pop(voter.peer, None)
+        receiver = burst.receivers.get(voter.peer) if burst is not None else None
+        if burst is not None and receiver is not None and receiver.voter == voter:
+            del burst.receivers[voter.peer]
             if burst.sending or not burst.receivers:
                 self._later(BUSY_S)
         return self.ground.drain()

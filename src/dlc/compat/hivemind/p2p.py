@@ -81,14 +81,26 @@ def parse_multiaddr(text: str) -> str:
     return join_address(*parse_address(f"[{host}]:{named['tcp']}" if ":" in host else f"{host}:{named['tcp']}"))
 
 
-def is_address(given: object) -> bool:
-    """A text, or what is written as a multiaddress, such as one of the library of that name."""
-    return isinstance(given, str) or str(given).startswith("/")
+def listed(name: str, maddrs: Iterable[str] | None) -> list[str]:
+    """The addresses of an argument, none where it is None; it is read once, as it may be a generator. TypeError, by its
+    name, for anything but texts, and what is written as a multiaddress, such as one of the library of that name."""
+    found = [] if maddrs is None or isinstance(maddrs, str) else list(maddrs)
+    if isinstance(maddrs, str) or not all(isinstance(m, str) or str(m).startswith("/") for m in found):
+        raise TypeError(f"{name} is a list of addresses")
+    return found
 
 
 def tcp_of(maddrs: Iterable[str]) -> list[str]:
     """HOST:PORT of each of them; those of QUIC and UDP, which Hivemind's programs list beside TCP, are left out."""
     return [parse_multiaddr(text) for text in map(str, maddrs) if not _elsewhere(text)]
+
+
+def first_of(maddrs: Iterable[str], what: str) -> str:
+    """HOST:PORT of the first that is TCP; UsageError, which says of `what`, where none is."""
+    found = tcp_of(maddrs)
+    if not found:
+        raise UsageError(f"{what} has no TCP address: give /ip4/HOST/tcp/PORT")
+    return found[0]
 
 
 def initial_of(maddrs: Sequence[str]) -> list[str]:
@@ -118,4 +130,4 @@ __getattr__ = attribute_hook(
     dict.fromkeys(("P2P", "P2PContext", "P2PDaemonError", "P2PHandlerError", "PeerInfo", "ServicerBase"), INSIDE),
 )
 
-__all__ = ["AddressError", "Multiaddr", "PeerID", "initial_of", "is_address", "parse_multiaddr", "tcp_of"]
+__all__ = ["AddressError", "Multiaddr", "PeerID", "first_of", "initial_of", "listed", "parse_multiaddr", "tcp_of"]

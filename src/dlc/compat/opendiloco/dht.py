@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlc.comm.roles import TRAINER
-from dlc.compat.hivemind.p2p import Multiaddr, initial_of, parse_multiaddr
+from dlc.compat.hivemind.p2p import Multiaddr, first_of, initial_of, listed
 from dlc.compat.hivemind.peer_swarm import check_rounds
 from dlc.errors import UsageError
 from dlc.peer import Peer
@@ -17,9 +17,10 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 class DHT:
     """Joins the run of `initial_peers` (multiaddresses, or HOST:PORT); without them, founds one.
 
-    host_maddrs: where to listen, the first of them; beyond loopback a run key is needed. announce_maddrs: what others
-    dial, the first of them. run_key: its text, its bytes, or the path of its file. identity_path: the state directory,
-    by which a peer is the same member after a restart. startup_timeout: seconds; None waits for ever.
+    host_maddrs: where to listen, the first TCP address of them; beyond loopback a run key is needed. announce_maddrs:
+    what others dial, the first TCP address of them. run_key: its text, its bytes, or the path of its file.
+    identity_path: the state directory, by which a peer is the same member after a restart. startup_timeout: seconds;
+    None waits for ever.
     probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry. role: "trainer", or "observer", by
     which others join, and which trains nothing: without `initial_peers` it waits until one of them has begun the run.
 
@@ -40,11 +41,10 @@ class DHT:
         probe_links: bool = True,
         role: str = TRAINER,
     ) -> None:
-        if isinstance(initial_peers, str):
-            raise TypeError("initial_peers is a list of addresses")
-        self._peers = initial_of(list(initial_peers or ()))
-        self._listen = parse_multiaddr((host_maddrs or LOOPBACK)[0])
-        self._advertise = parse_multiaddr(announce_maddrs[0]) if announce_maddrs else None
+        self._peers = initial_of(listed("initial_peers", initial_peers))
+        self._listen = first_of(listed("host_maddrs", host_maddrs) or LOOPBACK, "host_maddrs")
+        announced = listed("announce_maddrs", announce_maddrs)
+        self._advertise = first_of(announced, "announce_maddrs") if announced else None
         self._key, self._state_dir, self._timeout_s = run_key, identity_path, startup_timeout
         self._probe_links, self._role = probe_links, role
         self._peer: Peer | None = None

@@ -161,8 +161,14 @@ def parameters_of(params: Iterable[Any] | None) -> tuple[list[Any], list[torch.n
 
     ValueError: there are none.
     """
-    given = list(params) if params is not None else []
+    given = [_group(item) if isinstance(item, Mapping) else item for item in (params if params is not None else ())]
     flat = [p for item in given for p in (item["params"] if isinstance(item, Mapping) else [item])]
     if not flat:
         raise ValueError("params must be the parameters to train, or groups of them")
     return given, flat
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """With its parameters in a list: the optimizer reads them once more."""
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}

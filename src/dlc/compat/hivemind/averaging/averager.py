@@ -106,6 +106,8 @@ class DecentralizedAverager(Announced):
     ) -> None:
         client_mode = dht.client_mode if client_mode is None else client_mode
         _check(initial_group_bits, client_mode, auxiliary, target_group_size, min_group_size)
+        if client_mode and allow_state_sharing:
+            raise UsageError("a peer in client mode cannot share its state: leave allow_state_sharing out")
         if target_group_size is not None and target_group_size > GROUP_MAX:
             log.info("%s: target_group_size is %d, groups have up to %d members", prefix, target_group_size, GROUP_MAX)
             target_group_size = GROUP_MAX

@@ -28,6 +28,12 @@ class AveragingStage(Enum):
     """With a result, an error, or cancelled."""
 
 
+def check_weight(weight: float) -> None:
+    """ValueError for one that no mean can have."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"the weight is {weight}: it must be a finite number that is not negative")
+
+
 class StepControl(AwaitableFuture[Any]):
     """A future of what was gathered, `{peer id: data}`, whose step can be watched, triggered and cancelled.
 
@@ -52,8 +58,7 @@ class StepControl(AwaitableFuture[Any]):
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"the weight is {weight}: it must be a finite number that is not negative")
+        check_weight(weight)
         self._warn_if_begun("weight")
         self._weight = float(weight)
 
@@ -118,4 +123,4 @@ def waited(control: StepControl, timeout: float | None = None) -> Any:
         raise
 
 
-__all__ = ["AveragingStage", "CancelledError", "StepControl", "waited"]
+__all__ = ["AveragingStage", "CancelledError", "StepControl", "check_weight", "waited"]

@@ -60,7 +60,7 @@ def unpack_state(raw: bytes) -> tuple[Any, list[Tensor]]:
                 raise ValueError("it is cut short")
             tensors.append(_tensor(BY_NAME[dtype], [int(n) for n in shape], codec, raw[start : start + n_bytes]))
             start += n_bytes
-    except (ValueError, KeyError, TypeError, RuntimeError, struct.error, DlcError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError, struct.error, DlcError) as error:
         raise ProtocolError(f"no state of a peer: {error}") from error
     return metadata, tensors
 

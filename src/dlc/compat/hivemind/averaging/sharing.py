@@ -179,7 +179,14 @@ class Sharing:
                 log.warning("this peer's state is not given to %s: %s", loader[:8], error)
             except Exception:
                 log.exception("this peer's state could not be given to %s", loader[:8])
-        self._swarm.post(f"have/{self._prefix}/{loader}", MSGPackSerializer.dumps([nonce, n_bytes]), HOLD_S)
+        try:
+            self._swarm.post(f"have/{self._prefix}/{loader}", MSGPackSerializer.dumps([nonce, n_bytes]), HOLD_S)
+        except SwarmClosed:
+            raise
+        except DlcError as error:  # this peer has as many notices as it may; the loader asks the next donor
+            log.warning("%s cannot be told of this peer's state: %s", loader[:8], error)
+            if self._held.pop(nonce, None) is not None:
+                self._swarm.release(f"state/{nonce}")
 
     def _give_back(self, wanted: set[str]) -> None:
         for nonce in [nonce for nonce in self._held if nonce not in wanted]:

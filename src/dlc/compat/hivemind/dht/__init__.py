@@ -13,7 +13,7 @@ from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
 from dlc.compat.hivemind.dht.schema import SchemaValidator
 from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key, notice_prefix, records
 from dlc.compat.hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
-from dlc.compat.hivemind.p2p import Multiaddr, PeerID, initial_of, is_address, tcp_of
+from dlc.compat.hivemind.p2p import Multiaddr, PeerID, first_of, initial_of, listed
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
 from dlc.compat.hivemind.swarm import Swarm
 from dlc.compat.hivemind.utils.background import AwaitableFuture
@@ -91,11 +91,9 @@ class DHT:
         probe_links: bool = True,
         **of_hivemind: Any,
     ) -> None:
-        if isinstance(initial_peers, str) or not all(map(is_address, initial_peers or ())):
-            raise TypeError("initial_peers is a list of addresses")
-        for name, given in (("host_maddrs", host_maddrs), ("announce_maddrs", announce_maddrs)):
-            if isinstance(given, str):
-                raise TypeError(f"{name} is a list of addresses")
+        peers = listed("initial_peers", initial_peers)
+        self._host_maddrs = listed("host_maddrs", host_maddrs) or list(LOOPBACK)
+        self._announce_maddrs = listed("announce_maddrs", announce_maddrs)
         for name in of_hivemind:
             if name in REFUSED and of_hivemind[name]:
                 raise refuse(f"DHT({name}=...)", REFUSED[name])
@@ -105,9 +103,8 @@ class DHT:
             raise refuse("use_ipfs", "give the address of a peer as initial_peers")
         self._validator = CompositeValidator(record_validators)
         self.initial_peers = initial_peers
-        self._contacts = initial_of(list(initial_peers or ()))
+        self._contacts = initial_of(peers)
         self._client_mode = client_mode
-        self._host_maddrs, self._announce_maddrs = host_maddrs or LOOPBACK, announce_maddrs
         self._identity_path, self._startup_timeout, self._run_key = identity_path, startup_timeout, run_key
         self._swarm, self._log, self._probe_links = p2p, log, probe_links
         self._closed = False
@@ -127,8 +124,8 @@ class DHT:
 
             self._swarm = PeerSwarm.join(
                 self._contacts,
-                listen=_first(self._host_maddrs, "host_maddrs"),
-                advertise=_first(self._announce_maddrs, "announce_maddrs") if self._announce_maddrs else None,
+                listen=first_of(self._host_maddrs, "host_maddrs"),
+                advertise=first_of(self._announce_maddrs, "announce_maddrs") if self._announce_maddrs else None,
                 key=self._run_key if self._run_key is not None else _keys["default"],
                 state_dir=self._identity_path,
                 timeout_s=self._startup_timeout,
@@ -263,13 +260,6 @@ def _check_names(what: str, given: Iterable[str], known: Collection[str]) -> Non
     for name in given:
         if name not in known:
             raise TypeError(f"{what} has no argument {name!r}")
-
-
-def _first(maddrs: Iterable[str], what: str) -> str:
-    found = tcp_of(maddrs)
-    if not found:
-        raise UsageError(f"{what} has no TCP address: give /ip4/HOST/tcp/PORT")
-    return found[0]
 
 
 def _maybe_future(value: T, wanted: bool) -> T | Future[T]:

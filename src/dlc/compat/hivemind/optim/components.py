@@ -141,6 +141,9 @@ def build(
     else:
         rest = iter(optimized)
         opt = optimizer([{**group, "params": [next(rest) for _ in group["params"]]} for group in groups])
+        held = {param for group in opt.param_groups for param in group["params"]}
+        if any(param.requires_grad and param not in held for param in optimized):
+            raise UsageError(f"the optimizer that was made holds other parameters than those that it was given: {HOW}")
     if initialize_optimizer is not False:
         initialize(opt, averaged)
     sched = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(opt)
@@ -180,10 +183,13 @@ def steps_of(scheduler: Any) -> int:
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    if isinstance(params, Tensor):  # which is an iterable, too: of its rows
+        raise UsageError("params is one tensor: give a list of the parameters, or groups of them")
     given = list(params)
     if all(isinstance(param, Tensor) for param in given):
         given = [{"params": given}]
-    return [{**group, "params": list(group["params"])} for group in given]
+    each = [(group, group["params"]) for group in given]
+    return [{**group, "params": [many] if isinstance(many, Tensor) else list(many)} for group, many in each]
 
 
 def _host_copy(param: Tensor) -> Tensor:

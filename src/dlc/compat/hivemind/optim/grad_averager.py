@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
-from dlc.compat.hivemind.averaging.control import StepControl, waited
+from dlc.compat.hivemind.averaging.control import StepControl, check_weight, waited
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.optimizer_state import check_real
 from dlc.errors import UsageError
@@ -112,12 +112,15 @@ class GradientAverager(DecentralizedAverager):
         weight: default the number of samples. reset_accumulators: the sums begin anew. control: of `schedule_step`.
         timeout: seconds; other arguments as of `DecentralizedAverager.step`. AllreduceException: there was no mean.
         TimeoutError: not in time, and a control was given: it can be waited for again, or cancelled.
+        ValueError, with nothing done: no weight that a mean can have.
         """
         given = control is not None
         if control is not None and kwargs:
             raise UsageError(f"{', '.join(kwargs)}: give this to schedule_step, where the group is looked for")
         if control is not None and control.triggered:
             raise UsageError("this StepControl was used already")
+        weight = self.local_samples_accumulated if weight is None else weight
+        check_weight(weight)
         self._look_back()
         if self._averages_unused and self.warn:
             log.warning("the averages of the last round were not used")
@@ -125,7 +128,7 @@ class GradientAverager(DecentralizedAverager):
         if control is None:  # after the copy, which takes its time in a large model: the timeout is for the others
             control = self.schedule_step(timeout=timeout, **kwargs)
         self._sums_used = self._averages_unused = True
-        control.weight = self.local_samples_accumulated if weight is None else weight
+        control.weight = weight
         if reset_accumulators:
             self.reset_accumulated_grads_()
         self._last = control

@@ -409,7 +409,10 @@ class Optimizer(TorchFace):
         """Take over parameters, statistics and epoch of the peer that is furthest; local sums begin anew.
 
         Where no peer gives its state, or all that do are as far as this one and came later, nothing is changed.
+        timeout: seconds; default load_state_timeout. UsageError: wait=False.
         """
+        if not kwargs.pop("wait", True):
+            raise UsageError("an Optimizer's state is taken over between two of its steps: leave out wait=False")
         self.state_averager.wait_for_delayed_updates()
         self.state_averager.step(apply_delayed_updates=True)
         if self.state_averager.directory.is_reference() and self.local_epoch >= self.tracker.global_epoch:
