@@ -33,7 +33,7 @@ from dlc.errors import DlcError
 from dlc.peer import Peer
 from dlc.report import RoundReport
 from tests.forked import AVAILABLE, Forked
-from tests.helpers import wait_until
+from tests.helpers import interrupted_at, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN_S = 180.0
@@ -266,3 +266,26 @@ def _tell(name: str, **fields: Any) -> None:
 
 if __name__ == "__main__":
     work(json.loads(sys.argv[1]))
+
+
+def lines_interrupted(peer: Peer, call: Callable[[], object], tell: Callable[[], object]) -> int:
+    """How many lines the call has, each of which was interrupted by Ctrl-C in turn. After each the driver thread does
+    `tell`; AssertionError where it does not come to its end. The peer leaves."""
+    at, interrupted = 0, True
+
+    def told(said: queue.SimpleQueue[None]) -> None:
+        tell()
+        said.put(None)
+
+    while interrupted:
+        at += 1
+        interrupted = interrupted_at(at, call)
+        said = queue.SimpleQueue[None]()
+        peer._driver.call(lambda now, said=said: told(said))
+        try:
+            said.get(timeout=JOIN_S)
+        except queue.Empty:
+            peer._closed = True  # to leave would take for ever
+            raise AssertionError(f"the driver is stuck after an interruption at {at}") from None
+    peer.leave()
+    return at

@@ -45,8 +45,8 @@ from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
-from tests.helpers import TICK_S, interrupted_at, wait_until
-from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, free_addresses, swarm, together
+from tests.helpers import TICK_S, wait_until
+from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, free_addresses, lines_interrupted, swarm, together
 
 KEY = generate_run_key()
 WAIT_S = 30.0
@@ -1112,28 +1112,14 @@ def test_ctrl_c_at_any_line_of_a_call_leaves_the_driver_nothing_to_wait_for(
 ) -> None:
     """The caller kept the lock by which it was to be told: the driver waited for that for ever, and `leave` for it."""
     monkeypatch.setattr(drivercalls, "LOOK_S", TICK_S / 10)
-    peer, at, interrupted = Peer.join(), 0, True
+    peer = Peer.join()
 
     def wait() -> None:
         looks = iter((False, True))
         peer._wait(lambda: next(looks), None, "")
 
-    def tell(said: queue.SimpleQueue[None]) -> None:
-        peer._event(object())
-        said.put(None)
-
-    while interrupted:
-        at += 1
-        interrupted = interrupted_at(at, wait if call == "wait" else lambda: peer._ask(lambda node, now: None))
-        told = queue.SimpleQueue[None]()
-        peer._driver.call(lambda now, told=told: tell(told))
-        try:
-            told.get(timeout=JOIN_S)
-        except queue.Empty:
-            peer._closed = True  # to leave would take for ever
-            raise AssertionError(f"the driver is stuck after an interruption at {at}") from None
-    peer.leave()
-    assert at > 20, "as a call has some lines"
+    interrupted = wait if call == "wait" else lambda: peer._ask(lambda node, now: None)
+    assert lines_interrupted(peer, interrupted, lambda: peer._event(object())) > 20, "as a call has some lines"
 
 
 def test_a_driver_that_ends_while_a_call_waits_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

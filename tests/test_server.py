@@ -24,8 +24,8 @@ from dlc.strategyspec import ServerSpec
 from dlc.train.outer import theta_of
 from dlc.train.saves import newest
 from dlc.train.trainer import Trainer
-from tests.helpers import TICK_S, interrupted_at, wait_until
-from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host
+from tests.helpers import TICK_S, wait_until
+from tests.swarm import DEADLINE_S, JOIN_S, RUN, Event, Host, lines_interrupted
 
 PLAIN = OuterSpec(optimizer="sgd", lr=1.0)
 ENDS_S = 60.0
@@ -36,26 +36,11 @@ def interrupted(*args: object) -> bool:
 
 
 def test_ctrl_c_at_any_line_of_a_wait_for_an_exchange_leaves_the_driver_nothing_to_wait_for() -> None:
-    peer, at, interrupted = dlc.Peer.join(log=False), 0, True
+    peer = dlc.Peer.join(log=False)
     client = dlc.ServerClient(peer, torch.zeros(8))
     another = ExchangeOver(-1, 0, (), 0, 0, 0.0)
-
-    def tell(said: queue.SimpleQueue[None]) -> None:
-        client._heard(another)
-        said.put(None)
-
-    while interrupted:
-        at += 1
-        interrupted = interrupted_at(at, lambda: client.poll(TICK_S))
-        told = queue.SimpleQueue[None]()
-        peer._driver.call(lambda now, told=told: tell(told))
-        try:
-            told.get(timeout=JOIN_S)
-        except queue.Empty:
-            peer._closed = True  # to leave would take for ever
-            raise AssertionError(f"the driver is stuck after an interruption at {at}") from None
-    peer.leave()
-    assert at > 10, "as a wait has some lines"
+    lines = lines_interrupted(peer, lambda: client.poll(TICK_S), lambda: client._heard(another))
+    assert lines > 10, "as a wait has some lines"
 
 
 def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper(

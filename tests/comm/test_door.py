@@ -66,6 +66,18 @@ def pump(until: Callable[[], object], *transports: Transport) -> None:
             one.poll(0.01)
 
 
+def pass_message(sender: Transport, to: Transport) -> None:
+    sender.send_control(f"127.0.0.1:{to.control_port}", [b"x"])
+    found: list[object] = []
+
+    def arrived() -> bool:
+        found.extend(e for e in to.poll(0.01) if isinstance(e, Incoming))
+        sender.poll(0.0)
+        return bool(found)
+
+    pump(arrived)
+
+
 def is_open(sock: socket.socket) -> bool:
     """Nothing but a greeting has come: no end."""
     sock.setblocking(False)
@@ -209,15 +221,7 @@ def test_who_says_what_a_member_said_before_opens_no_more_than_some(
         came.sendall(said)
         pump(lambda came=came: is_welcomed(came), a)
     assert guests(a) <= most and a._door.shut >= most // 2
-    b.send_control(f"127.0.0.1:{a.control_port}", [b"x"])
-    found: list[object] = []
-
-    def arrived() -> bool:
-        found.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
-        b.poll(0.0)
-        return bool(found)
-
-    pump(arrived)
+    pass_message(b, a)
 
 
 @pytest.mark.parametrize("lane", ["control", "bulk"])
@@ -258,15 +262,7 @@ def test_without_a_key_nobody_is_a_stranger(
 ) -> None:
     a, b = transport("a", None), transport("b", None)
     came = [stranger(a) for _ in range(4 * LIMIT)]
-    b.send_control(f"127.0.0.1:{a.control_port}", [b"x"])
-    found: list[object] = []
-
-    def arrived() -> bool:
-        found.extend(e for e in a.poll(0.01) if isinstance(e, Incoming))
-        b.poll(0.0)
-        return bool(found)
-
-    pump(arrived)
+    pass_message(b, a)
     assert guests(a) == a._door.shut == 0 and all(map(is_open, came))
 
 

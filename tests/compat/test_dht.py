@@ -216,3 +216,18 @@ def test_what_is_read_again_and_again_and_is_of_no_use_is_told_once(caplog: pyte
     for _ in range(3):
         assert b.get("k") is None and not directory.others() and not tracker.progress_now().num_peers
     assert len([r for r in caplog.records if r.name.startswith("dlc.compat") and r.args == (a.swarm.id[:8],)]) == 3
+
+
+def test_an_entry_that_could_not_be_posted_is_posted_by_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a peer has as many notices as it may, it can post no other."""
+    _, a, b = two()
+    mine, theirs = (Directory(dht.swarm, "run", Entry("", 0, "")) for dht in (a, b))
+
+    def refuse(*args: object) -> None:
+        raise UsageError("no room")
+
+    with monkeypatch.context() as full, pytest.raises(UsageError, match="no room"):
+        full.setattr(a.swarm, "post", refuse)
+        mine.change(round=3)
+    mine.change(round=3)
+    assert [entry.round for entry in theirs.others().values()] == [3]

@@ -53,6 +53,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     for refused in (model, list(model.parameters())):
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
             DiLoCo(refused, sgd(before), FakePeer(), sync_every=2)
+    with pytest.raises(UsageError, match="holds none of the model's parameters"):
+        DiLoCo(model, torch.optim.SGD([{"params": []}], lr=0.1), FakePeer(), sync_every=2)
     DiLoCo(model, torch.optim.SGD([next(model.parameters())], lr=0.1), FakePeer(), sync_every=2)
 
 

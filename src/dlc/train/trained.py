@@ -42,7 +42,7 @@ class Trained:
         self._inner = inner
         self._check_whole()
         held = {id(parameter) for parameter in self._optimized()}
-        if held and not any(id(tensor) in held for tensor in self.view.tensors):
+        if not any(id(tensor) in held for tensor in self.view.tensors):
             raise UsageError(
                 "the optimizer holds none of the model's parameters, so its steps would not train it: make the "
                 "optimizer from the parameters of this very model, after the last change of it"

@@ -75,9 +75,13 @@ class Directory:
             entry = dataclasses.replace(self.entry, **changes)  # type: ignore[arg-type]
             if changes and entry == self.entry:
                 return
-            self.entry = entry
+            before, self.entry = self.entry, entry
+            try:
+                self._swarm.post(self._key, MSGPackSerializer.dumps(list(dataclasses.astuple(entry))), TTL_S)
+            except BaseException:  # it is still to be told
+                self.entry = before
+                raise
             self._posted = time.monotonic()
-            self._swarm.post(self._key, MSGPackSerializer.dumps(list(dataclasses.astuple(self.entry))), TTL_S)
 
     def refresh(self) -> None:
         """Post my entry again, long before it ends."""
