@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -298,6 +299,23 @@ def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="flock")
+def test_two_threads_may_close_a_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that stops, and a program that makes its peer leave: one of the two ended with EBADF."""
+    lock, unlock = folderlock.FolderLock(tmp_path), folderlock._unlock
+    other = threading.Thread(target=lock.close)
+
+    def unlock_behind_the_other(file: IO[bytes]) -> None:
+        monkeypatch.setattr(folderlock, "_unlock", unlock)
+        other.start()
+        other.join()
+        unlock(file)
+
+    monkeypatch.setattr(folderlock, "_unlock", unlock_behind_the_other)
+    lock.close()
+    assert other.ident is not None
+    folderlock.FolderLock(tmp_path).close()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_a_usage_error_and_nothing_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -7,6 +7,7 @@ would not do, as some give another one each time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -27,16 +28,18 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
-        self._file = self._path.open("ab", buffering=0)
+        file = self._path.open("ab", buffering=0)
         try:
-            _lock(self._file)
+            _lock(file)
         except BlockingIOError:
-            self._file.close()
+            file.close()
             raise
         except OSError as error:
-            self._file.close()
+            file.close()
             raise OSError(error.errno, f"its file system keeps no locks ({error.strerror})") from None
-        self._line = _sign(self._file)
+        self._line = _sign(file)
+        self._held = [file]
+        """Until it is closed, by whichever thread takes it from here."""
 
     def lost(self) -> bool:
         """Whether what is there now is another file, or none. False, too, where that cannot be found out, as of a disk
@@ -50,10 +53,11 @@ class FolderLock:
             return False
 
     def close(self) -> None:
-        """Let another process have it. May be called twice."""
-        if not self._file.closed:
-            _unlock(self._file)
-            self._file.close()
+        """Let another process have it. May be called twice, by two threads at once, too."""
+        with contextlib.suppress(IndexError):
+            file = self._held.pop()
+            _unlock(file)
+            file.close()
 
 
 def _sign(file: IO[bytes]) -> bytes | None:
