@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import threading
 import time
@@ -57,17 +58,20 @@ def interrupted_at(at: int, call: Callable[[], object]) -> bool:
     return lines >= at
 
 
-def undisturbed(late_s: Callable[[], float], measure: Callable[[], T], deadline_s: float = 30.0) -> T:
+def undisturbed(
+    late_s: Callable[[], float], measure: Callable[[], T], deadline_s: float = 30.0, figure_s: float = math.inf
+) -> T:
     """What `measure()` gives in a time in which the emulated network ran when it had to, as its own clock shows.
 
     `late_s`: for how long, in sum, the machine has kept it from that (`_wan.Wan.late_s`): nothing that is measured. On
     a machine that gives no such time within `deadline_s` the test is skipped: there no rate and no delay is true.
+    `figure_s`: what a single figure of `measure()` is of, where that is a part of the time: one pause may lie in it.
     """
     end = time.monotonic() + deadline_s
     while True:
         begun, before = time.monotonic(), late_s()
         measured = measure()
-        share = (late_s() - before) / (time.monotonic() - begun)
+        share = (late_s() - before) / min(figure_s, time.monotonic() - begun)
         if share < LATE_SHARE_MAX:
             return measured
         if time.monotonic() >= end:
