@@ -43,6 +43,7 @@ def test_the_results_of_one_manifest_are_not_taken_for_those_of_another(whole: b
     node, (holder,) = process.node, commit.holders
     if not whole:
         node.exchange.held.popitem()
+        node.exchange.last_gain = -1e9  # nor is it on its way
     assert node.exchange.complete is whole
     head, other = node.log.head, dataclasses.replace(commit.entry, manifest=bytes(32))
     node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
@@ -112,3 +113,64 @@ def test_means_go_to_the_sink_of_the_contribution_that_they_are_of(
     assert len(done.included) == (3 if fits else 0) and set(done.included) == ({good} if fits else set())
     assert sink.t == (commit.entry.t if good else 0)
     assert told == [done] and TRAIN not in node.exchange.offered, "its offer is over, and not dropped"
+
+
+# ------------------------------------------------------------------ decided, and the last bytes are on their way
+
+
+class Behind:
+    """Four end a round, of whom one lacks the results: they are on their way. `kept`: what else does not arrive."""
+
+    def __init__(self, *kept: type) -> None:
+        self.stage = stage = Stage(4, inner_s=5.0)
+        coordinator, self.plan = stage.planned()
+        self.process, *_ = stage.peers(coordinator)
+        self.node, self.others = self.process.node, stage.peers(self.process)
+        self.kept = kept
+        stage.hold = self._lacks
+        stage.committed(self.plan.entry.t, self.others)
+        assert self.node.log.head == self.plan.head
+
+    def _lacks(self, source: str, target: str, message: object) -> bool:
+        last = isinstance(message, msg.Result) and message.header.head == self.plan.head
+        return target == self.process.host.name and (last or isinstance(message, self.kept))
+
+    def comes(self) -> None:
+        """What was kept, but for messages of the kinds that do not arrive."""
+        self.stage.held = [held for held in self.stage.held if not isinstance(held[-1], self.kept)]
+        self.stage.hold = lambda source, target, message: False
+        self.stage.release()
+
+    def asked(self) -> list[type]:
+        """What it asked others for."""
+        sent = ((source, m) for _, source, _, m in self.stage.sent)
+        return [type(m) for source, m in sent if source == self.process.host.name and isinstance(m, ASKING)]
+
+
+ASKING = (msg.SyncReq, msg.Fetch)
+
+
+@pytest.mark.parametrize("kept", [(), (msg.Held,), (msg.Commit,)])
+def test_who_lacks_what_is_on_its_way_waits_for_it_and_asks_for_nothing(kept: tuple[type, ...]) -> None:
+    """The others have gone on without its vote; what they sent comes, and it applies the same round. That it is decided
+    it knows by their votes, or by the COMMIT."""
+    behind = Behind(*kept)
+    stage, node = behind.stage, behind.node
+    stage.until(node.applier.last_results_come)
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    assert not behind.asked()
+    stage.all_in()
+
+
+def test_what_never_comes_is_asked_for_after_a_while() -> None:
+    """A connection may have taken it along."""
+    behind = Behind()
+    stage, node = behind.stage, behind.node
+    stage.until(node.applier.last_results_come)
+    assert not behind.asked()
+    stage.held.clear()
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    assert msg.SyncReq in behind.asked()
+    stage.all_in()

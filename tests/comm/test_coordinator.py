@@ -50,7 +50,7 @@ def others(coordinator: Coordinator) -> list[Voter]:
 def test_only_votes_of_its_deciders_in_its_ballot_count() -> None:
     _, _, coordinator = running(msg.Held)
     coordinator.votes.clear()
-    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32)
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
     voter, *_ = others(coordinator)
     for counter in (coordinator.ballot.counter - 1, coordinator.ballot.counter + 1):
         coordinator.receive_held(voter, dataclasses.replace(vote, ballot=Ballot(counter, coordinator.ctx.me)))
@@ -66,7 +66,7 @@ def test_two_manifests_in_one_ballot_end_it() -> None:
     head, ballot = process.node.log.head, coordinator.ballot
     coordinator.votes.clear()
     for voter, manifest in zip(others(coordinator), (b"a" * 32, b"b" * 32, b"b" * 32), strict=True):
-        coordinator.receive_held(voter, msg.Held(head, ballot, manifest))
+        coordinator.receive_held(voter, msg.Held(head, ballot, manifest, ()))
     assert coordinator.phase == PREP and coordinator.ballot > ballot and not coordinator.votes
     assert process.node.log.head == head
 
@@ -75,7 +75,7 @@ def test_two_manifests_in_a_forced_ballot_end_it_in_another_forced_one() -> None
     _, process, coordinator = running(msg.Held)
     me, one = coordinator.ctx.me, others(coordinator)[0]
     ballot, coordinator.deciders, coordinator.votes = coordinator.ballot, (me, one), {me: b"a" * 32}
-    coordinator.receive_held(one, msg.Held(process.node.log.head, ballot, b"b" * 32))
+    coordinator.receive_held(one, msg.Held(process.node.log.head, ballot, b"b" * 32, ()))
     assert coordinator.phase == PREP and coordinator.ballot > ballot and coordinator.deciders == (me, one)
 
 
@@ -97,7 +97,7 @@ def test_who_is_outside_a_forced_ballot_has_no_part_in_it() -> None:
     coordinator.receive_promise(other, promise)
     assert not coordinator.promises
     coordinator.phase = RUN
-    coordinator.receive_held(other, msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32))
+    coordinator.receive_held(other, msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ()))
     assert not coordinator.votes
 
 
@@ -157,7 +157,7 @@ def test_a_forced_ballot_needs_all_of_its_deciders(monkeypatch: pytest.MonkeyPat
     coordinator.receive_promise(other, promise)
     assert coordinator.phase == RUN
     coordinator.votes.clear()
-    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32)
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
     for voter in (me, one):
         coordinator.receive_held(voter, vote)
     assert not committed
@@ -213,7 +213,7 @@ def test_only_what_rises_in_its_own_ballot_is_progress() -> None:
         coordinator.receive_progress(voter, m)
         moved.append(coordinator._moved >= 0)
     assert moved == [False, True, False, False, True] and coordinator.progress == {voter: (1, 3)}
-    vote, moved = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32), []
+    vote, moved = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ()), []
     coordinator.votes.clear()
     for _ in range(2):
         coordinator._moved = -1.0
@@ -660,7 +660,7 @@ def test_an_owner_is_unheard_where_half_of_the_other_living_members_lack_its_res
 
 
 def test_beyond_a_quorum_votes_are_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are awake: a peer that misses the COMMIT has to catch up."""
+    """Of those that are awake, and for whom results wait: a peer that misses the COMMIT has to catch up."""
     for end in ("late", "asleep", "there"):
         _, _, coordinator = running(msg.Held)
         ctx, (one, two, three) = coordinator.ctx, others(coordinator)
@@ -669,7 +669,7 @@ def test_beyond_a_quorum_votes_are_waited_for_a_while(monkeypatch: pytest.Monkey
         asleep: list[Voter] = []
         monkeypatch.setattr(ctx.members, "awake", lambda voter, asleep=asleep: voter not in asleep)
         coordinator.votes, coordinator._quorum_since = {}, None
-        vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32)
+        vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, (three,))
         for voter in (ctx.me, one, two):
             coordinator.receive_held(voter, vote)
         since = ctx.now
@@ -689,6 +689,27 @@ def test_beyond_a_quorum_votes_are_waited_for_a_while(monkeypatch: pytest.Monkey
         assert committed == [sorted(voters)] and coordinator.phase == IDLE, end
 
 
+@pytest.mark.parametrize("sent", [True, False])
+def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the last owner says that nothing for it waits there. Where chunks have to be asked for, it is."""
+    _, _, coordinator = running(msg.Held)
+    assert coordinator.plan is not None
+    if not sent:
+        assignment = (-1, *coordinator.plan.assignment[1:])
+        coordinator.plan = dataclasses.replace(coordinator.plan, assignment=assignment)
+    committed: list[list[Voter]] = []
+    monkeypatch.setattr(coordinator, "committed", lambda entry, holders: committed.append(holders))
+    me, (one, two, three) = coordinator.ctx.me, others(coordinator)
+    coordinator.votes = {}
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
+    for voter in (me, one):
+        coordinator.receive_held(voter, vote)
+    coordinator.receive_held(two, dataclasses.replace(vote, owed=(three,)))
+    assert not committed and coordinator.phase == RUN
+    coordinator.receive_held(two, vote)
+    assert committed == ([sorted((me, one, two))] if sent else [])
+
+
 def test_what_is_committed_has_the_manifest_that_was_voted_for(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, coordinator = running(msg.Held)
     committed: list[Entry] = []
@@ -697,5 +718,5 @@ def test_what_is_committed_has_the_manifest_that_was_voted_for(monkeypatch: pyte
     assert plan is not None
     coordinator.votes = {}
     for voter in coordinator.log.state.electorate:
-        coordinator.receive_held(voter, msg.Held(plan.head, plan.ballot, b"m" * 32))
+        coordinator.receive_held(voter, msg.Held(plan.head, plan.ballot, b"m" * 32, ()))
     assert committed == [dataclasses.replace(plan.entry, manifest=b"m" * 32)]

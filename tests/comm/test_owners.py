@@ -5,6 +5,7 @@ Every stage runs under the simulator's checker, which computes each mean again f
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from dlc.comm.events import Apart
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Plan
-from dlc.comm.owners import asked_Bps, cut_off, shape_of
+from dlc.comm.owners import all_sent, asked_Bps, cut_off, shape_of
 from dlc.sim.schedule import TRAIN
 from dlc.sim.world import Process
 from tests.comm.stage import Stage
@@ -238,3 +239,15 @@ def test_what_a_plan_asks_of_my_link() -> None:
         assert asked.up <= rate_Bps * 1.000001
         if peer == "p2":
             assert asked.up > 0.99 * rate_Bps, "its own vector out is what takes the time"
+
+
+def test_all_is_sent_once_every_other_owner_says_so() -> None:
+    """Who owns nothing need not say anything, nor need who lacks it: what that one owns all others hold."""
+    _, plan = Stage(4).planned()
+    a, b, c, d = plan.owners
+    plan = dataclasses.replace(plan, assignment=(0, 1, 0))
+    assert all_sent(plan, d, {a: (), b: ()}) and all_sent(plan, d, {a: (c,), b: (a,), c: (d,)})
+    assert not all_sent(plan, d, {a: ()}) and not all_sent(plan, d, {a: (), b: (c, d)})
+    assert all_sent(plan, b, {a: ()}) and not all_sent(plan, b, {c: (), d: ()})
+    for assignment in ((0, -1, 1), ()):
+        assert not all_sent(dataclasses.replace(plan, assignment=assignment), d, {a: (), b: (), c: ()})

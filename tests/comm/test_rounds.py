@@ -16,6 +16,7 @@ from dlc.comm.account import account
 from dlc.comm.coordinator import RUN
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, Part
 from dlc.comm.events import DigestMismatch, RoundDone
+from dlc.comm.exchange import Exchange
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.ledger import Ledger
@@ -161,7 +162,10 @@ def test_whoever_sees_all_votes_need_not_hear_of_the_commit() -> None:
     assert len({p.node.log.head for p in stage.peers()}) == 1
     assert all(not report.missing for report in reports.values())
     for process in stage.peers():
-        assert set(process.node.applier.last_decision().holders) == {p.voter for p in stage.peers()}
+        holders = set(process.node.applier.last_decision().holders)
+        assert len(holders) >= 2 and holders <= {p.voter for p in stage.peers()}, (
+            "who lacks what is on its way may be left"
+        )
     assert coordinator.node.log.state.round_of(TRAIN) == plan.entry.t
 
 
@@ -175,11 +179,12 @@ def test_the_vote_that_decides_a_slot_is_none_of_the_next() -> None:
         assert not any(p.node.slot.votes for p in stage.peers())
 
 
-def test_no_member_decides_while_one_that_is_awake_has_not_voted() -> None:
-    """Whom to wait for, and for how long, is the coordinator's affair."""
+def test_no_member_decides_while_one_that_is_awake_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If results for it still wait. Whom to wait for, and for how long, is the coordinator's affair."""
     stage = Stage(4)
     coordinator, plan = stage.planned()
     lacks = stage.peers(coordinator)[0]
+    monkeypatch.setattr(Exchange, "owed", lambda self: (lacks.voter,))
     stage.hold = lambda s, t, m: no_commits(s, t, m) or (isinstance(m, msg.Held) and lacks.host.name in (s, t))
     others = stage.peers(lacks, coordinator)
     stage.until(lambda: all(len(p.node.slot.votes) == 2 for p in others))

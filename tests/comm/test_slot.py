@@ -143,10 +143,10 @@ def test_a_forced_ballot_is_asked_about_at_each_promise_plan_and_vote(monkeypatc
     assert msg.Held not in member.kinds(slot.announce)
 
 
-def _vote(member: Member) -> tuple[bytes, Ballot, bytes]:
+def _vote(member: Member) -> tuple[bytes, Ballot, bytes, tuple[Voter, ...]]:
     assert member.slot.accepted is not None
     ballot, decree = member.slot.accepted
-    return member.head, ballot, decree.entry.manifest
+    return member.head, ballot, decree.entry.manifest, ()
 
 
 # ------------------------------------------------------------------ promises
@@ -494,6 +494,8 @@ def learning(member: Member, monkeypatch: pytest.MonkeyPatch) -> list[list[Voter
 def test_a_member_learns_by_the_votes_of_all_that_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     member = voted()
     slot, learned, vote = member.slot, learning(member, monkeypatch), msg.Held(*_vote(member))
+    *_, lacking = [member.coordinator, *member.others]
+    vote = dataclasses.replace(vote, owed=(lacking,))
     older, another = Ballot(-1, member.coordinator), dataclasses.replace(vote, manifest=WRONG)
     voters = [member.coordinator, *member.others]
     for voter in voters[:2]:
@@ -506,6 +508,49 @@ def test_a_member_learns_by_the_votes_of_all_that_are_awake(monkeypatch: pytest.
     slot.receive_held(voters[0], dataclasses.replace(vote, ballot=older))  # came late
     slot.receive_held(last, vote)
     assert learned == [sorted(member.log.state.electorate)]
+
+
+def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever owner, myself included, what it lacks still waits: then it is."""
+    member = voted()
+    slot, learned, vote = member.slot, learning(member, monkeypatch), msg.Held(*_vote(member))
+    first, second, lacking = member.coordinator, *member.others
+    slot.receive_held(first, dataclasses.replace(vote, owed=(second, lacking)))
+    slot.receive_held(second, vote)
+    assert not learned, "results for it wait with another"
+    outbox, result = slot.exchange.outbox, member.node.exchange.results()[0]
+    outbox.tell(result, [lacking.peer])
+    slot.receive_held(first, dataclasses.replace(vote, owed=(second,)))
+    assert not learned, "and with me"
+    outbox.results.clear()
+    slot.receive_held(first, vote)
+    assert learned == [sorted((member.me, first, second))]
+
+
+def test_a_vote_says_for_whom_results_wait() -> None:
+    member = about_to_vote()
+    exchange, waiting = member.node.exchange, member.others[1]
+    exchange.outbox.tell(exchange.results()[0], [waiting.peer, "who is no member"])
+    assert {message.owed for _, message in member.sent(member.slot.advance)} == {(waiting,)}
+
+
+def test_that_others_have_decided_is_known_by_their_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quorum's, for one manifest, in the ballot of the plan at hand; not in a forced one."""
+    member = voted()
+    slot, vote = member.slot, msg.Held(*_vote(member))
+    learning(member, monkeypatch)
+    assert slot.plan is not None
+    for voter in member.others:
+        slot.receive_held(voter, vote)
+    assert not slot.decided_without_me, "two of four"
+    older = Ballot(vote.ballot.counter - 1, vote.ballot.voter)
+    for other in (dataclasses.replace(vote, manifest=WRONG), dataclasses.replace(vote, ballot=older)):
+        slot.votes[member.coordinator] = other
+        assert not slot.decided_without_me
+    slot.votes[member.coordinator] = vote
+    assert slot.decided_without_me
+    slot.plan = dataclasses.replace(slot.plan, deciders=slot.log.state.electorate)
+    assert not slot.decided_without_me
 
 
 def decides_by_force(slot: Slot) -> None:
@@ -568,7 +613,7 @@ def test_a_contribution_for_another_base_is_not_told_of() -> None:
     member.ctx.running_s = exchange.offered[TRAIN].since_run + 7.0
     ((to, ready),) = member.sent(slot.announce)
     assert to == member.coordinator.peer
-    assert (ready.head, ready.digest, ready.offered_s) == (member.head, member.log.digest(TRAIN), 7.0)
+    assert (ready.head, ready.digest, ready.offered_s) == (member.head, member.log.digest(TRAIN), pytest.approx(7.0))
     state = member.log.state
     member.log.state = dataclasses.replace(state, electorate=(member.coordinator, *member.others))
     assert not member.sent(slot.announce), "it would not be counted"

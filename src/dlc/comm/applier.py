@@ -6,6 +6,7 @@ account goes to the application, a new slot begins, and my record tells the othe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from dlc.comm import messages as msg
@@ -38,8 +39,12 @@ class Applier:
     def __init__(self, ctx: Context, log: Log, exchange: Exchange, slot: Slot, piece_bytes: int) -> None:
         self.ctx, self.log, self.exchange, self.slot = ctx, log, exchange, slot
         self.coordinator = Coordinator(ctx, log, slot, exchange, self.committed, self.diverged)
-        self.sync = Sync(ctx, log, exchange, self.apply, self.switched, slot.accepted_first, piece_bytes)
+        self.sync = Sync(
+            ctx, log, exchange, self.apply, self.switched, slot.accepted_first, self.last_results_come, piece_bytes
+        )
         slot.fetching = lambda: self.sync.busy
+        self._announced: msg.Commit | None = None
+        """Of the plan at hand, whose last results were on their way here when it came."""
         self._decision: msg.Commit | None = None
         self._left_ahead: set[Voter] = set()
         """Who was told of as such."""
@@ -77,10 +82,31 @@ class Applier:
                 self.apply(entry, *bytes_of)
                 self._look_back()
                 return
+            if self._is_planned(entry):
+                self._announced = m
+                if self.last_results_come():
+                    return
         if entry.depth > log.state.depth and entry.hash != log.head:
             # I lack bytes, or more than this entry: catch up from one who holds them.
             alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
             self.sync.start(hint=alive[0] if alive else None)
+
+    def _is_planned(self, entry: Entry) -> bool:
+        """The plan at hand is of this entry, so what it still lacks may be on its way."""
+        plan = self.exchange.plan
+        return plan is not None and dataclasses.replace(plan.entry, manifest=entry.manifest) == entry
+
+    def last_results_come(self) -> bool:
+        """The plan at hand is decided without me, and its last results are on their way here: nothing need be asked
+        for."""
+        announced = self._announced is not None and self._announced.entry.parent == self.log.head
+        return (announced or self.slot.decided_without_me) and self.exchange.coming
+
+    def received(self) -> None:
+        """Another result is here: perhaps the last that an announced decision lacked."""
+        announced = self._announced
+        if announced is not None and announced.entry.parent == self.log.head and self.exchange.complete:
+            self.receive_commit(self.ctx.me, announced)
 
     def _decided(self, m: msg.Commit) -> None:
         """Deciding with others makes this process part of the living run. They may have done it without my vote, or
@@ -193,6 +219,7 @@ class Applier:
         return ready.base == state.base(ready.channel) and (not leased or state.ledger.valid(self.ctx.me, ready.upto))
 
     def open_slot(self) -> None:
+        self._announced = None
         self.ctx.members.watch(v for v in self.log.state.electorate if v != self.ctx.me)
         self.slot.enter()
         self.coordinator.enter()

@@ -35,7 +35,7 @@ from dlc.comm.messages import (
     Promise,
     Ready,
 )
-from dlc.comm.owners import plan_round
+from dlc.comm.owners import all_sent, plan_round
 from dlc.comm.permit import proposal
 from dlc.comm.reach import in_step
 from dlc.comm.slot import Slot
@@ -70,6 +70,8 @@ class Coordinator:
         self.agenda = Agenda(ctx, log)
         self.plan: Plan | None = None
         self.votes: dict[Voter, bytes] = {}
+        self._owed: dict[Voter, tuple[Voter, ...]] = {}
+        """For whom results wait with those who voted."""
         self.progress: dict[Voter, tuple[int, int]] = {}
         self._lacks: dict[Voter, tuple[int, ...]] = {}
         """Owners, by index, of whose results each member lacks some."""
@@ -109,7 +111,8 @@ class Coordinator:
     def _begin(self, phase: str, ballot: Ballot, deciders: tuple[Voter, ...]) -> None:
         now = self.ctx.now
         self.phase, self.ballot, self.deciders = phase, ballot, deciders
-        self.promises, self.votes, self.progress, self._lacks, self._bears_s, self.plan = {}, {}, {}, {}, {}, None
+        self.promises, self.votes, self._owed, self.plan = {}, {}, {}, None
+        self.progress, self._lacks, self._bears_s = {}, {}, {}
         self._phase_since, self._moved = now, self.ctx.running_s
         self._quorum_since = None
         self._last_beat = -1e9
@@ -161,7 +164,7 @@ class Coordinator:
             return
         if self.votes.get(sender) != m.manifest:
             self._moved = self.ctx.running_s
-        self.votes[sender] = m.manifest
+        self.votes[sender], self._owed[sender] = m.manifest, m.owed
         self._count()
 
     def _decides(self, sender: Voter) -> bool:
@@ -441,7 +444,8 @@ class Coordinator:
                 return
             if self._quorum_since is None:
                 self._quorum_since = now
-            everyone = all(v in self.votes for v in state.electorate if members.awake(v))
+            lacking = (v for v in state.electorate if v not in self.votes and members.awake(v))
+            everyone = all(all_sent(plan, v, self._owed) for v in lacking)
             patience_s = members.timeouts.t_commit_s(self._quorum_since - self._phase_since)
             if not everyone and now - self._quorum_since < patience_s:
                 return

@@ -243,6 +243,18 @@ class Exchange:
             return []
         return [c for c in range(self.grid.n_chunks) if c not in self.held]
 
+    def owed(self) -> tuple[Voter, ...]:
+        """Members of the plan for whom results that I reduced wait here, and those whom my bulk does not reach."""
+        results, relayed = self.outbox.results, self.ctx.members.relay_for
+        return tuple(v for v in self._recipients if v.peer in results or relayed(v.peer) is not None)
+
+    @property
+    def coming(self) -> bool:
+        """Some results are still missing, and nothing has stood still for so long that they need be asked for."""
+        if self.plan is None or self.complete:
+            return False
+        return self.ctx.now - self.last_gain < self.collector.stall_s / 2
+
     def manifest(self) -> tuple[bytes, ...]:
         return tuple(self.hashes[c] for c in range(len(self.hashes)))
 

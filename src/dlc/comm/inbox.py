@@ -66,6 +66,7 @@ class Inbox:
             if not self.exchange.receive_result(message) or self.sync.busy:
                 self.sync.receive_result(message)
             self.slot.advance()
+            self.applier.received()
         elif isinstance(message, msg.Commit):
             self.applier.receive_commit(sender, message)
         elif isinstance(message, msg.Fetch):

@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 
@@ -318,6 +318,8 @@ class Held:
     head: bytes
     ballot: Ballot
     manifest: bytes
+    owed: tuple[Voter, ...]
+    """Members for whom results that I reduced still wait here, or find no way: all others' are on theirs."""
 
 
 @dataclass(frozen=True, slots=True)

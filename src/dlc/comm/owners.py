@@ -7,7 +7,7 @@ and receive. Records may differ a little between members; the plan is the same f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dlc.comm.context import Context
@@ -104,6 +104,18 @@ def shape_of(ctx: Context, plan: Plan, recipients: Collection[Voter]) -> Shape |
         _member(ctx, v, v in contributors, v in owned_bytes, length if v in recipients else 0.0) for v in voters
     )
     return Shape(voters, members, tuple(owned_bytes.get(v, 0) / total for v in voters), total)
+
+
+def all_sent(plan: Plan, member: Voter, owed: Mapping[Voter, Collection[Voter]]) -> bool:
+    """All results that `member` may lack are on their way to it: of owners, all others hold what it gets, and none of
+    theirs waits any more. owed: of those who voted for this plan, for whom theirs wait.
+
+    Never where chunks are fixed: these are asked for, and nobody knows who has them by now.
+    """
+    if not plan.assignment or min(plan.assignment) < 0:
+        return False
+    owners = {plan.owners[index] for index in set(plan.assignment)} - {member}
+    return all(owner in owed and member not in owed[owner] for owner in owners)
 
 
 def asked_Bps(shape: Shape, me: Voter) -> Load:

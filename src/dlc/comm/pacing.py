@@ -3,8 +3,8 @@
 TCP finds out what a link carries by overfilling it. Where several owners send to one peer, shallow buffers overflow,
 and while one connection repairs its losses the link idles. So all members compute the same thing from the plan and from
 the rates that the records tell: the time T_p that the round takes at best, on the link that takes longest. Then each
-sends to each as fast as its bytes for it need in that time. No link carries more than PLAN_SHARE of its rate then, and
-all flows end together.
+sends to each as fast as its bytes for it need in that time. No link carries more than PLAN_SHARE of its rate then, but
+for the way down to who owns nothing, and all flows end together.
 
     my bytes for j:  the part of my contribution that j owns, and what I own of the result
     my rate to j:    these bytes / T_p
@@ -12,6 +12,10 @@ all flows end together.
 An unknown rate limits nobody, and who does not know its own is not paced. A claim that is far too low must not hold up
 those whom it does not concern, nor a stall: of what is left of two links, SPARE_SHARE of an equal part is added to the
 connection between them. Links that the plan fills have nothing left, so the bound stands.
+
+Who owns nothing gets results alone, which are made as contributions come. At the pace of these they would lag behind
+more and more, as no connection quite reaches its pace. So they may go at all of the way down, where the way up has
+room: they are no more than what comes.
 """
 
 from __future__ import annotations
@@ -46,9 +50,12 @@ def rates(shape: Shape, me: int) -> list[float | None]:
         theirs_Bps = PLAN_SHARE * member.down_Bps - load.down / plan_s if member.down_Bps else math.inf
         spare_Bps = max(0.0, min(mine_Bps, theirs_Bps)) / (n - 1)
         needed_Bps = connection_Bps(members, shape.shares, shape.vector_bytes, plan_s, me, index)
+        more_Bps = SPARE_SHARE * spare_Bps
+        if not shape.shares[index]:
+            more_Bps = max(more_Bps, min((1 / PLAN_SHARE - 1) * needed_Bps, max(0.0, mine_Bps) / (n - 1)))
         wide = min(members[me].up_Bps, member.down_Bps or math.inf) >= UNPACED_BPS
         paced = index != me and not wide
-        found.append(max(RATE_MIN_BPS, needed_Bps + SPARE_SHARE * spare_Bps) if paced else None)
+        found.append(max(RATE_MIN_BPS, needed_Bps + more_Bps) if paced else None)
     return found
 
 

@@ -36,7 +36,7 @@ from dlc.comm.messages import (
     Ready,
     Result,
 )
-from dlc.comm.owners import shape_of
+from dlc.comm.owners import all_sent, shape_of
 from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
 from dlc.comm.reach import direct
@@ -75,8 +75,8 @@ class Slot:
         self.accepted: tuple[Ballot, Decree] | None = None
         self.accepted_results: tuple[Result, ...] = ()
         self.plan: Plan | None = None
-        self.votes: dict[Voter, tuple[Ballot, bytes]] = {}
-        """The last vote that each of the others told me: ballot and manifest."""
+        self.votes: dict[Voter, Held] = {}
+        """The last that each of the others told me."""
         self.coordinator_heard = 0.0
         """Running time."""
         self.entered = 0.0
@@ -285,7 +285,7 @@ class Slot:
         self._send_vote()
         if not plan.deciders and len(self.log.state.electorate) <= VOTES_TOLD_MAX:
             others = (v for v in self.log.state.electorate if v not in (self.ctx.me, plan.ballot.voter))
-            self.ctx.cast(others, Held(self.log.head, plan.ballot, manifest))
+            self.ctx.cast(others, Held(self.log.head, plan.ballot, manifest, self.exchange.owed()))
         self._learn()
 
     def receive_held(self, sender: Voter, m: Held) -> None:
@@ -294,23 +294,39 @@ class Slot:
             return  # it was the last that my coordinator lacked: this is another slot by now
         if sender != self.ctx.me and sender in self.log.state.electorate:
             known = self.votes.get(sender)
-            if known is None or m.ballot >= known[0]:
-                self.votes[sender] = m.ballot, m.manifest
+            if known is None or m.ballot >= known.ballot:
+                self.votes[sender] = m
                 self._learn()
 
     def _learn(self) -> None:
         """The coordinator's rule, half a round trip before its COMMIT is here: a quorum voted as I did, and so did all
-        that are awake. Where anybody is waited for, that is the coordinator's affair."""
+        that are awake, or will when they have what is on its way to them. Where anybody is waited for, that is the
+        coordinator's affair."""
         plan, accepted, members = self.plan, self.accepted, self.ctx.members
         if plan is None or accepted is None or plan.deciders or plan.ballot.voter == self.ctx.me:
             return
         if not accepted[0] == plan.ballot == self.promised or not self.may_decide(()):
             return
         entry, electorate = accepted[1].entry, self.log.state.electorate
-        same = (plan.ballot, entry.manifest)
-        votes = [v for v in electorate if v == self.ctx.me or self.votes.get(v) == same]
-        if self.log.state.quorum(votes) and all(v in votes for v in electorate if members.awake(v)):
-            self._learned(entry, sorted(votes))
+        owed = self._voted(plan.ballot, entry.manifest) | {self.ctx.me: self.exchange.owed()}
+        if not self.log.state.quorum(owed):
+            return
+        if all(v in owed or all_sent(plan, v, owed) for v in electorate if members.awake(v)):
+            self._learned(entry, sorted(owed))
+
+    def _voted(self, ballot: Ballot, manifest: bytes) -> dict[Voter, tuple[Voter, ...]]:
+        """Others who told this vote, and for whom results wait with them."""
+        votes = ((v, self.votes.get(v)) for v in self.log.state.electorate)
+        return {v: m.owed for v, m in votes if m is not None and (m.ballot, m.manifest) == (ballot, manifest)}
+
+    @property
+    def decided_without_me(self) -> bool:
+        """Others voted for the plan at hand, and are a quorum: it is decided, whatever I hold of it."""
+        plan = self.plan
+        if plan is None or plan.deciders:
+            return False
+        manifests = {m.manifest for m in self.votes.values() if m.ballot == plan.ballot}
+        return any(self.log.state.quorum(self._voted(plan.ballot, manifest)) for manifest in manifests)
 
     def _state_allows(self, plan: Plan) -> bool:
         """An opening is voted for only by those who hold the first state, so that a quorum has it; and by those who
@@ -365,7 +381,8 @@ class Slot:
         # A vote is repeated until the head moves, but only while it may be given.
         deciders = self.plan.deciders if self.plan is not None and self.plan.ballot == ballot else ()
         if ballot == self.promised and self.may_decide(deciders):
-            self.ctx.send(ballot.voter, Held(self.log.head, ballot, decree.entry.manifest))
+            vote = Held(self.log.head, ballot, decree.entry.manifest, self.exchange.owed())
+            self.ctx.send(ballot.voter, vote)
 
     # ---------------------------------------------------------------- time
 

@@ -64,6 +64,7 @@ class Sync:
         apply: Callable[[Entry, tuple[bytes, ...], tuple[Result, ...]], None],
         switched: Callable[[], None],
         accepted_first: Callable[[], bytes],
+        last_results_come: Callable[[], bool],
         piece_bytes: int,
     ) -> None:
         self.ctx, self.log, self.exchange = ctx, log, exchange
@@ -71,6 +72,8 @@ class Sync:
         """Apply the next entry; told after a snapshot was installed."""
         self.accepted_first = accepted_first
         """Digest of the first state that I accepted in this slot, if it is an opening."""
+        self.last_results_come = last_results_come
+        """What follows my head is decided, and all of it will be here soon without being asked for."""
         self.donor: Voter | None = None
         self._steps: list[Step] = []
         self._results: dict[bytes, Result] = {}
@@ -146,7 +149,7 @@ class Sync:
 
     def start(self, hint: Voter | None = None) -> None:
         """Ask the peer with the greatest history for what I lack; `hint`: one known to have it."""
-        if self.busy or self._awaiting():
+        if self.busy or self._awaiting() or self.last_results_come():
             return
         greater = sorted(greater_alive(self.ctx, self.log), key=lambda r: (key_of(r), r.synced), reverse=True)
         ahead = [r.voter for r in greater]
@@ -212,7 +215,7 @@ class Sync:
         self._replay()
 
     def _ask_results(self, which: slice = slice(0, STEPS_IN_FLIGHT)) -> None:
-        if not self._steps or self.donor is None:
+        if not self._steps or self.donor is None or self.last_results_come():
             return
         self._asked_at = self.ctx.now
         held = set(self.exchange.hashes.values())
