@@ -702,6 +702,10 @@ def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(sent: bool, monkeyp
     me, (one, two, three) = coordinator.ctx.me, others(coordinator)
     coordinator.votes = {}
     vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
+    for voter in (one, two, three):
+        coordinator.receive_held(voter, vote)
+    assert not committed, "of the head that I cannot follow yet I do not tell the others"
+    coordinator.votes, coordinator._owed = {}, {}
     for voter in (me, one):
         coordinator.receive_held(voter, vote)
     coordinator.receive_held(two, dataclasses.replace(vote, owed=(three,)))
