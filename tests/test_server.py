@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import queue
 import threading
@@ -16,8 +17,10 @@ import torch
 
 import dlc
 from dlc.cli.helping import help_out
-from dlc.comm.serverexchange import ExchangeOver, History, Outcome
-from dlc.comm.wire import unpack
+from dlc.comm.ids import Voter
+from dlc.comm.serverexchange import ExchangeOver, History, Mark, Outcome
+from dlc.comm.servermessages import NUMBER_MAX, PAST_MAX, Left, Origin
+from dlc.comm.wire import pack, unpack
 from dlc.errors import RoundTimeout, UsageError
 from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
 from dlc.strategyspec import ServerSpec
@@ -43,6 +46,28 @@ def test_ctrl_c_at_any_line_of_a_wait_for_an_exchange_leaves_the_driver_nothing_
     assert lines > 10, "as a wait has some lines"
 
 
+def test_a_client_is_not_made_with_a_beginning_that_helpers_would_pass_over_without_a_word() -> None:
+    """It waited for them for ever."""
+    founder = Voter("h", 1)
+    sound = Mark(Origin(b"?", 1, founder, (Left(founder, 1),)), 1, 1)
+    origins = [
+        dataclasses.replace(sound.origin, version=-1),
+        dataclasses.replace(sound.origin, past=(Left(founder, NUMBER_MAX + 1),)),
+        dataclasses.replace(sound.origin, past=(Left(founder, 1),) * (PAST_MAX + 1)),
+    ]
+    marks = [dataclasses.replace(sound, origin=origin) for origin in origins]
+    marks += [dataclasses.replace(sound, term=NUMBER_MAX + 1), dataclasses.replace(sound, version=-1)]
+    with dlc.Peer.join(log=False) as peer:
+        for history in (b"?", pack(History(())), *(pack(History((mark,))) for mark in marks)):
+            with pytest.raises(UsageError, match="the history is damaged"):
+                dlc.ServerClient(peer, torch.zeros(8), history=history)
+        with pytest.raises(UsageError, match="history is str"):
+            dlc.ServerClient(peer, torch.zeros(8), history="?")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="it must be 0 to"):
+            dlc.ServerClient(peer, torch.zeros(8), step=NUMBER_MAX)
+        dlc.ServerClient(peer, torch.zeros(8), history=pack(History((sound,)))).close()
+
+
 def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_helper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,7 +82,7 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
             a.exchange(torch.zeros(numel), weight=2.0**54, timeout_s=0.2)
         wrong: tuple[tuple[str, Callable[[], object]], ...] = (
             ("theta is list: give the parameters", lambda: dlc.ServerClient(first, [0.0])),  # type: ignore[arg-type]
-            ("step is -1: it must be at least 0", lambda: dlc.ServerClient(first, torch.zeros(numel), step=-1)),
+            ("step is -1: it must be 0 to", lambda: dlc.ServerClient(first, torch.zeros(numel), step=-1)),
             ("SpanClient of this peer takes .* already: close it", lambda: dlc.ServerClient(first, torch.zeros(numel))),
             ("vector is list: give what is pushed", lambda: a.exchange([0.0])),  # type: ignore[arg-type]
             ("timeout_s is 'soon'", lambda: a.exchange(timeout_s="soon")),  # type: ignore[arg-type]

@@ -78,8 +78,6 @@ class GroupCall(Unpicklable):
         """Peer ids of the group, once it is formed."""
         self.misfits: frozenset[str] = frozenset()
         """Peer ids of those who came with another number of elements, or another codec, and so are not in it."""
-        self._met = False
-        """It takes part under its key."""
         try:
             self._mesh.act(self._meet)
         except DlcError:
@@ -92,7 +90,6 @@ class GroupCall(Unpicklable):
     def _meet(self, mesh: Mesh, now: float) -> list[Effect]:
         """On the driver thread. What is told of this key before is of an earlier call: nothing of it is heard."""
         effects = mesh.meet(self._call, now)
-        self._met = True
         self._mesh.listen(self._told)
         return effects
 
@@ -154,12 +151,7 @@ class GroupCall(Unpicklable):
 
     def cancel(self) -> None:
         """Give it up, if it is not over: the tensors are the caller's again, unchanged; others may count them."""
-
-        def give_up(mesh: Mesh, now: float) -> list[Effect]:
-            ours = self._met and not self._over.is_set()  # else it must not end one of the same name
-            return mesh.give_up(self._call.key, now) if ours else []
-
-        self._mesh.act(give_up)
+        self._mesh.act(lambda mesh, now: mesh.give_up(self._call, now))
         if not self._over.is_set():
             self._end(RoundTimeout(f"the all-reduce of the group {self._name!r} was cancelled"))
 
@@ -237,6 +229,18 @@ class GroupCall(Unpicklable):
             seconds=self._ended - self._since,
             waiting_s=self.waited_s,
         )
+
+
+def waited(call: GroupCall) -> GroupReport:
+    """As `GroupCall.wait`, without a time limit. An interruption cancels the call: others would wait for this peer, and
+    its key be taken."""
+    try:
+        return call.wait()
+    except DlcError:
+        raise  # it is over
+    except BaseException:
+        call.cancel()
+        raise
 
 
 def check_gather(gather: object) -> None:
@@ -383,15 +387,7 @@ class Group:
         numel = sum(t.numel() for t in many)
         vector = flatten_tensors(many, vectors.recycled(numel)) if contributes else None
         handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)
-        if async_op:
-            return handle
-        try:
-            return handle.wait()
-        except DlcError:
-            raise  # it is over
-        except BaseException:
-            handle.cancel()
-            raise
+        return handle if async_op else waited(handle)
 
     def begin(
         self,

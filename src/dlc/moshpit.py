@@ -31,9 +31,9 @@ from dlc.comm.moshpit import Course, Leg
 from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.rotation import Turn, next_turn
 from dlc.comm.seating import GROUP_MAX
-from dlc.errors import DlcError, RoundTimeout, UsageError
+from dlc.errors import RoundTimeout, UsageError
 from dlc.flat import flatten_tensors, unflatten_into, writable_tensors
-from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall, check_gather
+from dlc.mesh import EXCHANGE_S_MIN, Formed, GroupCall, check_gather, waited
 from dlc.peer import Peer
 from dlc.places import Places
 from dlc.report import GroupReport, MoshpitReport
@@ -215,16 +215,11 @@ class Moshpit:
         handle.stopping = self.stopping
         report = None
         try:
-            report = handle.wait()
+            report = waited(handle)
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
             told.failed.append(str(error))
-        except DlcError:
-            raise  # it is over
-        except BaseException:
-            handle.cancel()
-            raise
         finally:
             told.waiting_s += handle.waited_s
         if report is not None:

@@ -14,6 +14,9 @@ from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError
 from dlc.peer import Peer
 
+PLACE_BYTES_MAX = 256
+"""Far more than a place has: what was read once is kept."""
+
 
 class Places:
     """All peers of one `name` show theirs under it: to their mates, or to everybody, who may all be mates. A round
@@ -66,7 +69,7 @@ class Places:
         for peer, posted in mesh.board.get(self._key).items():
             if peer == self._me or not mesh.ground.members.up(posted.author):
                 continue
-            place = _place(posted.value)
+            place = _place(posted.value) if len(posted.value) <= PLACE_BYTES_MAX else None
             if place is not None and place.round <= self._most:
                 places[peer] = place
                 if place.late(mesh.ground.now + TTL_S_MAX - posted.until):

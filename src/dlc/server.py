@@ -31,15 +31,15 @@ from dlc.comm.reducer import WEIGHT_MAX
 from dlc.comm.roles import HELPER
 from dlc.comm.server import SpanServer
 from dlc.comm.serverclient import SpanClient
-from dlc.comm.serverexchange import ExchangeFailed, ExchangeOver, History, Outcome, Paused
-from dlc.comm.servermessages import COUNTED, DEAD, LATE, LEFT, NOT_FINITE
+from dlc.comm.serverexchange import ExchangeFailed, ExchangeOver, History, Outcome, Paused, check_history
+from dlc.comm.servermessages import BEGINNING_MAX, COUNTED, DEAD, LATE, LEFT, NOT_FINITE
 from dlc.comm.serverpeer import Notice
 from dlc.comm.service import ServiceNews
 from dlc.comm.spanowner import Rules
 from dlc.comm.spans import Spans
 from dlc.comm.spanstate import Optimizer
 from dlc.comm.wire import pack, unpack
-from dlc.errors import DlcError, RoundTimeout, SwarmClosed, UsageError
+from dlc.errors import DlcError, ProtocolError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import check_writable
 from dlc.handles import Flag
 from dlc.peer import Peer
@@ -172,7 +172,7 @@ class ServerClient:
     more some of its rounds.
 
     All but `theta`, `step` and `history` are the same on all trainers. UsageError: theta is not such a vector, not
-    finite, or too short.
+    finite, or too short; the history is none.
     """
 
     def __init__(
@@ -188,8 +188,9 @@ class ServerClient:
     ) -> None:
         joined(peer)
         instance("theta", theta, Tensor, "give the parameters as one flat torch tensor")
-        spec, step = spec or ServerSpec(), whole("step", step, 0)
-        before = unpack(history, History) if history else None
+        spec, step = spec or ServerSpec(), whole("step", step, 0, BEGINNING_MAX)
+        instance("history", history, bytes, "give what the history() of a client returned")
+        before = _history_of(history) if history else None
         if theta.dtype is not torch.float32 or theta.device.type != "cpu" or theta.dim() != 1 or not theta.numel():
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
         if not all_finite(theta):
@@ -338,6 +339,19 @@ def optimizer_of(outer: OuterSpec, spec: ServerSpec) -> Optimizer:
     momentum = {"nesterov": outer.momentum, "sgd": 0.0}.get(outer.optimizer) if spec.async_ else None
     name = f"{outer}, async {spec.async_}, weight decay {spec.weight_decay}"
     return Optimizer(name, rule_of(outer), lambda t: outer_lr(outer, t), spec.async_, momentum, spec.weight_decay)
+
+
+def _history_of(given: bytes) -> History:
+    """UsageError: no client gave it. Helpers would pass over what begins with it, and nobody would be told."""
+    try:
+        history = unpack(given, History)
+        check_history(history)
+    except ProtocolError as error:
+        raise UsageError(
+            f"the history is damaged, or was changed after a client gave it ({error}): leave it away, and nobody is "
+            "told of rounds that the swarm has no more"
+        ) from None
+    return history
 
 
 def _log_notice(news: ServiceNews) -> None:

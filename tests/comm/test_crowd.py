@@ -35,7 +35,7 @@ class Caller:
         contributes = options.pop("contributes", True)
         receives = options.pop("receives", True)
         given = torch.full((NUMEL,), float(i)) if contributes else None
-        call = Call(KEY, Grid(NUMEL, CHUNK, "fp32"), given, self.out if receives else None, **options)
+        self.call = call = Call(KEY, Grid(NUMEL, CHUNK, "fp32"), given, self.out if receives else None, **options)
         net.act(host, lambda mesh, now: mesh.meet(call, now))
 
     def told(self, *kinds: type) -> list[Any]:
@@ -138,7 +138,7 @@ def test_who_gives_up_after_it_was_seen_is_left_out_and_counts_for_nobody_s_leas
     net.run(1.0)
     callers = calls(net, hosts[:2], least=least)
     net.run(0.1)
-    net.act(hosts[2], lambda mesh, now: mesh.give_up(KEY, now))
+    net.act(hosts[2], lambda mesh, now: mesh.give_up(out.call, now))
     assert net.until(lambda: ended(callers)) < 0.3 + ANSWER_S + 12 * 0.3 + 2.0
     assert out.end is None and out.out.isnan().all()
     for caller in callers:
@@ -153,14 +153,31 @@ def test_who_gives_up_after_it_was_seen_is_left_out_and_counts_for_nobody_s_leas
 def test_who_has_given_up_before_the_others_form_a_group_is_in_none_and_not_waited_for() -> None:
     net = MeshNet(12, latency_s=steady(0.1), ordered=True)
     hosts = net.add(3)
-    Caller(net, hosts[2], 3)
+    out = Caller(net, hosts[2], 3)
     net.run(1.0)
     first = Caller(net, hosts[0], 1, patience_s=3.0)
-    net.act(hosts[2], lambda mesh, now: mesh.give_up(KEY, now))
+    net.act(hosts[2], lambda mesh, now: mesh.give_up(out.call, now))
     net.run(1.0)
     callers = [first, Caller(net, hosts[1], 2, patience_s=3.0)]
     net.until(lambda: ended(callers))
     assert all(c.has_mean_of(1, 2) and len(c.end.outcome.seats) == 2 for c in callers)
+
+
+def test_a_call_that_is_given_up_again_ends_no_other_of_its_key() -> None:
+    """Neither while that waits nor while it averages: the one that began after it ended with it."""
+    net = MeshNet(12, latency_s=steady(0.1), ordered=True)
+    hosts = net.add(2)
+    over = Caller(net, hosts[0], 3)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(over.call, now))
+    anew = Caller(net, hosts[0], 1)
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(over.call, now))
+    assert list(hosts[0].mesh._meetings) == [KEY]
+    other = Caller(net, hosts[1], 2)
+    net.until(lambda: anew.told(GroupFormed))
+    assert anew.end is None
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(over.call, now))
+    net.until(lambda: ended([anew, other]))
+    assert anew.has_mean_of(1, 2) and other.has_mean_of(1, 2) and over.out.isnan().all()
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "leaves"])
@@ -223,12 +240,12 @@ def test_who_waits_anew_with_another_offer_is_in_no_group_of_the_one_before(othe
     """It counted with the weight, and told the bytes, of the call that it had given up."""
     net = MeshNet(12, latency_s=steady(0.05), ordered=True)
     hosts, offer = net.add(3), {"weight": 5.0, "gather": b"old", "least": 2}
-    Caller(net, hosts[0], 1, **offer)
+    before = Caller(net, hosts[0], 1, **offer)
     others = [Caller(net, hosts[1], 2)]
     net.run(0.2)
     others.append(Caller(net, hosts[2], 3))
     net.run(0.02)  # its wish, which makes the crowd whole, is on its way
-    net.act(hosts[0], lambda mesh, now: mesh.give_up(KEY, now))
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(before.call, now))
     anew = Caller(net, hosts[0], 4, **{**offer, **other})
     net.until(lambda: ended([*others, anew]), 20.0)
     for caller in others:

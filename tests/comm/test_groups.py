@@ -45,8 +45,8 @@ class Caller:
         contributes, receives = options.pop("contributes", True), options.pop("receives", True)
         self.out = torch.full((NUMEL,), float("nan"))
         self.weight = options.get("weight", 1.0)
-        grid = Grid(NUMEL, CHUNK, codec)
-        call = Call(key, grid, self.given if contributes else None, self.out if receives else None, **options)
+        grid, given, out = Grid(NUMEL, CHUNK, codec), self.given if contributes else None, self.out
+        self.call = call = Call(key, grid, given, out if receives else None, **options)
         self.first = len(host.told)
         net.act(host, lambda mesh, now: mesh.meet(call, now))
 
@@ -312,7 +312,7 @@ def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_
     net.run(1.0)
     others = [Caller(net, host, i, key=key, least=2, **how) for i, host in enumerate(hosts[1:], 1)]
     net.run(0.05)
-    net.act(hosts[0], lambda mesh, now: mesh.give_up(key, now))
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(first.call, now))
     net.run(gap_s)
     again = Caller(net, hosts[0], 0, key=key, least=2, **how)
     net.until(lambda: ended([again, *others]))
@@ -323,11 +323,11 @@ def test_who_gave_a_call_up_and_waits_anew_is_in_the_group_of_those_who_saw_the_
 def test_who_gives_up_for_good_is_not_waited_for_as_long_as_patience_lasts(how: dict[str, Any]) -> None:
     net = MeshNet(15, latency_s=(0.1, 0.1001))
     hosts = net.add(4)
-    Caller(net, hosts[0], 0, **how)
+    out = Caller(net, hosts[0], 0, **how)
     net.run(1.0)
     others = [Caller(net, host, i, patience_s=60.0, **how) for i, host in enumerate(hosts[1:], 1)]
     net.run(0.05)
-    net.act(hosts[0], lambda mesh, now: mesh.give_up("k", now))
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(out.call, now))
     assert net.until(lambda: ended(others)) < 8.0
     assert all(len(c.outcome.included) == 3 for c in others)
 
@@ -638,7 +638,7 @@ def test_who_is_not_in_its_group_when_it_begins_is_not_waited_for_by_who_receive
         if how == "refuses":
             return replace(m, seats=tuple(replace(seat, weight=2.0) for seat in m.seats))
         if out.mesh._meetings and not anew:
-            net.act(out, lambda mesh, now: mesh.give_up("k", now))
+            net.act(out, lambda mesh, now: mesh.give_up(callers[3].call, now))
             if how == "gave up and waits anew":
                 anew.append(Caller(net, out, 3, patience_s=90.0, **INVITED))
         return m
@@ -661,7 +661,7 @@ def test_one_s_done_may_overtake_the_leader_s_begin() -> None:
 
     def tamper(source: str, target: str, m: Any) -> Any:
         if isinstance(m, Begin) and target == out.name and out.mesh._meetings:
-            net.act(out, lambda mesh, now: mesh.give_up("k", now))
+            net.act(out, lambda mesh, now: mesh.give_up(callers[3].call, now))
         if isinstance(m, Begin) and target == helper.name and not held:
             held.append(m)
             net.clock.at(net.now + 0.6, net._deliver, helper, net.hosts[source].voter, m)
@@ -814,7 +814,7 @@ def test_giving_up_leaves_nothing_behind_and_nothing_is_written_any_more() -> No
     hosts = net.add(3, up_Bps=2e3)
     callers = calls(net, hosts)
     net.run(1.0)
-    net.act(hosts[0], lambda mesh, now: mesh.give_up("k", now))
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(callers[0].call, now))
     seen = callers[0].out.clone()
     net.until(lambda: ended(callers))
     assert isinstance(callers[0].end, GroupFailed) and callers[0].end.why == "given up"
@@ -842,6 +842,6 @@ def test_calls_with_a_key_each_leave_nothing_on_the_board_however_patient_they_a
         net.until(lambda callers=callers: all(c.end for c in callers), 20.0)  # type: ignore[misc]
         assert all(isinstance(c.end, GroupDone) for c in callers)
     lonely = Caller(net, hosts[0], 0, "nobody else", least=2, patience_s=3600.0)
-    net.act(hosts[0], lambda mesh, now: mesh.give_up("nobody else", now))
+    net.act(hosts[0], lambda mesh, now: mesh.give_up(lonely.call, now))
     net.run(2 * WITHDRAWN_S)
     assert lonely.end is None and not any(h.mesh.board._by_key for h in hosts)

@@ -27,7 +27,7 @@ class Attempt:
     def __init__(self, net: MeshNet, host: Host, value: float, **options: Any) -> None:
         self.host, self.value, self.first = host, value, len(host.told)
         self.out, self.given_up = torch.full((NUMEL,), float("nan")), False
-        call = Call(KEY, Grid(NUMEL, CHUNK, "fp32"), torch.full((NUMEL,), value), self.out, **options)
+        self.call = call = Call(KEY, Grid(NUMEL, CHUNK, "fp32"), torch.full((NUMEL,), value), self.out, **options)
         net.act(host, lambda mesh, now: mesh.meet(call, now))
 
     @property
@@ -91,7 +91,7 @@ class Schedule:
     def give_up(self, attempt: Attempt) -> None:
         if not attempt.over:
             attempt.given_up = True
-            self.net.act(attempt.host, lambda mesh, now: mesh.give_up(KEY, now))
+            self.net.act(attempt.host, lambda mesh, now: mesh.give_up(attempt.call, now))
             self._later(self.rng.choice([0.0, 0.05, 0.2, 0.6]), self.start, attempt.host)
 
     def run(self) -> list[Attempt]:

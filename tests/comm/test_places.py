@@ -15,6 +15,7 @@ from dlc.handles import Flag
 from dlc.handover import Handover
 from dlc.moshpit import Moshpit
 from dlc.peer import Peer
+from dlc.places import PLACE_BYTES_MAX, Places, _place
 from dlc.sim.meshnet import DETECT_S, MeshNet
 from tests.comm.netpeer import NetPeer
 
@@ -47,6 +48,21 @@ def test_a_peer_keeps_its_place_through_phases_of_any_length_and_loses_it_with_i
     net.run(DETECT_S + REPEAT_MAX_S)
     moshpit._course.passed()
     assert seen() == (False, False, False)
+
+
+def test_what_is_too_long_for_a_place_is_not_kept() -> None:
+    """Whoever showed something else each time had all others keep hundreds of megabytes of it."""
+    net = MeshNet(1)
+    one, two = (cast(Peer, NetPeer(net, host)) for host in net.add(2))
+    here, there = Places(one, "x", everybody=True), Places(two, "x", everybody=True)
+    _place.cache_clear()
+    two.mesh.act(lambda mesh, now: mesh.post("place/x", bytes(PLACE_BYTES_MAX + 1), 60.0, now))
+    net.run(1.0)
+    assert one.mesh.ask(lambda mesh, now: mesh.board.get("place/x"))
+    assert not here.ask().places and not _place.cache_info().currsize
+    there.trains(7, ())
+    net.run(1.0)
+    assert here.ask().places[two.id].round == 7 and _place.cache_info().currsize == 1
 
 
 def test_a_fetch_that_is_interrupted_writes_no_more_and_the_next_one_has_the_model(

@@ -16,7 +16,7 @@ from dlc.comm import followers, serverpeer, spanowner
 from dlc.comm import servermessages as sm
 from dlc.comm.claims import Claiming
 from dlc.comm.effects import Effect, Send
-from dlc.comm.followers import LOG_MAX
+from dlc.comm.followers import DIGEST_EVERY, LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
@@ -957,6 +957,26 @@ def test_a_round_that_nobody_can_have_come_to_moves_nothing() -> None:
     assert net.processes["t0"].service.step == 2
 
 
+def test_a_later_round_is_come_to_where_most_name_it_and_not_by_a_word_of_one() -> None:
+    """A single push named the round, and a run with an end was over for all."""
+    net = swarm(2, 3)
+    pushes = {f"t{i}": ones() for i in range(3)}
+
+    def come_to(step: int, *names: str) -> None:
+        for name in names:
+            net.processes[name].service.pulled[1].step = step
+
+    come_to(1000, "t2")
+    net.exchange(pushes)
+    assert {net.owner(span).service.seats[span].owner.state.step for span in range(SPANS.n)} == {1}
+    come_to(1000, "t2")
+    net.exchange({"t2": ones()})
+    assert {net.processes["t2"].service.step, net.owner(0).service.step} == {2}, "nor where it does not wait for others"
+    come_to(7, "t0", "t1")
+    net.exchange(pushes)
+    assert {net.owner(span).service.seats[span].owner.state.step for span in range(SPANS.n)} == {8}
+
+
 def test_of_offers_that_follow_each_other_the_last_alone_is_fetched() -> None:
     """Each was fetched to its end, however many there were."""
     net = swarm(2, 1)
@@ -1648,10 +1668,35 @@ def test_a_helper_without_a_replica_holds_no_other_bits() -> None:
     net = swarm(2, 1)
     owner, standby = net.owner(0), net.standby(0)
     assert standby is not None
-    followers = owner.service.seats[0].owner.followers
-    era = followers._era
+    follower = owner.service.seats[0].owner.followers.all[standby.voter]
+    era = follower.era
     owner.node.receive(standby.voter, sm.UpdateTaken(0, owner.service.seats[0].owner.view.term, -1, b"?"), net.now)
-    assert followers._era == era and not [text for text in warned(owner) if "other bits" in text]
+    assert follower.era == era and not [text for text in warned(owner) if "other bits" in text]
+
+
+def test_a_standby_of_other_bits_has_no_other_sent_all_again_and_is_heard_once_it_could_have_them() -> None:
+    """One that went on saying so had images made of the span for all of its replicas, as often as it spoke; and what
+    it had taken before was believed to be held, with those other bits."""
+    net = swarm(2, 1)
+    for _ in range(DIGEST_EVERY):
+        net.exchange({"t0": ones()})
+    seat, standby = net.owner(0).service.seats[0], net.standby(0)
+    owner, host = seat.owner, net.owner(0)
+    assert standby is not None and owner.state.version == DIGEST_EVERY
+    other = owner.followers.add(Voter("h7", 1))
+    other.taken, era = DIGEST_EVERY, other.era
+    net.lost = lambda source, to, message: isinstance(message, sm.ImageOffer)
+    for version, digest in ((DIGEST_EVERY, b"?"), (DIGEST_EVERY, b"?"), (DIGEST_EVERY, b"")):
+        net._deliver(host.name, standby.voter, standby.name, sm.UpdateTaken(0, owner.view.term, version, digest))
+        assert owner.followers.taken(standby.voter) < 0
+    assert len([text for text in warned(host) if "other bits" in text]) == 1
+    assert (other.era, other.taken) == (era, DIGEST_EVERY)
+    net.run(3.0)
+    net._deliver(host.name, standby.voter, standby.name, sm.UpdateTaken(0, owner.view.term, DIGEST_EVERY - 1, b""))
+    assert owner.followers.taken(standby.voter) < 0 and owner.followers.all[standby.voter].image is not None
+    net.lost = lambda source, to, message: False
+    net.until(lambda: owner.holds_all(standby.voter), 20.0, "it has them")
+    net.check_replicas()
 
 
 def test_an_update_that_comes_after_another_layout_is_passed_over() -> None:

@@ -51,6 +51,18 @@ def test_who_counts_anew_or_comes_again_is_not_held_to_what_was() -> None:
     assert mine.ratio(B) == 1.0
 
 
+def test_what_could_not_be_given_for_long_is_not_made_up_for_all_at_once() -> None:
+    """While a gift is on its way no other goes to its taker: a burst of them would be more than that one can return."""
+    mine, in_a_row = Strides(), 0
+    for step in range(10 * WINDOW):
+        mine.step({B: step // 8})
+        mine.due(B)
+    while in_a_row < WINDOW and mine.due(B):
+        mine.gave(B)
+        in_a_row += 1
+    assert in_a_row == 2
+
+
 def test_a_gift_that_is_due_stays_due_until_it_is_given_and_parts_of_one_add_up() -> None:
     mine, given = Strides(), 0
     assert mine.due(B) and mine.due(B)

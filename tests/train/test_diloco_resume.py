@@ -170,6 +170,14 @@ def test_no_more_steps_than_there_are_can_be_on_their_way_to_a_round() -> None:
     assert SavedSteps.of({"steps": 2, "offered": 2}) == SavedSteps(0, 2, 2, [])
 
 
+@pytest.mark.parametrize("steps", [0, 2, 2**53])
+def test_steps_are_as_many_as_the_fragment_of_the_last_round_holds(steps: int) -> None:
+    """They are the weight of what is offered next: beside such a one nothing of the others would be in a mean."""
+    with pytest.raises(CheckpointError, match=f"steps of the saved state is {steps}, and must be 1, the least that"):
+        SavedSteps.of({"inner_step": 0, "steps": steps, "held": [3, 1]})
+    assert SavedSteps.of({"inner_step": 1, "steps": 1, "held": [3, 1]}) == SavedSteps(1, 1, 0, [3, 1])
+
+
 def test_parameters_without_the_outer_state_that_they_began_at_are_no_state() -> None:
     net = build(torch.float32)
     opt = made(net, Two("none"), overlap="none", fragments=2)

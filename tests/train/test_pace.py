@@ -121,6 +121,19 @@ def test_a_newcomer_is_ready_when_the_others_are() -> None:
     assert phase_of(pace, clock, 0.2) == 10 and clock.now == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("round_s", [0.0, 2.0])
+def test_a_newcomer_does_not_go_on_without_end_because_one_says_that_it_will(round_s: float) -> None:
+    """Its deadline never came, and what it trained was in no round."""
+    clock = Clock()
+    members = [telling(86400.0, t=4, inner=0, of=1 << 50)]
+    pace = Deadline(H, round_s, Others(lambda: members, clock), lambda: 0.1, clock)
+    pace.begins(4, 0, None)
+    made = 0
+    while made < 3 * H and not pace.due(made):
+        clock.now, made = clock.now + 0.1, made + 1
+    assert made == 2 * H and pace.target(made) <= made + 1
+
+
 def test_nobody_knows_a_speed_before_the_first_steps() -> None:
     clock, told = Clock(), [0.0]
     pace = Deadline(5, 0.0, Others(list, clock), lambda: told[0], clock)

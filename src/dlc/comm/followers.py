@@ -44,6 +44,8 @@ class Made:
 class Follower:
     """A replica: the standby, or one in the making."""
 
+    era: int
+    """Of what it is sent: updates follow images of the same era only, even where both are mine."""
     taken: int = -1
     """Newest version that it holds; -1: it has no replica yet."""
     image: tuple[int, str, int, bytes] | None = None
@@ -59,14 +61,14 @@ class Followers:
         self.all: dict[Voter, Follower] = {}
         self.log: deque[Made] = deque()
         """Oldest first: not applied yet, or not taken yet by all followers."""
-        self._era = serial()
-        """Replicas of another era are of no use, even if they came from me."""
         self._digest: tuple[int, bytes] = (-1, b"")
         """(version, digest) of my own, as found last."""
 
     def add(self, voter: Voter) -> Follower:
         """Make and keep a replica there."""
-        return self.all.setdefault(voter, Follower())
+        if voter not in self.all:
+            self.all[voter] = Follower(self._serial())
+        return self.all[voter]
 
     def remove(self, voter: Voter) -> None:
         follower = self.all.pop(voter, None)
@@ -96,7 +98,7 @@ class Followers:
         for voter, follower in self.all.items():
             if follower.taken >= 0:
                 follower.said_at = self.host.now
-                self._offer(voter, made, view)
+                self._offer(voter, follower, made, view)
 
     def applied(self) -> None:
         """The state has moved by one update."""
@@ -116,6 +118,8 @@ class Followers:
         follower = self.all.get(sender)
         if follower is None or m.version > issued:
             return
+        if follower.taken < 0 and (follower.image is None or m.version < follower.image[0]):
+            return  # it cannot have taken what it is offered: this is of a replica that it had before
         if m.version < 0 and follower.taken >= 0:
             follower.taken = -1  # it has lost its replica
         if m.version > follower.taken:
@@ -123,7 +127,7 @@ class Followers:
             self._drop_image(follower)
             for made in self.log:
                 if made.update.version > follower.taken:
-                    self._offer(sender, made, view)
+                    self._offer(sender, follower, made, view)
         if m.digest:
             follower.told = (m.version, m.digest)
             self._compare(sender, follower)
@@ -133,8 +137,7 @@ class Followers:
         version, digest = follower.told
         if version == self._digest[0] >= 0 and digest != self._digest[1]:
             self.host.tell(Notice(f"span {self.state.span}: {voter} holds other bits, and is sent all again", True))
-            self._era = self._serial()
-            follower.taken, follower.told = -1, (-1, b"")
+            follower.era, follower.taken, follower.told = self._serial(), -1, (-1, b"")
 
     # ---------------------------------------------------------------- offers
 
@@ -150,11 +153,11 @@ class Followers:
                 follower.said_at = self.host.now
                 for made in self.log:
                     if made.update.version > follower.taken:
-                        self._offer(voter, made, view)
+                        self._offer(voter, follower, made, view)
 
-    def _offer(self, voter: Voter, made: Made, view: SpanView) -> None:
+    def _offer(self, voter: Voter, follower: Follower, made: Made, view: SpanView) -> None:
         sizes = tuple(len(payload) for payload in made.payloads)
-        self.host.send(voter, UpdateOffer(view, self._era, made.update, made.key, sizes))
+        self.host.send(voter, UpdateOffer(view, follower.era, made.update, made.key, sizes))
 
     def _offer_image(self, voter: Voter, follower: Follower, view: SpanView) -> None:
         if follower.image is None:
@@ -168,7 +171,7 @@ class Followers:
             follower.image = (self.state.version, key, len(image), self.state.digest())
         follower.said_at = self.host.now
         version, key, n_bytes, digest = follower.image
-        self.host.send(voter, ImageOffer(view, self._era, version, digest, key, n_bytes))
+        self.host.send(voter, ImageOffer(view, follower.era, version, digest, key, n_bytes))
 
     def _drop_image(self, follower: Follower) -> None:
         if follower.image is not None:

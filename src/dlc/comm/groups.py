@@ -55,7 +55,7 @@ class Reduction:
         """call: what I want of it; with fewer than its `least` who have come at all there is no mean. tally: of what
         this peer has sent in all its groups."""
         self.ground, self.parcels, self.begin, self.grid = ground, parcels, begin, call.grid
-        self._call = call
+        self.call = call
         self.vector, self.out = call.vector, call.out
         self.seats = begin.seats
         self.me = next(i for i, seat in enumerate(self.seats) if seat.voter == ground.me)
@@ -246,13 +246,13 @@ class Reduction:
             peer = self.seats[i].voter.peer
             if outcome.included.get(peer, 0) < outcome.known:
                 outcome.missing[peer] = self._owner.absent.get(i) or self._left_out.get(i) or self._lost.get(i) or LATE
-        self.ground.notify(GroupDone(self._call, outcome))
+        self.ground.notify(GroupDone(self.call, outcome))
         self._tell_done()
 
     def _fail(self, why: str) -> None:
         if not (self.done or self.failed):
             self.failed = True
-            self.ground.notify(GroupFailed(self._call, why))
+            self.ground.notify(GroupFailed(self.call, why))
             self._tell_done()
             self.release()
 

@@ -79,16 +79,18 @@ class Mesh:
 
         return self._event(now, act)
 
-    def give_up(self, key: str, now: float) -> list[Effect]:
-        """The caller waits no longer: whatever of this key is not done yet ends here; nothing is written any more."""
+    def give_up(self, call: Call, now: float) -> list[Effect]:
+        """The caller waits no longer: if this is not over it ends here; nothing is written any more. Another call of
+        the key, which began after its end, goes on."""
 
         def act() -> None:
-            meeting = self._meetings.pop(key, None)
-            if meeting is not None:
+            meeting = self._meetings.get(call.key)
+            if meeting is not None and meeting.call is call:
+                del self._meetings[call.key]
                 meeting.close()
                 self._ended(meeting)
-            for (known, _), group in list(self._groups.items()):
-                if known == key:
+            for group in list(self._groups.values()):
+                if group.call is call:
                     group.abandon()
 
         return self._event(now, act)

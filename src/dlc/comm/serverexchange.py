@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.servermessages import PAST_MAX, Counted, Left, Origin, SpanView, Update
+from dlc.comm.servermessages import PAST_MAX, Counted, Left, Origin, SpanView, Update, check_numbers, check_origin
 from dlc.comm.service import ServiceNews
+from dlc.errors import ProtocolError
 
 PUSH, PULL, OVER = "push", "pull", "over"
 ASKING = 0
@@ -182,3 +183,12 @@ class History:
     """The same of all spans."""
 
     marks: tuple[Mark, ...]
+
+
+def check_history(history: History) -> None:
+    """ProtocolError for one that no exchanges have made."""
+    for mark in history.marks:
+        check_numbers(mark.term, mark.version)
+        check_origin(mark.origin)
+    if not history.marks:
+        raise ProtocolError("a history of no spans")

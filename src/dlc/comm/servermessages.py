@@ -24,6 +24,8 @@ NUMBER_MAX = 1 << 53
 NUMBERS_AHEAD_MAX = 1 << 32
 """How far a term or a round may be above the last that was heard of, and a stake below NUMBER_MAX: far above what a run
 can use up, so no message takes the last number there is."""
+BEGINNING_MAX = NUMBER_MAX - NUMBERS_AHEAD_MAX
+"""Greatest version or round that anything goes on from."""
 SEQ_MAX = 1 << 62
 """Greatest number of a push; they begin with a clock."""
 PAST_MAX = 64

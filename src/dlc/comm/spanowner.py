@@ -9,9 +9,10 @@ not finite). Until then the trainer repeats its offer, to whoever owns the span 
 
 A round is closed once all trainers that are alive and took part before have pushed; or `patience_s`, or half of what
 the last round took, after the first push, with those that are here, provided that nothing more has come for a while of
-a push under way. Who is missing, and why, stands in the update. Who misses a round, and has pushed nothing since the
-one before, is neither waited for nor named until it pushes again; who only pulls is waited for once. Without rounds it
-has a part of a step until it pulls again.
+a push under way. It is the next one, or a later one, where most trainers name that: they have come to it in other
+spans. Who is missing, and why, stands in the update. Who misses a round, and has pushed nothing since the one before,
+is neither waited for nor named until it pushes again; who only pulls is waited for once. Without rounds it has a part
+of a step until it pulls again.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class SpanOwner:
         missing = sorted(self._attending - waiting.keys())
         update = Update(
             self.issued + 1,
-            max(held.offer.step for held in waiting.values()),
+            self._named(sorted((held.offer.step for held in waiting.values()), reverse=True)),
             len(waiting),
             tuple(Push(v, held.offer.seq, held.offer.weight) for v, held in waiting.items()),
             tuple(Excluded(v, self._reason(v)) for v in missing),
@@ -280,6 +281,12 @@ class SpanOwner:
         self._first_at = None
         self._last_round_s, self._closed_at = self.host.now - self._closed_at, self.host.now
         self._issue(update, payloads, {v: held.offer.base for v, held in waiting.items()})
+
+    def _named(self, steps: list[int]) -> int:
+        """Which round this is, by what its pushes say, in descending order: the next, or the newest to which most of
+        the trainers have come elsewhere. One alone may be wrong, and all would follow it."""
+        most = len(self._trainers() | self._waiting.keys()) // 2
+        return steps[most] if most < len(steps) else self._step + 1
 
     def _reason(self, voter: Voter) -> str:
         if voter in self._refused:

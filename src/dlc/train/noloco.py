@@ -30,11 +30,10 @@ from dlc.comm.graphs import pairs
 from dlc.comm.ids import PeerId
 from dlc.comm.roles import TRAINER
 from dlc.comm.rotation import Turn, next_turn
-from dlc.errors import CheckpointError, DlcError, RoundTimeout
-from dlc.mesh import Group, GroupCall
+from dlc.errors import CheckpointError, RoundTimeout
+from dlc.mesh import Group, GroupCall, waited
 from dlc.peer import Peer
 from dlc.places import Places
-from dlc.report import GroupReport
 from dlc.runspec import RunSpec
 from dlc.train.averaging import EXCHANGE_S, NAME, Averaged, last_of
 
@@ -112,7 +111,7 @@ class Pairs:
         try:
             call = group.all_reduce(both, tag=str(t), timeout_s=left_s + EXCHANGE_S, async_op=True)
             call.stopping = self._stopping
-            report = _waited(call)
+            report = waited(call)
         except RoundTimeout as error:
             if isinstance(error.__cause__, GoneOn):
                 return None
@@ -172,14 +171,3 @@ class Pairs:
 
     def close(self) -> None:
         self._places.close()
-
-
-def _waited(call: GroupCall) -> GroupReport:
-    """An interruption gives it up: its partner would wait for it, and its key be taken."""
-    try:
-        return call.wait()
-    except DlcError:
-        raise  # it is over
-    except BaseException:
-        call.cancel()
-        raise

@@ -12,7 +12,8 @@ the same moment: nobody's clock is compared with another's. A peer ends before t
 all others would wait for it; what it loses by that is less than one step. Whose single step is longer than a round is
 late, and left out as any straggler.
 
-Who was in no round yet, or was left out, takes the deadline from what the others say they have before them.
+Who was in no round yet, or was left out, takes the deadline from what the others say they have before them: as long as
+that is not much more than a round.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from dlc.train.others import Others
 EARLY_SHARE = 0.75
 """A step is begun if so much of it fits in before the deadline: steps vary, and the last one of a peer that is as fast
 as the median would otherwise be left out by chance."""
+TOLD_MAX = 2.0
+"""Times that a round usually takes: what the others tell is believed up to there. One that says it has far more before
+it would have who comes go on with inner steps without end."""
 
 
 class Pace(Protocol):
@@ -69,12 +73,13 @@ class Deadline:
         self._began = 0.0
         self._until: float | None = None
         """The deadline, where the others told it."""
+        self._told_at = 0.0
 
     def begins(self, t: int, made: int, since: float | None) -> None:
         now = self._clock()
         self._began = now - made * self._step_s() if since is None else min(since, now)
         etas_s = self._others.etas_s(t) if since is None else []
-        self._until = now + statistics.median(etas_s) if etas_s else None
+        self._until, self._told_at = now + statistics.median(etas_s) if etas_s else None, now
 
     def due(self, made: int) -> bool:
         if not made:
@@ -93,12 +98,17 @@ class Deadline:
 
     def _deadline(self) -> float | None:
         """None: nobody has made a step yet."""
-        if self._until is not None:
-            return self._until
+        usual_s = self._usual_s()
+        if self._until is None:
+            return None if usual_s is None else self._began + usual_s
+        return self._until if usual_s is None else min(self._until, self._told_at + TOLD_MAX * usual_s)
+
+    def _usual_s(self) -> float | None:
+        """A round's; None: nobody has made a step yet."""
         if self._round_s:
-            return self._began + self._round_s
+            return self._round_s
         steps_s = self._others.steps_s() + ([self._step_s()] if self._step_s() else [])
-        return self._began + self._h * statistics.median_low(steps_s) if steps_s else None
+        return self._h * statistics.median_low(steps_s) if steps_s else None
 
 
 def pace_of(spec: RunSpec, others: Others, step_s: Callable[[], float], clock: Callable[[], float]) -> Pace:

@@ -22,14 +22,14 @@ def saved_counts(state: Mapping[str, Any], name: str) -> list[int]:
     """Several of them. CheckpointError: one is not."""
     given = state.get(name, ())
     if not isinstance(given, Iterable):
-        raise CheckpointError(_told(name, given, "a list of whole numbers"))
+        raise CheckpointError(damaged(name, given, "a list of whole numbers"))
     return [_count(name, one) for one in given]
 
 
 def saved_share(value: object) -> float:
     """This peer's part of a mean. CheckpointError: it is none."""
     if not 0 <= (share := real(value)) <= 1:
-        raise CheckpointError(_told("share", value, "a number from 0 to 1"))
+        raise CheckpointError(damaged("share", value, "a number from 0 to 1"))
     return share
 
 
@@ -37,11 +37,12 @@ def _count(name: str, value: object, most: int = COUNT_MAX) -> int:
     count = real(value)
     if not (0 <= count <= most and count.is_integer()):
         kind = "a whole number, 0 or more" if most == COUNT_MAX else f"a whole number from 0 to {most}"
-        raise CheckpointError(_told(name, value, kind))
+        raise CheckpointError(damaged(name, value, kind))
     return int(count)
 
 
-def _told(name: str, value: object, kind: str) -> str:
+def damaged(name: str, value: object, kind: str) -> str:
+    """What the error says. kind: what it must be."""
     return (
         f"{name} of the saved state is {value!r:.60}, and must be {kind}: the state is damaged, or was changed after "
         "it was saved; go on from another one"

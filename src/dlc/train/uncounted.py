@@ -14,9 +14,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dlc.errors import CheckpointError
 from dlc.train.held import Held
 from dlc.train.offers import Settled, Work
-from dlc.train.scalars import saved_count, saved_counts
+from dlc.train.scalars import damaged, saved_count, saved_counts
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,10 @@ class SavedSteps(NamedTuple):
         """From what was saved. CheckpointError: a number in it cannot be."""
         inner_step = saved_count(state, "inner_step")
         steps = saved_count(state, "steps") if "steps" in state else inner_step
-        offered = saved_count(state, "offered", steps)
-        return cls(inner_step, steps, offered, saved_counts(state, "held"))
+        offered, held = saved_count(state, "offered", steps), saved_counts(state, "held")
+        if held and min(held) != steps:  # that of the fragment of the last round; of all before the first
+            raise CheckpointError(damaged("steps", steps, f"{min(held)}, the least that a fragment holds"))
+        return cls(inner_step, steps, offered, held)
 
 
 class Uncounted:
