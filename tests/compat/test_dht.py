@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -231,3 +232,21 @@ def test_an_entry_that_could_not_be_posted_is_posted_by_the_next_change(monkeypa
         mine.change(round=3)
     mine.change(round=3)
     assert [entry.round for entry in theirs.others().values()] == [3]
+
+
+def test_an_entry_whose_posting_was_interrupted_is_posted_by_the_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had gone out when Ctrl-C came: the peer was one that loads to all others, for good."""
+    _, a, b = two()
+    mine, theirs = (Directory(dht.swarm, "run", Entry("", 0, "")) for dht in (a, b))
+    post = a.swarm.post
+
+    def interrupted(*args: Any) -> None:
+        post(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(a.swarm, "post", interrupted)
+        mine.change(loading=True)
+    assert [entry.loading for entry in theirs.others().values()] == [True]
+    mine.change(loading=False)
+    assert [entry.loading for entry in theirs.others().values()] == [False]
