@@ -11,7 +11,7 @@ import torch
 
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
-from dlc.compat.hivemind.averaging.directory import Directory, Entry
+from dlc.compat.hivemind.averaging.directory import REFRESH_S, TTL_S, Directory, Entry
 from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
@@ -250,3 +250,16 @@ def test_an_entry_whose_posting_was_interrupted_is_posted_by_the_change_back(mon
     assert [entry.loading for entry in theirs.others().values()] == [True]
     mine.change(loading=False)
     assert [entry.loading for entry in theirs.others().values()] == [False]
+
+
+def test_an_entry_is_posted_again_long_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or who averages without a change for a week would be met by nobody any more."""
+    _, a, _ = two()
+    mine, posted = Directory(a.swarm, "run", Entry("", 0, "")), list[object]()
+    with monkeypatch.context() as patch:
+        patch.setattr(a.swarm, "post", lambda *args: posted.append(args))
+        mine.refresh()
+        assert not posted
+        mine._posted -= REFRESH_S
+        mine.refresh()
+    assert len(posted) == 1 and REFRESH_S < TTL_S / 2
