@@ -263,3 +263,9 @@ def test_an_entry_is_posted_again_long_before_it_ends(monkeypatch: pytest.Monkey
         mine._posted -= REFRESH_S
         mine.refresh()
     assert len(posted) == 1 and REFRESH_S < TTL_S / 2
+
+
+def test_the_eldest_of_two_averagers_is_the_one_that_came_first_whatever_their_ids() -> None:
+    _, a, b = two()
+    first, second = (Directory(dht.swarm, "run", Entry("", 0, "", priority=0.0)) for dht in (b, a))
+    assert a.swarm.id < b.swarm.id and first.is_reference() and not second.is_reference()
