@@ -89,6 +89,15 @@ def test_a_state_is_the_same_in_bits_after_packing_and_unpacking() -> None:
     assert bits(taken) == bits(given) and not taken["weight"].is_contiguous()
 
 
+@pytest.mark.parametrize("other", [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.float16)])
+def test_a_state_of_as_many_bytes_and_another_dtype_or_shape_is_refused(other: Tensor) -> None:
+    """Its bytes would be read as other numbers."""
+    vector = Exact({"a": torch.ones(2, 3, dtype=torch.float16)}).pack()
+    with pytest.raises(UsageError, match="other names, shapes or dtypes"):
+        Exact({"a": other}).unpack(vector, "somebody")
+    assert not other.any()
+
+
 def test_a_state_that_was_changed_on_its_way_or_has_other_names_is_refused() -> None:
     vector, before = Exact(awkward(1)).pack(), bits(awkward(2))
     for change in (0, len(vector) - 1):

@@ -562,6 +562,15 @@ def test_a_peer_with_a_key_can_be_reached_from_other_hosts_unless_all_are_on_thi
         Peer.join(["192.0.2.1:4600"])
 
 
+def test_a_join_that_was_refused_lets_go_of_the_state_directory(tmp_path: Path) -> None:
+    """As long as somebody kept the exception, as a notebook does, each try said that another process used it."""
+    with Peer.join() as peer:
+        with pytest.raises(UsageError, match="taken") as kept:
+            Peer.join(listen=peer.address, state_dir=tmp_path)
+        Peer.join(state_dir=tmp_path).leave()
+    assert kept.traceback
+
+
 def test_taken_port_and_open_listening_without_key() -> None:
     with Peer.join() as peer:
         with pytest.raises(UsageError, match="taken"):

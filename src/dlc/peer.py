@@ -175,19 +175,25 @@ class Peer(Collectives):
             advertised(advertise, 0)  # before there is anything to let go
         security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
         state = StateDir(state_dir) if isinstance(state_dir, str | Path) else state_dir or Ephemeral()
-        voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
-        ident = f"{voter.peer}.{voter.inc}".encode()
-        # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
-        book = AddressBook(state)
-        resumes = resume is not None and not listed and not found
-        former, known_at = (book.awaited(), tuple(book.known().values())) if resumes else ({}, ())
-        awaited = tuple(former.values()) if former else listed
-        bulk_port = bulk_port_of(listen)
-        transport = Transport(
-            listen, security=security, insecure=insecure, ident=ident, bulk_port=bulk_port, streams=STREAMS
-        )
-        intro = Introduction(state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role)
-        driver = Driver(transport, voter, lambda event: None)
+        try:
+            voter = Voter(state.identity.peer, state.next_incarnation(secrets.randbits(32)))
+            ident = f"{voter.peer}.{voter.inc}".encode()
+            # Who goes on from a checkpoint has its RunSpec: it need not wait in the lobby for those that it knew.
+            book = AddressBook(state)
+            resumes = resume is not None and not listed and not found
+            former, known_at = (book.awaited(), tuple(book.known().values())) if resumes else ({}, ())
+            awaited = tuple(former.values()) if former else listed
+            bulk_port = bulk_port_of(listen)
+            transport = Transport(
+                listen, security=security, insecure=insecure, ident=ident, bulk_port=bulk_port, streams=STREAMS
+            )
+            intro = Introduction(
+                state, voter, transport.host, transport.control_port, transport.bulk_port, advertise, role
+            )
+            driver = Driver(transport, voter, lambda event: None)
+        except BaseException:  # another try may use it
+            state.close()
+            raise
         peer = cls(driver, intro, on_event)
         peer._former = former
         waits = role == OBSERVER and log and not listed and (spec is None or spec.strategy not in WITHOUT_LOG)

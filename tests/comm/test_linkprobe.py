@@ -312,6 +312,23 @@ def test_probes_that_come_to_nothing_are_not_repeated_for_ever() -> None:
     assert sum(size for *_, size in net.junk) < 4 * ASKS_MAX * (64 << 10) * 2, "a window each"
 
 
+def test_after_a_probe_that_told_something_the_waits_grow_anew() -> None:
+    """One burst that came to nothing was followed by a minute without, as long before as the others had been."""
+    net = ProbeNet([(50 * MBIT, 50 * MBIT)] * 2)
+    lost = {ProbeCount}
+    net.tamper = lambda source, target, m: None if type(m) in lost else m
+    net.run(60.0)
+    assert not net.known()
+    lost.clear()
+    net.until(net.known, 120.0)
+    probes = net.sites["p0"].probes
+    probes.begin_anew()
+    lost.add(ProbeCount)
+    asks = probes._asks
+    net.run(15.0)
+    assert probes._asks >= asks + 2
+
+
 # ---------------------------------------------------------------- strangers and liars
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +24,15 @@ from dlc.compat.hivemind.averaging.image import LENGTH, pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
 from dlc.compat.hivemind.swarm import Notice, Outcome
+from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import JoinError, ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
-from tests.helpers import wait_until
+from tests.helpers import TICK_S, interrupted_at, wait_until
 
 WAIT_S = 180.0
+JOIN_S = 10.0
+"""Of what ends at once."""
 FOREVER_S = 300.0
 
 
@@ -639,3 +646,104 @@ def test_a_peer_whose_tensors_are_not_finite_has_the_mean_of_the_others(alpha: f
     mean = [(torch.tensor([5.0, 3.0]), before[0][1])]
     peer._take(before, mean, Outcome((peer.peer_id,), {}, {}, None), -1)
     assert of(peer)[0].tolist() == [5.0, 1.0 + 2.0 * alpha]
+
+
+# ------------------------------------------------------------------ Ctrl-C, and calls side by side
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """On a thread of its own, which keeps nobody from ending."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(JOIN_S)
+    return not thread.is_alive()
+
+
+def test_ctrl_c_at_any_line_of_a_trigger_leaves_a_step_that_can_be_given_up() -> None:
+    """The lock of the step's event was kept: its thread waited for ever, and so did whoever gave the step up."""
+    at, came = 0, True
+    while came:
+        at += 1
+        control = StepControl(0.0, float("inf"), allow_retries=False, weight=1.0, number=-1)
+        came = interrupted_at(at, control.allow_allreduce)
+        assert ends(control.cancel) and ends(control.wait_for_trigger), at
+    assert at > 3, "as a call has some lines"
+
+
+@pytest.mark.parametrize("wait", ["result", "exception"])
+def test_ctrl_c_at_any_line_of_a_wait_leaves_whoever_has_the_result_nothing_to_wait_for(wait: str) -> None:
+    """The lock of the future was kept: the thread of a step waited for that for ever, and each later step for it."""
+    at, came = 0, True
+    while came:
+        at += 1
+        future: AwaitableFuture[int] = AwaitableFuture()
+
+        def waits(future: AwaitableFuture[int] = future) -> None:
+            with suppress(TimeoutError):
+                getattr(future, wait)(TICK_S)
+
+        came = interrupted_at(at, waits)
+        assert ends(partial(future.set_result, 1)), at
+        assert future.result(JOIN_S) == 1
+    assert at > 10, "as a wait has some lines"
+
+
+def test_ctrl_c_at_any_line_of_a_wait_for_a_donor_leaves_a_loader_that_loads() -> None:
+    """The lock of the notices was kept: no notice was read any more, and whoever had one waited for ever."""
+    town = Town()
+    donor = Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p")
+    loader = Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p")
+    of_loader = loader._sharing
+    assert of_loader is not None
+    at, came = 0, True
+    while came:
+        at += 1
+        came = interrupted_at(at, lambda: of_loader._wait_for(lambda: False, time.monotonic() + TICK_S))
+        assert ends(of_loader._notice), at
+    assert at > 10, "as a wait has some lines"
+    assert loader.load_state_from_peers(timeout=WAIT_S) is not None and donor.calls == 1
+
+
+def test_of_two_loads_at_once_the_second_begins_when_the_first_is_over() -> None:
+    """They had one request between them, so that the donor gave up what the first was fetching; and who came first to
+    an end said that this peer does not load any more."""
+    town, goes_on = Town(), threading.Semaphore(0)
+
+    class Slow(Own):
+        def get_current_state(self) -> tuple[Any, ...]:
+            state = super().get_current_state()
+            goes_on.acquire(timeout=WAIT_S)
+            return state
+
+    donor = Slow([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p")
+    loader = Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p")
+    loads = [loader.load_state_from_peers(wait=False, timeout=WAIT_S)]
+    wait_until(lambda: donor.calls == 1, WAIT_S)
+    assert loader.load_state_from_peers(timeout=0.0) is None, "its time is over before its turn"
+    loads.append(loader.load_state_from_peers(wait=False, timeout=WAIT_S))
+    assert not loads[0].cancel(), "it goes on"
+    goes_on.release()
+    assert loads[0].result(WAIT_S)[0] == Own.state[0]
+    wait_until(lambda: donor.calls == 2, WAIT_S)
+    assert loader.entry.loading and not loads[1].done()
+    goes_on.release()
+    assert loads[1].result(WAIT_S)[0] == Own.state[0]
+    wait_until(lambda: not loader.entry.loading, WAIT_S)
+
+
+def test_a_request_whose_posting_was_interrupted_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had gone out, and the donor held its state for it as long as the loader lived."""
+    town = Town()
+    donor, loader = (Own([torch.zeros(3)], DHT(start=True, p2p=town.peer()), start=True, prefix="p") for _ in range(2))
+    post = loader.dht.swarm.post
+
+    def interrupted(key: str, *rest: Any) -> None:
+        post(key, *rest)
+        if key.startswith("want/"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loader.dht.swarm, "post", interrupted)
+        loader.load_state_from_peers(timeout=WAIT_S)
+    assert not loader.dht.swarm.notices("want/")
+    wait_until(lambda: not town.peers[str(donor.peer_id)].held, WAIT_S)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import torch
 
 import dlc.compat.hivemind as hivemind
 from dlc.compat.hivemind import DHT, DecentralizedAverager, get_dht_time
-from dlc.compat.hivemind.averaging.directory import Directory, Entry
+from dlc.compat.hivemind.averaging.directory import REFRESH_S, TTL_S, Directory, Entry
 from dlc.compat.hivemind.dht.storage import Record, hidden_until, is_plain, newest, notice_key
 from dlc.compat.hivemind.optim.progress_tracker import ProgressTracker
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
@@ -231,3 +232,40 @@ def test_an_entry_that_could_not_be_posted_is_posted_by_the_next_change(monkeypa
         mine.change(round=3)
     mine.change(round=3)
     assert [entry.round for entry in theirs.others().values()] == [3]
+
+
+def test_an_entry_whose_posting_was_interrupted_is_posted_by_the_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had gone out when Ctrl-C came: the peer was one that loads to all others, for good."""
+    _, a, b = two()
+    mine, theirs = (Directory(dht.swarm, "run", Entry("", 0, "")) for dht in (a, b))
+    post = a.swarm.post
+
+    def interrupted(*args: Any) -> None:
+        post(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(a.swarm, "post", interrupted)
+        mine.change(loading=True)
+    assert [entry.loading for entry in theirs.others().values()] == [True]
+    mine.change(loading=False)
+    assert [entry.loading for entry in theirs.others().values()] == [False]
+
+
+def test_an_entry_is_posted_again_long_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or who averages without a change for a week would be met by nobody any more."""
+    _, a, _ = two()
+    mine, posted = Directory(a.swarm, "run", Entry("", 0, "")), list[object]()
+    with monkeypatch.context() as patch:
+        patch.setattr(a.swarm, "post", lambda *args: posted.append(args))
+        mine.refresh()
+        assert not posted
+        mine._posted -= REFRESH_S
+        mine.refresh()
+    assert len(posted) == 1 and REFRESH_S < TTL_S / 2
+
+
+def test_the_eldest_of_two_averagers_is_the_one_that_came_first_whatever_their_ids() -> None:
+    _, a, b = two()
+    first, second = (Directory(dht.swarm, "run", Entry("", 0, "", priority=0.0)) for dht in (b, a))
+    assert a.swarm.id < b.swarm.id and first.is_reference() and not second.is_reference()

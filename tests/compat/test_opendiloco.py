@@ -663,3 +663,37 @@ def test_pseudo_gradients_are_averaged_into_the_gradients_of_an_optimizer_of_the
         make(iter(mains[0]))
     with pytest.raises(ValueError, match="shapes"):
         make(mains[0][:1])
+
+
+def test_a_step_of_a_gradient_averager_beside_another_leaves_what_that_one_sends() -> None:
+    """It was refused only when it had written its own pseudo-gradient over what the others were to get."""
+    mains = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    with swarm(2) as peers:
+        averager, other = (
+            DiLoCoGradAverager(
+                [main],
+                torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0),
+                dht=peer,
+                prefix="g",
+                min_matchmaking_time=WAIT_S,
+            )
+            for main, peer in zip(mains, peers, strict=True)
+        )
+        control = averager.step(wait=False)
+        assert not isinstance(control, dict)
+        with torch.no_grad():
+            mains[0].fill_(9.0)
+        with pytest.raises(UsageError, match="the averaging before is on its way"):
+            averager.step(wait=False)
+        together = other.step(timeout=WAIT_S)
+        assert isinstance(together, dict) and len(together) == 2
+        assert control.result(WAIT_S) == together
+        for each in (averager, other):
+            with each.get_tensors() as (grad,):
+                assert torch.equal(grad, torch.ones(3))
+        controls = [each.step(wait=False) for each in (averager, other)]
+        for control in controls:
+            assert not isinstance(control, dict)
+            control.result(WAIT_S)
+        with other.get_tensors() as (grad,):
+            assert torch.equal(grad, torch.full((3,), -3.5))

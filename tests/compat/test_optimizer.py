@@ -2066,6 +2066,21 @@ def test_it_is_not_copied_and_zero_grad_keeps_the_gradients_as_hiveminds() -> No
 
 
 @pytest.mark.parametrize("offload", [False, True])
+def test_groups_show_the_models_parameters_though_the_optimizer_has_them_in_another_order(offload: bool) -> None:
+    """They were paired by their places: whoever limited the gradients of one group did so to those of another."""
+    net = model()
+
+    def by_groups(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        (weight, bias) = (p for group in groups for p in group["params"])
+        return SGD([{"params": [bias], "momentum": 0.5}, {"params": [weight]}])
+
+    opt = optimizer(Town(), net, optimizer=by_groups, batch_size_per_step=TARGET, offload_optimizer=offload)
+    (first,), (second,) = (group["params"] for group in opt.param_groups)
+    assert first is net.bias and second is net.weight and opt.param_groups[0]["momentum"] == 0.5
+    opt.shutdown()
+
+
+@pytest.mark.parametrize("offload", [False, True])
 def test_frozen_parameters_do_not_decay(offload: bool) -> None:
     """Gradients of zero were made for them, and AdamW took that for a step."""
     net = model()

@@ -4,6 +4,7 @@ clock, and where it depends on which of two threads is first."""
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.peer_swarm import PeerSwarm
 from dlc.errors import RoundTimeout
 from tests.comm.swim_net import Net
-from tests.helpers import wait_until
+from tests.helpers import TICK_S, interrupted_at, wait_until
 
 
 def swarm_of(members: Membership) -> PeerSwarm:
@@ -75,3 +76,27 @@ def test_who_gives_up_a_call_that_begins_goes_on_when_it_is_cancelled(
         swarm.average("key", [(torch.zeros(1), "fp32")], terms)
     giving_up.join()
     assert order == ["begins", "cancelled", "goes on"]
+
+
+def test_who_is_interrupted_before_all_have_told_what_they_know_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on as a member that nobody could let leave, and its port stayed taken."""
+    peer = Mock(id="me")
+    peer.mesh.act.side_effect = KeyboardInterrupt
+    monkeypatch.setattr(peer_swarm.Peer, "join", Mock(return_value=peer))
+    with pytest.raises(KeyboardInterrupt):
+        PeerSwarm.join([], listen="127.0.0.1:0", advertise=None, key=None, state_dir=None, timeout_s=1.0)
+    peer.leave.assert_called_once_with()
+
+
+def test_ctrl_c_at_any_line_of_a_wait_for_the_others_keeps_nobody_from_leaving() -> None:
+    """The lock of an event was kept, and `leave` waited for it for ever."""
+    at, came = 0, True
+    while came:
+        at += 1
+        swarm = PeerSwarm(Mock(id="me"))
+        came = interrupted_at(at, partial(swarm._closed.wait, TICK_S))
+        leaving = threading.Thread(target=swarm.leave, daemon=True)
+        leaving.start()
+        leaving.join(10.0)
+        assert not leaving.is_alive(), at
+    assert at > 5, "as a wait has some lines"

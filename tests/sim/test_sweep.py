@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,6 +204,31 @@ def test_interrupts_that_come_again_and_again_end_a_sweep_once_and_in_order(tmp_
     assert "Traceback" not in err and "violations" in out
     (tally,) = json.loads(state.read_text()).values()
     assert tally["schedules"] >= 1
+
+
+@pytest.mark.parametrize("at", ["wait", "submit"])
+def test_an_interrupt_beside_workers_is_raised_where_no_lock_of_theirs_is_held(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was raised in `concurrent.futures`, where it may leave one held: the thread that hears of the workers waited
+    for that for ever, and the sweep for the thread."""
+    owner: Any = sweep_module if at == "wait" else ProcessPoolExecutor
+    call, ended = getattr(owner, at), list[str]()
+
+    def during(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        ended.append(at)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(owner, at, during)
+    state = tmp_path / "state.json"
+    monkeypatch.setattr(sys, "argv", ["dlc.sim", *sim("--seeds", "0:100000", "--jobs", "2", "--state", str(state))[3:]])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert command.main() == command.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended and state.exists()
 
 
 def test_the_workers_of_a_killed_sweep_end_with_it() -> None:

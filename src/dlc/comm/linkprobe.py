@@ -108,7 +108,7 @@ class LinkProbes:
         self._met: frozenset[Voter] = frozenset()
         """Who was asked to receive the probes that told something, whether or not it answered."""
         self._asks = self._failures = 0
-        """Failures: bursts that came to nothing."""
+        """Failures: bursts that came to nothing since the last one that told something."""
         self._grants: dict[Voter, int] = {}
 
     # ---------------------------------------------------------------- my own probe
@@ -193,6 +193,7 @@ class LinkProbes:
             self._later(BUSY_S)
             return
         self._close(burst)
+        self._failures = 0
         self._met |= frozenset(burst.asked)
         self.ground.rates.probed(rate_Bps)
         self.ground.tell_rates()

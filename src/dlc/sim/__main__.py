@@ -93,6 +93,8 @@ class Sweep:
         """What an earlier run of the sweep found: it was told then, and the sweep went on."""
         self.out: TextIO = sys.stderr if args.json else sys.stdout
         self.interrupted = False
+        self._at_once = args.jobs == 1
+        """What is done now may be cut short: no worker's outcome is waited for."""
 
     def run(self) -> int:
         before = signal.getsignal(signal.SIGINT)
@@ -113,10 +115,14 @@ class Sweep:
         """The first Ctrl-C ends the sweep within a moment; another would only cut that short, and is not heard."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.interrupted = True
-        raise KeyboardInterrupt
+        if self._at_once:
+            raise KeyboardInterrupt
 
     def _more(self) -> bool:
-        enough = self.interrupted or len(self.tally.violations) - self.known >= self.args.max_failures
+        """KeyboardInterrupt: after Ctrl-C."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        enough = len(self.tally.violations) - self.known >= self.args.max_failures
         return not enough and time.monotonic() < self.began + self.args.seconds
 
     def _take(self, outcome: Outcome) -> None:
@@ -126,7 +132,9 @@ class Sweep:
         if self.args.json:
             print(json.dumps(outcome.__dict__), flush=True)
         if outcome.violation and found < self.args.max_failures:
+            before, self._at_once = self._at_once, True
             self._explain(outcome)
+            self._at_once = before
         elif outcome.violation:
             print(f"VIOLATION at seed {outcome.seed}: {outcome.violation}", file=self.out)
         if time.monotonic() >= self.reported + PROGRESS_EVERY_S:

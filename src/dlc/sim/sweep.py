@@ -32,6 +32,8 @@ from dlc.sim.run import Outcome, run
 from dlc.sim.schedule import Scenario, scenario
 
 SAVE_EVERY_S = 10.0
+LOOK_S = 0.25
+"""How often it is looked whether to go on, while workers are at schedules."""
 ENTRY = "dlc.sim.run"
 """What plays a schedule."""
 
@@ -159,7 +161,9 @@ def play(job: Job, seed: int) -> Outcome:
 
 
 def outcomes(job: Job, seeds: Iterable[int], jobs: int, more: Callable[[], bool]) -> Iterator[Outcome]:
-    """Run the seeds in `jobs` processes (one: in this one), in no particular order, as long as `more()`."""
+    """Run the seeds in `jobs` processes (one: in this one), in no particular order, while `more()`; what that raises
+    ends it. With several it is the place for an interrupt: raised where it comes, that might leave a lock held that the
+    thread needs which hears of the workers."""
     if jobs == 1:
         for seed in seeds:
             if not more():
@@ -174,12 +178,13 @@ def outcomes(job: Job, seeds: Iterable[int], jobs: int, more: Callable[[], bool]
     todo = iter(seeds)
     try:
         while True:
+            going = more()
             # One more than there are workers: none is idle, and little is lost by an interrupt.
-            while len(waiting) <= jobs and more() and (following := next(todo, None)) is not None:
+            while going and len(waiting) <= jobs and (following := next(todo, None)) is not None:
                 waiting.add(pool.submit(play, job, following))
             if not waiting:
                 return
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            done, waiting = wait(waiting, LOOK_S, return_when=FIRST_COMPLETED)
             for future in done:
                 yield future.result()
     finally:

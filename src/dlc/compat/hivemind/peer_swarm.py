@@ -51,7 +51,7 @@ class PeerSwarm:
         self._peer, self._log = peer, log
         self._pid = os.getpid()
         self._listeners: list[Callable[[], None]] = []
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._said = -float("inf")
         self._watcher: threading.Thread | None = None
 
@@ -86,7 +86,11 @@ class PeerSwarm:
         )
         if log:
             check_rounds(swarm._peer)
-        swarm._greet()
+        try:
+            swarm._greet()
+        except BaseException:  # nobody has it who could let it leave
+            swarm.leave()
+            raise
         return swarm
 
     @property
@@ -165,7 +169,7 @@ class PeerSwarm:
         self._hello()
         missing: dict[str, str] = {}
         first: GroupReport | None = None
-        given_up, beginning = threading.Event(), threading.Lock()
+        given_up, beginning = Flag(), threading.Lock()
 
         def give_up() -> None:
             given_up.set()

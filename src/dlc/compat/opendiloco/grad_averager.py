@@ -104,6 +104,8 @@ class DiLoCoGradAverager:
             raise UsageError(f"dht must be, or hold as .peer, a dlc.Peer, not {type(dht).__name__}")
         self.main_parameters, self.offloaded_optimizer = list(main_parameters), offloaded_optimizer
         self.prefix = prefix
+        self._last: Control | None = None
+        """Of the last averaging that was begun."""
         self._peer, self._codec = peer, codec_of(compression)
         self._patience_s, self._timeout_s, self._least = min_matchmaking_time, allreduce_timeout, min_group_size
         self._outer = [p for group in offloaded_optimizer.param_groups for p in group["params"]]
@@ -145,10 +147,12 @@ class DiLoCoGradAverager:
         RoundTimeout: not within `timeout` seconds; RoundLost: the others went on while this peer was away; SwarmClosed:
         it has left. Where the caller has no control, the averaging is given up then, or where the wait is interrupted;
         the gradients are this peer's own, and the next step averages anew. UsageError, with nothing done: the control
-        was used already.
+        was used already, or the step before is still on its way.
         """
         if control is not None and control.triggered:
             raise UsageError("this control was used already: schedule another step")
+        if self._last is not None and not self._last.done():
+            raise UsageError("the averaging before is on its way, and sends the gradients: wait for it first")
         given, control = control, control if control is not None else self.schedule_step(timeout=timeout)
         self.compute_and_load_pseudo_grad_into_averager()
         control.begin(
@@ -160,6 +164,7 @@ class DiLoCoGradAverager:
                 async_op=True,
             )
         )
+        self._last = control
         if not wait:
             return control
         return control.result(timeout) if given is not None else _waited(control, timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from concurrent.futures import CancelledError
 from enum import Enum
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from dlc.compat.hivemind.averaging.partition import AllreduceException
 from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.timed_storage import get_dht_time
+from dlc.handles import Flag
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StepControl(AwaitableFuture[Any]):
         self.deadline, self.allow_retries, self.number = deadline, allow_retries, number
         self.stage = AveragingStage.IDLE
         self.began_matchmaking = self.began_allreduce = False
-        self._changed = threading.Event()
+        self._changed = Flag()
         self._triggered = False
         self._scheduled_time = scheduled_time
         self.weight = weight

@@ -63,6 +63,8 @@ class Directory:
         self._warned: set[str] = set()
         self.open = True
         self._posted = 0.0
+        self._unsure = False
+        """What the others have may not be `entry`: telling it failed, or was interrupted."""
         ages = [other.generation + 1 for other in self.others().values()]
         self.entry = dataclasses.replace(entry, generation=max(ages, default=0))
         self.change()
@@ -73,15 +75,15 @@ class Directory:
             if not self.open:
                 return
             entry = dataclasses.replace(self.entry, **changes)  # type: ignore[arg-type]
-            if changes and entry == self.entry:
+            if changes and entry == self.entry and not self._unsure:
                 return
-            before, self.entry = self.entry, entry
+            before, self.entry, self._unsure = self.entry, entry, True
             try:
                 self._swarm.post(self._key, MSGPackSerializer.dumps(list(dataclasses.astuple(entry))), TTL_S)
             except BaseException:  # it is still to be told
                 self.entry = before
                 raise
-            self._posted = time.monotonic()
+            self._posted, self._unsure = time.monotonic(), False
 
     def refresh(self) -> None:
         """Post my entry again, long before it ends."""

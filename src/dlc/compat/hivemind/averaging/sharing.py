@@ -10,6 +10,7 @@ priority 0, who have nothing in common yet, the eldest first. Who is loading its
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import secrets
@@ -25,6 +26,7 @@ from dlc.compat.hivemind.averaging.image import unpack_state
 from dlc.compat.hivemind.swarm import Swarm, key_of
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.errors import DlcError, SwarmClosed
+from dlc.handles import Flag
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +48,12 @@ class Sharing:
 
     def __init__(self, swarm: Swarm, prefix: str, directory: Directory, take: Callable[[], bytes]) -> None:
         self._swarm, self._prefix, self._directory, self._take = swarm, key_of(prefix), directory, take
-        self._changed = threading.Condition()
-        self._heard = 0
+        self._waiting: set[Flag] = set()
+        """One of each thread that waits here, told of all that changes."""
         self._closed = False
+        self._numbers, self._loads = itertools.count(), set[int]()
+        """Of the loads that are wanted: the first is on its way. Two at a time would have one entry, and of a donor one
+        request, between them."""
         self._served: dict[str, str] = {}
         """By loader, its last request."""
         self._held: dict[str, str] = {}
@@ -58,32 +63,43 @@ class Sharing:
 
     def close(self) -> None:
         self._unlisten()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._notice()
 
     def load(self, timeout_s: float | None) -> State | None:
-        """The state of the best donor that gives it; None if there is none, or time is over."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._directory.change(loading=True)
+        """The state of the best donor that gives it; None if there is none, or time is over: a second load waits for
+        the first."""
+        end, number = None if timeout_s is None else time.monotonic() + timeout_s, next(self._numbers)
         try:
-            donors = self._donors()
-            if not donors:
-                log.info("no peer offers its state")
-            for donor in donors:
-                try:
-                    state = self._load_from(donor, end)
-                except SwarmClosed:
-                    raise
-                except DlcError as error:
-                    log.warning("the state of %s could not be loaded: %s", donor[:8], error)
-                    continue
-                if state is not None:
-                    log.info("loaded the state of %s", donor[:8])
-                    return state
-            return None
+            self._loads.add(number)
+            if not self._wait_for(lambda: self._closed or min(self._loads) == number, end):
+                log.warning("no state is loaded: another load of this averager is still on its way")
+                return None
+            try:
+                self._directory.change(loading=True)
+                return self._loaded(end)
+            finally:
+                self._directory.change(loading=False)
         finally:
-            self._directory.change(loading=False)
+            self._loads.discard(number)
+            self._notice()
+
+    def _loaded(self, end: float | None) -> State | None:
+        donors = self._donors()
+        if not donors:
+            log.info("no peer offers its state")
+        for donor in donors:
+            try:
+                state = self._load_from(donor, end)
+            except SwarmClosed:
+                raise
+            except DlcError as error:
+                log.warning("the state of %s could not be loaded: %s", donor[:8], error)
+                continue
+            if state is not None:
+                log.info("loaded the state of %s", donor[:8])
+                return state
+        return None
 
     def _donors(self) -> list[str]:
         """Best first."""
@@ -98,14 +114,19 @@ class Sharing:
 
     def _load_from(self, donor: str, end: float | None) -> State | None:
         nonce, want = secrets.token_hex(8), f"want/{self._prefix}/{donor}"
-        self._swarm.post(want, nonce.encode(), HOLD_S)
         try:
+            self._swarm.post(want, nonce.encode(), HOLD_S)
             return self._take_over(donor, nonce, end)
         finally:
             self._swarm.withdraw(want)
 
     def _take_over(self, donor: str, nonce: str, end: float | None) -> State | None:
-        answer = self._wait_for(lambda: self._answer(donor, nonce), min(_left(end), ANSWER_S), donor)
+        def over() -> bool:
+            here = not self._closed and donor in self._swarm.present()
+            return self._answer(donor, nonce) is not None or not here
+
+        self._wait_for(over, time.monotonic() + min(_left(end), ANSWER_S))
+        answer = self._answer(donor, nonce)
         if answer is None:
             log.warning("%s did not answer the request for its state", donor[:8])
             return None
@@ -126,30 +147,33 @@ class Sharing:
                 return fields[1]
         return None
 
-    def _wait_for(self, found: Callable[[], int | None], timeout_s: float, donor: str) -> int | None:
-        end = time.monotonic() + timeout_s
-        while True:
-            heard = self._heard
-            value = found()
-            left = end - time.monotonic()
-            if value is not None or left <= 0 or self._closed or donor not in self._swarm.present():
-                return value
-            with self._changed:
-                if self._heard == heard:
-                    self._changed.wait(min(left, LOOK_S))
+    def _wait_for(self, over: Callable[[], bool], end: float | None) -> bool:
+        """Until `over()`, which is looked at after every change; False: the time is `end`, and it is not."""
+        changed = Flag()
+        try:
+            self._waiting.add(changed)
+            while not over():
+                if (left := _left(end)) <= 0:
+                    return False
+                changed.wait(min(left, LOOK_S))
+                changed.clear()
+            return True
+        finally:
+            self._waiting.discard(changed)
 
     # ---------------------------------------------------------------- the donor
 
     def _notice(self) -> None:
-        """Something changed; on a thread of the peer."""
-        with self._changed:
-            self._heard += 1
-            self._changed.notify_all()
+        """Something changed; on any thread."""
+        for changed in tuple(self._waiting):
+            changed.set()
 
     def _serve(self) -> None:
+        changed = Flag()
+        self._waiting.add(changed)
         with suppress(SwarmClosed):
             while not self._closed:
-                heard = self._heard
+                changed.clear()
                 asked = self._swarm.notices(f"want/{self._prefix}/{self._swarm.id}")
                 if self._closed:  # whoever has asked since is answered by who is in its place
                     break
@@ -160,9 +184,7 @@ class Sharing:
                     if self._served.get(notice.author) != nonce:
                         self._served[notice.author] = nonce
                         self._give(notice.author, nonce)
-                with self._changed:
-                    if self._heard == heard and not self._closed:
-                        self._changed.wait()
+                changed.wait()
             self._give_back(set())
 
     def _give(self, loader: str, nonce: str) -> None:

@@ -82,8 +82,9 @@ class TorchFace(BoundOptimizer):
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         """The groups of the optimizer inside, with the model's own parameters; an option that is set there counts."""
-        rest = iter(self.state_averager.main_parameters)
-        return tuple(Group(group, [next(rest) for _ in group["params"]]) for group in self.opt.param_groups)
+        parts = self.state_averager.parts
+        main = dict(zip(parts.optimized, parts.main, strict=True))  # the optimizer may hold them in an order of its own
+        return tuple(Group(group, [main[param] for param in group["params"]]) for group in self.opt.param_groups)
 
     @property
     def accumulates(self) -> bool:
