@@ -910,14 +910,16 @@ def test_of_what_it_gave_up_while_it_trained_a_peer_keeps_the_last(tmp_path: Pat
     writer = saver.Saver(tmp_path, spec, {}, kept=2)
     for t in (4, 3):
         writer.save(Frozen(t), saves.Local({}))
-    theirs = [place / "given-up-1" / "note", place / "given-up-1" / ("f" * 12) / saves.name_of(9)]
-    for path in theirs:
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    for t in (4, 2, 3, 1, 2, 0):
+    theirs = [place / "given-up-1" / "note", place / "given-up-7" / ("f" * 12) / saves.name_of(9)]
+    theirs[0].touch()
+    for t in (4, 2, 3, 1):
+        writer.save(Frozen(t), saves.Local({}))
+    theirs[1].parent.mkdir(parents=True)
+    theirs[1].touch()
+    for t in (2, 0):
         writer.save(Frozen(t), saves.Local({}))
     aside = {(path.parents[1].name, saves.round_of(path)) for path in place.glob("*/*/t-*") if path not in theirs}
-    of_last = {("given-up-3", 2), ("given-up-3", 3), ("given-up-4", 1), ("given-up-4", 2)}
+    of_last = {("given-up-3", 2), ("given-up-3", 3), ("given-up-8", 1), ("given-up-8", 2)}
     assert aside == {("old-1", 5), ("old-1", 6)} | of_last
     assert not (place / "given-up-2").exists() and all(path.exists() for path in theirs)
     assert saves.chosen(tmp_path, None).t == 0

@@ -551,6 +551,7 @@ def test_rounds_that_are_in_the_checkpoint_already_are_not_told_again(spec: RunS
     run.peer.events.put(RoundDone(past, False, grid="", fits=True))
     summary = run.go()
     assert [event["t"] for event in run.all("round")] == [3] and summary.bytes_sent == 10
+    assert [event["t"] for event in run.all("validation")] == [2, 3], "where it goes on, and at the end"
 
 
 def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_path: Path) -> None:
