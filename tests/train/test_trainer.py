@@ -542,6 +542,21 @@ def test_checkpoints_come_every_so_many_rounds_of_this_process_and_no_more_often
     assert begun == [3, 6, 10]
 
 
+def test_each_peer_drops_units_of_its_own(spec: RunSpec, tmp_path: Path) -> None:
+    """With one random state for all, the mean of all would keep the noise of each step."""
+    dropping = dataclasses.replace(spec, model=ModelSpec(config=DROPPING))
+
+    def losses(name: str) -> list[float]:
+        peer = FakePeer(dropping)
+        peer.id = name
+        run = Run(peer, tmp_path)
+        run.go()
+        return [event["loss"] for event in run.all("step")]
+
+    one, other = losses("one"), losses("other")
+    assert one == losses("one") and one[0] != other[0]
+
+
 def test_rounds_that_are_in_the_checkpoint_already_are_not_told_again(spec: RunSpec, tmp_path: Path) -> None:
     """As the peer hears of them while it finds its place in the run."""
     Run(FakePeer(spec), tmp_path).go()
