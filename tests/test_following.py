@@ -86,6 +86,14 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     assert "round/loss" not in found.Tags()["scalars"]  # it was not counted
 
 
+def test_curves_have_what_is_finite_and_count_this_peer_among_those_that_averaged() -> None:
+    unknown = {"loss": float("nan"), "distance": None, "seconds": float("inf")}
+    known = {"weight": 1.0, "waiting_s": 0.5, "bytes_sent": 1, "bytes_received": 2}
+    found = trackers.point({"event": "averaging", "t": 2, **unknown, **known, "partners": ["a", "b"]})
+    values = {f"round/{name}": float(value) for name, value in known.items()}
+    assert found == trackers.Point("round", 2, {**values, "round/peers": 3.0})
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
 def test_a_full_disk_under_tensorboard_is_told_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -121,6 +129,7 @@ def test_the_file_of_metrics_tells_steps_from_rounds(tmp_path: Path) -> None:
     assert (not_finite["round"], not_finite["validation_loss"]) == (3, None), "it had no line"
     assert (averaging["round"], averaging["consensus_distance"]) == (2, 0.5)
     assert not {"step"} & {*validation, *averaging}
+    assert "mfu" not in inner, "the peak of this device is not known, which is not 0"
 
 
 def names_of(record: Any) -> set[str]:

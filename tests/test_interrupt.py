@@ -27,14 +27,26 @@ with Interrupts() as interrupts:
     os.kill(os.getpid(), signal.SIGHUP)
     assert interrupts.stop.is_set() == {ends}
     os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
     print("still there")
+"""
+HANGS_UP_EARLY = """
+import os, signal
+from dlc.cli.interrupt import Interrupts
+with Interrupts() as interrupts:
+    interrupts.holds = True
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        print("has left")
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGHUP")
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_terminal_that_is_closed_asks_for_a_clean_end_as_often_as_it_is_told(ignored: bool) -> None:
-    """The shell and the kernel both tell it. Behind `nohup` it is ignored."""
+    """The shell and the kernel both tell it. Behind `nohup` it is ignored. What Ctrl-C says then is its first word."""
     done = subprocess.run(
         [sys.executable, "-c", HANGS_UP.format(ends=not ignored)],
         capture_output=True,
@@ -44,6 +56,14 @@ def test_a_terminal_that_is_closed_asks_for_a_clean_end_as_often_as_it_is_told(i
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL) and None,
     )
     assert (done.stdout, done.returncode) == ("still there\n", 0), done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGHUP")
+def test_a_terminal_that_is_closed_is_told_once_where_there_is_nothing_to_save() -> None:
+    """The second time interrupted the leave."""
+    program = [sys.executable, "-c", HANGS_UP_EARLY]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("has left\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("stderr", ["a pipe that nobody reads", "a full disk", "closed"])

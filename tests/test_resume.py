@@ -637,7 +637,7 @@ def test_of_rounds_with_another_digit_the_last_are_kept_and_found_as_of_any(tmp_
     found = saves.newest(tmp_path)
     assert found is not None and found.t == last + 1
     writer.save(Frozen(last), saves.Local({}))
-    assert [path.name for path in tmp_path.glob("checkpoints/old-1/*/*")] == [saves.name_of(last + 1)]
+    assert [path.name for path in tmp_path.glob("checkpoints/given-up-1/*/*")] == [saves.name_of(last + 1)]
 
 
 def test_of_a_run_that_got_more_rounds_as_many_are_kept_as_of_any(tmp_path: Path) -> None:
@@ -897,8 +897,32 @@ def test_a_given_up_history_is_not_resumed_from(tmp_path: Path) -> None:
         writer.save(Frozen(t), saves.Local({}))
     names = [path.name for path in list_checkpoints(saves.folder_of(tmp_path, spec))]
     assert names == [saves.name_of(4), saves.name_of(5)]
-    aside = [path.name for path in tmp_path.glob("checkpoints/old-*/*/*")]
+    aside = [path.name for path in tmp_path.glob("checkpoints/given-up-1/*/*")]
     assert sorted(aside) == [saves.name_of(5), saves.name_of(6)]
+
+
+def test_of_what_it_gave_up_while_it_trained_a_peer_keeps_the_last(tmp_path: Path) -> None:
+    """A network that is cut now and then would have filled the disk. What was there before is its user's."""
+    spec, place = spec_in(tmp_path, codec="fp16"), tmp_path / "checkpoints"
+    writer = saver.Saver(tmp_path, spec, {}, kept=2)
+    for t in (5, 6):
+        writer.save(Frozen(t), saves.Local({}))
+    writer = saver.Saver(tmp_path, spec, {}, kept=2)
+    for t in (4, 3):
+        writer.save(Frozen(t), saves.Local({}))
+    theirs = [place / "given-up-1" / "note", place / "given-up-7" / ("f" * 12) / saves.name_of(9)]
+    theirs[0].touch()
+    for t in (4, 2, 3, 1):
+        writer.save(Frozen(t), saves.Local({}))
+    theirs[1].parent.mkdir(parents=True)
+    theirs[1].touch()
+    for t in (2, 0):
+        writer.save(Frozen(t), saves.Local({}))
+    aside = {(path.parents[1].name, saves.round_of(path)) for path in place.glob("*/*/t-*") if path not in theirs}
+    of_last = {("given-up-3", 2), ("given-up-3", 3), ("given-up-8", 1), ("given-up-8", 2)}
+    assert aside == {("old-1", 5), ("old-1", 6)} | of_last
+    assert not (place / "given-up-2").exists() and all(path.exists() for path in theirs)
+    assert saves.chosen(tmp_path, None).t == 0
 
 
 @pytest.fixture
@@ -930,12 +954,12 @@ def test_checkpoints_on_a_disk_of_their_own_are_moved_out_of_the_way_there(
         assert writer.save(Frozen(t), saves.Local({})) is not None
     assert "is written, but" not in caplog.text
     assert saves.set_later_aside(state, saves.chosen(named(state, spec, 4), spec), spec) is not None
-    assert sorted(path.name for path in disk.glob("old-*/*/*")) == [saves.name_of(t) for t in (5, 5, 6)]
+    assert sorted(path.name for path in disk.glob("*-1/*/*")) == [saves.name_of(t) for t in (5, 5, 6)]
     assert saves.set_aside(state) is not None
-    assert saves.newest(state, spec) is None and len([*disk.glob("old-3/*/*")]) == 1
+    assert saves.newest(state, spec) is None and len([*disk.glob("old-2/*/*")]) == 1
     assert saves.set_aside(state) is None, "there are none"
     assert writer.save(Frozen(1), saves.Local({})) is not None
-    assert [path.name for path in disk.glob("[!o]*/*")] == [saves.name_of(1)], "where the others were"
+    assert [path.name for path in disk.glob("[!og]*/*")] == [saves.name_of(1)], "where the others were"
 
 
 def test_what_cannot_be_moved_out_of_the_way_is_told_and_what_was_written_is_saved(
@@ -1196,6 +1220,10 @@ def test_on_a_full_disk_what_was_set_aside_is_told(
     aside = saves.set_aside(tmp_path)
     assert aside is not None and writer.save(Frozen(5), saves.Local({})) is None
     assert f"full; what was set aside in {aside.with_name('old-*')} may be deleted; training goes on" in caplog.text
+    aside.with_name("given-up-7").mkdir()
+    assert writer.save(Frozen(5), saves.Local({})) is None
+    both = f"{aside.with_name('old-*')} and {aside.with_name('given-up-*')}"
+    assert f"full; what was set aside in {both} may be deleted; training goes on" in caplog.text
 
 
 def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
@@ -1219,6 +1247,33 @@ def test_a_full_disk_on_which_nothing_can_be_deleted_is_told_and_no_crash(
     assert f"{saves.name_of(1)} cannot be deleted (Read-only file system)" in caplog.text
 
 
+def test_a_disk_that_fails_while_room_is_made_for_the_model_is_told_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint of the end was there, and the training failed all the same, and stayed for nobody."""
+
+    def full(*_: object) -> None:
+        raise NoRoom("full")
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def trained(save: Callable[..., object]) -> Callable[..., object]:
+        def then(*given: Any) -> object:
+            path = save(*given)
+            monkeypatch.setattr(saver, "_damaged_in", broken)
+            return path
+
+        return then
+
+    monkeypatch.setattr(trainer, "save_model", full)
+    state = tmp_path / "a"
+    monkeypatch.setattr(saver.Saver, "save", trained(saver.Saver.save))
+    _, end = train(state, spec_in(tmp_path, codec="fp16"))
+    assert (end.reason, end.saved, end.model) == ("rounds", True, None)
+    assert f"the model folder {state / 'model'} could not be written ([Errno 5] Input/output error)" in caplog.text
+
+
 def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1233,6 +1288,25 @@ def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
     left = named(tmp_path / folder, dataclasses.replace(spec, rounds=2), 2)
     assert f"the checkpoint {left} belongs to another run, and is left alone (seed: 7 now, 0 then)" in caplog.text
     assert left.exists()
+
+
+def test_who_is_to_begin_without_its_checkpoints_and_cannot_join_has_them_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were set aside first, so that one wrong digit in --peers cost them their place."""
+    caplog.set_level("INFO")
+    spec, state, config = dataclasses.replace(spec_in(tmp_path), rounds=1), tmp_path / "a", tmp_path / "RUN.toml"
+    other = dataclasses.replace(spec, seed=7)
+    for one in (spec, other):
+        saver.Saver(state, one, {}).save(Frozen(1), saves.Local({}))
+    command = ["join", "--state-dir", str(state), "--device", "cpu", "--resume", "never"]
+    assert main([*command, "--peers", "127.0.0.1:1", "--join-timeout", "0.2"]) == 3
+    assert named(state, spec, 1).exists() and not (state / "checkpoints" / "old-1").exists()
+    config.write_text(dataclasses.replace(spec, seed=8).to_toml())
+    assert main([*command, "--config", str(config), "--found"]) == 0
+    aside = sorted(path.name for path in (state / "checkpoints" / "old-1").iterdir())
+    assert aside == sorted(named(state, one, 1).parent.name for one in (spec, other))
+    assert "set aside in" in caplog.text and "left alone" not in caplog.text
 
 
 def test_who_names_no_run_goes_on_from_the_newest_of_the_swarms_and_not_of_any(

@@ -18,7 +18,14 @@ from safetensors.torch import save_file
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train import checkpoint, saves, shelf
-from dlc.train.checkpoint import DamagedError, UnreadableError, left_over, load_checkpoint, save_checkpoint
+from dlc.train.checkpoint import (
+    DamagedError,
+    UnreadableError,
+    left_over,
+    load_checkpoint,
+    save_checkpoint,
+    save_model_folder,
+)
 from dlc.train.shelf import list_checkpoints
 
 
@@ -239,6 +246,18 @@ def test_why_it_could_not_be_written_is_told_though_nothing_can_be_cleared_away(
     (tmp_path / "a").touch()
     with pytest.raises(CheckpointError, match="could not be written"):
         save_checkpoint(tmp_path / "a" / "a.safetensors", {"a": torch.zeros(1)}, {})
+
+
+def test_a_model_that_transformers_would_not_write_is_told_as_such(tmp_path: Path) -> None:
+    """It ended the training as an unexpected error, with a checkpoint of the end on the disk."""
+
+    class Tied(torch.nn.Linear):
+        def save_pretrained(self, folder: Path) -> None:
+            raise RuntimeError("The weights trying to be saved contained shared tensors")
+
+    with pytest.raises(CheckpointError, match="m could not be written .*shared tensors.*what was there is kept"):
+        save_model_folder(Tied(2, 2), tmp_path / "m")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_failed_rename_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

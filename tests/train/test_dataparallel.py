@@ -220,6 +220,20 @@ def test_a_gradient_that_turns_out_not_to_be_finite_goes_no_further(tmp_path: Pa
     assert torch.isfinite(run.params()).all()
 
 
+def test_steps_that_are_not_finite_end_the_training_in_a_row_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient, made = InnerLoop.gradient, itertools.count(1)
+
+    def now_and_then(inner: InnerLoop, *rest: Any) -> float:
+        return math.nan if next(made) % 2 == 0 else gradient(inner, *rest)
+
+    monkeypatch.setattr(InnerLoop, "gradient", now_and_then)
+    run = Run(FakePeer(dataclasses.replace(spec_in(tmp_path), rounds=DIVERGED_MAX + 2)), tmp_path / "state")
+    assert run.go().t == DIVERGED_MAX + 2
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1] * (DIVERGED_MAX + 1)
+
+
 def test_a_backward_that_fails_takes_back_what_it_offered(tmp_path: Path) -> None:
     def broken(g: Tensor) -> Tensor:
         raise RuntimeError("out of memory")

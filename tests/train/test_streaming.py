@@ -238,6 +238,18 @@ def test_parquet_saved_datasets_and_text_stream_too(tmp_path: Path) -> None:
     assert [bytes(row) for row in got.tolist()] == list(expected([rows], 0))[:100]
 
 
+def test_of_a_saved_dataset_a_stream_reads_the_text_alone(tmp_path: Path) -> None:
+    """Every row of a table with pictures was decoded as a whole."""
+    import datasets
+
+    made = datasets.Dataset.from_dict({"text": [text(0, i) for i in range(9)], "n": list(range(9))})
+    made.save_to_disk(tmp_path / "saved")
+    stream = Stream(Place(str(tmp_path / "saved")), 2)
+    rows = [row for s in range(2) for row in stream.shard(s)]
+    assert rows == [{"text": text(0, i)} for i in range(9)]
+    assert stream.content.startswith(datasets.load_from_disk(str(tmp_path / "saved"))._fingerprint), "of all of it"
+
+
 def test_map_style_datasets_are_split_by_row(tmp_path: Path) -> None:
     import datasets
 

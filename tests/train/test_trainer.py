@@ -12,15 +12,18 @@ from safetensors import SafetensorError
 import dlc.train.local_model
 import dlc.train.phases
 import dlc.train.trainer
+from dlc.comm.events import RoundDone
 from dlc.comm.roles import HELPER
 from dlc.errors import CheckpointError, DlcError, NoRoom, UsageError
 from dlc.flat import FlatView
+from dlc.report import RoundReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
 from dlc.train import checkpoint, saver, saves
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
 from dlc.train.strategy import CHANNEL
+from dlc.train.swarm import Frozen
 from dlc.train.telling import Teller
 from dlc.train.trainer import Summary, Trainer
 from tests.helpers import wait_until
@@ -520,6 +523,50 @@ def test_validation_and_checkpoints_come_though_only_every_second_round_counts_t
     counted = [event["t"] for event in run.all("round") if event["counted"]]
     assert counted == [1, 3, 5, 7]
     assert [event["t"] for event in run.all("validation")] == [0, 3, 5, 7]
+
+
+def test_checkpoints_come_every_so_many_rounds_of_this_process_and_no_more_often(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, start = list[int](), saver.Saver.start
+
+    def told(writer: saver.Saver, frozen: Frozen, local: saves.Local) -> None:
+        begun.append(frozen.t)
+        start(writer, frozen, local)
+
+    monkeypatch.setattr(saver.Saver, "start", told)
+    spec, longer = (dataclasses.replace(spec, rounds=rounds) for rounds in (7, 12))
+    Run(FakePeer(spec), tmp_path, each_is_saved=True, checkpoint_every=3).go()
+    assert begun == [3, 6]
+    Run(FakePeer(longer), tmp_path, each_is_saved=True, checkpoint_every=3, resume=saves.newest(tmp_path, longer)).go()
+    assert begun == [3, 6, 10]
+
+
+def test_each_peer_drops_units_of_its_own(spec: RunSpec, tmp_path: Path) -> None:
+    """With one random state for all, the mean of all would keep the noise of each step."""
+    dropping = dataclasses.replace(spec, model=ModelSpec(config=DROPPING))
+
+    def losses(name: str) -> list[float]:
+        peer = FakePeer(dropping)
+        peer.id = name
+        run = Run(peer, tmp_path)
+        run.go()
+        return [event["loss"] for event in run.all("step")]
+
+    one, other = losses("one"), losses("other")
+    assert one == losses("one") and one[0] != other[0]
+
+
+def test_rounds_that_are_in_the_checkpoint_already_are_not_told_again(spec: RunSpec, tmp_path: Path) -> None:
+    """As the peer hears of them while it finds its place in the run."""
+    Run(FakePeer(spec), tmp_path).go()
+    longer = dataclasses.replace(spec, rounds=3)
+    run = Run(FakePeer(longer), tmp_path, resume=saves.newest(tmp_path, longer))
+    past = RoundReport("train", 2, "ab", (), (), 1.0, 10, 20, 1.0, 0.5, 0.5, 1)
+    run.peer.events.put(RoundDone(past, False, grid="", fits=True))
+    summary = run.go()
+    assert [event["t"] for event in run.all("round")] == [3] and summary.bytes_sent == 10
+    assert [event["t"] for event in run.all("validation")] == [2, 3], "where it goes on, and at the end"
 
 
 def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_path: Path) -> None:

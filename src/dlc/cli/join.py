@@ -3,8 +3,8 @@
     options ──> RunSpec, key, state directory ──> Peer.join(hold) ──> Trainer.run ──> events ──> sinks
 
 A peer that starts again in its state directory goes on from its newest checkpoint (`--resume auto`), even where the run
-has another length now; those of other runs are left alone. `--resume never` sets all of them aside, `--resume PATH`
-goes on from that one and no other.
+has another length now; those of other runs are left alone. `--resume never` sets all of them aside once it has joined,
+`--resume PATH` goes on from that one and no other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
-from dlc.train.shelf import FOLDER, expanded, file_of
+from dlc.train.shelf import FOLDER, expanded, file_of, files_in
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -163,16 +163,17 @@ def _take_part(
 
     if args.role == TRAINER:
         state.hold(state.path / FOLDER)
-    if args.resume == NEVER and (aside := saves.set_aside(state.path)) is not None:
-        log.info("the checkpoints that were here are set aside in %s", aside)
+    if args.resume == NEVER:
+        files_in(state.path)  # what cannot be read now cannot be set aside later
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     importlib.import_module(WORK[args.role])  # seconds: not as a member
     interrupts.holds = True
     try:
-        found = named or saves.newest(state.path, spec) if args.role == TRAINER else None
+        looks = args.role == TRAINER and args.resume != NEVER
+        found = named or saves.newest(state.path, spec) if looks else None
         if args.role == TRAINER and spec is not None:
             _check_parts(spec, group)
-            if found is None:
+            if looks and found is None:
                 _tell_other_run(state.path, spec)
         peer, saved = join_swarm(args, spec, state, found, events)
     except SpecMismatch as error:
@@ -185,6 +186,8 @@ def _take_part(
             take_part = help_out if args.role == HELPER else look_on
             take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
+        if args.resume == NEVER and (aside := saves.set_aside(state.path)) is not None:  # the swarm is there now
+            log.info("the checkpoints that were here are set aside in %s", aside)
         state.hold(saves.folder_of(state.path, peer.spec))
         if named is not None and (aside := saves.set_later_aside(state.path, named, peer.spec)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)

@@ -29,6 +29,9 @@ from dlc.train.shelf import META, demand_room
 FORMAT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write ends by where others filled the disk meanwhile, or where a quota has it."""
+NOT_WRITTEN = (OSError, SafetensorError, ValueError, RuntimeError)
+"""What writing a model ends by: the last two where transformers refuses it, as for a config that it takes for invalid,
+or for tensors that share memory."""
 READ_BYTES = 4 << 20
 """At a time, where a file is read to see whether it can be."""
 READ_WRITE = 0o666
@@ -143,7 +146,7 @@ def save_model_folder(model: nn.Module, path: str | Path, also: Callable[[Path],
             _fsync(path)
         _exchange(temporary, target, old)
         _fsync(target.parent)
-    except (OSError, SafetensorError, ValueError) as e:  # ValueError: a config that transformers takes for invalid
+    except NOT_WRITTEN as e:
         kind = NoRoom if _tells_full(e) else CheckpointError
         raise kind(f"the model folder {target} could not be written ({e}); what was there is kept") from e
     finally:
@@ -160,7 +163,7 @@ def sweep_model_folder(path: str | Path) -> None:
                 shutil.rmtree(rest, ignore_errors=True)
 
 
-def _tells_full(error: OSError | SafetensorError | ValueError) -> bool:
+def _tells_full(error: Exception) -> bool:
     """safetensors and tokenizers name the number in the text only."""
     return getattr(error, "errno", None) in FULL or any(f"(os error {number})" in str(error) for number in FULL)
 

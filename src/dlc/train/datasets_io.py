@@ -55,10 +55,9 @@ class Rows:
     def pieces(self) -> Iterator[Piece]:
         """As `Documents.pieces`."""
         field, source = self._place.text_field, self._place.source
-        rows = self._rows.select_columns([field]) if field in self._rows.column_names else self._rows
         number = -1
         try:
-            for number, row in enumerate(rows):
+            for number, row in enumerate(_only(self._rows, field)):
                 text = text_of(row, field, source, f"row {number}")
                 if text is not None:
                     yield from cut(str(number), text)
@@ -127,7 +126,7 @@ def _stream(place: Place, shards: int) -> tuple[Any, str, str, bool, list[str]]:
     if is_saved(expanded(place.source)):
         rows = _saved(place)
         sizes, written = _told(_arrow_files(rows))
-        whole = rows.to_iterable_dataset(num_shards=max(1, min(shards, len(rows))))
+        whole = _only(rows, place.text_field).to_iterable_dataset(num_shards=max(1, min(shards, len(rows))))
         return whole, f"{rows._fingerprint} {sizes}", written, False, []
     named = list_files(place.source)
     paths = [path for _, path in named]
@@ -217,6 +216,12 @@ def _plain(rows: Any) -> Any:
     """The rows as Python objects with all their columns, whatever format was set when they were saved."""
     told = rows.format
     return rows if told["type"] is None and told["columns"] == rows.column_names else rows.with_format(None)
+
+
+def _only(rows: Any, field: str) -> Any:
+    """Without the other columns, which would be read and decoded for nothing; as they are where there is no such
+    column, which the first row tells."""
+    return rows.select_columns([field]) if field in rows.column_names else rows
 
 
 def _datasets(place: Place) -> Any:

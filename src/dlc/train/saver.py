@@ -3,7 +3,7 @@
 What a killed process was writing goes first, then a new checkpoint is written, then the oldest goes, and of the files
 that turned out damaged all but the newest. Where the disk has no room for a new one, or for the model at the end, the
 oldest go first, but never the newest that is known to be whole. Writing may fail all the same: that is logged, what is
-there stays, and training goes on.
+there stays, and training goes on. What is of a history that was given up meanwhile is set aside, and stays for a while.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from pathlib import Path
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, left_over, save_checkpoint
-from dlc.train.saves import DAMAGED, Local, Saved, folder_of, later_ones, move_later, name_of, of_same_run
+from dlc.train.saves import (
+    DAMAGED,
+    OLD,
+    SUPERSEDED,
+    Local,
+    Saved,
+    asides,
+    folder_of,
+    later_ones,
+    move_later,
+    name_of,
+    of_same_run,
+)
 from dlc.train.shelf import FOLDER, GIVEN_UP, ID, NAME, RUN_FOLDER, files_in, meta_of, newest_first, round_of
 from dlc.train.swarm import Frozen
 
@@ -29,6 +41,9 @@ KEPT = 2
 """The newest, and the one before it in case the newest turns out damaged."""
 DAMAGED_KEPT = 1
 """The newest, to see what became of it: a disk that damages one file will damage more."""
+SUPERSEDED_KEPT = 2
+"""Times that another history won while a peer trained, of which what it had written until then stays: each time leaves
+a few checkpoints, and a network that is cut now and then would fill the disk."""
 
 
 class Saver:
@@ -59,6 +74,8 @@ class Saver:
         """The newest one that is whole on disk."""
         self._exact = (resumed.t, resumed.digest) if resumed is not None and not resumed.ahead else None
         """Round and digest of that one, if all of it is of that round."""
+        self._begun = False
+        """One was written; what is of later rounds before that was there when this peer began."""
 
     @property
     def busy(self) -> bool:
@@ -110,12 +127,14 @@ class Saver:
             return None
         self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
         try:
-            if (aside := move_later(self._state_dir, frozen.t, self._of_this_run)) is not None:
+            kind, self._begun = SUPERSEDED if self._begun else OLD, True
+            if (aside := move_later(self._state_dir, frozen.t, self._of_this_run, kind)) is not None:
                 log.info("checkpoints of later rounds, which are of a history that was given up, are now in %s", aside)
             others = self._others(path)
             damaged = _damaged_in({self._folder, *(other.parent for other in others)})
             for old in [*others[self._kept - 1 :], *self._left_over(), *damaged[DAMAGED_KEPT:]]:
                 old.unlink(missing_ok=True)
+            self._clear_superseded()
         except (CheckpointError, OSError) as error:
             log.warning("%s is written, but older ones are not cleared away: %s", path, error)
         return path
@@ -148,8 +167,9 @@ class Saver:
 
     def _to_delete(self) -> str:
         """For people, where the disk is full: only they know whether what was set aside is of use."""
-        folder = self._folder.parent
-        return f"; what was set aside in {folder}{os.sep}old-* may be deleted" if any(folder.glob("old-*")) else ""
+        kinds = [kind for kind in (OLD, SUPERSEDED) if asides(self._state_dir, kind)]
+        named = " and ".join(f"{self._folder.parent / kind}-*" for kind in kinds)
+        return f"; what was set aside in {named} may be deleted" if kinds else ""
 
     def _make_room(self, path: Path) -> bool:
         """Delete what is needed least of this run, if there is such a thing, and it can be."""
@@ -174,6 +194,21 @@ class Saver:
         here = os.path.realpath(one)  # which a link that leads in a circle has, too
         found = [path for path in files_in(self._state_dir) if RUN_FOLDER.fullmatch(path.parent.name)]
         return newest_first(path for path in found if os.path.realpath(path) != here and self._of_this_run(path))
+
+    def _clear_superseded(self) -> None:
+        """Of the histories of this run that were given up, delete what is left of all but the last."""
+        kept = 0
+        for folder in asides(self._state_dir, SUPERSEDED):
+            named = [path for path in folder.glob("*/*") if NAME.fullmatch(path.name)]
+            ours = [path for path in named if path.parent.name == self._folder.name or of_same_run(path, self._spec)]
+            kept += bool(ours)
+            if kept <= SUPERSEDED_KEPT:
+                continue
+            for path in ours:
+                path.unlink(missing_ok=True)
+            for empty in (*{path.parent for path in ours}, folder):
+                with contextlib.suppress(OSError):  # where something else is in it
+                    empty.rmdir()
 
     def _sweep(self) -> None:
         """Before anything is written: a process that is killed in each of its saves would fill the disk."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,9 @@ DAMAGED = ".damaged"
 """At the end of the name of a file that is damaged."""
 NAMED_MAX = 5
 """Parameters named in an error."""
+OLD, SUPERSEDED = "old", "given-up"
+"""With a number, names of folders for what is set aside: what a user passed over, who alone deletes it; and what was
+written by this peer until another history won while it trained."""
 INNER, OWN, RESIDUAL, RNG = "inner.", "own.", "residual", "rng."
 
 
@@ -264,12 +268,12 @@ def later_ones(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> li
     return [path for path in files_in(state_dir) if round_of(path) > t and concerned(path)]
 
 
-def move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool]) -> Path | None:
+def move_later(state_dir: Path, t: int, concerned: Callable[[Path], bool], kind: str = OLD) -> Path | None:
     """Move those of these checkpoints away that are of rounds after t. Returns where to, if any."""
     later = later_ones(state_dir, t, concerned)
     if not later:
         return None
-    aside = _aside(state_dir)
+    aside = _aside(state_dir, kind)
     for path in later:
         _move(path, aside / path.parent.name / path.name)
     return aside
@@ -281,18 +285,27 @@ def set_aside(state_dir: Path) -> Path | None:
     folders = {path.parent for path in files_in(state_dir)}
     if not folders:
         return None
-    aside = _aside(state_dir)
+    aside = _aside(state_dir, OLD)
     for folder in folders:
         _move(folder, aside / folder.name)
     return aside
 
 
-def _aside(state_dir: Path) -> Path:
+def _aside(state_dir: Path, kind: str) -> Path:
     """Where they lie, on the same disk: that folder may be a link to another one, or a disk of its own."""
-    number = 1
-    while (aside := state_dir / FOLDER / f"old-{number}").exists():
-        number += 1
-    return aside
+    return state_dir / FOLDER / f"{kind}-{max(_asides(state_dir, kind), default=0) + 1}"
+
+
+def asides(state_dir: Path, kind: str) -> list[Path]:
+    """The folders with what was set aside there, that of last first."""
+    return [folder for _, folder in sorted(_asides(state_dir, kind).items(), reverse=True)]
+
+
+def _asides(state_dir: Path, kind: str) -> dict[int, Path]:
+    """By number."""
+    numbered = re.compile(rf"{kind}-([1-9][0-9]{{0,8}})")
+    found = ((numbered.fullmatch(path.name), path) for path in (state_dir / FOLDER).glob(f"{kind}-*"))
+    return {int(match[1]): path for match, path in found if match}
 
 
 def _move(path: Path, to: Path) -> None:

@@ -364,6 +364,9 @@ class Trainer:
         except UsageError as error:
             log.warning("%s", error)
             return None
+        except OSError as error:  # of the disk on which room was to be made
+            log.warning("the model folder %s could not be written (%s)", folder, error)
+            return None
         return folder
 
     def _linger(self, stop: threading.Event) -> None:
