@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gc
+import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from dlc.comm import driver as module
 from dlc.comm.driver import POLL_S_MAX, Driver, Reply
-from dlc.comm.framing import decode
+from dlc.comm.effects import Notify, Pace
+from dlc.comm.events import MemberLeft
+from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming
 from dlc.comm.messages import Bulk, Contrib
 from dlc.comm.transport import Transport
+from dlc.errors import SwarmClosed
 
 ME = Voter("me", 1)
 
@@ -24,11 +32,28 @@ class Links:
     def __init__(self) -> None:
         self.room, self.went = True, list[tuple[str, Bulk]]()
         self.came, self.waited_s = list[Event](), list[float]()
+        self.forgotten, self.paced = list[str](), list[tuple[str, float | None]]()
+        self.bulk_entered = True
 
-    def poll(self, wait_s: float, wanted: list[str]) -> list[Event]:
+    def poll(self, wait_s: float, wanted: Sequence[str] = (), bulk: bool = True) -> list[Event]:
         self.waited_s.append(wait_s)
         came, self.came = self.came, []
         return came
+
+    def forget(self, address: str) -> None:
+        self.forgotten.append(address)
+
+    def wake(self) -> None:
+        pass
+
+    def revive_bulk(self) -> None:
+        pass
+
+    def mend_bulk(self) -> bool:
+        return False
+
+    def pace(self, address: str, rate_Bps: float | None, control: str) -> None:
+        self.paced.append((address, rate_Bps))
 
     def send_bulk(self, address: str, frames: Any) -> bool:
         if self.room:
@@ -37,10 +62,33 @@ class Links:
 
 
 class Source:
-    """A machine with bulk for "her", who has this address."""
+    """A machine with bulk for "her", who has this address, or is not known; `log`: what it was given to do."""
+
+    awaits_bulk, torn = False, False
 
     def __init__(self, *messages: Bulk) -> None:
         self.messages, self.address = list(messages), "her:1"
+        self.known, self.log = True, list[Any]()
+        self.enough = threading.Event()
+        """Set by the first breath."""
+
+    def receive(self, sender: Voter, message: Any, now: float) -> list[Any]:
+        self.log.append(message.chunk)
+        return []
+
+    def tick(self, now: float) -> list[Any]:
+        self.log.append("tick")
+        return []
+
+    def next_deadline(self) -> float:
+        return 0.0
+
+    def breathe(self, now: float, *_: object) -> list[Any]:
+        self.enough.set()
+        return []
+
+    def bulk_peers(self) -> set[str]:
+        return set()
 
     def work_aside(self, aside: Callable[..., None]) -> None:
         pass
@@ -52,16 +100,28 @@ class Source:
         return self.messages.pop(0) if self.messages else None
 
     def record_of(self, peer: str) -> Any:
-        return SimpleNamespace(bulk=(self.address,))
+        return SimpleNamespace(bulk=(self.address,), control=()) if self.known else None
+
+
+def driven(links: Links, source: Source) -> Driver:
+    driver = Driver(cast(Transport, links), ME, lambda event: None)
+    driver.install(cast(Any, source), bytes(8), cast(Any, source))
+    return driver
+
+
+def chunk(number: int) -> Contrib:
+    return Contrib("train", b"", number, 1.0, 1, bytes(3))
+
+
+def coming(number: int) -> Incoming:
+    return Incoming("control", encode(Voter("her", 1), bytes(8), chunk(number)), None, None, "")
 
 
 def test_what_was_taken_for_a_peer_that_moves_meanwhile_goes_to_where_it_is() -> None:
     """It was gone: her part in that chunk's mean, or the result that she lacked."""
-    links = Links()
-    driver = Driver(cast(Transport, links), ME, lambda event: None)
-    sent = [Contrib("train", b"", chunk, 1.0, 1, bytes(3)) for chunk in range(3)]
-    source = Source(*sent)
-    driver.install(cast(Any, source), bytes(8), cast(Any, source))
+    sent = [chunk(number) for number in range(3)]
+    links, source = Links(), Source(*sent)
+    driver = driven(links, source)
     links.room = False
     assert driver._want_write() == ["her:1"]
     driver._pump("her:1")
@@ -70,6 +130,114 @@ def test_what_was_taken_for_a_peer_that_moves_meanwhile_goes_to_where_it_is() ->
     assert driver._want_write() == ["her:2"]
     driver._pump("her:2")
     assert links.went == [("her:2", message) for message in sent]
+
+
+def test_the_link_to_where_a_peer_s_bulk_went_before_is_closed() -> None:
+    """One that was up stayed for ever, and what the kernel said of it was taken for what it says of the new one."""
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    for address in ("her:1", "her:1", "her:2", "her:1"):
+        source.address = address
+        assert driver._want_write() == [address]
+    assert links.forgotten == ["her:1", "her:2"] and driver._addresses == {"her:1": "her"}
+    driver._addresses["her:1"] = "him"
+    source.address = "her:2"
+    assert driver._want_write() == ["her:2"]
+    assert links.forgotten == ["her:1", "her:2"], "it is his now"
+
+
+def test_while_work_is_done_aside_no_more_bytes_are_held_back_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages were counted alone, of which each may have 4 MB."""
+    monkeypatch.setattr(module, "HELD_BACK_BYTES_MAX", 100)
+    monkeypatch.setattr(module, "BREATH_S", 0.0)
+    links, breaths = Links(), 0
+    came = Incoming("control", [bytes(20), bytes(40)], None, None, "")
+
+    class Breathing(Source):
+        def breathe(self, now: float, *_: object) -> list[Any]:
+            nonlocal breaths
+            breaths += 1
+            links.came = [came]
+            if breaths == 20:
+                self.enough.set()
+            return []
+
+    source = Breathing()
+    driver = driven(links, source)
+    driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+    assert list(driver._held_back) == [came] * 2
+    driver._take_held_back()
+    assert driver.bad_frames == 2
+    source.enough.clear()
+    breaths = 0
+    driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+    assert len(driver._held_back) == 2, "there is room again"
+
+
+def test_what_is_taken_out_of_the_machine_last_waits_for_room_too() -> None:
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    links.room = False
+    driver._pump(*driver._want_write())
+    assert not source.messages and not links.went
+    links.room = True
+    driver._pump(*driver._want_write())
+    assert links.went == [("her:1", chunk(0))] and driver._want_write() == []
+
+
+def test_what_was_held_back_comes_before_what_is_newer_and_before_time_does() -> None:
+    """Or a message that came in time would be called late, and an older one contradict a newer one."""
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    driver._warm_at = math.inf
+
+    def hold_back(*numbers: int) -> None:
+        links.came = [coming(number) for number in numbers]
+        source.enough.clear()
+        driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+
+    hold_back(0, 1)
+    links.came = [coming(2)]
+    driver.call(lambda now: hold_back(3))
+    driver._turn()
+    assert source.log == [0, 1, 2, 3, "tick"]
+
+
+def test_a_machine_in_doubt_is_given_nothing_any_more() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    driver._warm_at = math.inf
+    links.came = [coming(0)]
+    driver.error = SwarmClosed("in doubt")
+    asked = driver.call(lambda now: source.log.append("call"))
+    driver._turn()
+    assert not source.log and not asked.done()
+    driver._fail_calls()
+    with pytest.raises(SwarmClosed, match="in doubt"):
+        asked.result(0.0)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_links_to_who_left_or_is_forgotten_are_closed(left: bool) -> None:
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    links.room = False
+    driver._pump(*driver._want_write())
+    if left:
+        driver.perform([Notify(MemberLeft(Voter("her", 1)))])
+    source.known = False
+    assert driver._want_write() == [] and not driver._stash, "what was for her is let go"
+    driver._warm(100.0)
+    assert links.forgotten == ["her:1"]
+    assert not (driver._addresses or driver._dials or driver._bulk_to)
+
+
+def test_bulk_within_this_host_is_not_paced() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for source.address in ("127.0.0.1:1", "10.0.0.1:1"):
+        driver.perform([Pace("her", 5.0)])
+    assert links.paced == [("10.0.0.1:1", 5.0)]
 
 
 def test_bulk_that_comes_before_there_is_a_use_for_it_keeps_no_processor_busy() -> None:
