@@ -46,6 +46,9 @@ class Links:
     def wake(self) -> None:
         pass
 
+    def close(self, linger_s: float = 1.0) -> None:
+        pass
+
     def revive_bulk(self) -> None:
         pass
 
@@ -215,6 +218,27 @@ def test_a_machine_in_doubt_is_given_nothing_any_more() -> None:
     driver._fail_calls()
     with pytest.raises(SwarmClosed, match="in doubt"):
         asked.result(0.0)
+
+
+def test_what_was_called_before_the_end_is_answered_and_what_comes_later_is_told_of_it() -> None:
+    driver, done = driven(Links(), Source()), list[str]()
+    driver.on_stop = lambda: done.append("end")
+    before, taken_back = driver.call(lambda now: "here"), driver.call(lambda now: done.append("taken back"))
+    assert taken_back.cancel()
+    driver._stopping = True
+    driver._run()
+    assert before.result(0.0) == "here" and done == ["end"]
+    with pytest.raises(SwarmClosed, match="the peer has left"):
+        driver.call(lambda now: None).result(0.0)
+
+
+def test_why_a_driver_ended_is_told_however_it_is_stopped_then() -> None:
+    driver = driven(Links(), Source())
+    driver.error = ValueError("what it was")
+    driver.stop(0.0)
+    driver.stop(0.0, SwarmClosed("another"))
+    with pytest.raises(SwarmClosed, match="what it was"):
+        driver.call(lambda now: None).result(0.0)
 
 
 @pytest.mark.parametrize("left", [True, False])
