@@ -14,16 +14,17 @@ import pytest
 
 from dlc.comm import driver as module
 from dlc.comm.driver import POLL_S_MAX, Driver, Reply
-from dlc.comm.effects import Notify, Pace
+from dlc.comm.effects import Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
-from dlc.comm.lanes import Event, Incoming
-from dlc.comm.messages import Bulk, Contrib
+from dlc.comm.lanes import Event, Incoming, LinkEvent
+from dlc.comm.messages import Bulk, Contrib, Gossip, Ping
 from dlc.comm.transport import Transport
 from dlc.errors import SwarmClosed
 
 ME = Voter("me", 1)
+PING = Ping(1, Gossip((), ()))
 
 
 class Links:
@@ -33,6 +34,7 @@ class Links:
         self.room, self.went = True, list[tuple[str, Bulk]]()
         self.came, self.waited_s = list[Event](), list[float]()
         self.forgotten, self.paced = list[str](), list[tuple[str, float | None]]()
+        self.told = list[str]()
         self.bulk_entered = True
 
     def poll(self, wait_s: float, wanted: Sequence[str] = (), bulk: bool = True) -> list[Event]:
@@ -45,6 +47,9 @@ class Links:
 
     def wake(self) -> None:
         pass
+
+    def send_control(self, address: str, frames: Any) -> None:
+        self.told.append(address)
 
     def close(self, linger_s: float = 1.0) -> None:
         pass
@@ -72,6 +77,7 @@ class Source:
     def __init__(self, *messages: Bulk) -> None:
         self.messages, self.address = list(messages), "her:1"
         self.known, self.log = True, list[Any]()
+        self.control = ("her:0",)
         self.enough = threading.Event()
         """Set by the first breath."""
 
@@ -90,6 +96,10 @@ class Source:
         self.enough.set()
         return []
 
+    def refused(self, peer: str, now: float) -> list[Any]:
+        self.log.append(f"{peer} refused")
+        return []
+
     def bulk_peers(self) -> set[str]:
         return set()
 
@@ -103,7 +113,7 @@ class Source:
         return self.messages.pop(0) if self.messages else None
 
     def record_of(self, peer: str) -> Any:
-        return SimpleNamespace(bulk=(self.address,), control=()) if self.known else None
+        return SimpleNamespace(bulk=(self.address,), control=self.control) if self.known else None
 
 
 def driven(links: Links, source: Source) -> Driver:
@@ -239,6 +249,29 @@ def test_why_a_driver_ended_is_told_however_it_is_stopped_then() -> None:
     driver.stop(0.0, SwarmClosed("another"))
     with pytest.raises(SwarmClosed, match="what it was"):
         driver.call(lambda now: None).result(0.0)
+
+
+def test_who_moves_is_written_to_where_it_is_and_the_link_to_where_it_was_is_closed() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for address in ("her:8", "her:8", "her:9"):
+        source.control = (address,)
+        driver.perform([Send("her", PING)])
+    assert links.told == ["her:8", "her:8", "her:9"] and links.forgotten == ["her:8"]
+
+
+def test_where_nobody_listens_any_more_whoever_was_there_is_told_of() -> None:
+    """Also where another process had that address in between, and is forgotten."""
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for peer in ("her", "him"):
+        driver.perform([Send(peer, PING)])
+    driver._link_event(LinkEvent("her:0", "unreached", ""))
+    driver._link_event(LinkEvent("her:0", "refused", ""))
+    driver._forget("him")
+    driver.perform([Send("her", PING)])
+    driver._link_event(LinkEvent("her:0", "refused", ""))
+    assert source.log == ["him refused", "her refused"]
 
 
 @pytest.mark.parametrize("left", [True, False])
