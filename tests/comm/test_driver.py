@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from dlc.comm import driver as module
 from dlc.comm.driver import POLL_S_MAX, Driver, Reply
@@ -242,6 +243,33 @@ def test_what_was_called_before_the_end_is_answered_and_what_comes_later_is_told
         driver.call(lambda now: None).result(0.0)
 
 
+def test_calls_that_wait_for_a_driver_that_fails_are_told_why() -> None:
+    links = Links()
+    driver = driven(links, Source())
+
+    def poll(*_: object) -> list[Event]:
+        raise ValueError("a broken socket")
+
+    links.poll = poll  # type: ignore[method-assign]
+    waits = driver.call(lambda now: None)
+    driver._run()
+    with pytest.raises(SwarmClosed, match="a broken socket"):
+        waits.result(0.0)
+
+
+def test_work_done_aside_takes_no_small_number_for_zero() -> None:
+    """Threads made later are as their maker was set, and this peer's state would be another one than the others'."""
+    driver, found = driven(Links(), Source()), list[float]()
+    small = torch.full((), 1e-40)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor takes none for zero")
+    try:
+        driver._aside(lambda: found.append((small * 1).item()), [])
+    finally:
+        torch.set_flush_denormal(False)
+    assert found[0] > 0
+
+
 def test_why_a_driver_ended_is_told_however_it_is_stopped_then() -> None:
     driver = driven(Links(), Source())
     driver.error = ValueError("what it was")
@@ -282,6 +310,7 @@ def test_links_to_who_left_or_is_forgotten_are_closed(left: bool) -> None:
     driver._pump(*driver._want_write())
     if left:
         driver.perform([Notify(MemberLeft(Voter("her", 1)))])
+        assert links.forgotten == ["her:1"]
     source.known = False
     assert driver._want_write() == [] and not driver._stash, "what was for her is let go"
     driver._warm(100.0)
