@@ -6,6 +6,7 @@ import pytest
 
 from dlc.comm import board as module
 from dlc.comm.board import Board
+from dlc.comm.effects import Send
 from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Notice, Notices
 from dlc.errors import ProtocolError, UsageError
@@ -110,3 +111,48 @@ def test_a_notice_for_some_goes_to_them_alone_and_to_whoever_shows_one_of_its_ki
     net.act(c, lambda mesh, now: mesh.post("k", b"c", 60.0, now, [a.name]))
     net.until(lambda: set(seen(a, "k")) == set(seen(c, "k")) == {a.name, c.name}, 20.0)
     assert not seen(d, "k")
+
+
+def test_in_a_small_swarm_nobody_is_heard_in_anothers_name() -> None:
+    """Whoever said it with a greater number hid what its author showed, for as long as seven days."""
+    net = MeshNet(6)
+    a, b, liar = net.add(3)
+    b.mesh.receive(liar.voter, Notices((Notice(a.voter, "k", 99, module.TTL_S_MAX, True, False, b""),)), net.now)
+    net.act(a, lambda mesh, now: mesh.post("k", b"true", 60.0, now))
+    net.until(lambda: seen(b, "k") == {a.name: b"true"}, 10.0)
+
+
+def test_in_a_large_swarm_an_author_hears_what_is_said_in_its_name_and_says_its_own_again() -> None:
+    net = MeshNet(7)
+    hosts = net.add(70)
+    a, b, liar = hosts[:3]
+
+    def say(author: Voter, key: str, seq: int) -> None:
+        lie = Notices((Notice(author, key, seq, module.TTL_S_MAX, True, False, b""),))
+        net.act(b, lambda mesh, now: mesh.receive(liar.voter, lie, now))
+
+    def everybody_sees(value: bytes) -> bool:
+        return all(seen(h, "k") == {a.name: value} for h in hosts)
+
+    net.act(a, lambda mesh, now: mesh.post("k", b"true", 900.0, now))
+    net.until(lambda: everybody_sees(b"true"))
+    say(Voter(a.name, a.voter.inc + 1), "k", 1)
+    say(a.voter, "k", module.PASSED_ON_SEQ_MAX)
+    assert everybody_sees(b"true"), "of a process that nobody knows, or with a number above which there is nothing"
+    say(a.voter, "k", module.PASSED_ON_SEQ_MAX - 1)
+    assert not seen(b, "k")
+    net.until(lambda: everybody_sees(b"true"), 150.0)
+    net.act(a, lambda mesh, now: mesh.post("k", b"new", 900.0, now))
+    net.until(lambda: everybody_sees(b"new"), 150.0)
+    assert not any(h.bad for h in hosts)
+
+
+def test_of_a_message_in_a_large_swarm_only_what_is_news_is_handed_on() -> None:
+    """What another author shows under the same key went round again."""
+    net = MeshNet(8)
+    a, b, c = net.add(70)[:3]
+    items = [Notice(voter, "k", 1, 60.0, False, False, b"") for voter in (a.voter, c.voter)]
+    b.mesh.receive(a.voter, Notices((items[0],)), net.now)
+    effects = b.mesh.receive(c.voter, Notices(tuple(items)), net.now)
+    told = [e.message for e in effects if isinstance(e, Send)]
+    assert told == [Notices((items[1],))] * module.FANOUT

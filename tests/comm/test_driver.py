@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import gc
+import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
+
+from dlc.comm import driver as module
 from dlc.comm.driver import POLL_S_MAX, Driver, Reply
-from dlc.comm.framing import decode
+from dlc.comm.effects import Notify, Pace, Send
+from dlc.comm.events import MemberLeft
+from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
-from dlc.comm.lanes import Event, Incoming
-from dlc.comm.messages import Bulk, Contrib
+from dlc.comm.lanes import Event, Incoming, LinkEvent
+from dlc.comm.messages import Bulk, Contrib, Gossip, Ping
 from dlc.comm.transport import Transport
+from dlc.errors import SwarmClosed
 
 ME = Voter("me", 1)
+PING = Ping(1, Gossip((), ()))
 
 
 class Links:
@@ -24,11 +34,35 @@ class Links:
     def __init__(self) -> None:
         self.room, self.went = True, list[tuple[str, Bulk]]()
         self.came, self.waited_s = list[Event](), list[float]()
+        self.forgotten, self.paced = list[str](), list[tuple[str, float | None]]()
+        self.told = list[str]()
+        self.bulk_entered = True
 
-    def poll(self, wait_s: float, wanted: list[str]) -> list[Event]:
+    def poll(self, wait_s: float, wanted: Sequence[str] = (), bulk: bool = True) -> list[Event]:
         self.waited_s.append(wait_s)
         came, self.came = self.came, []
         return came
+
+    def forget(self, address: str) -> None:
+        self.forgotten.append(address)
+
+    def wake(self) -> None:
+        pass
+
+    def send_control(self, address: str, frames: Any) -> None:
+        self.told.append(address)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        pass
+
+    def revive_bulk(self) -> None:
+        pass
+
+    def mend_bulk(self) -> bool:
+        return False
+
+    def pace(self, address: str, rate_Bps: float | None, control: str) -> None:
+        self.paced.append((address, rate_Bps))
 
     def send_bulk(self, address: str, frames: Any) -> bool:
         if self.room:
@@ -37,10 +71,38 @@ class Links:
 
 
 class Source:
-    """A machine with bulk for "her", who has this address."""
+    """A machine with bulk for "her", who has this address, or is not known; `log`: what it was given to do."""
+
+    awaits_bulk, torn = False, False
 
     def __init__(self, *messages: Bulk) -> None:
         self.messages, self.address = list(messages), "her:1"
+        self.known, self.log = True, list[Any]()
+        self.control = ("her:0",)
+        self.enough = threading.Event()
+        """Set by the first breath."""
+
+    def receive(self, sender: Voter, message: Any, now: float) -> list[Any]:
+        self.log.append(message.chunk)
+        return []
+
+    def tick(self, now: float) -> list[Any]:
+        self.log.append("tick")
+        return []
+
+    def next_deadline(self) -> float:
+        return 0.0
+
+    def breathe(self, now: float, *_: object) -> list[Any]:
+        self.enough.set()
+        return []
+
+    def refused(self, peer: str, now: float) -> list[Any]:
+        self.log.append(f"{peer} refused")
+        return []
+
+    def bulk_peers(self) -> set[str]:
+        return set()
 
     def work_aside(self, aside: Callable[..., None]) -> None:
         pass
@@ -52,16 +114,28 @@ class Source:
         return self.messages.pop(0) if self.messages else None
 
     def record_of(self, peer: str) -> Any:
-        return SimpleNamespace(bulk=(self.address,))
+        return SimpleNamespace(bulk=(self.address,), control=self.control) if self.known else None
+
+
+def driven(links: Links, source: Source) -> Driver:
+    driver = Driver(cast(Transport, links), ME, lambda event: None)
+    driver.install(cast(Any, source), bytes(8), cast(Any, source))
+    return driver
+
+
+def chunk(number: int) -> Contrib:
+    return Contrib("train", b"", number, 1.0, 1, bytes(3))
+
+
+def coming(number: int) -> Incoming:
+    return Incoming("control", encode(Voter("her", 1), bytes(8), chunk(number)), None, None, "")
 
 
 def test_what_was_taken_for_a_peer_that_moves_meanwhile_goes_to_where_it_is() -> None:
     """It was gone: her part in that chunk's mean, or the result that she lacked."""
-    links = Links()
-    driver = Driver(cast(Transport, links), ME, lambda event: None)
-    sent = [Contrib("train", b"", chunk, 1.0, 1, bytes(3)) for chunk in range(3)]
-    source = Source(*sent)
-    driver.install(cast(Any, source), bytes(8), cast(Any, source))
+    sent = [chunk(number) for number in range(3)]
+    links, source = Links(), Source(*sent)
+    driver = driven(links, source)
     links.room = False
     assert driver._want_write() == ["her:1"]
     driver._pump("her:1")
@@ -70,6 +144,186 @@ def test_what_was_taken_for_a_peer_that_moves_meanwhile_goes_to_where_it_is() ->
     assert driver._want_write() == ["her:2"]
     driver._pump("her:2")
     assert links.went == [("her:2", message) for message in sent]
+
+
+def test_the_link_to_where_a_peer_s_bulk_went_before_is_closed() -> None:
+    """One that was up stayed for ever, and what the kernel said of it was taken for what it says of the new one."""
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    for address in ("her:1", "her:1", "her:2", "her:1"):
+        source.address = address
+        assert driver._want_write() == [address]
+    assert links.forgotten == ["her:1", "her:2"] and driver._addresses == {"her:1": "her"}
+    driver._addresses["her:1"] = "him"
+    source.address = "her:2"
+    assert driver._want_write() == ["her:2"]
+    assert links.forgotten == ["her:1", "her:2"], "it is his now"
+
+
+def test_while_work_is_done_aside_no_more_bytes_are_held_back_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages were counted alone, of which each may have 4 MB."""
+    monkeypatch.setattr(module, "HELD_BACK_BYTES_MAX", 100)
+    monkeypatch.setattr(module, "BREATH_S", 0.0)
+    links, breaths = Links(), 0
+    came = Incoming("control", [bytes(20), bytes(40)], None, None, "")
+
+    class Breathing(Source):
+        def breathe(self, now: float, *_: object) -> list[Any]:
+            nonlocal breaths
+            breaths += 1
+            links.came = [came]
+            if breaths == 20:
+                self.enough.set()
+            return []
+
+    source = Breathing()
+    driver = driven(links, source)
+    driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+    assert list(driver._held_back) == [came] * 2
+    driver._take_held_back()
+    assert driver.bad_frames == 2
+    source.enough.clear()
+    breaths = 0
+    driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+    assert len(driver._held_back) == 2, "there is room again"
+
+
+def test_what_is_taken_out_of_the_machine_last_waits_for_room_too() -> None:
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    links.room = False
+    driver._pump(*driver._want_write())
+    assert not source.messages and not links.went
+    links.room = True
+    driver._pump(*driver._want_write())
+    assert links.went == [("her:1", chunk(0))] and driver._want_write() == []
+
+
+def test_what_was_held_back_comes_before_what_is_newer_and_before_time_does() -> None:
+    """Or a message that came in time would be called late, and an older one contradict a newer one."""
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    driver._warm_at = math.inf
+
+    def hold_back(*numbers: int) -> None:
+        links.came = [coming(number) for number in numbers]
+        source.enough.clear()
+        driver._aside(source.enough.wait, [])  # type: ignore[arg-type]
+
+    hold_back(0, 1)
+    links.came = [coming(2)]
+    driver.call(lambda now: hold_back(3))
+    driver._turn()
+    assert source.log == [0, 1, 2, 3, "tick"]
+
+
+def test_a_machine_in_doubt_is_given_nothing_any_more() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    driver._warm_at = math.inf
+    links.came = [coming(0)]
+    driver.error = SwarmClosed("in doubt")
+    asked = driver.call(lambda now: source.log.append("call"))
+    driver._turn()
+    assert not source.log and not asked.done()
+    driver._fail_calls()
+    with pytest.raises(SwarmClosed, match="in doubt"):
+        asked.result(0.0)
+
+
+def test_what_was_called_before_the_end_is_answered_and_what_comes_later_is_told_of_it() -> None:
+    driver, done = driven(Links(), Source()), list[str]()
+    driver.on_stop = lambda: done.append("end")
+    before, taken_back = driver.call(lambda now: "here"), driver.call(lambda now: done.append("taken back"))
+    assert taken_back.cancel()
+    driver._stopping = True
+    driver._run()
+    assert before.result(0.0) == "here" and done == ["end"]
+    with pytest.raises(SwarmClosed, match="the peer has left"):
+        driver.call(lambda now: None).result(0.0)
+
+
+def test_calls_that_wait_for_a_driver_that_fails_are_told_why() -> None:
+    links = Links()
+    driver = driven(links, Source())
+
+    def poll(*_: object) -> list[Event]:
+        raise ValueError("a broken socket")
+
+    links.poll = poll  # type: ignore[method-assign]
+    waits = driver.call(lambda now: None)
+    driver._run()
+    with pytest.raises(SwarmClosed, match="a broken socket"):
+        waits.result(0.0)
+
+
+def test_work_done_aside_takes_no_small_number_for_zero() -> None:
+    """Threads made later are as their maker was set, and this peer's state would be another one than the others'."""
+    driver, found = driven(Links(), Source()), list[float]()
+    small = torch.full((), 1e-40)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor takes none for zero")
+    try:
+        driver._aside(lambda: found.append((small * 1).item()), [])
+    finally:
+        torch.set_flush_denormal(False)
+    assert found[0] > 0
+
+
+def test_why_a_driver_ended_is_told_however_it_is_stopped_then() -> None:
+    driver = driven(Links(), Source())
+    driver.error = ValueError("what it was")
+    driver.stop(0.0)
+    driver.stop(0.0, SwarmClosed("another"))
+    with pytest.raises(SwarmClosed, match="what it was"):
+        driver.call(lambda now: None).result(0.0)
+
+
+def test_who_moves_is_written_to_where_it_is_and_the_link_to_where_it_was_is_closed() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for address in ("her:8", "her:8", "her:9"):
+        source.control = (address,)
+        driver.perform([Send("her", PING)])
+    assert links.told == ["her:8", "her:8", "her:9"] and links.forgotten == ["her:8"]
+
+
+def test_where_nobody_listens_any_more_whoever_was_there_is_told_of() -> None:
+    """Also where another process had that address in between, and is forgotten."""
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for peer in ("her", "him"):
+        driver.perform([Send(peer, PING)])
+    driver._link_event(LinkEvent("her:0", "unreached", ""))
+    driver._link_event(LinkEvent("her:0", "refused", ""))
+    driver._forget("him")
+    driver.perform([Send("her", PING)])
+    driver._link_event(LinkEvent("her:0", "refused", ""))
+    assert source.log == ["him refused", "her refused"]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_links_to_who_left_or_is_forgotten_are_closed(left: bool) -> None:
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    links.room = False
+    driver._pump(*driver._want_write())
+    if left:
+        driver.perform([Notify(MemberLeft(Voter("her", 1)))])
+        assert links.forgotten == ["her:1"]
+    source.known = False
+    assert driver._want_write() == [] and not driver._stash, "what was for her is let go"
+    driver._warm(100.0)
+    assert links.forgotten == ["her:1"]
+    assert not (driver._addresses or driver._dials or driver._bulk_to)
+
+
+def test_bulk_within_this_host_is_not_paced() -> None:
+    links, source = Links(), Source()
+    driver = driven(links, source)
+    for source.address in ("127.0.0.1:1", "10.0.0.1:1"):
+        driver.perform([Pace("her", 5.0)])
+    assert links.paced == [("10.0.0.1:1", 5.0)]
 
 
 def test_bulk_that_comes_before_there_is_a_use_for_it_keeps_no_processor_busy() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -493,6 +494,33 @@ def test_close_does_not_wait_for_those_who_are_not_there(node: Callable[..., Nod
     began = time.monotonic()
     a.transport.close(2 * WAIT_S)
     assert time.monotonic() - began < WAIT_S
+
+
+def test_close_waits_without_a_look_at_what_nobody_will_read(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as a message lay there unread, it kept a processor busy."""
+    a, b = node("a"), node("b")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert a.transport.send_control(f"127.0.0.1:{silent.getsockname()[1]}", [b"x"])
+        assert b.transport.send_control(a.address, [b"unread"])
+        pump(lambda: b.link_kinds(a.address), b, zap_only(a))
+        assert a.transport._control.poll(WAIT_S * 1000)
+        waits, wait = 0, a.transport._wait
+
+        def counted(*args: Any, **options: Any) -> dict[Any, int]:
+            nonlocal waits
+            waits += 1
+            return wait(*args, **options)
+
+        monkeypatch.setattr(a.transport, "_wait", counted)
+        a.transport.close(0.5)
+    assert 0 < waits < 40
+
+
+def test_who_had_gone_before_libzmq_asked_where_it_was_is_nowhere() -> None:
+    """The error ended the peer."""
+    assert transport_module._observed_host(zmq.Frame(b"x")) == ""
 
 
 def test_close_leaves_no_thread_and_no_port(node: Callable[..., Node]) -> None:

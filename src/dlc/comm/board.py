@@ -7,6 +7,11 @@ more; in large swarms all but a few per cent within some messages' time, and the
 and key the newest counts: greater (incarnation, seq). Nothing is agreed on: two authors may have one key, and readers
 see both.
 
+Who hands a notice on could say what it likes in its author's name, and hide all that the author says there until that
+ends. So in small swarms, where nobody hands on, each is heard for itself alone. In large ones nothing is taken of a
+process that no record tells of, and an author whose word is older than what is kept of it is shown that: then it says
+it again, as a newer one.
+
 A notice may be for some peers only (`to`), such as those that are expected in a group: they alone are told, and whoever
 shows a notice of that kind under the same key.
 
@@ -39,6 +44,8 @@ NOTICES_MAX = 4096
 """Of one author."""
 AUTHOR_BYTES_MAX = 4 << 20
 TTL_S_MAX = 7 * 86400.0
+SEQ_MAX, PASSED_ON_SEQ_MAX = 1 << 62, 1 << 61
+"""Of a notice that its author sends, and of one that another hands on: there is always room above the latter."""
 MESSAGE_BYTES_MAX = 256 << 10
 """Values of one message together."""
 
@@ -121,22 +128,23 @@ class Board:
 
     # ---------------------------------------------------------------- the machine
 
-    def receive(self, message: Notices) -> list[str]:
+    def receive(self, sender: Voter, message: Notices) -> list[str]:
         """Keys under which something has changed."""
         for item in message.items:
-            if not (0 <= item.left_s <= TTL_S_MAX and len(item.value) <= VALUE_BYTES_MAX and item.seq > 0):
+            if not (0 <= item.left_s <= TTL_S_MAX and len(item.value) <= VALUE_BYTES_MAX and 0 < item.seq < SEQ_MAX):
                 raise ProtocolError("a notice out of bounds")
             if len(item.key) > KEY_CHARS_MAX:
                 raise ProtocolError(f"a notice with a key of {len(item.key)} characters")
-        changed = [item.key for item in message.items if self._take(item)]
+        taken = [item for item in message.items if self._take(sender, item)]
         for item in message.items:
             mine = self._repeats.get(item.key)
-            if item.near and mine is not None and mine.to is not None and item.author.peer not in mine.to:
-                mine.to.add(item.author.peer)
-                self._tell([item.author], (item.key,))
-        if changed and len(self.ground.members.records()) > DIRECT_MAX:
-            self._pass_on(message.items, set(changed))
-        return changed
+            near = item.near and item.author == sender
+            if near and mine is not None and mine.to is not None and sender.peer not in mine.to:
+                mine.to.add(sender.peer)
+                self._tell([sender], (item.key,))
+        if taken and len(self.ground.members.records()) > DIRECT_MAX:
+            self._pass_on(taken)
+        return [item.key for item in taken]
 
     def member_up(self, voter: Voter) -> None:
         """Whoever comes is shown what is mine."""
@@ -158,22 +166,44 @@ class Board:
 
     # ---------------------------------------------------------------- inside
 
-    def _take(self, item: Notice) -> bool:
+    def _take(self, sender: Voter, item: Notice) -> bool:
         author = item.author
-        if author.peer == self.ground.me.peer or item.left_s <= 0:
+        if item.left_s <= 0:
             return False
-        if self.ground.members.record(author.peer) is None:  # it repeats what it says until I know it
+        if author.peer == self.ground.me.peer:
+            self._refute(item)
+            return False
+        record = self.ground.members.record(author.peer)
+        if record is None:  # it repeats what it says until I know it
             self.ground.dropped["", "a notice of somebody whose record is not known"] += 1
+            return False
+        if author != sender and (author.inc > record.voter.inc or not self._passable(item)):
+            self.ground.dropped[sender.peer, "a notice in another's name"] += 1
             return False
         before = self._by_key.get(item.key, {}).get(author.peer)
         posted = Posted(author, item.seq, self.ground.now + item.left_s, item.gone, item.value, item.near)
         if before is not None and before.version >= posted.version:
+            if before.version > posted.version and before.author == sender and before.until > self.ground.now:
+                self.ground.send(sender, Notices((self._told(item.key, before),)))
             return False
         if not self._has_room(item.key, author.peer, item.value):
             self.ground.dropped[author.peer, "too many notices"] += 1
             return False
         self._keep(item.key, posted)
         return True
+
+    def _passable(self, item: Notice) -> bool:
+        """Whether another than its author may send it. Peers differ a little in how many they know."""
+        return len(self.ground.members.records()) > DIRECT_MAX // 2 and item.seq < PASSED_ON_SEQ_MAX
+
+    def _refute(self, item: Notice) -> None:
+        """Somebody keeps this as a notice of mine. If I show one under the key that it would hide, I say mine again, as
+        a newer one."""
+        mine = self._by_key.get(item.key, {}).get(self.ground.me.peer)
+        if mine is None or item.author != self.ground.me or not mine.seq < item.seq < PASSED_ON_SEQ_MAX:
+            return
+        self._seq = max(self._seq, item.seq)
+        self._say(item.key, mine.value, mine.gone, mine.until, self._repeats[item.key].to)
 
     def _has_room(self, key: str, peer: PeerId, value: bytes) -> bool:
         number, size = self._sizes_with(key, peer, value)
@@ -235,16 +265,19 @@ class Board:
         for key in keys:
             posted = self._by_key[key].get(me.peer)
             if posted is not None and posted.until > now:
-                left_s = posted.until - now
-                mine.append(Notice(me, key, posted.seq, left_s, posted.gone, posted.near, posted.value))
+                mine.append(self._told(key, posted))
         messages = [Notices(part) for part in _parts(mine)]
         for voter in audience:
             for message in messages:
                 self.ground.send(voter, message)
 
-    def _pass_on(self, items: Iterable[Notice], changed: set[str]) -> None:
+    def _told(self, key: str, posted: Posted) -> Notice:
+        left_s = posted.until - self.ground.now
+        return Notice(posted.author, key, posted.seq, left_s, posted.gone, posted.near, posted.value)
+
+    def _pass_on(self, items: Iterable[Notice]) -> None:
         others = self.ground.up()
-        news = tuple(item for item in items if item.key in changed and not item.near)
+        news = tuple(item for item in items if not item.near and item.seq < PASSED_ON_SEQ_MAX)
         if not news:
             return
         for voter in self.ground.rng.sample(others, min(FANOUT, len(others))):

@@ -61,8 +61,9 @@ SWITCH_NEAR_S = 1.1 * SWITCH_S
 LOG_BAD_FRAMES_EVERY = 100
 BREATH_S = 0.05
 """While work is done aside, time goes on for the machine at least this often."""
-HELD_BACK_MAX = 4096
-"""Messages that came meanwhile and are not for then; more wait in their sockets, and nobody's ping is answered."""
+HELD_BACK_MAX, HELD_BACK_BYTES_MAX = 4096, 256 << 20
+"""Messages that came meanwhile and are not for then, and bytes of them; more wait in their sockets, and no ping is
+answered."""
 RECENT_BULK_MAX = 8
 """Bulk messages whose frames are kept for the other recipients: a few chunks of memory."""
 
@@ -139,6 +140,8 @@ class Driver:
         """Taken from the machine, and its link had no room."""
         self._addresses: dict[str, PeerId] = {}
         self._dials: dict[PeerId, str] = {}
+        self._bulk_to: dict[PeerId, str] = {}
+        """Where bulk for a peer went last."""
         self._recent: collections.deque[tuple[Bulk, list[Frame]]] = collections.deque(maxlen=RECENT_BULK_MAX)
         self._bulk_at = float("-inf")
         """When bulk last waited, or came in."""
@@ -151,6 +154,7 @@ class Driver:
         """The switch interval before this driver changed it; None where it did not."""
         self._held_back: collections.deque[Event] = collections.deque()
         """What came while work was done aside, in its order: taken before anything newer."""
+        self._held_back_bytes = 0
         self._stopping = self._ended = False
         self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlc-driver", daemon=True)
@@ -270,6 +274,7 @@ class Driver:
             del self._addresses[address]
             self.transport.forget(address)
         self._dials.pop(peer, None)
+        self._bulk_to.pop(peer, None)
 
     def _run(self) -> None:
         keep_freed_chunks()
@@ -351,10 +356,11 @@ class Driver:
 
         threading.Thread(target=run, name="dlc-work", daemon=True).start()
         while not done.done():
-            room = len(self._held_back) < HELD_BACK_MAX
+            room = len(self._held_back) < HELD_BACK_MAX and self._held_back_bytes < HELD_BACK_BYTES_MAX
             for event in self.transport.poll(BREATH_S, bulk=False) if room else ():
                 if not self._breathe(event):
                     self._held_back.append(event)
+                    self._held_back_bytes += _size(event)
             if not room:
                 concurrent.futures.wait([done], BREATH_S)
             if self._bulk is not None:
@@ -379,7 +385,9 @@ class Driver:
     def _take_held_back(self) -> None:
         """Before the machine's patience with anybody is judged."""
         while self._held_back:
-            self._take(self._held_back.popleft())
+            event = self._held_back.popleft()
+            self._held_back_bytes -= _size(event)
+            self._take(event)
 
     def _switch_often(self, often: bool) -> None:
         """See SWITCH_S. A process may have several drivers; what somebody else has set meanwhile stays."""
@@ -418,13 +426,26 @@ class Driver:
             return []
         wanted = []
         for peer in self._bulk.pending_bulk() | self._stash.keys():
-            record = self._bulk.record_of(peer)
-            if record is not None and record.bulk:
-                wanted.append(record.bulk[0])
-                self._addresses[record.bulk[0]] = peer
+            address = self._bulk_address(peer)
+            if address is not None:
+                wanted.append(address)
             else:
                 self._stash.pop(peer, None)
         return wanted
+
+    def _bulk_address(self, peer: PeerId) -> str | None:
+        """Where bulk for it goes. The link to where that went before is closed: one that is up would be kept for ever,
+        and what the kernel says of it be taken for what it says of the new one."""
+        record = self._bulk.record_of(peer) if self._bulk is not None else None
+        if record is None or not record.bulk:
+            return None
+        address = record.bulk[0]
+        before = self._bulk_to.get(peer, address)
+        if before not in (address, self._dials.get(peer)) and self._addresses.get(before) == peer:
+            del self._addresses[before]
+            self.transport.forget(before)
+        self._bulk_to[peer], self._addresses[address] = address, peer
+        return address
 
     def _pump(self, address: str) -> None:
         """Hand a few chunks to a link that has room."""
@@ -461,10 +482,8 @@ class Driver:
                 self._forget(peer)
         before, self._barred = self._barred, {}
         for peer in self._bulk.bulk_peers():
-            record = self._bulk.record_of(peer)
-            if record is not None and record.bulk:
-                address = record.bulk[0]
-                self._addresses[address] = peer
+            address = self._bulk_address(peer)
+            if address is not None:
                 self.transport.open_bulk(address)
                 if why := self.transport.barred(address):
                     since, told = before.get(address, (now, False))
@@ -536,6 +555,11 @@ class Driver:
                 return
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.closed_error())
+
+
+def _size(event: Event) -> int:
+    """Bytes of memory that it keeps, but for little."""
+    return sum(map(len, event.frames)) if isinstance(event, Incoming) else 0
 
 
 def _as_all_hosts_compute() -> None:

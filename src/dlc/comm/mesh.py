@@ -329,7 +329,7 @@ class Mesh:
             case mm.NoParcel():
                 self.parcels.receive_no_parcel(sender, m)
             case mm.Notices():
-                self.board.receive(m)
+                self.board.receive(sender, m)
             case mm.Accept():
                 self._accept(sender, m)
             case mm.Invite():

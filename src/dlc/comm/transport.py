@@ -75,6 +75,7 @@ IDENT_BYTES_MAX = 200
 STALLS_TOLD = 2
 """Bulk connections in a row on which only small packets were answered: one may have been cut."""
 CLOSE_POLL_S = 0.05
+_LANES: tuple[Lane, Lane] = ("control", "bulk")
 _WAKE_BYTES_MAX = 4096
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 """As plain numbers: pyzmq's are of a class that takes a microsecond for each `&` and `|`."""
@@ -245,7 +246,7 @@ class Transport:
         now = self._clock()
         self._advance(now)
         wait_s = 0.0 if self._events else self._wait_s(timeout_s, now)
-        ready = self._wait(wait_s, want_write, bulk)
+        ready = self._wait(wait_s, want_write, _LANES if bulk else _LANES[:1])
         now = self._clock()
         self._serve(ready, now)
         events: list[Event] = []
@@ -281,7 +282,7 @@ class Transport:
                 link.once_more()
         while self._clock() < deadline and any(link.pending and not link.tried for link in self._controls.values()):
             self._advance(self._clock())
-            self._serve(self._wait(CLOSE_POLL_S, ()), self._clock())
+            self._serve(self._wait(CLOSE_POLL_S, (), read=()), self._clock())
         left_s = max(deadline - self._clock(), 0.0)
         for link in self._links():
             link.close(left_s if link.lane == "control" else 0.0)
@@ -410,11 +411,11 @@ class Transport:
         deadlines = [deadline for link in self._links() if (deadline := link.deadline()) is not None]
         return max(min([timeout_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
-    def _wait(self, timeout_s: float, want_write: Collection[str], bulk: bool = True) -> dict[Any, int]:
+    def _wait(self, timeout_s: float, want_write: Collection[str], read: Collection[Lane] = _LANES) -> dict[Any, int]:
+        """read: lanes whose messages it does not wait beyond."""
         wanted = set(want_write)
-        watched: list[tuple[Any, int]] = [(self._control, _POLLIN), (self._wake_out, _POLLIN)]
-        if bulk:
-            watched.append((self._bulk, _POLLIN))
+        watched: list[tuple[Any, int]] = [(self._wake_out, _POLLIN)]
+        watched += [(s, _POLLIN) for lane, s in zip(_LANES, (self._control, self._bulk), strict=True) if lane in read]
         if self._zap is not None:
             watched.append((self._zap.socket, _POLLIN))
         watched += [(monitor, _POLLIN) for monitor in self._door.monitors]
@@ -422,9 +423,9 @@ class Transport:
             if link.socket is not None:
                 control = link.lane == "control"
                 write = link.pending if control else link.address in wanted
-                read = _POLLIN if bulk or control else 0
-                if read or write:
-                    watched.append((link.socket, read | (_POLLOUT if write else 0)))
+                events = (_POLLIN if link.lane in read else 0) | (_POLLOUT if write else 0)
+                if events:
+                    watched.append((link.socket, events))
                 watched.append((link.monitor, _POLLIN))
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
@@ -486,10 +487,19 @@ class Transport:
             if not 1 <= len(parts) <= FRAMES_MAX:
                 self.dropped += 1
                 continue
-            observed = str(parts[0].get("Peer-Address")).removeprefix("::ffff:")
             frames = [part.bytes if len(part) < VIEW_BYTES_MIN else part.buffer for part in parts]
-            events.append(Incoming(lane, frames, route, address, observed))
+            events.append(Incoming(lane, frames, route, address, _observed_host(parts[0])))
         return room
+
+
+def _observed_host(frame: zmq.Frame) -> str:
+    """Where it came from, in numbers; empty where that connection had gone before libzmq asked."""
+    try:
+        return str(frame.get("Peer-Address")).removeprefix("::ffff:")
+    except zmq.ZMQError as error:
+        if error.errno == errno.EINVAL:
+            return ""
+        raise
 
 
 def _listen_host(host: str, listen: str) -> str:

@@ -1,0 +1,86 @@
+"""One peer's events: what is left of one that fails, what is found out during work at length, what is taken back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlc.comm import messages as msg
+from dlc.comm.effects import Notify, Send
+from dlc.comm.events import MemberDown
+from dlc.errors import UsageError
+from dlc.sim.schedule import TRAIN
+from dlc.sim.toy import ToyState
+from tests.comm.stage import Stage
+
+
+def test_of_an_event_that_is_refused_nothing_leaves_but_what_membership_found_out() -> None:
+    stage = Stage(2)
+    node, other = (process.node for process in stage.peers())
+    down, commit = MemberDown(other.me), msg.Commit(node.log.past[-1].entry, ())
+
+    def act() -> None:
+        node.ctx.send(other.me, commit)
+        node.ctx.notify(down)
+        raise UsageError("no")
+
+    with pytest.raises(UsageError):
+        node._event(stage.world.now, act)
+    effects = node.tick(stage.world.now)
+    assert Notify(down) in effects and Send(other.me.peer, commit) not in effects
+    assert not node.torn and Notify(down) not in node.tick(stage.world.now)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_event_that_ends_halfway_is_the_end_of_the_node_unless_it_is_beside_the_log(beside: bool) -> None:
+    node = Stage(2).peers()[0].node
+
+    def act() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        node._event(node.ctx.now, act, beside)
+    assert node.torn is not beside
+
+
+def test_what_membership_finds_out_during_work_at_length_is_told_when_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round would wait for a peer that is known to be dead."""
+    stage = Stage(2)
+    node, other = (process.node for process in stage.peers())
+    down, ping = Notify(MemberDown(other.me)), Send(other.me.peer, msg.Ping(1, msg.Gossip((), ())))
+    with monkeypatch.context() as found:
+        found.setattr(node.members, "tick", lambda now: [down, ping])
+        assert node.breathe(stage.world.now) == [ping]
+        assert node.breathe(stage.world.now + node._t_gap_s + 0.1) == [], "it was away: the next event finds that out"
+    assert node.tick(stage.world.now).count(down) == 1
+
+
+def test_who_takes_the_place_of_a_state_that_nobody_uses_any_more_becomes_the_same() -> None:
+    stage = Stage(2)
+    process, _ = stage.peers()
+    attached = process.node.log.attached[TRAIN]
+    before, attached.abandoned = attached.state, True
+    successor = ToyState(before.numel, seed=7)
+    image = bytes(before.export())
+    process.node.hand_on(TRAIN, successor, attached.grid, attached.lease_len, stage.world.now)
+    assert attached.state is successor and bytes(successor.export()) == image and not attached.abandoned
+    stage.all_in()
+
+
+def test_a_contribution_that_is_taken_back_during_its_round_goes_on_from_a_copy() -> None:
+    """Its owner writes into that memory, or lets it go: the others would have a mean of whatever is there."""
+    stage = Stage(3)
+    process, plan = stage.planned()
+    mine: Any = process.node.exchange.offered[TRAIN]
+    mine.vector, stopped = torch.ones(plan.entry.numel), list[bool]()
+    given, mine.sink = mine.vector, lambda *told: None
+    mine.filling = SimpleNamespace(stop=lambda: stopped.append(True))
+    assert not process.node.withdraw(TRAIN)
+    given.zero_()
+    assert process.node.exchange.offered[TRAIN] is mine and mine.sink is None and stopped == [True]
+    assert torch.equal(mine.vector, torch.ones(plan.entry.numel))
