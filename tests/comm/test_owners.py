@@ -246,8 +246,9 @@ def test_all_is_sent_once_every_other_owner_says_so() -> None:
     _, plan = Stage(4).planned()
     a, b, c, d = plan.owners
     plan = dataclasses.replace(plan, assignment=(0, 1, 0))
-    assert all_sent(plan, d, {a: (), b: ()}) and all_sent(plan, d, {a: (c,), b: (a,), c: (d,)})
-    assert not all_sent(plan, d, {a: ()}) and not all_sent(plan, d, {a: (), b: (c, d)})
-    assert all_sent(plan, b, {a: ()}) and not all_sent(plan, b, {c: (), d: ()})
+    assert all_sent(plan, 3, d, {a: (), b: ()}) and all_sent(plan, 4, d, {a: (c,), b: (a,), c: (d,)})
+    assert not all_sent(plan, 4, d, {a: (), b: ()}), "half of all hold it"
+    assert not all_sent(plan, 3, d, {a: (), c: ()}) and not all_sent(plan, 4, d, {a: (), b: (c, d), c: ()})
+    assert all_sent(plan, 3, b, {a: (), c: ()}) and not all_sent(plan, 3, b, {c: (), d: ()})
     for assignment in ((0, -1, 1), ()):
-        assert not all_sent(dataclasses.replace(plan, assignment=assignment), d, {a: (), b: (), c: ()})
+        assert not all_sent(dataclasses.replace(plan, assignment=assignment), 4, d, {a: (), b: (), c: ()})

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dlc.errors import CheckpointError, UsageError
+from dlc.train import trained
 from dlc.train.diloco import DiLoCo
 from tests.train.fake_peer import FakePeer
 
@@ -48,6 +49,23 @@ def test_two_over_one_model_are_an_error_before_a_step_counts_twice() -> None:
     with pytest.raises(UsageError, match="another dlc.DiLoCo"):
         first.reload()
     assert all(torch.equal(p, q) for p, q in zip(m.parameters(), before, strict=True))
+
+
+class Elsewhere(dict[torch.Tensor, object]):
+    """Another thread claims parameters of its own while one is claimed here."""
+
+    def __setitem__(self, key: torch.Tensor, value: object) -> None:
+        super().__setitem__(key, value)
+        trained._newest = next(trained._MADE)
+
+
+def test_two_threads_may_each_make_one_of_their_own_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later one's number was written to parameters of the other, which then refused its first step."""
+    monkeypatch.setattr(trained, "_CLAIMS", Elsewhere())
+    m = Pair()
+    opt = DiLoCo(m, sgd(m.a, m.c), FakePeer(), sync_every=1)
+    step(opt, m.a, m.c)
+    assert m.a[0] < 0
 
 
 def test_each_over_its_own_parameters_trains_as_one_would() -> None:

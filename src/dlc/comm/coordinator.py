@@ -445,7 +445,8 @@ class Coordinator:
             if self._quorum_since is None:
                 self._quorum_since = now
             lacking = (v for v in state.electorate if v not in self.votes and members.awake(v))
-            everyone = all(v != self.ctx.me and all_sent(plan, v, self._owed) for v in lacking)
+            n = len(state.electorate)
+            everyone = all(v != self.ctx.me and all_sent(plan, n, v, self._owed) for v in lacking)
             patience_s = members.timeouts.t_commit_s(self._quorum_since - self._phase_since)
             if not everyone and now - self._quorum_since < patience_s:
                 return

@@ -106,13 +106,14 @@ def shape_of(ctx: Context, plan: Plan, recipients: Collection[Voter]) -> Shape |
     return Shape(voters, members, tuple(owned_bytes.get(v, 0) / total for v in voters), total)
 
 
-def all_sent(plan: Plan, member: Voter, owed: Mapping[Voter, Collection[Voter]]) -> bool:
+def all_sent(plan: Plan, n_voters: int, member: Voter, owed: Mapping[Voter, Collection[Voter]]) -> bool:
     """All results that `member` may lack are on their way to it: of owners, all others hold what it gets, and none of
     theirs waits any more. owed: of those who voted for this plan, for whom theirs wait.
 
-    Never where chunks are fixed: these are asked for, and nobody knows who has them by now.
+    Never where half of the n_voters, with the casting vote, are all who hold them: so few are believed after a wait
+    only. Nor where chunks are fixed: these are asked for, and nobody knows who has them by now.
     """
-    if not plan.assignment or min(plan.assignment) < 0:
+    if not plan.assignment or min(plan.assignment) < 0 or 2 * len(owed) <= n_voters:
         return False
     owners = {plan.owners[index] for index in set(plan.assignment)} - {member}
     return all(owner in owed and member not in owed[owner] for owner in owners)

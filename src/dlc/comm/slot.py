@@ -311,7 +311,8 @@ class Slot:
         owed = self._voted(plan.ballot, entry.manifest) | {self.ctx.me: self.exchange.owed()}
         if not self.log.state.quorum(owed):
             return
-        if all(v in owed or all_sent(plan, v, owed) for v in electorate if members.awake(v)):
+        n = len(electorate)
+        if all(v in owed or all_sent(plan, n, v, owed) for v in electorate if members.awake(v)):
             self._learned(entry, sorted(owed))
 
     def _voted(self, ballot: Ballot, manifest: bytes) -> dict[Voter, tuple[Voter, ...]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ NAMES_TOLD = 3
 _CLAIMS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The last claim to each parameter: its number, and a weak reference to the `Trained`; None where it was released."""
 _MADE = itertools.count(1)
+_CLAIMING = threading.Lock()
+"""One at a time, in whatever thread."""
 _newest = 0
 """Of all claims: where it is as it was, nobody's have changed."""
 
@@ -89,9 +92,11 @@ class Trained:
     def claim(self) -> None:
         """From now on these parameters are trained by this DiLoCo, whoever did before."""
         global _newest
-        _newest = self._claimed = self._seen = next(_MADE)
-        for tensor in self.view.tensors:
-            _CLAIMS[tensor] = (_newest, weakref.ref(self))
+        with _CLAIMING:
+            number = next(_MADE)
+            for tensor in self.view.tensors:
+                _CLAIMS[tensor] = (number, weakref.ref(self))
+            _newest = self._claimed = self._seen = number
 
     def release(self) -> None:
         """They may be anybody's, as far as this is concerned, until `check_mine`."""
