@@ -264,6 +264,19 @@ def test_a_link_that_was_always_busy_is_near_if_the_hosts_control_connection_say
     assert [copy.fileno() for copy in copies if copy is not None] == [-1], "it was closed after the look"
 
 
+@linux
+def test_bbr_is_allowed_the_part_that_it_keeps_from_what_it_saw(raw: tuple[socket.socket, socket.socket]) -> None:
+    _, client = raw
+    if not tcp.set_congestion(client, "bbr"):
+        pytest.skip("the system has no BBR, or does not allow it")
+    assert tcp.pace(client, 4.95e6)
+    assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == 5_000_000, "BBR sends at 0.99 of it"
+    assert tcp.set_congestion(client, "reno") and tcp.pace(client, 4.95e6)
+    assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == 4_950_000
+    assert tcp.set_congestion(client, "bbr") and tcp.pace(client, None)
+    assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == UNLIMITED
+
+
 SSTHRESH, SSTHRESH_NONE = 76, 2**31 - 1
 
 

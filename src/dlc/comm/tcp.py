@@ -43,6 +43,8 @@ _INFO_BYTES = 256
 """More than any kernel's struct has so far; what comes after tcpi_sndbuf_limited is not looked at."""
 _NO_RTT_US = 2**32 - 1
 _NO_THRESHOLD = 2**31 - 1
+BBR_SHARE = 0.99
+"""Of what it saw go through, BBR sends this much, so that queues drain. On a paced connection it sees the pace go."""
 _KEPT_WINDOW = 0.75
 """Of the congestion window becomes the threshold when a connection has idled, if that is more."""
 
@@ -225,11 +227,13 @@ def pace(sock: socket.socket, rate_Bps: float | None) -> bool:
     """Let the kernel send at this rate at most, None: as fast as it can. False where the system cannot.
 
     It is the rate of what `TcpSample.bytes_acked` counts; where the interface has the queueing discipline fq, headers
-    count too, which makes 4 % less. The first ten segments of a connection are not paced. Raises ValueError for a rate
-    that is not above 0.
+    count too, which makes 4 % less. The first ten segments of a connection are not paced. To be told anew when the
+    congestion control changes. Raises ValueError for a rate that is not above 0.
     """
     if rate_Bps is not None and not rate_Bps > 0:
         raise ValueError(f"a rate is above 0, not {rate_Bps}")
+    if rate_Bps is not None and congestion(sock) == "bbr":
+        rate_Bps /= BBR_SHARE
     value = _UNLIMITED if rate_Bps is None or rate_Bps > RATE_BPS_MAX else max(1, int(rate_Bps))
     return _set(sock, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", value))
 
