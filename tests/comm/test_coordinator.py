@@ -57,7 +57,7 @@ def test_only_votes_of_its_deciders_in_its_ballot_count() -> None:
     coordinator.receive_held(STRANGER, vote)
     assert not coordinator.votes
     coordinator.receive_held(voter, vote)
-    assert coordinator.votes == {voter: vote.manifest}
+    assert coordinator.votes == {voter: vote}
 
 
 def test_two_manifests_in_one_ballot_end_it() -> None:
@@ -74,8 +74,9 @@ def test_two_manifests_in_one_ballot_end_it() -> None:
 def test_two_manifests_in_a_forced_ballot_end_it_in_another_forced_one() -> None:
     _, process, coordinator = running(msg.Held)
     me, one = coordinator.ctx.me, others(coordinator)[0]
-    ballot, coordinator.deciders, coordinator.votes = coordinator.ballot, (me, one), {me: b"a" * 32}
-    coordinator.receive_held(one, msg.Held(process.node.log.head, ballot, b"b" * 32, ()))
+    head, ballot, coordinator.deciders = process.node.log.head, coordinator.ballot, (me, one)
+    coordinator.votes = {me: msg.Held(head, ballot, b"a" * 32, ())}
+    coordinator.receive_held(one, msg.Held(head, ballot, b"b" * 32, ()))
     assert coordinator.phase == PREP and coordinator.ballot > ballot and coordinator.deciders == (me, one)
 
 
@@ -238,7 +239,8 @@ def test_a_plan_is_shown_until_it_was_seen() -> None:
     _, process, coordinator = running(msg.Held)
     one, two, three = others(coordinator)
     ready = next(iter(process.node.slot._readies()))
-    coordinator.progress, coordinator.votes = {one: (1, 1)}, {two: b"m" * 32}
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
+    coordinator.progress, coordinator.votes = {one: (1, 1)}, {two: vote}
     for voter in (one, two):
         assert not sent(coordinator, coordinator.receive_ready, voter, ready)
     assert sent(coordinator, coordinator.receive_ready, three, ready) == [(three.peer, coordinator.plan)]
@@ -254,7 +256,8 @@ def test_its_beat_says_whom_it_waits_for_and_asks_them_again() -> None:
     lacking = {coordinator.ctx.me, *rest}
     assert {to for to, m in asked if isinstance(m, msg.Prepare)} == {v.peer for v in lacking}
     assert {m.waiting_for for _, m in asked if isinstance(m, msg.Coord)} == {tuple(sorted(lacking))}
-    coordinator.phase, coordinator.votes = RUN, {one: b"m" * 32}
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
+    coordinator.phase, coordinator.votes = RUN, {one: vote}
     assert set(coordinator._waiting_for()) == lacking
 
 
@@ -705,7 +708,7 @@ def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(sent: bool, monkeyp
     for voter in (one, two, three):
         coordinator.receive_held(voter, vote)
     assert not committed, "of the head that I cannot follow yet I do not tell the others"
-    coordinator.votes, coordinator._owed = {}, {}
+    coordinator.votes = {}
     for voter in (me, one):
         coordinator.receive_held(voter, vote)
     coordinator.receive_held(two, dataclasses.replace(vote, owed=(three,)))

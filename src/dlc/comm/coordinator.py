@@ -69,9 +69,8 @@ class Coordinator:
         self.promises: dict[Voter, Promise] = {}
         self.agenda = Agenda(ctx, log)
         self.plan: Plan | None = None
-        self.votes: dict[Voter, bytes] = {}
-        self._owed: dict[Voter, tuple[Voter, ...]] = {}
-        """For whom results wait with those who voted."""
+        self.votes: dict[Voter, Held] = {}
+        """The last one for `plan` of each who holds it."""
         self.progress: dict[Voter, tuple[int, int]] = {}
         self._lacks: dict[Voter, tuple[int, ...]] = {}
         """Owners, by index, of whose results each member lacks some."""
@@ -111,7 +110,7 @@ class Coordinator:
     def _begin(self, phase: str, ballot: Ballot, deciders: tuple[Voter, ...]) -> None:
         now = self.ctx.now
         self.phase, self.ballot, self.deciders = phase, ballot, deciders
-        self.promises, self.votes, self._owed, self.plan = {}, {}, {}, None
+        self.promises, self.votes, self.plan = {}, {}, None
         self.progress, self._lacks, self._bears_s = {}, {}, {}
         self._phase_since, self._moved = now, self.ctx.running_s
         self._quorum_since = None
@@ -162,9 +161,10 @@ class Coordinator:
     def receive_held(self, sender: Voter, m: Held) -> None:
         if self.phase != RUN or m.ballot != self.ballot or not self._decides(sender):
             return
-        if self.votes.get(sender) != m.manifest:
+        before = self.votes.get(sender)
+        if before is None or before.manifest != m.manifest:
             self._moved = self.ctx.running_s
-        self.votes[sender], self._owed[sender] = m.manifest, m.owed
+        self.votes[sender] = m
         self._count()
 
     def _decides(self, sender: Voter) -> bool:
@@ -429,7 +429,7 @@ class Coordinator:
         plan, members, now = self.plan, self.ctx.members, self.ctx.now
         if self.phase != RUN or plan is None or not self.votes:
             return
-        manifests = set(self.votes.values())
+        manifests = {m.manifest for m in self.votes.values()}
         if len(manifests) > 1:
             # One manifest per ballot (I3): somebody computes wrong bytes. The next ballot makes none anew: what one of
             # them accepted is proposed to all.
@@ -446,7 +446,8 @@ class Coordinator:
                 self._quorum_since = now
             lacking = (v for v in state.electorate if v not in self.votes and members.awake(v))
             n = len(state.electorate)
-            everyone = all(v != self.ctx.me and all_sent(plan, n, v, self._owed) for v in lacking)
+            owed = {v: m.owed for v, m in self.votes.items()}
+            everyone = all(v != self.ctx.me and all_sent(plan, n, v, owed) for v in lacking)
             patience_s = members.timeouts.t_commit_s(self._quorum_since - self._phase_since)
             if not everyone and now - self._quorum_since < patience_s:
                 return
