@@ -154,9 +154,8 @@ def test_every_field_of_the_file_of_metrics_is_explained(spec: RunSpec, tmp_path
     sink.close()
     told = set().union(*map(names_of, read_metrics(tmp_path / FILE_NAME)))
     assert {"lr", "mfu", "consensus_distance", "validation_loss", "fraction", "reason", "own_waiting_s"} <= told
-    page = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-    section = page.partition("## Following a run")[2].partition("\n## ")[0]
-    assert sorted(name for name in told if f"`{name}`" not in section) == []
+    page = (Path(__file__).parents[1] / "docs" / "following.md").read_text("utf-8")
+    assert sorted(name for name in told if f"`{name}`" not in page) == []
 
 
 class FakeWandb(types.ModuleType):
