@@ -515,6 +515,21 @@ def test_a_terminal_that_draws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatc
     assert not Show(Board(), Console(force_terminal=True), "")._live
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("500MB", 500_000_000), ("1.5 gb", 1_500_000_000), ("2Gi", 2 << 30), ("1KiB", 1024)],
+)
+def test_a_size_may_have_a_unit(text: str, size: int) -> None:
+    assert parser(demo_wanted=False).parse_args(["join", "--history-bytes", text]).history_bytes == size
+
+
+@pytest.mark.parametrize("text", ["-1", "much", "3i", "1e9", "4 Gbit", ""])
+def test_what_is_no_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser(demo_wanted=False).parse_args(["join", f"--history-bytes={text}"])
+    assert "is no size: give bytes, or one such as 500MB or 4GiB" in capsys.readouterr().err
+
+
 def test_a_home_that_the_shell_left_alone_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))

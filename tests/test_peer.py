@@ -493,6 +493,8 @@ def test_another_runspec_is_refused_with_the_fields_that_differ() -> None:
         ({"state_dir": []}, "state_dir is list"),
         ({"state_dir": ""}, "the state directory is an empty path"),
         ({"on_event": "print"}, "on_event is str: it must be a function"),
+        ({"history_bytes": -1}, "history_bytes is -1: it must be at least 0, and a whole number"),
+        ({"history_bytes": "1GiB"}, "history_bytes is '1GiB'"),
     ],
 )
 def test_what_a_peer_cannot_be_made_of_is_refused(options: dict[str, Any], why: str) -> None:

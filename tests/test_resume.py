@@ -1320,12 +1320,13 @@ def test_who_names_no_run_goes_on_from_the_newest_of_the_swarms_and_not_of_any(
     newest = saves.newest(state)
     assert newest is not None and newest.spec == other
     with Peer.join(spec=spec, state_dir=tmp_path / "b", hold=True) as founder:
-        args = parser(demo_wanted=False).parse_args(["join"])
+        args = parser(demo_wanted=False).parse_args(["join", "--history-bytes=3MiB"])
         args.peers, args.key, args.listen = (founder.address,), None, "127.0.0.1:0"
         opened = StateDir(state)
         peer, saved = join_swarm(args, None, opened, newest, queue.SimpleQueue())
         with peer:
             assert peer.spec == spec and saved is not None
+            assert peer._ask(lambda node, now: node.log.history_bytes_max) == 3 << 20
             assert saved.path == named(state, dataclasses.replace(spec, rounds=AT), AT)
         opened.close()
     assert f"the checkpoint {newest.path} belongs to another run, and is left alone" in caplog.text

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from dlc.addressbook import AddressBook, known_to
 from dlc.addresses import addresses_of, advertised, bulk_port_of, default_listen
-from dlc.arguments import function, instance, seconds
+from dlc.arguments import function, instance, seconds, whole
 from dlc.channels import has_seat
 from dlc.collectives import Collectives
 from dlc.comm.bundle import STREAMS
@@ -45,6 +45,7 @@ from dlc.comm.framing import run_tag
 from dlc.comm.ground import Ground
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import Desk, Lobby
+from dlc.comm.log import HISTORY_BYTES_MAX
 from dlc.comm.mesh import Mesh
 from dlc.comm.node import Node, NodeConfig
 from dlc.comm.roles import OBSERVER, ROLES
@@ -124,6 +125,7 @@ class Peer(Collectives):
         timeouts: Timeouts | None = None,
         log: bool = True,
         probe_links: bool = True,
+        history_bytes: int = HISTORY_BYTES_MAX,
     ) -> Peer:
         """Join the run that `peers` (HOST:PORT) belong to; without `peers`, found one.
 
@@ -143,9 +145,11 @@ class Peer(Collectives):
         or voted for, and one peer alone may begin; the same on all peers of a run; implied by strategies that need
         none. probe_links: before the first round, or group, send some junk to others, 64 MiB at a time at most, to see
         what the link carries, and receive theirs; False (for links that are paid by the byte): what it carries is
-        learned in rounds, the first of which knows nothing. on_event: called with each event (`dlc.comm.events`) on the
-        thread that talks to the others, who wait for as long as it takes; what it raises is logged. It may use the
-        peer, but for what waits for others; see `on_member_change`.
+        learned in rounds, the first of which knows nothing. history_bytes: host memory for the results of the last
+        rounds, of which at most 8 are kept (in fp16 2 bytes per parameter each), and those of the newest always: peers
+        that missed a few are brought up to date by them, and newcomers, who fetch a state while rounds go on. on_event:
+        called with each event (`dlc.comm.events`) on the thread that talks to the others, who wait for as long as it
+        takes; what it raises is logged. It may use the peer, but for what waits for others; see `on_member_change`.
 
         Raises JoinError (unreachable, wrong key, other RunSpec) and UsageError (port taken, no key beyond loopback).
         """
@@ -168,6 +172,7 @@ class Peer(Collectives):
             function("on_event", on_event)
         if join_timeout_s is not None:
             join_timeout_s = seconds("join_timeout_s", join_timeout_s)
+        history_bytes = whole("history_bytes", history_bytes, 0)
         listed = addresses_of(peers)
         if listen is None:
             listen = default_listen(listed, key is not None, insecure)
@@ -218,7 +223,9 @@ class Peer(Collectives):
                 awaited = (lobby.found.address,)
             # Who is told of the run joins it: a founder, which has no proof yet that others live, might begin another.
             founder, resume = (found and not told) or not awaited, resume if with_log else None
-            peer._take_part(reception, awaited, known_at, founder, resume, timeouts, with_log, probe_links)
+            peer._take_part(
+                reception, awaited, known_at, founder, resume, timeouts, with_log, probe_links, history_bytes
+            )
             if with_log and not hold:
                 peer.take_seat(join_timeout_s)
         except BaseException:
@@ -236,6 +243,7 @@ class Peer(Collectives):
         timeouts: Timeouts | None,
         with_log: bool,
         probe_links: bool,
+        history_bytes: int,
     ) -> None:
         """Leave the lobby: from here on a Node is driven."""
         intro, spec = self._intro, reception.spec
@@ -252,7 +260,16 @@ class Peer(Collectives):
         floors = timeouts or spec.timeouts.floors()
         probes = probe_links and spec.strategy not in WITHOUT_RATES
         config = NodeConfig(
-            spec.run, spec.hash, spec.to_bytes(), listed, founder, floors, log=with_log, probe_links=probes, known=known
+            spec.run,
+            spec.hash,
+            spec.to_bytes(),
+            listed,
+            founder,
+            floors,
+            history_bytes_max=history_bytes,
+            log=with_log,
+            known=known,
+            probe_links=probes,
         )
 
         def start(now: float) -> None:

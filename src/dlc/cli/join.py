@@ -269,6 +269,7 @@ def join_swarm(
             resume=None if saved is None else Resume(saved.log),
             on_event=events.put,
             probe_links=not args.no_probe,
+            **({} if args.history_bytes is None else {"history_bytes": args.history_bytes}),
         )
 
     if spec is not None or saved is None:

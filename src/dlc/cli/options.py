@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,13 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "let others measure theirs with it: for links that are paid by the byte",
     )
     here.add_argument(
+        "--history-bytes",
+        type=size,
+        metavar="SIZE",
+        help="host memory for the results of the last rounds, by which peers that missed some, and newcomers, catch "
+        "up; those of the newest are always kept, in fp16 2 bytes per parameter (default 1GiB)",
+    )
+    here.add_argument(
         "--eval-every", type=count, metavar="K", help="validate every K rounds; default: at start and end"
     )
     here.add_argument("--checkpoint-every", type=count, metavar="K", help="in rounds (default 10; 0: at the end only)")
@@ -317,6 +325,15 @@ def count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
+
+
+def size(text: str) -> int:
+    """Bytes: a number, with or without a unit."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or one such as 500MB or 4GiB")
+    unit: int = (1024 if found[3] else 1000) ** " kmgt".index((found[2] or " ").lower())
+    return round(float(found[1]) * unit)
 
 
 def _positive(text: str) -> int:
