@@ -277,6 +277,73 @@ def test_bbr_is_allowed_the_part_that_it_keeps_from_what_it_saw(raw: tuple[socke
     assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == UNLIMITED
 
 
+@linux
+def test_bbr_tells_what_went_through(raw: tuple[socket.socket, socket.socket]) -> None:
+    server, client = raw
+    assert tcp.set_congestion(client, "reno") and tcp.bbr_Bps(client) is None
+    if not tcp.set_congestion(client, "bbr"):
+        pytest.skip("the system has no BBR, or does not allow it")
+    assert tcp.bbr_Bps(client) == 0
+    other, _ = server.accept()
+    with other:
+        other.settimeout(WAIT_S)
+        client.settimeout(WAIT_S)
+
+        def known() -> bool:
+            client.sendall(bytes(1 << 16))
+            read = 0
+            while read < 1 << 16:
+                read += len(other.recv(1 << 16))
+            return (tcp.bbr_Bps(client) or 0) > 1e6
+
+        wait_until(known, WAIT_S, "it has seen what loopback carries")
+        assert tcp.begin_congestion(client, ("bbr",))
+        assert tcp.bbr_Bps(client) == 0, "it has begun anew"
+    client.close()
+    assert tcp.bbr_Bps(client) is None
+
+
+@linux
+@pytest.mark.parametrize(
+    ("share", "acked", "anew"),
+    [
+        (0.79, RENEW_BYTES_MIN, 1),
+        (0.81, RENEW_BYTES_MIN, 0),
+        (0.79, RENEW_BYTES_MIN - 1, 0),
+        (None, RENEW_BYTES_MIN, 0),
+    ],
+)
+def test_a_far_link_that_knows_of_less_than_its_pace_begins_anew(
+    pair: tuple[Node, Node],
+    begun: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float | None,
+    acked: int,
+    anew: int,
+) -> None:
+    """BBR finds more by a quarter in eight round trips. Who knows nothing yet doubles its rate in each anyway."""
+    a, b = pair
+    told = tcp.sample
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        found = told(sock)
+        return replace(found, min_rtt_s=2 * NEAR_RTT_S, bytes_acked=acked) if found is not None else None
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
+    monkeypatch.setattr(tcp, "bbr_Bps", lambda sock: None if share is None else share * 5e6)
+    connect(a, b)
+    assert not begun, "it opened"
+    assert a.transport.pace(b.bulk_address, 5e6)
+    assert len(begun) == anew
+    assert a.transport.pace(b.bulk_address, 6e6)
+    assert len(begun) == anew, "another rate is another plan of the same round"
+    assert a.transport.pace(b.bulk_address, None)
+    assert len(begun) == anew
+    a.transport.pace(b.bulk_address, 5e6)
+    assert len(begun) == 2 * anew
+
+
 SSTHRESH, SSTHRESH_NONE = 76, 2**31 - 1
 
 

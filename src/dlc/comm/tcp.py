@@ -28,7 +28,7 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 """Of this network namespace: least, usual and greatest size, in bytes."""
 
 _SO_MAX_PACING_RATE = 47
-_TCP_INFO, _TCP_CONGESTION = 11, 13
+_TCP_INFO, _TCP_CONGESTION, _TCP_CC_INFO = 11, 13, 26
 _NAME_BYTES = 16
 """The longest name of a congestion control, with its end."""
 _UNLIMITED = 2**32 - 1
@@ -38,6 +38,8 @@ Those that are read: tcpi_retransmits (byte 2), tcpi_probes (3), byte 7 (one of 
 tcpi_snd_mss (16), tcpi_unacked (24), tcpi_sacked (28), tcpi_rtt (68), tcpi_snd_ssthresh (76), tcpi_snd_cwnd (80),
 tcpi_total_retrans (100), tcpi_bytes_acked (120), tcpi_bytes_received (128), tcpi_notsent_bytes (144), tcpi_min_rtt
 (148), tcpi_delivery_rate (160), tcpi_busy_time (168), tcpi_rwnd_limited (176), tcpi_sndbuf_limited (184)."""
+_BBR_INFO = struct.Struct("=IIIII")
+"""struct tcp_bbr_info: its rate in bytes/s, low and high half, its least round trip in us, and two gains."""
 _APP_LIMITED = 0x01 if sys.byteorder == "little" else 0x80
 _INFO_BYTES = 256
 """More than any kernel's struct has so far; what comes after tcpi_sndbuf_limited is not looked at."""
@@ -250,6 +252,17 @@ def congestion(sock: socket.socket) -> str:
     with contextlib.suppress(OSError):
         return sock.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
     return ""
+
+
+def bbr_Bps(sock: socket.socket) -> float | None:
+    """The rate, in bytes/s, that BBR takes this connection's path to carry: the greatest at which anything went through
+    in its last ten round trips. None where it has another congestion control, or the system does not tell."""
+    if congestion(sock) != "bbr":
+        return None
+    with contextlib.suppress(OSError, struct.error):
+        low, high, *_ = _BBR_INFO.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, _TCP_CC_INFO, _BBR_INFO.size))
+        return float((high << 32) + low)
+    return None
 
 
 def begin_congestion(sock: socket.socket, names: Sequence[str]) -> bool:
