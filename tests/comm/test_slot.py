@@ -510,6 +510,19 @@ def test_a_member_learns_by_the_votes_of_all_that_are_awake(monkeypatch: pytest.
     assert learned == [sorted(member.log.state.electorate)]
 
 
+def test_a_member_learns_without_the_votes_of_those_who_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = voted()
+    slot, learned = member.slot, learning(member, monkeypatch)
+    *voters, asleep = member.coordinator, *member.others
+    vote = dataclasses.replace(msg.Held(*_vote(member)), owed=(asleep,))
+    for voter in voters:
+        slot.receive_held(voter, vote)
+    assert not learned
+    monkeypatch.setattr(member.ctx.members, "awake", lambda voter: voter != asleep)
+    slot.receive_held(voters[0], vote)
+    assert learned == [sorted((member.me, *voters))]
+
+
 def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever owner, myself included, what it lacks still waits: then it is."""
     member = voted()
