@@ -186,6 +186,35 @@ def test_what_never_comes_is_asked_for_after_a_while() -> None:
     stage.all_in()
 
 
+def test_what_is_sent_last_may_be_on_its_way_long_after_what_came_before() -> None:
+    """Owners may have waited for somebody with their last chunks."""
+    behind = Behind()
+    exchange, now = behind.node.exchange, behind.node.ctx.running_s
+    patience = exchange.collector.patience
+    for came, sent, comes in ((now - 60.0, now, True), (now, now - 60.0, True), (now - 60.0, now - 60.0, False)):
+        patience.last_came = came
+        assert exchange.coming(sent) == comes
+    exchange.plan = None
+    assert not exchange.coming(now)
+
+
+def test_the_slowest_of_those_whose_results_are_lacking_is_waited_for() -> None:
+    behind = Behind()
+    exchange, now = behind.node.exchange, behind.node.ctx.running_s
+    patience = exchange.collector.patience
+    patience.last_came = now - 10.0
+    slow, *others = {behind.plan.owners[behind.plan.assignment[c]] for c in exchange.missing()} - {behind.node.me}
+    assert others
+    patience._pause_s = {slow: 5.0, **dict.fromkeys(others, 0.1)}
+    assert exchange.coming(now - 10.0) and patience.underway_s(slow) == 15.0
+    floor_s = behind.node.members.timeouts.chunk_s / 2
+    assert all(patience.underway_s(v) == floor_s for v in others)
+    patience._pause_s[slow] = 0.0
+    assert patience.underway_s(slow) == patience.silence_s(slow) / 2 and not exchange.coming(now - 10.0)
+    patience.begin((), 1, 1, 1, 1)
+    assert not patience._pause_s and not patience._came and patience.last_came == now
+
+
 def test_who_decided_without_one_that_is_awake_knows_it_to_be_behind_until_it_says_otherwise() -> None:
     """What it lacks may be in their queues only: they do not leave before."""
     behind = Behind()

@@ -547,6 +547,14 @@ def test_a_vote_says_for_whom_results_wait() -> None:
     assert {message.owed for _, message in member.sent(member.slot.advance)} == {(waiting,)}
 
 
+def test_a_vote_says_whom_results_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers by a relay only gets none of them, though none waits."""
+    member = about_to_vote()
+    apart = member.others[0]
+    monkeypatch.setattr(member.ctx.members, "relay_for", lambda peer: member.me.peer if peer == apart.peer else None)
+    assert member.node.exchange.owed() == (apart,)
+
+
 def test_that_others_have_decided_is_known_by_their_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quorum's, for one manifest, in the ballot of the plan at hand; not in a forced one."""
     member = voted()
