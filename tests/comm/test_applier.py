@@ -62,6 +62,16 @@ def test_the_results_of_one_manifest_are_not_taken_for_those_of_another(
     assert node.log.head == commit.entry.hash
 
 
+def test_a_commit_of_another_round_than_is_planned_here_is_not_waited_for() -> None:
+    """Its results do not come by themselves."""
+    process, commit = voted()
+    node, (holder,) = process.node, commit.holders
+    other = dataclasses.replace(commit.entry, roster=commit.entry.roster[1:], manifest=bytes(32))
+    node.exchange.held.popitem()
+    node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
+    assert node.applier.sync.donor == holder and node.applier.next_entry is None
+
+
 def test_a_round_whose_means_are_of_others_than_its_roster_names_is_refused() -> None:
     process, commit = voted()
     node, (holder,) = process.node, commit.holders
@@ -170,6 +180,25 @@ def test_who_lacks_what_is_on_its_way_waits_for_it_and_asks_for_nothing(kept: tu
     behind.comes()
     stage.committed(behind.plan.entry.t, stage.peers())
     assert not behind.asked()
+    assert node.applier._decided_run is None and node.applier.next_entry is None, "that was of the slot before"
+    stage.all_in()
+
+
+def test_who_has_asked_before_it_knows_that_the_rest_is_on_its_way_does_not_ask_for_that() -> None:
+    """By its record it saw somebody ahead, and asked what follows; then the votes came."""
+    behind = Behind(msg.Held, msg.Commit, msg.Steps)
+    stage, node = behind.stage, behind.node
+    stage.until(lambda: any(isinstance(held[-1], msg.Steps) for held in stage.held))
+    told = [held for held in stage.held if isinstance(held[-1], msg.Held)]
+    steps = [held for held in stage.held if isinstance(held[-1], msg.Steps)]
+    for of, there in ((told, node.applier.last_results_come), (steps, lambda: node.sync.busy)):
+        for source, target, deliver, *args in of:
+            stage._carry(source, target, deliver, *args)
+        stage.until(there)
+    stage.held = [held for held in stage.held if isinstance(held[-1], msg.Result)]
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    assert set(behind.asked()) == {msg.SyncReq}
     stage.all_in()
 
 
@@ -215,11 +244,17 @@ def test_the_slowest_of_those_whose_results_are_lacking_is_waited_for() -> None:
     assert not patience._pause_s and not patience._came and patience.last_came == now
 
 
-def test_who_decided_without_one_that_is_awake_knows_it_to_be_behind_until_it_says_otherwise() -> None:
+def test_who_decided_without_one_that_is_awake_knows_it_to_be_behind_until_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What it lacks may be in their queues only: they do not leave before."""
     behind = Behind()
     stage, node, others = behind.stage, behind.node, [p.node for p in behind.others]
     assert all(other.left_behind() == [node.me] for other in others) and not node.left_behind()
+    with monkeypatch.context() as patch:
+        for other in others:
+            patch.setattr(other.members, "awake", lambda voter: False)
+            assert not other.left_behind()
     stage.world.freeze(behind.process, 30.0)
     stage.until(lambda: not any(other.left_behind() for other in others))
     assert not any(other.members.alive(node.me) for other in others)
@@ -324,6 +359,7 @@ def test_what_comes_early_for_the_next_slot_is_there_when_that_begins(kept: tupl
     behind.comes()
     stage.until(lambda: node.log.head == other.log.head)
     assert parts(node) == 1 and node.slot.votes == {sender: vote}
+    assert not node.inbox._early and not node.inbox._early_bytes
     assert node.exchange.dropped[sender.peer, UNASKED] == 1
     stage.all_in()
 

@@ -86,10 +86,8 @@ class Applier:
                 return
             if self._is_planned(entry):
                 self._announced = m
-                if self.last_results_come():
-                    return
         if entry.depth > log.state.depth and entry.hash != log.head:
-            # I lack bytes, or more than this entry: catch up from one who holds them.
+            # I lack bytes that are not on their way, or more than this entry: catch up from one who holds them.
             alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
             self.sync.start(hint=alive[0] if alive else None)
 
