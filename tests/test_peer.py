@@ -236,6 +236,31 @@ def test_no_bootstrap_peer_has_to_stay_alive() -> None:
             assert all({s.peer for s in r.contributors} == {p.id for p in rest} for r in reports)
 
 
+def test_who_leaves_sees_first_to_those_who_lack_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last bytes may be nowhere else. But it stays no longer than it was told to."""
+    with swarm(2) as (first, second):
+        acts: list[str] = []
+        for peer, looks in ((first, 3), (second, 1000)):
+            node = peer._node
+            assert node is not None
+            leave = node.leave
+
+            def behind(node: Node = node, looks: int = looks) -> list[Voter]:
+                acts.append("looks")
+                return [node.me] if acts.count("looks") < looks else []
+
+            def left(now: float, leave: Callable[[float], list[Effect]] = leave) -> list[Effect]:
+                acts.append("leaves")
+                return leave(now)
+
+            monkeypatch.setattr(node, "left_behind", behind)
+            monkeypatch.setattr(node, "leave", left)
+        first.leave(JOIN_S)
+        assert acts == ["looks", "looks", "looks", "leaves"]
+        second.leave(0.0)
+        assert acts[4:] == ["looks", "leaves"]
+
+
 def test_who_starts_again_with_a_list_of_peers_that_are_gone_finds_those_it_knew(tmp_path: Path) -> None:
     """The same command line after a restart, when the one peer that it names has left for good."""
     spec, join = RunSpec(), partial(Peer.join, timeouts=QUICK, join_timeout_s=JOIN_S)

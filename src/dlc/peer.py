@@ -12,6 +12,7 @@ sockets open, so the ports are free again only when it has ended, too.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import random
@@ -55,7 +56,7 @@ from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.describing import described
-from dlc.errors import CheckpointError, ConfigError, ProtocolError, SpecMismatch, SwarmClosed, UsageError
+from dlc.errors import CheckpointError, ConfigError, ProtocolError, RoundTimeout, SpecMismatch, SwarmClosed, UsageError
 from dlc.eventlog import log_event
 from dlc.handles import Checkpoint, Pending, Position, Reduction, Resume
 from dlc.joining import Introduction, Reception, introduce
@@ -408,6 +409,8 @@ class Peer(Collectives):
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave, deliver what is queued, and end the driver thread. Idempotent; nothing in a forked child.
 
+        A round may end before the last of it has reached everybody: who lacks it gets it first, within `timeout_s`.
+
         A script that ends without it, by an exception too, leaves on its way out.
         """
         timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
@@ -416,6 +419,7 @@ class Peer(Collectives):
         if self._driver.running and self._node is not None:
             try:
                 self._save_address_book()
+                self._see_to_those_behind(timeout_s)
                 self._act(lambda node, now: node.leave(now))
             except SwarmClosed:
                 log.debug("the driver had ended before the leave")
@@ -443,6 +447,14 @@ class Peer(Collectives):
         if self._watch is not None:
             self._watch.close(0.0)
         self._tell_waiting()
+
+    def _see_to_those_behind(self, timeout_s: float) -> None:
+        """With nobody left who has it, they would go on without the round that they were in."""
+        if not self._driver.is_current:
+            with contextlib.suppress(RoundTimeout):
+                self._wait(
+                    lambda: not self._look(lambda node, now: node.left_behind()), timeout_s, "others lack a round"
+                )
 
     def _save_address_book(self) -> None:
         self._book.save(*self._ask(lambda node, now: known_to(node)))

@@ -8,19 +8,27 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dlc.comm import inbox
 from dlc.comm import messages as msg
+from dlc.comm.dropped import UNASKED
 from dlc.comm.effects import Notify
-from dlc.comm.entries import Part
+from dlc.comm.entries import CONFIG, Entry, Part
 from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Ready
+from dlc.comm.node import Node
 from dlc.comm.offered import Offered
+from dlc.comm.slot import Slot
 from dlc.errors import ProtocolError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import Means
 from dlc.sim.world import Process
 from tests.comm.stage import Stage
+from tests.comm.test_transcripts_cases import nothing
 
 torch.set_num_threads(1)
+
+WRONG = b"w" * 32
 
 
 def voted() -> tuple[Process, msg.Commit]:
@@ -37,19 +45,31 @@ def voted() -> tuple[Process, msg.Commit]:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_results_of_one_manifest_are_not_taken_for_those_of_another(whole: bool) -> None:
+def test_the_results_of_one_manifest_are_not_taken_for_those_of_another(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another ballot may have decided on other means of the same roster: they are asked of who holds them."""
     process, commit = voted()
     node, (holder,) = process.node, commit.holders
     if not whole:
         node.exchange.held.popitem()
-        node.exchange.last_gain = -1e9  # nor is it on its way
+        monkeypatch.setattr(node.exchange, "coming", lambda since_run: False)  # nor is it on its way
     assert node.exchange.complete is whole
     head, other = node.log.head, dataclasses.replace(commit.entry, manifest=bytes(32))
     node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
     assert node.log.head == head and node.applier.sync.donor == holder
     node.applier.receive_commit(holder, commit)
     assert node.log.head == commit.entry.hash
+
+
+def test_a_commit_of_another_round_than_is_planned_here_is_not_waited_for() -> None:
+    """Its results do not come by themselves."""
+    process, commit = voted()
+    node, (holder,) = process.node, commit.holders
+    other = dataclasses.replace(commit.entry, roster=commit.entry.roster[1:], manifest=bytes(32))
+    node.exchange.held.popitem()
+    node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
+    assert node.applier.sync.donor == holder and node.applier.next_entry is None
 
 
 def test_a_round_whose_means_are_of_others_than_its_roster_names_is_refused() -> None:
@@ -121,8 +141,8 @@ def test_means_go_to_the_sink_of_the_contribution_that_they_are_of(
 class Behind:
     """Four end a round, of whom one lacks the results: they are on their way. `kept`: what else does not arrive."""
 
-    def __init__(self, *kept: type) -> None:
-        self.stage = stage = Stage(4, inner_s=5.0)
+    def __init__(self, *kept: type, n_chunks: int = 3) -> None:
+        self.stage = stage = Stage(4, n_chunks, inner_s=5.0)
         coordinator, self.plan = stage.planned()
         self.process, *_ = stage.peers(coordinator)
         self.node, self.others = self.process.node, stage.peers(self.process)
@@ -160,6 +180,25 @@ def test_who_lacks_what_is_on_its_way_waits_for_it_and_asks_for_nothing(kept: tu
     behind.comes()
     stage.committed(behind.plan.entry.t, stage.peers())
     assert not behind.asked()
+    assert node.applier._decided_run is None and node.applier.next_entry is None, "that was of the slot before"
+    stage.all_in()
+
+
+def test_who_has_asked_before_it_knows_that_the_rest_is_on_its_way_does_not_ask_for_that() -> None:
+    """By its record it saw somebody ahead, and asked what follows; then the votes came."""
+    behind = Behind(msg.Held, msg.Commit, msg.Steps)
+    stage, node = behind.stage, behind.node
+    stage.until(lambda: any(isinstance(held[-1], msg.Steps) for held in stage.held))
+    told = [held for held in stage.held if isinstance(held[-1], msg.Held)]
+    steps = [held for held in stage.held if isinstance(held[-1], msg.Steps)]
+    for of, there in ((told, node.applier.last_results_come), (steps, lambda: node.sync.busy)):
+        for source, target, deliver, *args in of:
+            stage._carry(source, target, deliver, *args)
+        stage.until(there)
+    stage.held = [held for held in stage.held if isinstance(held[-1], msg.Result)]
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    assert set(behind.asked()) == {msg.SyncReq}
     stage.all_in()
 
 
@@ -174,3 +213,212 @@ def test_what_never_comes_is_asked_for_after_a_while() -> None:
     stage.committed(behind.plan.entry.t, stage.peers())
     assert msg.SyncReq in behind.asked()
     stage.all_in()
+
+
+def test_what_is_sent_last_may_be_on_its_way_long_after_what_came_before() -> None:
+    """Owners may have waited for somebody with their last chunks."""
+    behind = Behind()
+    exchange, now = behind.node.exchange, behind.node.ctx.running_s
+    patience = exchange.collector.patience
+    for came, sent, comes in ((now - 60.0, now, True), (now, now - 60.0, True), (now - 60.0, now - 60.0, False)):
+        patience.last_came = came
+        assert exchange.coming(sent) == comes
+    exchange.plan = None
+    assert not exchange.coming(now)
+
+
+def test_the_slowest_of_those_whose_results_are_lacking_is_waited_for() -> None:
+    behind = Behind()
+    exchange, now = behind.node.exchange, behind.node.ctx.running_s
+    patience = exchange.collector.patience
+    patience.last_came = now - 10.0
+    slow, *others = {behind.plan.owners[behind.plan.assignment[c]] for c in exchange.missing()} - {behind.node.me}
+    assert others
+    patience._pause_s = {slow: 5.0, **dict.fromkeys(others, 0.1)}
+    assert exchange.coming(now - 10.0) and patience.underway_s(slow) == 15.0
+    floor_s = behind.node.members.timeouts.chunk_s / 2
+    assert all(patience.underway_s(v) == floor_s for v in others)
+    patience._pause_s[slow] = 0.0
+    assert patience.underway_s(slow) == patience.silence_s(slow) / 2 and not exchange.coming(now - 10.0)
+    patience.begin((), 1, 1, 1, 1)
+    assert not patience._pause_s and not patience._came and patience.last_came == now
+
+
+def test_who_decided_without_one_that_is_awake_knows_it_to_be_behind_until_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it lacks may be in their queues only: they do not leave before."""
+    behind = Behind()
+    stage, node, others = behind.stage, behind.node, [p.node for p in behind.others]
+    assert all(other.left_behind() == [node.me] for other in others) and not node.left_behind()
+    with monkeypatch.context() as patch:
+        for other in others:
+            patch.setattr(other.members, "awake", lambda voter: False)
+            assert not other.left_behind()
+    stage.world.freeze(behind.process, 30.0)
+    stage.until(lambda: not any(other.left_behind() for other in others))
+    assert not any(other.members.alive(node.me) for other in others)
+
+    behind = Behind()
+    stage, node, others = behind.stage, behind.node, [p.node for p in behind.others]
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    stage.until(lambda: not any(other.left_behind() for other in others), 2.0)
+    assert all(other.members.alive(node.me) for other in others) and not node.left_behind()
+
+
+class Last(Behind):
+    """Of each other's chunks, the last does not reach it. One of the others was once silent for long."""
+
+    def __init__(self) -> None:
+        super().__init__(n_chunks=16)
+
+    def _lacks(self, source: str, target: str, message: object) -> bool:
+        if target != self.process.host.name or not isinstance(message, msg.Result):
+            return False
+        header, assignment = message.header, self.plan.assignment
+        last = max(c for c, owner in enumerate(assignment) if self.plan.owners[owner] == header.owner)
+        return header.head == self.plan.head and header.chunk == last
+
+
+def test_who_lost_the_last_bytes_asks_soon_though_somebody_in_the_round_is_slow() -> None:
+    behind = Last()
+    stage, node = behind.stage, behind.node
+    exchange, slow = node.exchange, behind.others[0].voter
+    exchange.collector.patience._gap[slow] = 20.0
+    assert exchange.collector.stall_s / 2 > 25.0
+    stage.until(node.applier.last_results_come)
+    began = stage.world.now
+    stage.until(lambda: msg.SyncReq in behind.asked())
+    timeouts = node.members.timeouts
+    assert timeouts.chunk_s / 2 <= stage.world.now - began < 2 * timeouts.chunk_s
+    stage.held.clear()
+    behind.comes()
+    stage.committed(behind.plan.entry.t, stage.peers())
+    stage.all_in()
+
+
+def test_whose_last_bytes_come_at_their_pace_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one after a longer while than would be waited for if no pace were known."""
+    monkeypatch.setattr(Slot, "_fetch_missing", lambda self: None)  # that does not depend on what is decided
+    stage = Stage(4, n_chunks=20, inner_s=5.0)
+    coordinator, plan = stage.planned()
+    process, *_ = stage.peers(coordinator)
+    node, others = process.node, stage.peers(process)
+
+    def held(source: str, target: str, m: object) -> bool:
+        last = isinstance(m, msg.Result) and m.header.head == plan.head and target == process.host.name
+        return last or isinstance(m, msg.Held)
+
+    stage.hold = held
+    stage.until(lambda: all(p.node.exchange.complete for p in others))
+    pace_s = 1.5 * node.exchange.collector.stall_s / 2
+    coming = {
+        p: [h for h in stage.held if isinstance(h[-1], msg.Result) and h[-1].header.owner == p.voter] for p in others
+    }
+    votes = [h for h in stage.held if isinstance(h[-1], msg.Held)]
+    assert len(votes) >= 6 and all(len(of) == 5 for of in coming.values())
+    stage.hold = lambda source, target, m: isinstance(m, msg.Held)
+    for number in range(5):
+        if number == 2:
+            stage.hold = lambda source, target, m: False
+        stage.held = [of[number] for of in coming.values()] + (votes if number == 2 else [])
+        stage.release()
+        end = stage.world.now + pace_s
+        stage.until(lambda end=end: stage.world.now >= end or node.log.head != plan.head)
+    asked = [m for _, source, _, m in stage.sent if source == process.host.name and isinstance(m, ASKING)]
+    assert node.log.head != plan.head and not asked
+    stage.all_in()
+
+
+# ------------------------------------------------------------------ what comes meanwhile for the next slot
+
+
+def to_next(behind: Behind, head: bytes = b"", chunk: int = 0) -> tuple[Voter, msg.Contrib]:
+    """A part of one of the others for the round after the one that is behind."""
+    sender = behind.others[0].voter
+    return sender, msg.Contrib(TRAIN, head or behind.others[0].node.log.head, chunk, 1.0, 1, bytes(32))
+
+
+def parts(node: Node) -> int:
+    return sum(len(by) for chunks in node.exchange.collector.parts.values() for by in chunks.values())
+
+
+@pytest.mark.parametrize("kept", [(), (msg.Held,), (msg.Commit,)])
+def test_what_comes_early_for_the_next_slot_is_there_when_that_begins(kept: tuple[type, ...]) -> None:
+    behind = Behind(*kept)
+    stage, node = behind.stage, behind.node
+    stage.until(node.applier.last_results_come)
+    sender, part = to_next(behind)
+    other = next(p.node for p in behind.others if p.voter == sender)
+    vote = msg.Held(other.log.head, Ballot(0, other.log.state.rank0), WRONG, ())
+    now = behind.process.host.clock_s(stage.world.now)
+    for message in (part, vote, dataclasses.replace(part, base=b"x" * 32)):
+        node.receive(sender, message, now)
+    assert not parts(node) and not node.slot.votes.get(sender) == vote
+    behind.comes()
+    stage.until(lambda: node.log.head == other.log.head)
+    assert parts(node) == 1 and node.slot.votes == {sender: vote}
+    assert not node.inbox._early and not node.inbox._early_bytes
+    assert node.exchange.dropped[sender.peer, UNASKED] == 1
+    stage.all_in()
+
+
+def test_a_commit_that_comes_early_is_kept_and_nothing_asked_for() -> None:
+    behind = Behind()
+    stage, node, (other, *_) = behind.stage, behind.node, behind.others
+    stage.until(node.applier.last_results_come)
+    state = other.node.log.state
+    voters = state.electorate, state.trainers
+    plain = Entry(CONFIG, state.head, state.depth + 1, "", 0, *voters, (), 0, 0, "", b"", b"", 0)
+    early = msg.Commit(plain, (other.voter,))
+    node.receive(other.voter, early, behind.process.host.clock_s(stage.world.now))
+    assert node.inbox._early == [(other.voter, early)] and not behind.asked()
+
+
+def test_an_owner_that_lags_holds_up_no_next_round() -> None:
+    """A helper lacks the end of a round, and the trainers are ready for the next one at once: PLAN, parts and votes of
+    that come before. They were dropped, and sent again a second later."""
+    stage = Stage(3, n_chunks=8, inner_s=0.2)
+    helper = stage.world.start(stage.world.new_host("helper"), ("sim:p0",))
+    trainers = stage.peers(helper)
+    node = helper.node
+
+    def owns(plan: msg.Plan) -> bool:
+        return helper.voter in {plan.owners[owner] for owner in plan.assignment} and plan.ballot.voter != helper.voter
+
+    plan = stage.planned()[1]
+    while not owns(plan):
+        stage.committed(plan.entry.t, trainers)
+        plan = stage.planned()[1]
+    stage.hold = lambda s, target, m: (
+        target == helper.host.name and isinstance(m, msg.Result) and m.header.head == plan.head
+    )
+    stage.committed(plan.entry.t, trainers)
+    began = stage.world.now
+    stage.until(lambda: any(isinstance(m, msg.Contrib) for _, m in node.inbox._early))
+    assert node.log.head == plan.head
+    stage.hold = nothing
+    stage.release()
+    stage.committed(plan.entry.t + 1, trainers)
+    assert stage.world.now - began < 1.0 and not node.exchange.dropped
+    assert all(not report.missing for report in stage.reports(plan.entry.t + 1).values())
+
+
+def test_little_is_kept_for_the_next_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind = Behind()
+    stage, node = behind.stage, behind.node
+    stage.until(node.applier.last_results_come)
+    now = behind.process.host.clock_s(stage.world.now)
+    monkeypatch.setattr(inbox, "EARLY_BYTES_MAX", 64)
+    for chunk in range(3):
+        node.receive(*to_next(behind, chunk=chunk), now)
+    assert len(node.inbox._early) == 2
+    monkeypatch.setattr(inbox, "EARLY_MAX", 3)
+    for _ in range(2):
+        node.receive(behind.others[0].voter, msg.Nack(behind.others[0].node.log.head, Ballot(0, node.me)), now)
+    assert len(node.inbox._early) == 3
+    node.slot.votes.clear()
+    node.applier._announced = None
+    node.tick(now)
+    assert not node.inbox._early and not parts(node), "another history may follow"

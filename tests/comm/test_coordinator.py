@@ -717,6 +717,24 @@ def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(sent: bool, monkeyp
     assert committed == ([sorted((me, one, two))] if sent else [])
 
 
+def test_votes_of_an_older_ballot_say_nothing_of_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else half of all, with the casting vote, would be believed at once."""
+    _, _, coordinator = running(msg.Held)
+    me, (one, two, three), plan = coordinator.ctx.me, others(coordinator), coordinator.plan
+    assert coordinator.log.state.quorum((me, one))
+    committed: list[list[Voter]] = []
+    monkeypatch.setattr(coordinator, "committed", lambda entry, holders: committed.append(holders))
+    coordinator.votes = {}
+    vote = msg.Held(coordinator.log.head, coordinator.ballot, b"m" * 32, ())
+    for voter in (two, three):
+        coordinator.receive_held(voter, vote)
+    coordinator._next_ballot()
+    coordinator.phase, coordinator.plan = RUN, plan
+    for voter in (me, one):
+        coordinator.receive_held(voter, dataclasses.replace(vote, ballot=coordinator.ballot))
+    assert not committed and coordinator.phase == RUN
+
+
 def test_what_is_committed_has_the_manifest_that_was_voted_for(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, coordinator = running(msg.Held)
     committed: list[Entry] = []

@@ -78,6 +78,34 @@ def test_steps_are_applied_once_all_their_results_are_here(behind: Behind) -> No
     assert not behind.sync.receive_result(last)
 
 
+def test_what_is_on_its_way_is_not_asked_for_again(behind: Behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link results come seconds apart. All were asked for each second, came several times, and were thrown
+    away where the donor was silent for longer than between two of them."""
+    sync, ctx = behind.sync, behind.ctx
+
+    def asked(for_s: float) -> int:
+        ctx.out.clear()
+        for _ in range(round(for_s / 0.25)):
+            ctx.now += 0.25
+            sync.tick()
+        return sum(isinstance(e, Send) and isinstance(e.message, msg.Fetch) for e in ctx.out)
+
+    behind.steps(behind.step)
+    first, second, last = behind.past.results
+    assert asked(3.5) == 2, "after one second, after two, ..."
+    assert sync.receive_result(first) and asked(9.0) == 0
+    assert sync.receive_result(second) and asked(3 * 9.0 - 0.25) == 0 and sync.donor is not None
+    asked(0.25)
+    assert sync.donor is None and not sync.receive_result(last), "it is silent"
+    sync._asked = {behind.donor: ctx.now}
+    assert behind.steps(behind.step) == [behind.past.hashes[2:]]
+    assert sync.receive_result(last) and behind.applied == [behind.past.entry] and not sync._results
+    sync._results = {X: last}  # of a donor that was left before others led past it
+    assert asked(0.25) == 0 and sync._results
+    monkeypatch.setattr("dlc.comm.sync.greater_alive", lambda ctx, log: [])
+    assert asked(0.25) == 0 and not sync._results
+
+
 def test_results_that_are_held_here_are_not_asked_for(behind: Behind) -> None:
     exchange = behind.sync.exchange
     first, *rest = behind.past.hashes

@@ -510,6 +510,19 @@ def test_a_member_learns_by_the_votes_of_all_that_are_awake(monkeypatch: pytest.
     assert learned == [sorted(member.log.state.electorate)]
 
 
+def test_a_member_learns_without_the_votes_of_those_who_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = voted()
+    slot, learned = member.slot, learning(member, monkeypatch)
+    *voters, asleep = member.coordinator, *member.others
+    vote = dataclasses.replace(msg.Held(*_vote(member)), owed=(asleep,))
+    for voter in voters:
+        slot.receive_held(voter, vote)
+    assert not learned
+    monkeypatch.setattr(member.ctx.members, "awake", lambda voter: voter != asleep)
+    slot.receive_held(voters[0], vote)
+    assert learned == [sorted((member.me, *voters))]
+
+
 def test_who_lacks_only_what_is_on_its_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever owner, myself included, what it lacks still waits: then it is."""
     member = voted()
@@ -532,6 +545,14 @@ def test_a_vote_says_for_whom_results_wait() -> None:
     exchange, waiting = member.node.exchange, member.others[1]
     exchange.outbox.tell(exchange.results()[0], [waiting.peer, "who is no member"])
     assert {message.owed for _, message in member.sent(member.slot.advance)} == {(waiting,)}
+
+
+def test_a_vote_says_whom_results_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers by a relay only gets none of them, though none waits."""
+    member = about_to_vote()
+    apart = member.others[0]
+    monkeypatch.setattr(member.ctx.members, "relay_for", lambda peer: member.me.peer if peer == apart.peer else None)
+    assert member.node.exchange.owed() == (apart,)
 
 
 def test_that_others_have_decided_is_known_by_their_votes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ class Applier:
         slot.fetching = lambda: self.sync.busy
         self._announced: msg.Commit | None = None
         """Of the plan at hand, whose last results were on their way here when it came."""
+        self._decided_run: float | None = None
+        """Running time at which I found that the plan at hand is decided without me."""
         self._decision: msg.Commit | None = None
         self._left_ahead: set[Voter] = set()
         """Who was told of as such."""
@@ -84,10 +86,8 @@ class Applier:
                 return
             if self._is_planned(entry):
                 self._announced = m
-                if self.last_results_come():
-                    return
         if entry.depth > log.state.depth and entry.hash != log.head:
-            # I lack bytes, or more than this entry: catch up from one who holds them.
+            # I lack bytes that are not on their way, or more than this entry: catch up from one who holds them.
             alive = [v for v in (sender, *m.holders) if v != self.ctx.me and self.ctx.members.alive(v)]
             self.sync.start(hint=alive[0] if alive else None)
 
@@ -96,11 +96,22 @@ class Applier:
         plan = self.exchange.plan
         return plan is not None and dataclasses.replace(plan.entry, manifest=entry.manifest) == entry
 
+    @property
+    def next_entry(self) -> Entry | None:
+        """What follows my head, where that is known to be decided by the plan at hand: results of it are lacking."""
+        announced = self._announced
+        if announced is not None and announced.entry.parent == self.log.head:
+            return announced.entry
+        return self.slot.decided_without_me
+
     def last_results_come(self) -> bool:
         """The plan at hand is decided without me, and its last results are on their way here: nothing need be asked
         for."""
-        announced = self._announced is not None and self._announced.entry.parent == self.log.head
-        return (announced or self.slot.decided_without_me) and self.exchange.coming
+        if self.next_entry is None:
+            return False
+        if self._decided_run is None:
+            self._decided_run = self.ctx.running_s
+        return self.exchange.coming(self._decided_run)
 
     def received(self) -> None:
         """Another result is here: perhaps the last that an announced decision lacked."""
@@ -131,6 +142,16 @@ class Applier:
         """My last entry, and who decided it, as far as I was told: for those who are behind by it."""
         entry, told = self.log.past[-1].entry, self._decision
         return told if told is not None and told.entry.hash == entry.hash else msg.Commit(entry, (self.ctx.me,))
+
+    def left_behind(self) -> list[Voter]:
+        """Who lives, was not waited for when my last entry was decided, and has not told that it follows: what it lacks
+        may be here only, on its way."""
+        members, state = self.ctx.members, self.log.state
+        if not self.log.past:
+            return []
+        others = [v for v in state.electorate if v not in (self.ctx.me, *self.last_decision().holders)]
+        records = [r for v in others if (r := members.record(v.peer)) is not None and r.voter == v]
+        return [r.voter for r in records if members.awake(r.voter) and r.depth < state.depth]
 
     def _bytes_of(self, entry: Entry) -> tuple[tuple[bytes, ...], tuple[msg.Result, ...]] | None:
         """All results of this round, if I hold them: as candidates of the current plan, or as what I accepted."""
@@ -219,7 +240,7 @@ class Applier:
         return ready.base == state.base(ready.channel) and (not leased or state.ledger.valid(self.ctx.me, ready.upto))
 
     def open_slot(self) -> None:
-        self._announced = None
+        self._announced, self._decided_run = None, None
         self.ctx.members.watch(v for v in self.log.state.electorate if v != self.ctx.me)
         self.slot.enter()
         self.coordinator.enter()

@@ -248,12 +248,15 @@ class Exchange:
         results, relayed = self.outbox.results, self.ctx.members.relay_for
         return tuple(v for v in self._recipients if v.peer in results or relayed(v.peer) is not None)
 
-    @property
-    def coming(self) -> bool:
-        """Some results are still missing, and nothing has stood still for so long that they need be asked for."""
-        if self.plan is None or self.complete:
+    def coming(self, since_run: float) -> bool:
+        """Some results are still missing, and may be on their way: all had been sent by `since_run` (running time)."""
+        plan = self.plan
+        if plan is None or self.complete:
             return False
-        return self.ctx.now - self.last_gain < self.collector.stall_s / 2
+        patience = self.collector.patience
+        owners = {plan.owners[at] for at in (plan.assignment[c] for c in self.missing()) if at >= 0} - {self.ctx.me}
+        patient_s = max(map(patience.underway_s, owners), default=self.collector.stall_s / 2)
+        return self.ctx.running_s - max(patience.last_came, since_run) < patient_s
 
     def manifest(self) -> tuple[bytes, ...]:
         return tuple(self.hashes[c] for c in range(len(self.hashes)))

@@ -19,6 +19,8 @@ from dlc.errors import ProtocolError
 
 SLOT_MESSAGES = (msg.Ready, msg.Prepare, msg.Promise, msg.Nack, msg.Coord, msg.Progress, msg.Plan, msg.Held)
 MEMBERSHIP_MESSAGES = (msg.Ping, msg.Ack, msg.PingReq, msg.IndirectAck, msg.Leave, msg.Welcome)
+EARLY_MAX, EARLY_BYTES_MAX = 1024, 64 << 20
+"""Messages, and bytes of their bulk, that are kept for the slot after the one at hand."""
 WELCOME_BYTES_MAX = HEADER_BYTES_MAX - 2 * STRING_BYTES_MAX
 """Of the records in one answer to a newcomer, beside a RunSpec: thousands, or some hundreds that tell of many channels.
 """
@@ -33,6 +35,11 @@ class Inbox:
         self.exchange, self.slot = applier.exchange, applier.slot
         self.coordinator, self.sync = applier.coordinator, applier.sync
         self.run, self.spec, self.spec_hash = run, spec, spec_hash
+        self._early: list[tuple[Voter, msg.Message]] = []
+        """For the slot after the one at hand."""
+        self._early_bytes = 0
+        self._early_for = b""
+        """The head of that."""
 
     def check_sender(self, sender: Voter, message: msg.Message) -> None:
         """ProtocolError for a slot message that comes from another and says that it is mine: mine are not checked, and
@@ -57,6 +64,8 @@ class Inbox:
             raise ProtocolError(f"{type(message).__name__} is of the log, and this run has none")
 
     def _log_message(self, sender: Voter, message: msg.Message) -> None:
+        if self._keeps(sender, message):
+            return
         if isinstance(message, SLOT_MESSAGES):
             self._slot_message(sender, message)
         elif isinstance(message, msg.Contrib):
@@ -76,6 +85,45 @@ class Inbox:
                 self.sync.donations.receive_fetch(sender, message)
         else:
             self._sync_message(sender, message)
+
+    def catch_up(self) -> None:
+        """After an event: what was kept for the slot that has begun is handed on now."""
+        if not self._early or (self._early_for != self.log.head and self._early_for == self._next_head):
+            return
+        early, self._early, self._early_bytes = self._early, [], 0
+        if self._early_for == self.log.head:
+            for sender, message in early:
+                try:
+                    self.receive(sender, message)
+                except ProtocolError as error:
+                    self.exchange.dropped.note(sender, str(error), bad=True)
+
+    @property
+    def _next_head(self) -> bytes:
+        entry = self.applier.next_entry
+        return entry.hash if entry is not None else b""
+
+    def _keeps(self, sender: Voter, m: msg.Message) -> bool:
+        """It is for the slot after the one at hand, of which others have the last results, which are on their way here:
+        it is kept, as if it came later."""
+        if isinstance(m, msg.Result):
+            head = b"" if self.sync.busy else m.header.head
+        elif isinstance(m, msg.Contrib):
+            head = m.base
+        elif isinstance(m, msg.Commit):
+            head = m.entry.parent
+        else:
+            head = m.head if isinstance(m, SLOT_MESSAGES) else b""
+        if head in (b"", self.log.head) or head != self._next_head:
+            return False
+        size = len(m.payload) if isinstance(m, msg.Contrib | msg.Result) else 0
+        if len(self._early) < EARLY_MAX and self._early_bytes + size <= EARLY_BYTES_MAX:
+            self._early_for = head
+            self._early.append((sender, m))
+            self._early_bytes += size
+        else:
+            self.exchange.dropped.note(sender, "more than is kept for the next slot")
+        return True
 
     def _membership(self, sender: Voter, message: msg.Message) -> None:
         if isinstance(message, msg.Welcome) and message.record is not None and message.address:

@@ -455,6 +455,7 @@ class Node:
         if self.ctx.stale and self.config.log and self.absence.over():
             self.slot.announce()
         done: list[Effect] = []
+        self.inbox.catch_up()
         while self.ctx.out:
             batch, self.ctx.out = self.ctx.out, []
             for effect in batch:
@@ -464,6 +465,7 @@ class Node:
                 done.append(effect)
                 if type(effect) is Notify and isinstance(effect.event, MemberUp | MemberDown | MemberLeft):
                     self.ctx.out.extend(self.services.member(effect.event, self.ctx.now))
+            self.inbox.catch_up()
         if self.ctx.record_due:
             self._describe_log()
         return self._on_their_way(done)
@@ -534,6 +536,10 @@ class Node:
         if self.slot.plan is not None:
             return "reducing" if not self.exchange.complete else "voting"
         return "waiting" if self.exchange.offered else "idle" if self.coordinator.phase == IDLE else "coordinating"
+
+    def left_behind(self) -> list[Voter]:
+        """See `Applier`."""
+        return self.applier.left_behind()
 
     def record_of(self, peer: PeerId) -> msg.Record | None:
         return self.members.record(peer)

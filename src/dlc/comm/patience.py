@@ -65,6 +65,12 @@ class Patience:
         self._waited_s: dict[Voter, float] = {}
         self._late: set[Voter] = set()
         """Given up in this plan, until something comes from them: one silence is waited out once only."""
+        self.last_came = 0.0
+        """Running time at which a result of anybody came last."""
+        self._came: dict[Voter, float] = {}
+        """When a message of each came last, in this plan."""
+        self._pause_s: dict[Voter, float] = {}
+        """The longest pause between two messages of each lately, in this plan."""
         self._gap: dict[Voter, float] = {}
         self._rate_Bps: dict[Voter, float] = {}
 
@@ -86,6 +92,7 @@ class Patience:
         self._heard = dict.fromkeys(roster, now)
         self._received = dict.fromkeys(self._heard, 0)
         self._waited_s = dict.fromkeys(self._heard, 0.0)
+        self.last_came, self._came, self._pause_s = now, {}, {}
         self._late = set()
         self._gap = {v: gap_s for v, gap_s in self._gap.items() if v in self._heard}
         self._rate_Bps = {v: rate for v, rate in self._rate_Bps.items() if v in self._heard}
@@ -99,6 +106,7 @@ class Patience:
 
     def heard(self, voter: Voter, size: int) -> None:
         """A part of `size` bytes came."""
+        self._arrived(voter)
         if voter not in self._heard:
             return
         now = self.ctx.running_s
@@ -118,9 +126,18 @@ class Patience:
         return bool(self._received.get(voter))
 
     def sign(self, voter: Voter) -> None:
-        """Something else came on its bulk lane: its uplink serves results, too, and is not silent."""
+        """A result of its came: its uplink serves these, too, and is not silent."""
+        self._arrived(voter)
+        self.last_came = self.ctx.running_s
         if voter in self._heard:
             self._heard[voter] = self.ctx.running_s
+
+    def _arrived(self, voter: Voter) -> None:
+        """A message of its bulk came."""
+        now = self.ctx.running_s
+        pause_s = min(now - self._came.get(voter, now), GAP_S_MAX)
+        self._pause_s[voter] = max(pause_s, GAP_DECAY * self._pause_s.get(voter, 0.0))
+        self._came[voter] = now
 
     def closed(self) -> None:
         """I closed a chunk: whoever's window was full may send again from now on."""
@@ -159,6 +176,15 @@ class Patience:
         if not self._received.get(voter):
             silence_s = max(silence_s, self._start_s(voter))
         return silence_s * self.ctx.members.health
+
+    def underway_s(self, voter: Voter) -> float:
+        """How long what it has sent may stay away: three of the pauses between what came of it in this plan, and half
+        of the least T_chunk at least; half of T_chunk where no pause is known."""
+        members, pause_s = self.ctx.members, self._pause_s.get(voter, 0.0)
+        if not pause_s:
+            return self.silence_s(voter) / 2
+        floor_s = members.timeouts.t_chunk_s(members.rtt_s(voter.peer), 0.0) / 2
+        return max(floor_s, members.timeouts.chunk_gaps * pause_s) * members.health
 
     def _start_s(self, voter: Voter) -> float:
         """Until its first part is here, with a result before it, if its connection has yet to be made."""

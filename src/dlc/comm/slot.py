@@ -321,13 +321,14 @@ class Slot:
         return {v: m.owed for v, m in votes if m is not None and (m.ballot, m.manifest) == (ballot, manifest)}
 
     @property
-    def decided_without_me(self) -> bool:
-        """Others voted for the plan at hand, and are a quorum: it is decided, whatever I hold of it."""
+    def decided_without_me(self) -> Entry | None:
+        """What others voted for by the plan at hand, if they are a quorum: it is decided, whatever I hold of it."""
         plan = self.plan
         if plan is None or plan.deciders:
-            return False
+            return None
         manifests = {m.manifest for m in self.votes.values() if m.ballot == plan.ballot}
-        return any(self.log.state.quorum(self._voted(plan.ballot, manifest)) for manifest in manifests)
+        decided = (m for m in manifests if self.log.state.quorum(self._voted(plan.ballot, m)))
+        return next((dataclasses.replace(plan.entry, manifest=manifest) for manifest in decided), None)
 
     def _state_allows(self, plan: Plan) -> bool:
         """An opening is voted for only by those who hold the first state, so that a quorum has it; and by those who

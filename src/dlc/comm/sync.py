@@ -49,6 +49,9 @@ STEPS_IN_FLIGHT = 2
 BEST = 3
 """Who is asked, turn by turn, of those with the greatest histories."""
 ASK_AGAIN_S = 1.0
+RESULT_PAUSES = 3.0
+"""Times the longest pause between two results of a donor before what is lacking is asked for again, and then ever
+less often: what is on its way already would come twice."""
 OFFER_S = 60.0
 """An offer that comes later than this after the question is not waited for: a donor hashes 1 GB in about 2 s."""
 TAKEN = "taken"
@@ -89,6 +92,8 @@ class Sync:
         """A head of mine, and who says of it, or of what follows it, what cannot be if my log is right."""
         self._asked_at = -1e9
         self._heard_at = 0.0
+        self._pause_s = 0.0
+        """The longest since the last Steps between two results, or before the first."""
 
     @property
     def busy(self) -> bool:
@@ -104,6 +109,8 @@ class Sync:
             self.log.pin(TAKEN, b"")
         if self._staged and not (unsynced or greater_alive(self.ctx, self.log)):
             self._staged = {}
+        if self._results and not (self._steps or greater_alive(self.ctx, self.log)):
+            self._results = {}
         if self._download is not None:
             self._download.verify()
             self._ask_pieces()
@@ -114,13 +121,16 @@ class Sync:
             return
         if self._steps:
             self._replay()
-            self._ask_results()
+            silent_s = now - max(self._asked_at, self._heard_at)
+            if silent_s >= max(ASK_AGAIN_S, RESULT_PAUSES * self._pause_s, self._asked_at - self._heard_at):
+                self._ask_results()
         else:
             self.start()
 
     def _donor_fit(self) -> bool:
         assert self.donor is not None
-        return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < self._patience_s
+        patience_s = max(self._patience_s, RESULT_PAUSES * self._pause_s)
+        return self.ctx.members.alive(self.donor) and self.ctx.now - self._heard_at < patience_s
 
     @property
     def _patience_s(self) -> float:
@@ -201,7 +211,7 @@ class Sync:
     def _abandon(self) -> None:
         if self._download is not None:
             self._staged = self._download.staged
-        self.donor, self._steps, self._results, self._download = None, [], {}, None
+        self.donor, self._steps, self._download = None, [], None
 
     # ---------------------------------------------------------------- replay
 
@@ -209,8 +219,9 @@ class Sync:
         if sender not in self._asked or m.after != self.log.head or self.busy or not m.steps:
             return
         self.donor, self._heard_at = sender, self.ctx.now
-        self._steps = list(m.steps)
-        self._results = {}
+        self._steps, self._pause_s = list(m.steps), 0.0
+        named = {h for step in m.steps[:STEPS_IN_FLIGHT] for h in step.hashes}
+        self._results = {h: r for h, r in self._results.items() if h in named}  # of another donor
         self._ask_results()
         self._replay()
 
@@ -231,7 +242,8 @@ class Sync:
         digest = result_hash(result)
         if not any(digest in step.hashes for step in self._steps[:STEPS_IN_FLIGHT]):
             return False
-        self._heard_at = self.ctx.now
+        now = self.ctx.now
+        self._pause_s, self._heard_at = max(self._pause_s, now - self._heard_at), now
         self._results[digest] = result
         self._replay()
         return True
