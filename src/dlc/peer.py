@@ -12,6 +12,7 @@ sockets open, so the ports are free again only when it has ended, too.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import random
@@ -54,7 +55,15 @@ from dlc.comm.timeouts import Timeouts
 from dlc.comm.transport import Transport
 from dlc.comm.wire import unpack
 from dlc.describing import described
-from dlc.errors import CheckpointError, ConfigError, ProtocolError, SpecMismatch, SwarmClosed, UsageError
+from dlc.errors import (
+    CheckpointError,
+    ConfigError,
+    ProtocolError,
+    RoundTimeout,
+    SpecMismatch,
+    SwarmClosed,
+    UsageError,
+)
 from dlc.eventlog import log_event
 from dlc.handles import Checkpoint, Pending, Position, Reduction, Resume
 from dlc.joining import Introduction, Reception, introduce
@@ -388,14 +397,43 @@ class Peer(Collectives):
 
     # ---------------------------------------------------------------- leaving
 
+    def needed_by(self) -> tuple[str, ...]:
+        """Peer ids of those who may still need something of this peer: their part of a mean of `dlc.Group` or
+        `dlc.Moshpit` that is here, or what a step of `dlc.Gossip` gave them. `leave` waits for them."""
+        owed = self.mesh.ask(lambda mesh, now: mesh.owed())
+        return tuple(sorted({peer for peers in owed.values() for peer in peers}))
+
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave, deliver what is queued, and end the driver thread. Idempotent; nothing in a forked child.
+
+        Before that it waits until those who need something of what has ended here have it (`needed_by`), for as long as
+        `timeout_s` at most: on slow links give it more. Ctrl-C ends that wait.
 
         A script that ends without it, by an exception too, leaves on its way out.
         """
         timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if self._closed or os.getpid() != self._pid:
             return
+        try:
+            self._see_off(timeout_s)
+        finally:  # who interrupts that wants to leave all the same
+            self._go(timeout_s)
+
+    close = leave
+
+    def _see_off(self, timeout_s: float) -> None:
+        """Wait for those of `needed_by`, and not for who comes to need something meanwhile."""
+        if self._mesh is None or self._driver.is_current:
+            return
+        mesh = self.mesh
+        with contextlib.suppress(SwarmClosed):
+            owed = mesh.ask(lambda mesh, now: mesh.owed().keys())
+            try:
+                self._wait(lambda: not owed & mesh.ask(lambda mesh, now: mesh.owed().keys()), timeout_s, "")
+            except RoundTimeout:
+                log.info("leaves, though others may need something of what it has averaged with them")
+
+    def _go(self, timeout_s: float) -> None:
         if self._driver.running and self._node is not None:
             try:
                 self._save_address_book()
@@ -403,8 +441,6 @@ class Peer(Collectives):
             except SwarmClosed:
                 log.debug("the driver had ended before the leave")
         self._shut(timeout_s)
-
-    close = leave
 
     def _shut(self, timeout_s: float) -> None:
         self._closed = True

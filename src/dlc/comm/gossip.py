@@ -210,6 +210,12 @@ class Gossip:
         return [given.share for given in self._given.values()]
 
     @property
+    def wanted(self) -> dict[int, PeerId]:
+        """Gifts of mine that may be taken yet, by number: to whom."""
+        up = self.ground.members.up
+        return {g.serial: to.peer for to, g in self._given.items() if up(to) and not g.withdrawn}
+
+    @property
     def coming(self) -> set[Voter]:
         """Peers whose gift is being pulled."""
         return set(self._coming)
