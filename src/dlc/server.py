@@ -272,9 +272,9 @@ class ServerClient:
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)
         if not self.done:
+            self._served.check_may_wait()
             if not self._unread:
                 raise UsageError("no exchange is under way: begin() one first; one that took too long is given up")
-            self._served.check_may_wait()
             self._told.wait(timeout_s)
         if not self.done:
             self._cancel()  # and it may be over before that is heard
