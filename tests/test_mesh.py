@@ -374,6 +374,7 @@ def test_an_exchange_that_has_begun_is_given_up_a_while_after_the_stop(monkeypat
         calls = [group.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * LONG_S) for group in groups]
         calls[0].stopping = lambda: True
         wait_until(lambda: calls[0].members, LONG_S)
+        assert owner.needed_by() == (), "it has no mean yet"
         with pytest.raises(RoundTimeout, match="given up"):
             calls[0].wait()
 

@@ -166,7 +166,9 @@ def test_an_outcome_waits_for_its_asker_though_another_order_comes_first(host: H
     assert host.receive("c", orders[0], 1.9 + OUTCOME_KEEP_S) == [Reply(first)], "asked for again"
     host.tick(2.0 + 2 * OUTCOME_KEEP_S)
     assert measured(0, 2.0 + 2 * OUTCOME_KEEP_S) == first, "forgotten"
-    now = 3.0 + 2 * OUTCOME_KEEP_S
+    measured(1, 2.5 * OUTCOME_KEEP_S)
+    assert measured(0, 3.2 * OUTCOME_KEEP_S) == first, "so long after it was asked for, and not after the other's order"
+    now = 3.5 * OUTCOME_KEEP_S
     for i in range(1, OUTCOMES_MAX + 2):
         measured(i, now)
     assert Begin(orders[0]) in host.receive("c", orders[0], now), "forgotten for the many others"

@@ -168,7 +168,9 @@ def test_what_others_say_in_an_authors_name_leaves_room_for_what_it_says_itself(
     assert kept() == ["lie0", "lie1", "lie2"] and b.mesh.ground.dropped[a.name, "too many notices"] == 1
     say(a, "k0", b"true")
     assert kept() == ["k0", "lie1", "lie2"] and seen(b, "k0") == {a.name: b"true"}
+    sent = net.sent["Notices"]
     say(a, "lie1")  # it is none
+    assert net.sent["Notices"] == sent, "no news, to be handed on"
     say(a, "k1")
     assert kept() == ["k0", "k1", "lie1"]
     say(a, "k2")

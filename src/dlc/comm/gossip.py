@@ -212,8 +212,7 @@ class Gossip:
     @property
     def wanted(self) -> dict[int, PeerId]:
         """Gifts of mine that may be taken yet, by number: to whom."""
-        up = self.ground.members.up
-        return {g.serial: to.peer for to, g in self._given.items() if up(to) and not g.withdrawn}
+        return {given.serial: to.peer for to, given in self._given.items() if not given.withdrawn}
 
     @property
     def coming(self) -> set[Voter]:
