@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,11 +31,12 @@ from dlc.comm.moshpit import Leg
 from dlc.comm.service import ServiceNews
 from dlc.comm.wire import pack
 from dlc.errors import RoundTimeout, SwarmClosed, UsageError
+from dlc.gossip import _unbroken
 from dlc.mesh import GroupCall
 from dlc.served import Served
 from dlc.sim.meshnet import MeshNet
 from tests.comm.netpeer import NetPeer
-from tests.helpers import wait_until
+from tests.helpers import TICK_S, interrupted_at, wait_until
 from tests.swarm import late_for_its_partner, swarm
 
 LONG_S = 240.0
@@ -92,6 +94,73 @@ def test_groups_of_those_who_show_up_named_ones_and_clients() -> None:
         told = list(pool.map(lambda k: two[k].all_reduce(alone[2 * k], timeout_s=LONG_S), range(2)))
         assert torch.equal(alone[0], torch.ones(10)) and torch.equal(alone[2], torch.ones(10))
         assert all(r.owned == {peers[0].id: 1.0} for r in told) and "2 of 2 peers" in told[0].summary()
+
+
+def lose_a_parcel(peer: dlc.Peer) -> None:
+    """The next one that comes here, as with a connection: it is asked for again some seconds later."""
+
+    def lose(mesh: Mesh, now: float) -> None:
+        take = mesh.parcels.receive_parcel
+        losing = cast(Any, mesh.parcels)
+        losing.receive_parcel = lambda sender, parcel: setattr(losing, "receive_parcel", take)
+
+    peer.mesh.ask(lose)
+
+
+@pytest.mark.parametrize("how", ["leave", "Ctrl-C", "at once"])
+def test_who_leaves_right_after_a_mean_stays_until_the_others_have_it(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that ended after its last call took its part of the mean along, and the other had its own values."""
+    stays = how == "leave"
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        owner, other = sorted(peers, key=lambda peer: peer.voter)
+        lose_a_parcel(other)
+        groups = [dlc.Group(peer, "last", codec="fp32", matchmaking_s=MEET_S) for peer in (owner, other)]
+        calls = [group.begin(torch.full((8,), 2.0 * i), timeout_s=LONG_S) for i, group in enumerate(groups)]
+        calls[0].wait(LONG_S)
+        assert owner.needed_by() == (other.id,)
+        if how == "Ctrl-C":
+            monkeypatch.setattr(owner, "_wait", lambda *args: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                owner.leave(LONG_S)
+        else:
+            owner.leave(LONG_S if stays else 0.0)
+        assert not owner._driver.running
+        report = calls[1].wait(LONG_S)
+        assert len(report.contributors) == (2 if stays else 1) and report.complete == stays
+        assert calls[1].mean is not None and torch.equal(calls[1].mean, torch.full((8,), 1.0 if stays else 2.0))
+
+
+def test_who_leaves_does_not_wait_for_what_begins_meanwhile_nor_on_the_drivers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = list[str]()
+
+    def owed(mesh: Mesh) -> dict[tuple[str, int], frozenset[str]]:
+        looks.append("look")
+        return {("first" if len(looks) == 1 else "later", 1): frozenset({"x"})}
+
+    with swarm(1, log=False) as (peer,), monkeypatch.context() as patch:
+        patch.setattr(Mesh, "owed", owed)
+        peer._see_off(LONG_S)
+        assert len(looks) == 2
+        peer._driver.ask(lambda now: peer._see_off(LONG_S))
+        assert len(looks) == 2, "that thread has to talk to those whom it would wait for"
+
+
+def test_who_leaves_right_after_a_step_of_gossip_stays_until_what_it_gave_is_taken() -> None:
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        gossips = [dlc.Gossip(peer, "last", graph="ring", codec="fp32") for peer in peers]
+        wait_until(lambda: all(len(g._members()) == 1 for g in gossips), LONG_S)
+        gossips[1]._begun(8)
+        lose_a_parcel(peers[1])
+        gossips[0].step(torch.zeros(8), wait_s=0.0)
+        assert peers[0].needed_by() == (peers[1].id,)
+        peers[0].leave(LONG_S)
+        assert waiting(gossips[1]) > 0.0
 
 
 def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector() -> None:
@@ -305,6 +374,7 @@ def test_an_exchange_that_has_begun_is_given_up_a_while_after_the_stop(monkeypat
         calls = [group.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * LONG_S) for group in groups]
         calls[0].stopping = lambda: True
         wait_until(lambda: calls[0].members, LONG_S)
+        assert owner.needed_by() == (), "it has no mean yet"
         with pytest.raises(RoundTimeout, match="given up"):
             calls[0].wait()
 
@@ -361,6 +431,24 @@ def test_ctrl_c_in_a_step_of_gossip_loses_no_mass(where: str, monkeypatch: pytes
             gossip.step(x, wait_s=0.0)
         assert sum(g.weight for g in gossips) == pytest.approx(2.0)
         assert sum(g.weight * float(x[0]) for g, x in zip(gossips, held, strict=True)) == pytest.approx(8.0)
+
+
+def test_ctrl_c_at_any_line_leaves_no_change_of_mass_half_done() -> None:
+    """Where it came as the change ended, the thread that made it could not end; or it went on beside its caller."""
+    begun, ended, pause = list[int](), list[int](), threading.Event()
+
+    def change() -> int:
+        begun.append(1)
+        pause.wait(TICK_S)
+        ended.append(1)
+        return len(ended)
+
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        interrupted = interrupted_at(at, lambda: _unbroken(change))
+        assert len(begun) == len(ended), at
+    assert at > 10 and len(ended) < at, "some were interrupted before they had begun"
 
 
 @pytest.mark.parametrize("t", [2**53, 2**64 - 1])

@@ -636,6 +636,19 @@ def test_status_sees_everyone_without_joining() -> None:
         assert len(peers[0].members()) == 2, "who asks for the status is no member"
 
 
+def test_status_takes_addresses_as_join_does() -> None:
+    """A single one was read letter by letter: "h" was no address."""
+    with Peer.join() as peer, Peer.join() as other:
+        assert [m.id for m in status(peer.address, timeout_s=JOIN_S)] == [peer.id]
+        listed = f"{peer.address}, {other.address}"
+        assert {m.id for m in status(listed, timeout_s=JOIN_S)} == {peer.id, other.id}
+    for given, said in ((7700, "peers is 7700: give addresses"), ((), "nobody to ask"), ("host:0", "port 0")):
+        with pytest.raises(UsageError, match=said):
+            status(given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="timeout_s is None"):
+        status("127.0.0.1:1", timeout_s=None)  # type: ignore[arg-type]
+
+
 def test_status_of_one_run_leaves_out_the_others() -> None:
     with Peer.join(run="mine") as mine, Peer.join(run="other") as other:
         both = [mine.address, other.address]

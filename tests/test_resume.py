@@ -615,6 +615,40 @@ def test_a_copy_that_somebody_keeps_beside_the_runs_is_not_deleted(
     assert list_checkpoints(copy.parent) == [copy] and saves.chosen(tmp_path, spec).t == 6
 
 
+def test_a_disk_that_stays_full_is_told_now_and_then_and_when_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each checkpoint said so anew: with one a round, hundreds of lines in an hour."""
+    caplog.set_level(logging.INFO, logger="dlc.train.saver")
+    spec = spec_in(tmp_path, codec="fp16")
+    writer, why = saver.Saver(tmp_path, spec, {}), [CheckpointError("broken"), NoRoom("full")]
+
+    def fails(*_: Any) -> None:
+        raise why[-1]
+
+    def beside(*ts: int) -> list[str]:
+        caplog.clear()
+        for t in ts:
+            writer.start(Frozen(t), saves.Local({}))
+        writer.finish()
+        return caplog.messages[:]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "save_checkpoint", fails)
+        told = beside(*range(1, 101))
+        assert len(told) == 7 and told[:2] == ["full; training goes on", "full; training goes on (again)"]
+        assert told[-1] == "full; training goes on (for the 64th time in a row)"
+        why.pop()
+        assert beside(101) == ["broken; training goes on"], "that is another trouble"
+        assert beside(102, 103) == ["broken; training goes on (again)"]
+        caplog.clear()
+        assert writer.save(Frozen(104), saves.Local({})) is None and len(caplog.messages) == 1
+        caplog.clear()
+        assert writer.save(Frozen(105), saves.Local({})) is None
+        assert caplog.messages == ["broken; training goes on"], "the last one is told in any case"
+    assert beside(106, 107) == [f"checkpoints are written again: {named(tmp_path, spec, 106)}"]
+
+
 def test_what_somebody_keeps_beside_the_runs_is_not_taken_for_what_a_kill_left(tmp_path: Path) -> None:
     theirs = [tmp_path / "checkpoints" / folder / ".tmpl" for folder in ("best", "old-1")]
     for path in theirs:

@@ -18,7 +18,8 @@ import torch
 import dlc
 from dlc.cli.helping import help_out
 from dlc.comm.ids import Voter
-from dlc.comm.serverexchange import ExchangeOver, History, Mark, Outcome
+from dlc.comm.serverclient import SpanClient
+from dlc.comm.serverexchange import ExchangeFailed, ExchangeOver, History, Mark, Outcome
 from dlc.comm.servermessages import NUMBER_MAX, PAST_MAX, Left, Origin
 from dlc.comm.wire import pack, unpack
 from dlc.errors import RoundTimeout, UsageError
@@ -144,6 +145,42 @@ def test_an_exchange_that_is_over_just_as_it_is_given_up_is_reported(monkeypatch
         client.begin()
         monkeypatch.setattr(client, "_cancel", lambda: client._heard(over))
         assert client.wait(0.0).counted == 1.0
+
+
+def test_what_became_of_an_exchange_is_not_lost_by_the_next_and_nothing_is_waited_for_that_nobody_began() -> None:
+    """A second `begin` threw the report of the first away, and `wait` after a time-out never ended."""
+    over = ExchangeOver(1, 7, (Outcome(0, 1.0, "helper", "counted", None, 0, 3, 0, 0.0, 0),), 0, 0, 0.1)
+    with dlc.Peer.join(log=False) as peer:
+        client = dlc.ServerClient(peer, torch.zeros(5000))
+
+        def end(machine: SpanClient, now: float) -> None:
+            machine.cancel()
+            client._heard(over)
+
+        begins: tuple[Callable[[], object], ...] = client.begin, client.exchange
+        with pytest.raises(UsageError, match="no exchange is under way"):
+            client.wait(DEADLINE_S)
+        client.begin()
+        for call in begins:
+            with pytest.raises(UsageError, match="under way already"):
+                call()
+        client._served.ask(end)
+        for call in begins:
+            with pytest.raises(UsageError, match="was not asked for"):
+                call()
+        assert client.done and client.wait().counted == 1.0 and client.wait().counted == 1.0
+        client.begin()
+        assert not client.done
+        with pytest.raises(RoundTimeout):
+            client.wait(0.0)
+        with pytest.raises(UsageError, match="no exchange is under way"):
+            client.wait(DEADLINE_S)
+        client.begin()
+        client._heard(ExchangeFailed(2, "of another vector"))
+        with pytest.raises(UsageError, match="was not asked for"):
+            client.begin()
+        with pytest.raises(UsageError, match="of another vector"):
+            client.wait()
 
 
 def test_a_trainer_with_another_vector_is_told_so() -> None:

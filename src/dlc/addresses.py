@@ -17,7 +17,7 @@ def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
     """`HOST:PORT,HOST:PORT` or a sequence of addresses, checked; duplicates are dropped."""
     many = peers.split(",") if isinstance(peers, str) else list(peers) if isinstance(peers, Iterable) else [peers]
     if not all(isinstance(peer, str) for peer in many):
-        raise UsageError(f"peers is {peers!r:.60}: give addresses (HOST:PORT), or () to found a run")
+        raise UsageError(f'peers is {peers!r:.60}: give addresses, as in ["HOST:PORT"]')
     listed = tuple(dict.fromkeys(p.strip() for p in many if p.strip()))
     if len(listed) > PEERS_MAX:
         raise UsageError(f"{len(listed)} peers listed; {PEERS_MAX} are enough, all others are found through them")

@@ -12,8 +12,10 @@ the mean into the tensors (push-sum; `dlc.comm.gossip` says what happens to a sh
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -314,9 +316,27 @@ class Gossip:
 
 
 def _unbroken(change: Callable[[], T]) -> T:
-    """Run this to its end, and wait for it even after Ctrl-C: half of it would be mass that nobody has.
+    """Run this to its end, and wait for it even after Ctrl-C: half of it would be mass that nobody has. A second Ctrl-C
+    ends that wait, too.
 
     On a thread of its own, as handlers of signals run on the main one.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="dlc-gossip") as thread:
-        return thread.submit(change).result()
+    begun, done, over = threading.Lock(), Future[T](), Flag()
+
+    def run() -> None:
+        if not begun.acquire(blocking=False):
+            return
+        try:
+            done.set_result(change())
+        except BaseException as error:
+            done.set_exception(error)
+        over.set()
+
+    try:
+        _thread.start_new_thread(run, ())  # that of `threading` waits for the thread in a way that Ctrl-C breaks
+        over.wait()
+    except BaseException:
+        if not begun.acquire(blocking=False):  # or else it never begins
+            over.wait()
+        raise
+    return done.result()

@@ -406,26 +406,55 @@ class Peer(Collectives):
 
     # ---------------------------------------------------------------- leaving
 
+    def needed_by(self) -> tuple[str, ...]:
+        """Peer ids of those who may still need something of this peer: their part of a mean of `dlc.Group` or
+        `dlc.Moshpit` that is here, or what a step of `dlc.Gossip` gave them. `leave` waits for them."""
+        owed = self.mesh.ask(lambda mesh, now: mesh.owed())
+        return tuple(sorted({peer for peers in owed.values() for peer in peers}))
+
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave, deliver what is queued, and end the driver thread. Idempotent; nothing in a forked child.
 
-        A round may end before the last of it has reached everybody: who lacks it gets it first, within `timeout_s`.
+        Before that it waits until those who need something of what has ended here have it (`needed_by`; and a round may
+        end before the last of it has reached everybody), for as long as `timeout_s` at most: on slow links give it
+        more. Ctrl-C ends that wait.
 
         A script that ends without it, by an exception too, leaves on its way out.
         """
         timeout_s = min(seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if self._closed or os.getpid() != self._pid:
             return
+        try:
+            self._see_off(timeout_s)
+        finally:  # who interrupts that wants to leave all the same
+            self._go(timeout_s)
+
+    close = leave
+
+    def _see_off(self, timeout_s: float) -> None:
+        """Wait for those of `needed_by`, and not for who comes to need something meanwhile; and until all follow the
+        last round, as they would go on without it where nobody else is left who has it."""
+        if self._node is None or self._driver.is_current:
+            return
+        until = clock() + timeout_s
+        with contextlib.suppress(SwarmClosed):
+            try:
+                if self._mesh is not None:
+                    mesh = self.mesh
+                    owed = mesh.ask(lambda mesh, now: mesh.owed().keys())
+                    self._wait(lambda: not owed & mesh.ask(lambda mesh, now: mesh.owed().keys()), timeout_s, "")
+                self._wait(lambda: not self._look(lambda node, now: node.left_behind()), until - clock(), "")
+            except RoundTimeout:
+                log.info("leaves, though others may need something of what it has averaged with them")
+
+    def _go(self, timeout_s: float) -> None:
         if self._driver.running and self._node is not None:
             try:
                 self._save_address_book()
-                self._see_to_those_behind(timeout_s)
                 self._act(lambda node, now: node.leave(now))
             except SwarmClosed:
                 log.debug("the driver had ended before the leave")
         self._shut(timeout_s)
-
-    close = leave
 
     def _shut(self, timeout_s: float) -> None:
         self._closed = True
@@ -447,14 +476,6 @@ class Peer(Collectives):
         if self._watch is not None:
             self._watch.close(0.0)
         self._tell_waiting()
-
-    def _see_to_those_behind(self, timeout_s: float) -> None:
-        """With nobody left who has it, they would go on without the round that they were in."""
-        if not self._driver.is_current:
-            with contextlib.suppress(RoundTimeout):
-                self._wait(
-                    lambda: not self._look(lambda node, now: node.left_behind()), timeout_s, "others lack a round"
-                )
 
     def _save_address_book(self) -> None:
         self._book.save(*self._ask(lambda node, now: known_to(node)))

@@ -206,6 +206,8 @@ class ServerClient:
         self._failed: UsageError | None = None
         self._stopped: DlcError | None = None
         self._number, self._step = 0, step
+        self._unread = False
+        """What became of the newest exchange is still to be asked for, by `wait`, or to be given up."""
         self._served = peer.serve(
             lambda node: SpanClient(node.members, layout, own, digest, spec.async_, node.ctx.now, step, before)
         )
@@ -237,7 +239,10 @@ class ServerClient:
             raise
 
     def begin(self, vector: Tensor | None = None, *, weight: float = 1.0) -> None:
-        """The same in two steps: `wait` for the end. The vector must not change until then."""
+        """The same in two steps: `wait` for the end. The vector must not change until then.
+
+        UsageError: what became of the exchange before was not asked for yet, by `wait`.
+        """
         weight = number("weight", weight, 0, WEIGHT_MAX, "0 to 2^53")
         if vector is not None:
             instance("vector", vector, Tensor, "give what is pushed as one flat torch tensor")
@@ -246,25 +251,34 @@ class ServerClient:
                     f"a push is float32 ({self.numel},) on the CPU, not {vector.dtype} {tuple(vector.shape)}"
                 )
             vector = vector.detach().contiguous()
-        self._over = self._failed = None
-        self._told.clear()
 
         def begin(client: SpanClient, now: float) -> list[Effect]:
+            if self._unread:
+                raise UsageError(
+                    "the exchange before is over, and what became of its push was not asked for: call wait() first"
+                    if self.done
+                    else "an exchange with the parameter server is under way already: wait() for it first"
+                )
             effects = client.begin(vector, weight, now)
-            self._number = client.number
+            self._over = self._failed = None
+            self._told.clear()
+            self._number, self._unread = client.number, True
             return effects
 
         self._served.act(begin)
 
     def wait(self, timeout_s: float | None = None) -> ServerReport:
-        """The report of the exchange that `begin` began. RoundTimeout, UsageError, SwarmClosed."""
+        """The report of the exchange that `begin` began. RoundTimeout, which gives it up; UsageError, SwarmClosed."""
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)
         if not self.done:
             self._served.check_may_wait()
+            if not self._unread:
+                raise UsageError("no exchange is under way: begin() one first; one that took too long is given up")
             self._told.wait(timeout_s)
         if not self.done:
             self._cancel()  # and it may be over before that is heard
+        self._unread = False
         if self._over is None:
             if self._failed is not None:
                 raise self._failed
@@ -286,6 +300,7 @@ class ServerClient:
 
     def _cancel(self) -> None:
         self._served.ask(lambda client, now: client.cancel())
+        self._unread = False
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for at most this long; True: the exchange is over."""
@@ -315,7 +330,7 @@ class ServerClient:
 
     def close(self) -> None:
         """Take part no longer; who waits for an exchange gets a UsageError. Once more changes nothing."""
-        self._stopped = UsageError("the client was closed: make another one")
+        self._over, self._stopped = None, UsageError("the client was closed: make another one")
         self._told.set()
         self._served.unlisten(self._heard)
         self._served.close()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlc.addresses import addresses_of
+from dlc.arguments import seconds
 from dlc.comm.clock import clock
 from dlc.comm.framing import decode, encode
 from dlc.comm.ids import Voter
@@ -17,7 +19,7 @@ from dlc.comm.lanes import Incoming, LinkEvent
 from dlc.comm.messages import PROTOCOL_VERSION, Hello, Record, Welcome
 from dlc.comm.security import LinkSecurity, load_run_key
 from dlc.comm.transport import Transport
-from dlc.errors import ProtocolError, UnreachableError, WrongKeyError
+from dlc.errors import ProtocolError, UnreachableError, UsageError, WrongKeyError
 
 ASK_AGAIN_S = 0.5
 STATUS_BYTES_MAX = 4096
@@ -81,14 +83,18 @@ def _finite(word: str) -> float | None:
 
 
 def status(
-    peers: Sequence[str], *, key: str | bytes | Path | None = None, run: str | None = None, timeout_s: float = 5.0
+    peers: Sequence[str] | str, *, key: str | bytes | Path | None = None, run: str | None = None, timeout_s: float = 5.0
 ) -> list[Member]:
-    """Ask `peers`, then everyone they know, who is there. `alive` means: answered us within `timeout_s`.
+    """Ask `peers` (HOST:PORT), then everyone they know, who is there. `alive` means: answered us within `timeout_s`.
 
     run: leave out who is of another run.
 
-    Raises UnreachableError if nobody (of that run) answered, WrongKeyError if somebody did but refused the key.
+    Raises UnreachableError if nobody (of that run) answered, WrongKeyError if somebody did but refused the key,
+    UsageError.
     """
+    listed, timeout_s = addresses_of(peers), seconds("timeout_s", timeout_s)
+    if not listed:
+        raise UsageError("there is nobody to ask: give the address (HOST:PORT) of a peer of the run")
     security = LinkSecurity.derive(load_run_key(key), "") if key is not None else None
     transport = Transport("127.0.0.1:0", security=security, ident=b"status" + secrets.token_bytes(8))
     me = Voter("", secrets.randbits(32))
@@ -98,7 +104,7 @@ def status(
     others: dict[str, str] = {}  # addresses that answered for another run, and its name; empty: it knows of none yet
     barred: set[str] = set()
     details: dict[str, str] = {}
-    todo = set(peers)
+    todo = set(listed)
     deadline = clock() + timeout_s
     try:
         while clock() < deadline and (unheard := todo - answered.keys() - {a for a in others if others[a]}):
@@ -122,7 +128,7 @@ def status(
     if not answered and barred:
         raise WrongKeyError(wrong_key(sorted(barred), security is not None))
     if not answered:
-        tried = ", ".join(f"{peer} ({details[peer]})" if details.get(peer) else peer for peer in peers)
+        tried = ", ".join(f"{peer} ({details[peer]})" if details.get(peer) else peer for peer in listed)
         other = f", and that its run is {run!r}" if run else ""
         raise UnreachableError(
             f"no answer within {timeout_s:g} s from {tried}; check the address, that the peer runs{other}, and that "

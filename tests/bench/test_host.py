@@ -10,6 +10,7 @@ from dlc.bench.limits import (
     BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
+    OUTCOMES_MAX,
     PULLS_MAX,
     SECONDS_MAX,
     SLACK_S,
@@ -147,6 +148,30 @@ def test_an_order_runs_once_is_asked_for_again_and_its_outcome_is_kept_for_a_whi
     assert host.receive("c", order, 6.5) == [Reply(MeasureOutcome(ONE, False, "", 0.0, 93.5, 20.0))]
     host.tick(6.5 + OUTCOME_KEEP_S)
     assert host.receive("c", order, 7.0 + OUTCOME_KEEP_S)[0] == Begin(order), "forgotten"
+
+
+def test_an_outcome_waits_for_its_asker_though_another_order_comes_first(host: Host) -> None:
+    """Of two clients at once, one had its way measured anew, as the other's order took the place of the outcome."""
+    orders = [MeasureOrder(i.to_bytes(16, "big"), f"far{i}:4700", 5.0, 10**6) for i in range(OUTCOMES_MAX + 2)]
+
+    def measured(i: int, now: float) -> MeasureOutcome:
+        assert Begin(orders[i]) in host.receive("c", orders[i], now)
+        host.finished("", 1.0 + i, 20.0, now)
+        return MeasureOutcome(orders[i].order, False, "", 0.0, 1.0 + i, 20.0)
+
+    first, second = measured(0, 0.0), measured(1, 1.0)
+    for order, outcome in ((orders[0], first), (orders[1], second), (orders[0], first)):
+        assert host.receive("c", order, 2.0) == [Reply(outcome)]
+    assert not host.busy
+    assert host.receive("c", orders[0], 1.9 + OUTCOME_KEEP_S) == [Reply(first)], "asked for again"
+    host.tick(2.0 + 2 * OUTCOME_KEEP_S)
+    assert measured(0, 2.0 + 2 * OUTCOME_KEEP_S) == first, "forgotten"
+    measured(1, 2.5 * OUTCOME_KEEP_S)
+    assert measured(0, 3.2 * OUTCOME_KEEP_S) == first, "so long after it was asked for, and not after the other's order"
+    now = 3.5 * OUTCOME_KEEP_S
+    for i in range(1, OUTCOMES_MAX + 2):
+        measured(i, now)
+    assert Begin(orders[0]) in host.receive("c", orders[0], now), "forgotten for the many others"
 
 
 def test_an_order_that_nobody_asks_for_any_more_is_abandoned_once(host: Host) -> None:

@@ -147,6 +147,39 @@ def test_in_a_large_swarm_an_author_hears_what_is_said_in_its_name_and_says_its_
     assert not any(h.bad for h in hosts)
 
 
+def test_what_others_say_in_an_authors_name_leaves_room_for_what_it_says_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them could fill all that an author may have, and nothing of it was heard until that ended."""
+    monkeypatch.setattr(module, "NOTICES_MAX", 3)
+    net = MeshNet(9)
+    a, b, liar = net.add(70)[:3]
+
+    def say(sender: Host, key: str, value: bytes = b"", seq: int = 1) -> None:
+        said = Notices((Notice(a.voter, key, seq, 60.0, False, False, value),))
+        net.act(b, lambda mesh, now: mesh.receive(sender.voter, said, now))
+
+    def kept() -> list[str]:
+        return [key for key in ("k0", "k1", "k2", "lie0", "lie1", "lie2") if seen(b, key)]
+
+    for i in range(3):
+        say(liar, f"lie{i}")
+    say(liar, "k0", b"true")
+    assert kept() == ["lie0", "lie1", "lie2"] and b.mesh.ground.dropped[a.name, "too many notices"] == 1
+    say(a, "k0", b"true")
+    assert kept() == ["k0", "lie1", "lie2"] and seen(b, "k0") == {a.name: b"true"}
+    sent = net.sent["Notices"]
+    say(a, "lie1")  # it is none
+    assert net.sent["Notices"] == sent, "no news, to be handed on"
+    say(a, "k1")
+    assert kept() == ["k0", "k1", "lie1"]
+    say(a, "k2")
+    assert kept() == ["k0", "k1", "lie1"], "its own are as many as it may have"
+    assert b.mesh.ground.dropped[a.name, "too many notices"] == 2
+    net.run(70.0)
+    assert not board(b)._by_key and not board(b)._sizes
+
+
 def test_of_a_message_in_a_large_swarm_only_what_is_news_is_handed_on() -> None:
     """What another author shows under the same key went round again."""
     net = MeshNet(8)

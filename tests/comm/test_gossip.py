@@ -318,6 +318,22 @@ def test_an_answer_about_another_gift_settles_neither_the_one_on_its_way_nor_the
     assert not heard()
 
 
+@pytest.mark.parametrize("fault", ["", "kill", "leave", "stalled"])
+def test_who_gives_is_needed_until_its_gift_is_taken_or_cannot_be(fault: str) -> None:
+    net = MeshNet(3)
+    giver, taker = walkers(net, 2)
+    before = giver.machine._serial
+    giver.step("ring", [giver.host.voter, taker.host.voter], keep_s=1.0)
+    assert giver.host.mesh.owed() == {("gossip/g", before + 1): frozenset({taker.host.name})}
+    assert not taker.host.mesh.owed()
+    if fault in ("kill", "leave"):
+        getattr(net, fault)(taker.host)
+    elif fault:
+        net.tamper = lambda source, target, m: None if isinstance(m, Parcel | Refused) else m
+    net.until(lambda: not giver.host.mesh.owed(), 10.0)
+    assert bool(giver.machine.unsettled) == (fault in ("kill", "stalled")) and bool(giver.host.mesh._gossips)
+
+
 def test_gifts_of_another_shape_or_to_nobody_come_back() -> None:
     net = MeshNet(5)
     a, *_ = walkers(net, 1)

@@ -284,6 +284,9 @@ class FakePeer:
     def checkpoint(self, channel: str) -> FakeCheckpoint:
         return FakeCheckpoint(b"the log", self.state.t, self.tokens, self.state.digest(), self.state.export())
 
+    def needed_by(self) -> list[str]:
+        return []
+
     def leave(self, timeout_s: float = 5.0) -> None:
         self.left = True
 

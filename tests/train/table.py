@@ -233,4 +233,7 @@ class Seat:
 
     def describe(self, **changes: object) -> None: ...
 
+    def needed_by(self) -> list[str]:
+        return []
+
     def leave(self, timeout_s: float = 5.0) -> None: ...

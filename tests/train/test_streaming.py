@@ -164,6 +164,30 @@ def test_a_restart_goes_on_from_its_marks(corpus: Path, tmp_path: Path, monkeypa
     assert all(list(marks) == newest for marks in kept)
 
 
+def test_marks_that_cannot_be_kept_are_told_now_and_then(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a full disk each lease said so."""
+    source = StreamSource(Stream(Place(str(corpus)), 1), SEQ, ByteTokenizer(), L, tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        for at in range(10):
+            source.batch([at * L])
+    assert [r.getMessage().partition("its start")[2] for r in caplog.records] == [
+        "",
+        " (again)",
+        " (for the 4th time in a row)",
+        " (for the 8th time in a row)",
+    ]
+    caplog.clear()
+    source.batch([10 * L])
+    assert not caplog.records and not list(tmp_path.rglob("*tmp-*"))
+
+
 def test_while_a_shard_is_read_over_marks_are_written_and_it_is_told_now_and_then(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

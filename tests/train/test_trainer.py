@@ -627,6 +627,15 @@ def test_who_has_reached_the_end_stays_for_those_who_still_fetch_it(
     ]
 
 
+def test_who_has_reached_the_end_stays_for_those_who_lack_their_part_of_the_last_exchange(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    run, looks = Run(FakePeer(spec), tmp_path), iter([["other"], ["other"], []])
+    run.peer.needed_by = lambda: next(looks)  # type: ignore[method-assign]
+    run.go()
+    assert run.peer.left and next(looks, None) is None
+
+
 def test_an_unknown_device_is_refused(spec: RunSpec, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="abacus"):
         Trainer(FakePeer(spec), tmp_path, device="abacus")

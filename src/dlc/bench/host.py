@@ -28,6 +28,7 @@ from dlc.bench.limits import (
     BYTES_MAX,
     IDLE_S,
     OUTCOME_KEEP_S,
+    OUTCOMES_MAX,
     PULLS_MAX,
     SECONDS_MAX,
     SLACK_S,
@@ -115,6 +116,8 @@ class Host:
         self._bulk_port, self._block = bulk_port, block
         self._session: Session | None = None
         self._order: Order | None = None
+        self._kept: dict[bytes, tuple[float, MeasureOutcome]] = {}
+        """Outcomes of orders that others came after, by order: when they are forgotten."""
 
     def receive(self, route: Hashable, message: Message, now: float) -> list[HostEffect]:
         """Raises ProtocolError for what no client of ours sends."""
@@ -134,6 +137,7 @@ class Host:
 
     def tick(self, now: float) -> list[HostEffect]:
         session, order = self._session, self._order
+        self._kept = {id: kept for id, kept in self._kept.items() if now < kept[0]}
         if session is not None and now >= min(session.ends_at, session.heard_at + IDLE_S):
             self._session = None
         if order is None:
@@ -245,12 +249,24 @@ class Host:
         if self._order is not None and self._order.asked.order == asked.order:
             self._order.heard_at = now
             return [Reply(self._order.outcome)]
+        if asked.order in self._kept:
+            outcome = self._kept[asked.order][1]
+            self._keep(outcome, now)
+            return [Reply(outcome)]
         refusal, wait_s = _refusal(asked.seconds, asked.bytes_max), self._free_in_s(now)
         if refusal or wait_s:
             return [Reply(MeasureOutcome(asked.order, False, refusal, wait_s, None, None))]
+        if self._order is not None:  # of another client, who may not have it yet
+            self._keep(self._order.outcome, self._order.heard_at)
         outcome = MeasureOutcome(asked.order, True, "", 0.0, None, None)
         self._order = Order(asked, now + _order_s(asked.seconds), now, outcome, busy_until=now + BUSY_S)
         return [Begin(asked), Reply(outcome)]
+
+    def _keep(self, outcome: MeasureOutcome, heard_at: float) -> None:
+        self._kept.pop(outcome.order, None)
+        self._kept[outcome.order] = heard_at + OUTCOME_KEEP_S, outcome
+        while len(self._kept) > OUTCOMES_MAX:
+            del self._kept[next(iter(self._kept))]
 
     def _bulk(self, route: Hashable, message: MeasurePush | MeasurePull, now: float) -> None:
         session = self._session

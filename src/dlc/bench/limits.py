@@ -27,3 +27,5 @@ PULLS_MAX = 1024
 """Chunks asked for and not yet sent on one connection: numbers only, but there must be an end."""
 OUTCOME_KEEP_S = 60.0
 """The outcome of an order waits for its asker for this long."""
+OUTCOMES_MAX = 256
+"""That wait so, of as many clients: a few numbers each. Above it, the one asked for longest ago is forgotten."""

@@ -10,7 +10,8 @@ see both.
 Who hands a notice on could say what it likes in its author's name, and hide all that the author says there until that
 ends. So in small swarms, where nobody hands on, each is heard for itself alone. In large ones nothing is taken of a
 process that no record tells of, and an author whose word is older than what is kept of it is shown that: then it says
-it again, as a newer one.
+it again, as a newer one. What it says itself takes the place of what others said in its name where there is no more
+room for it.
 
 A notice may be for some peers only (`to`), such as those that are expected in a group: they alone are told, and whoever
 shows a notice of that kind under the same key.
@@ -61,6 +62,8 @@ class Posted:
     gone: bool
     value: bytes
     near: bool = False
+    heard: bool = True
+    """From its author itself."""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -181,16 +184,18 @@ class Board:
             self.ground.dropped[sender.peer, "a notice in another's name"] += 1
             return False
         before = self._by_key.get(item.key, {}).get(author.peer)
-        posted = Posted(author, item.seq, self.ground.now + item.left_s, item.gone, item.value, item.near)
-        if before is not None and before.version >= posted.version:
+        heard, until = author == sender, self.ground.now + item.left_s
+        posted = Posted(author, item.seq, until, item.gone, item.value, item.near, heard)
+        same = before is not None and before.version == posted.version and heard and not before.heard
+        if before is not None and before.version >= posted.version and not same:
             if before.version > posted.version and before.author == sender and before.until > self.ground.now:
                 self.ground.send(sender, Notices((self._told(item.key, before),)))
             return False
-        if not self._has_room(item.key, author.peer, item.value):
+        if not (self._has_room(item.key, author.peer, item.value) or (heard and self._made_room(item))):
             self.ground.dropped[author.peer, "too many notices"] += 1
             return False
         self._keep(item.key, posted)
-        return True
+        return not same
 
     def _passable(self, item: Notice) -> bool:
         """Whether another than its author may send it. Peers differ a little in how many they know."""
@@ -208,6 +213,16 @@ class Board:
     def _has_room(self, key: str, peer: PeerId, value: bytes) -> bool:
         number, size = self._sizes_with(key, peer, value)
         return number <= NOTICES_MAX and size <= AUTHOR_BYTES_MAX
+
+    def _made_room(self, item: Notice) -> bool:
+        """For what its author says itself, in place of what others said in its name: if that is true, it says it."""
+        peer = item.author.peer
+        for key in [key for key, by_author in self._by_key.items() if peer in by_author and key != item.key]:
+            if not self._by_key[key][peer].heard:
+                self._drop(key, peer)
+                if self._has_room(item.key, peer, item.value):
+                    return True
+        return False
 
     def _sizes_with(self, key: str, peer: PeerId, value: bytes) -> tuple[int, int]:
         """An author's notices and bytes, with this value in the place of what it shows under the key."""
@@ -228,15 +243,19 @@ class Board:
                 if posted.until > now:
                     self._expire_at = min(self._expire_at, posted.until)
                     continue
-                del by_author[peer]
-                number, size = self._sizes[peer]
-                self._sizes[peer] = (number - 1, size - len(posted.value))
-                if number == 1:
-                    del self._sizes[peer]
+                self._drop(key, peer)
                 if posted.author == self.ground.me:
                     self._repeats.pop(key, None)
-            if not by_author:
-                del self._by_key[key]
+
+    def _drop(self, key: str, peer: PeerId) -> None:
+        """Keep it no longer."""
+        posted = self._by_key[key].pop(peer)
+        if not self._by_key[key]:
+            del self._by_key[key]
+        number, size = self._sizes[peer]
+        self._sizes[peer] = (number - 1, size - len(posted.value))
+        if number == 1:
+            del self._sizes[peer]
 
     def _spread(self, keys: list[str], first: bool) -> None:
         """Tell those whom these notices of mine are for."""

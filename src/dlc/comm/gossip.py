@@ -210,6 +210,11 @@ class Gossip:
         return [given.share for given in self._given.values()]
 
     @property
+    def wanted(self) -> dict[int, PeerId]:
+        """Gifts of mine that may be taken yet, by number: to whom."""
+        return {given.serial: to.peer for to, given in self._given.items() if not given.withdrawn}
+
+    @property
     def coming(self) -> set[Voter]:
         """Peers whose gift is being pulled."""
         return set(self._coming)

@@ -36,7 +36,7 @@ from dlc.comm.effects import Pace
 from dlc.comm.ground import Ground
 from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT, GroupOwner, contributors_of, key_of, owners_of
 from dlc.comm.holdings import Holding, Tally
-from dlc.comm.ids import Voter
+from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meshmessages import Begin, Decline, Done, Key, Parcel, Seat
 from dlc.comm.owners import Shape, asked_Bps
 from dlc.comm.pacing import rates as connection_rates
@@ -280,6 +280,11 @@ class Reduction:
     def over(self) -> bool:
         """Nobody needs anything of me."""
         return len(self._finished) == len(self.seats)
+
+    @property
+    def unfinished(self) -> frozenset[PeerId]:
+        """Who may still need something of me."""
+        return frozenset(seat.voter.peer for i, seat in enumerate(self.seats) if i not in self._finished)
 
     def release(self) -> None:
         """Give everything back."""

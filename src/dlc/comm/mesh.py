@@ -138,6 +138,13 @@ class Mesh:
 
         return self._event(now, acted)
 
+    def owed(self) -> dict[tuple[str, int], frozenset[PeerId]]:
+        """Groups whose mean is here, and gifts of a gossip: to those who may still need something of me in them."""
+        owed = {name: group.unfinished for name, group in self._groups.items() if group.done}
+        for gossip in self._gossips.values():
+            owed |= {(f"gossip/{gossip.name}", number): frozenset({to}) for number, to in gossip.wanted.items()}
+        return owed
+
     # ---------------------------------------------------------------- groups
 
     def _begun(self, meeting: Meeting, leader: Voter, begin: mm.Begin, finished: Collection[Voter]) -> None:

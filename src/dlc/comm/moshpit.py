@@ -92,7 +92,7 @@ class Course:
         furthest = max((at for key in waiting if (at := self._place(key)) is not None), default=(0, 0))
         if furthest[0] > self.cycle:
             (self.cycle, self.axis), self._cells = furthest, None
-        if self._cells is None or me not in self._members:
+        if self._cells is None:
             self._members, self._cells = tuple(members), grid_of(len(members), self._group_size, self._dims)
         cells = self._cells
         if self.axis >= max(1, cells.dims):

@@ -19,6 +19,7 @@ from pathlib import Path
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.runspec import RunSpec
 from dlc.train.checkpoint import bytes_tensor, left_over, save_checkpoint
+from dlc.train.recurring import Recurring
 from dlc.train.saves import (
     DAMAGED,
     OLD,
@@ -76,6 +77,7 @@ class Saver:
         """Round and digest of that one, if all of it is of that round."""
         self._begun = False
         """One was written; what is of later rounds before that was there when this peer began."""
+        self._unwritten, self._uncleared, self._undeleted = Recurring(), Recurring(), Recurring()
 
     @property
     def busy(self) -> bool:
@@ -85,7 +87,7 @@ class Saver:
     def start(self, frozen: Frozen, local: Local) -> None:
         """Write in the background. `local` is copied here and now, since the next step or round changes it."""
         self.finish()
-        self._thread = threading.Thread(target=self.save, args=(frozen, local.copy()), name="dlc-saver")
+        self._thread = threading.Thread(target=self.save, args=(frozen, local.copy(), True), name="dlc-saver")
         self._thread.start()
 
     def finish(self) -> None:
@@ -94,8 +96,9 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def save(self, frozen: Frozen, local: Local) -> Path | None:
-        """Write now; None, with a warning in the log, if that failed."""
+    def save(self, frozen: Frozen, local: Local, beside: bool = False) -> Path | None:
+        """Write now; None, with a warning in the log, if that failed. beside: the training, which goes on to the next
+        one: where that fails, too, and so on, only some of the times are told, and the end of it."""
         if local.ahead and self._exact == (frozen.t, frozen.digest) and self._is_here(self.last):
             log.info("the checkpoint %s stays as it is: the inner steps since that round are dropped", self.last)
             return self.last
@@ -103,7 +106,7 @@ class Saver:
         try:
             self._before_write()
         except UsageError as error:
-            log.warning("%s could not be written: %s; training goes on", path, error)
+            self._failed(error, f"{path} could not be written: {error}", beside)
             return None
         self._sweep()
         tensors = {"log": bytes_tensor(frozen.log), "image": bytes_tensor(frozen.image), **local.tensors()}
@@ -123,8 +126,10 @@ class Saver:
         try:
             self.with_room(path, lambda: save_checkpoint(path, tensors, meta))
         except (CheckpointError, OSError) as error:
-            log.warning("%s; training goes on", error)
+            self._failed(error, str(error), beside)
             return None
+        if self._unwritten.passed():
+            log.info("checkpoints are written again: %s", path)
         self.last, self._exact = path, None if local.ahead else (frozen.t, frozen.digest)
         try:
             kind, self._begun = SUPERSEDED if self._begun else OLD, True
@@ -135,9 +140,16 @@ class Saver:
             for old in [*others[self._kept - 1 :], *self._left_over(), *damaged[DAMAGED_KEPT:]]:
                 old.unlink(missing_ok=True)
             self._clear_superseded()
+            self._uncleared.passed()
         except (CheckpointError, OSError) as error:
-            log.warning("%s is written, but older ones are not cleared away: %s", path, error)
+            if (how_often := self._uncleared.came(error)) is not None:
+                log.warning("%s is written, but older ones are not cleared away: %s%s", path, error, how_often)
         return path
+
+    def _failed(self, error: Exception, why: str, beside: bool) -> None:
+        how_often = self._unwritten.came(error)
+        if how_often is not None or not beside:
+            log.warning("%s; training goes on%s", why, how_often or "")
 
     def _is_here(self, path: Path | None) -> bool:
         """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another
@@ -181,12 +193,14 @@ class Saver:
             spare += reversed(others)
         if not spare:
             return False
-        log.info("the disk has no room for %s: %s is deleted first", path, spare[0])
         try:
             spare[0].unlink(missing_ok=True)
         except OSError as error:
-            log.warning("%s cannot be deleted (%s)", spare[0], error.strerror)
+            if (how_often := self._undeleted.came(error)) is not None:
+                log.warning("%s cannot be deleted (%s)%s", spare[0], error.strerror, how_often)
             return False
+        self._undeleted.passed()
+        log.info("the disk has no room for %s: %s was deleted for it", path, spare[0])
         return True
 
     def _others(self, one: Path) -> list[Path]:

@@ -36,6 +36,7 @@ from torch import Tensor
 from dlc.errors import DataError
 from dlc.train.datasets_io import Stream
 from dlc.train.packing import SLICE_BYTES, is_validation, slices, tell_of_unfit
+from dlc.train.recurring import Recurring
 from dlc.train.sources import Piece, cut, line_text, text_of
 from dlc.train.tokens import Ids, Tokenizer
 
@@ -172,7 +173,7 @@ class Shard:
         self._marks: dict[int, Mark] = _read_marks(file)
         self._lines: dict[int, str] = {at: _line(at, mark) for at, mark in self._marks.items()}
         """The same as JSON, made once."""
-        self._unwritten = False
+        self._unwritten, self._unkept = False, Recurring()
         self._reader = _Reader(stream, s, None)
         self._ready: list[tuple[Mark, npt.NDArray[Any]]] = []
         """Tokens read, and not given: the mark of a group of documents, and what is left of their tokens."""
@@ -278,7 +279,17 @@ class Shard:
     def _write(self) -> None:
         """The marks, where there are new ones."""
         if self._unwritten and self._file is not None:
-            _write_marks(self._file, self._lines.values())
+            try:
+                _write_marks(self._file, self._lines.values())
+                self._unkept.passed()
+            except OSError as e:
+                if (how_often := self._unkept.came(e)) is not None:
+                    log.warning(
+                        "the marks of a stream cannot be kept in %s: %s; a restart will read it from its start%s",
+                        self._file,
+                        e,
+                        how_often,
+                    )
         self._unwritten = False
 
 
@@ -403,12 +414,13 @@ def _line(at: int, mark: Mark) -> str:
 
 
 def _write_marks(file: Path, lines: Collection[str]) -> None:
+    """OSError: what was there stays."""
     temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text("{" + ",\n".join(lines) + "}")
         os.replace(temporary, file)
-    except OSError as e:
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # on a full disk one more would stay at each lease
-        log.warning("the marks of a stream cannot be kept in %s: %s; a restart will read it from its start", file, e)
+        raise

@@ -228,5 +228,8 @@ class TrainerPeer(TrainPeer, Protocol):
     def members(self, departed: bool = False) -> Sequence[MemberView]:
         """Everybody known; with `departed` those that have left, too."""
 
+    def needed_by(self) -> Sequence[str]:
+        """Ids of those who may still need something of an exchange that has ended here."""
+
     def leave(self, timeout_s: float = 5.0) -> None:
         """Announce the leave and end."""

@@ -371,12 +371,14 @@ class Trainer:
 
     def _linger(self, stop: threading.Event) -> None:
         """Stay until everybody has applied as many entries as we have, and every trainer has the model: who has come
-        for the last rounds gets it from nobody else, and who is cut off for a moment would train on alone."""
+        for the last rounds gets it from nobody else, and who is cut off for a moment would train on alone. Where there
+        are no rounds of all, until the others have their part of the last exchange."""
         since, told = self._clock(), False
         while (stayed_s := self._clock() - since) < LINGER_S and not stop.is_set():
             members = self._peer.members()
             me = next((m for m in members if m.me), None)
             lacking = [m.id[:8] for m in members if _lacks(m, me)] if me is not None else []
+            lacking += [peer[:8] for peer in self._peer.needed_by()]
             if not lacking:
                 return
             if stayed_s >= LINGER_TOLD_S and not told:
