@@ -18,7 +18,7 @@ from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression, peer_swarm
 from dlc.compat.hivemind.averaging import sharing
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
-from dlc.compat.hivemind.averaging.carry import carry, same_bits
+from dlc.compat.hivemind.averaging.carry import carry, same_bits, take
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
 from dlc.compat.hivemind.averaging.image import LENGTH, pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
@@ -636,6 +636,18 @@ def test_a_tensor_that_nobody_has_changed_has_the_mean_in_its_bits_beside_one_th
     peer._take(before, mean, Outcome((peer.peer_id,), {}, {}, None), -1)
     assert [t.flatten().tolist() for t in of(peer)] == [[5.0, 6.0], [3.0], [7.0] * 6]
     assert before[0][0].tolist() == [1.0, 2.0, 1e8, *[1.0] * 6], "others may ask for it still"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stood_still_while_others_were_waited_for_takes_the_mean_itself(dtype: torch.dtype) -> None:
+    still, moved = torch.tensor([1e8, 1.0], dtype=dtype), torch.tensor([1e8, 1.5], dtype=dtype)
+    before, mean = still.float().clone(), torch.tensor([3.0, 2.0])
+    take(still, before, mean)
+    take(moved, before, mean)
+    assert still.tolist() == [3.0, 2.0] and moved[1].item() == 2.5
+    count = torch.tensor([2**24 + 1])
+    take(count, count.float(), count.float())
+    assert count.item() == 2**24 + 1, "fp32 does not hold it: what was not changed stays"
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])

@@ -321,6 +321,19 @@ def test_samples_of_a_step_that_failed_do_not_count() -> None:
     assert peer.weights == [5.0 * H]
 
 
+def test_the_schedule_counts_a_step_whose_round_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learning rate of all that followed was that of a step before."""
+    net, peer = model(), LonePeer()
+    optimizer = made(net, peer, scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5))
+    train(net, optimizer, range(H - 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(peer, "contribute", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(net, optimizer, range(H - 1, H))
+    schedule = optimizer.state_averager.scheduler_inner_optimizer
+    assert schedule.last_epoch == H and optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", ["by nobody", "inner", "outer"])
 def test_gradients_are_unscaled_once_whoever_does_it(unscaled: str, fused: bool) -> None:

@@ -699,6 +699,53 @@ def test_an_epoch_whose_step_fails_is_not_counted(monkeypatch: pytest.MonkeyPatc
     assert opts[1].local_epoch == 1 and torch.equal(weights(nets[0]), weights(nets[1]))
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_an_epoch_whose_average_of_the_state_is_interrupted_is_over(
+    local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients were in the next step once more, and its samples in the next epoch."""
+    nets, opts = prepared(
+        Town(), 2, average_state_every=1, delay_state_averaging=False, use_local_updates=local, offload_optimizer=False
+    )
+
+    both = threading.Barrier(2)
+
+    def interrupted(*args: Any) -> None:
+        both.wait(WAIT_S)  # or else the first would be known to have left it out
+        raise KeyboardInterrupt
+
+    for opt in opts:
+        monkeypatch.setattr(opt.state_averager, "_average_state", interrupted)
+
+    def train(i: int) -> None:
+        backward(nets[i], i)
+        with pytest.raises(KeyboardInterrupt):
+            opts[i].step()
+
+    together(train, 2)
+    for opt in opts:
+        progress = opt.local_progress
+        assert (opt.local_epoch, progress.epoch, progress.samples_accumulated) == (1, 1, 0)
+        assert opt.state_averager.entry.round == 2 and not opt.accumulates
+
+
+def test_a_sum_whose_average_is_interrupted_is_not_unscaled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lay there unscaled, with gradients to come that are not."""
+    nets, opts = prepared(Town(), 2, reuse_grad_buffers=True)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opts[0], "_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaled_step(GradScaler("cpu", init_scale=64.0), opts[0], nets[0], *batches(0, 1, TARGET))
+    assert not opts[0].accumulates and opts[0].local_progress.samples_accumulated == 0
+    assert all(p.grad is not None and not p.grad.any() for p in nets[0].parameters())
+    for opt in opts:
+        assert opt.grad_averager is not None
+        opt.grad_averager.shutdown()
+
+
 def test_who_made_no_step_in_the_background_gives_no_state_and_loads_that_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1134,6 +1181,22 @@ def test_what_a_training_averager_has_loaded_is_not_overwritten_by_a_step_that_w
     on.set()
     assert loading.result(WAIT_S) is not None and len(step.result(WAIT_S)) == 1
     assert torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+def test_peers_that_make_no_step_while_they_average_have_the_mean_in_the_same_bits() -> None:
+    """By the delta rule: 1e8 + (4 - 1e8) is 0 in fp32, and models of bf16 differed by a bit here and there."""
+    town, values = Town(), (1e8, 8 - 1e8)
+    params = [nn.Parameter(torch.tensor([value])) for value in values]
+    states = [
+        TrainingStateAverager(dht=dht(town), optimizer=SGD, params=[param], prefix="state", start=True,
+                              delta_rule_averaging=True, target_group_size=2, min_matchmaking_time=WAIT_S)
+        for param in params
+    ]  # fmt: skip
+    for state in states:
+        state.step(averaging_round=True, delay_averaging=True)
+    for state in states:
+        state.step(wait_for_delayed_updates=True)
+    assert [param.item() for param in params] == [4.0, 4.0]
 
 
 def test_a_local_step_beside_an_average_is_not_undone_by_a_write_that_changes_nothing(

@@ -31,6 +31,21 @@ def swarm_of(members: Membership) -> PeerSwarm:
     return PeerSwarm(Mock(id=members.me.peer, mesh=Mock(ask=ask)))
 
 
+def test_a_newcomer_warns_of_who_lives_and_is_silent_and_not_of_who_was_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever joined a run in which a peer had been killed was told that not all had told what they know."""
+    monkeypatch.setattr(peer_swarm, "HELLO_S", TICK_S)
+    killed, slow = (SimpleNamespace(id=name, alive=name == "slow", left=False) for name in ("killed", "slow"))
+    swarm = PeerSwarm(Mock(id="me", mesh=Mock(ask=lambda read: [])))
+    for here, told in (([killed], ""), ([killed, slow], "slow did not tell what they know")):
+        monkeypatch.setattr(swarm._peer, "members", lambda here=here: here)
+        caplog.clear()
+        swarm._greet()
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert [text.partition(" within")[0] for text in warned] == ([told] if told else [])
+
+
 def test_nobody_who_lives_is_missed_in_a_swarm_too_large_to_ping_all_of_it_and_the_dead_are() -> None:
     net, names = Net(), [f"p{i:02d}" for i in range(HEARTBEATS_MAX + 4)]
     for name in names:

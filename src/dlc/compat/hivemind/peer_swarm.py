@@ -104,12 +104,19 @@ class PeerSwarm:
         """Wait until the notices of all who are here have come: what a newcomer decides by must not lack them."""
         self._hello()
         end = time.monotonic() + HELLO_S
-        while time.monotonic() < end:
-            heard = {notice.author for notice in self.notices(HELLO)}
-            if {member.id for member in self._peer.members() if not member.left} <= heard:
-                return
+        while silent := self._silent():
+            if time.monotonic() >= end:
+                break
             self._closed.wait(LOOK_S)
-        log.warning("not all peers have told what they know within %g s; going on without", HELLO_S)
+        if late := [peer[:8] for peer, lives in silent.items() if lives]:
+            log.warning("%s did not tell what they know within %g s; going on without", ", ".join(late), HELLO_S)
+        if gone := [peer[:8] for peer, lives in silent.items() if not lives]:
+            log.info("%s did not answer, and may be gone", ", ".join(gone))
+
+    def _silent(self) -> dict[str, bool]:
+        """Members that have told nothing yet, and whether each is known to live."""
+        heard = {notice.author for notice in self.notices(HELLO)}
+        return {m.id: m.alive for m in self._peer.members() if not m.left and m.id not in heard}
 
     def _hello(self) -> None:
         if time.monotonic() - self._said > HELLO_TTL_S / 8:

@@ -177,13 +177,13 @@ class DiLoCoOptimizer(BoundOptimizer):
         inner: Any = self.inner_optimizer
         try:
             loss = self._step_by(scaler) if scaler is not None else inner.step(closure)
-        finally:
+        finally:  # a step stays made where the round after it is interrupted, or fails
             if self._made == made:  # skipped by the scaler, or failed
                 self._samples -= samples
+            elif self.state_averager.scheduler_inner_optimizer is not None:
+                self.state_averager.scheduler_inner_optimizer.step()
         if self._made != made:
             self._samples = self._samples if diloco.inner_step else 0
-            if self.state_averager.scheduler_inner_optimizer is not None:
-                self.state_averager.scheduler_inner_optimizer.step()
         report = diloco.last_report
         if diloco.t != t and report is not None and report is not last:
             log.info("%s", report.summary())

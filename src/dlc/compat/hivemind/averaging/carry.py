@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dlc.flat import FLAT_DTYPES
+
 
 @torch.no_grad()
 def carry(local: Tensor, before: Tensor, mean: Tensor) -> Tensor:
@@ -18,6 +20,17 @@ def carry(local: Tensor, before: Tensor, mean: Tensor) -> Tensor:
         return local.add_((mean - before).to(local.device, local.dtype))
     moved = local + (mean - before).to(local.device, local.dtype)
     return local.copy_(torch.where(finite.to(local.device), moved, mean.to(local.device, local.dtype)))
+
+
+@torch.no_grad()
+def take(local: Tensor, before: Tensor, mean: Tensor) -> None:
+    """local <- mean, with what was changed since `before` (fp32, on the CPU) on top. A tensor that nobody has changed
+    becomes the mean itself: the sum would round, and leave each peer with other bits."""
+    exact = local.dtype in FLAT_DTYPES
+    if exact and torch.equal(local.detach().to(before.device, before.dtype), before):
+        local.copy_(mean)
+    else:
+        carry(local, before, mean)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

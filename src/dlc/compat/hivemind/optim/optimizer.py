@@ -245,26 +245,31 @@ class Optimizer(TorchFace):
                 finish = partial(self._finish_gradients, self.grad_averager, control, epoch, unheard)
                 if self.delay_grad_averaging and not self.auxiliary:
                     trigger = finish
-                elif not self._try(finish):
-                    if scaler is not None:
-                        self._drop_sums()  # they are unscaled now, and would be so once more
+                elif not self._try(finish, scaler):
                     return  # the sums are kept; the next step tries again
             due = (epoch + 1) % self.average_state_every == 0 and others and not state.passed(state.next_round)
             steps = self.grad_averager is not None and not self.auxiliary
-            state.step(
-                increment_epoch=True,
-                wait_for_trigger=trigger,
-                optimizer_step=steps,
-                delay_optimizer_step=self.delay_optimizer_step and steps,
-                grad_scaler=scaler,
-                averaging_round=due,
-                delay_averaging=self.delay_state_averaging and not self.auxiliary,
-                averaging_opts={"timeout": self.matchmaking_time} if due else None,
-            )
-            if self.grad_averager is not None and not self.delay_grad_averaging and not self.auxiliary:
-                self.grad_averager.reset_accumulated_grads_()
-            self.tracker.update_epoch(self.local_epoch)
-            self._number_rounds()
+            try:
+                state.step(
+                    increment_epoch=True,
+                    wait_for_trigger=trigger,
+                    optimizer_step=steps,
+                    delay_optimizer_step=self.delay_optimizer_step and steps,
+                    grad_scaler=scaler,
+                    averaging_round=due,
+                    delay_averaging=self.delay_state_averaging and not self.auxiliary,
+                    averaging_opts={"timeout": self.matchmaking_time} if due else None,
+                )
+            finally:  # an average of the state that is interrupted leaves the step made, and its epoch counted
+                if self.local_epoch > epoch:
+                    self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """What was accumulated is in the model, or on its way there."""
+        if self.grad_averager is not None and not self.delay_grad_averaging and not self.auxiliary:
+            self.grad_averager.reset_accumulated_grads_()
+        self.tracker.update_epoch(self.local_epoch)
+        self._number_rounds()
         log.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
 
     def _begin_gradients(
@@ -348,9 +353,13 @@ class Optimizer(TorchFace):
             self.grad_averager.reset_accumulated_grads_()
         self.tracker.report_local_progress(self.local_epoch, 0)
 
-    def _try(self, work: Callable[[], None]) -> bool:
+    def _try(self, work: Callable[[], None], scaler: GradScaler | None) -> bool:
+        """Whether there was an average. Without one the sums are kept, unless a scaler has unscaled them: they would be
+        so once more."""
+        made = False
         try:
             work()
+            made = True
         except (SwarmClosed, UsageError):
             raise
         except DlcError as error:
@@ -358,8 +367,10 @@ class Optimizer(TorchFace):
                 log.log(self.status_loglevel, "%s; there is nothing to help with until the next epoch ends", error)
             else:
                 log.warning("%s; the gradients are kept, and the next step tries again", error)
-            return False
-        return True
+        finally:
+            if not made and scaler is not None:
+                self._drop_sums()
+        return made
 
     # ---------------------------------------------------------------- in step with the others
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
-from dlc.compat.hivemind.averaging.carry import carry
+from dlc.compat.hivemind.averaging.carry import take
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
@@ -399,7 +399,7 @@ class TrainingStateAverager(DecentralizedAverager):
         without it what the program has changed of the parameters stays."""
         for i, (local, mean) in enumerate(zip(self._local_tensors(), means, strict=True)):
             if self.delta_rule_averaging:
-                carry(local, update.before[i], mean)
+                take(local, update.before[i], mean)
                 continue
             written = i < len(update.before) and local._version != update.versions[i]
             where = differ(local, update.before[i]) if written else None

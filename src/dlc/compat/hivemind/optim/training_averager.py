@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
-from dlc.compat.hivemind.averaging.carry import carry
+from dlc.compat.hivemind.averaging.carry import take
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, initialize, load, state_infos
 from dlc.compat.hivemind.utils.background import in_background
@@ -71,7 +71,7 @@ class TrainingAverager(DecentralizedAverager):
             with lock, self.get_tensors() as averaged:
                 for i, (tensor, average) in enumerate(zip(tensors, averaged, strict=True)):
                     if before:
-                        carry(tensor, before[i], average)
+                        take(tensor, before[i], average)
                     else:
                         tensor.copy_(average)
             self.local_step += 1
