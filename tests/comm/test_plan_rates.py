@@ -65,6 +65,12 @@ def test_results_go_faster_only_where_the_way_up_has_room() -> None:
     assert [sum(row) for row in found[:2]] == [pytest.approx(PLAN_SHARE * 3e6)] * 2
 
 
+def test_what_the_way_up_has_to_spare_is_shared_by_all_who_own_nothing() -> None:
+    members = [Member(3e6, 2.97e6), *[Member(9e6, 9e6, owns=False)] * 2]
+    found = matrix(members, (1.0, 0.0, 0.0))
+    assert sum(found[0]) == pytest.approx(PLAN_SHARE * 3e6)
+
+
 def test_of_two_the_quicker_has_some_of_what_is_left() -> None:
     members = [Member(6e6, 6e6), Member(3e6, 9e6)]
     found = matrix(members, (0.5, 0.5))
