@@ -323,8 +323,14 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[field]
-            except (ValueError, KeyError, TypeError, RecursionError) as e:
+                record = json.loads(line)
+                text = record[field]
+            except KeyError:
+                raise DataError(
+                    f'{path}, line {number}: no field "{field}" (found: {", ".join(record) or "none"}); set '
+                    "data.text_field, or give that record one"
+                ) from None
+            except (ValueError, TypeError, RecursionError) as e:
                 raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field ({e})') from e
             if text is None:
                 tell_of_nulls(str(path), field)
