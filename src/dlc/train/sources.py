@@ -442,7 +442,7 @@ def line_text(line: str, field: str, source: str, at: str, first: bool) -> bytes
         if first:
             raise DataError(
                 f'{source}, {at}: its first line is no JSON object with a string as "{field}" ({e}): '
-                "set data.text_field"
+                "set data.text_field, or mend that line"
             ) from e
         tell_of_torn(source, field)
         return None
