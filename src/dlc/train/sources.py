@@ -327,8 +327,8 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
                 text = record[field]
             except KeyError:
                 raise DataError(
-                    f'{path}, line {number}: no field "{field}" (found: {", ".join(record) or "none"}); set '
-                    "data.text_field, or give that record one"
+                    f'{path}, line {number}: not a JSON object with a "{field}" field (found: '
+                    f"{', '.join(record) or 'none'}); set data.text_field, or give that record one"
                 ) from None
             except (ValueError, TypeError, RecursionError) as e:
                 raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field ({e})') from e
