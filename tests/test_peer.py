@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dlc import collectives, drivercalls, joining
+from dlc import collectives, drivercalls, joining, survey
 from dlc import peer as peer_module
 from dlc.addresses import outbound_host
 from dlc.comm import driver, entries, links, waiting
@@ -380,8 +380,7 @@ def test_a_connection_on_which_no_answer_comes_is_not_called_one_that_could_not_
     monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
     (address,) = free_addresses(1)
     why = f"{address} (connected, but no answer has come"
-    if ends:
-        why += ", as on one before, which ended: packets of full size"
+    why += ", as on one before, which ended: packets of full size" if ends else ", as from another version of dlc"
     with ThreadPoolExecutor(1) as pool:
         asks = pool.submit(Peer.join, [address], join_timeout_s=JOIN_S)
         silent = asked(address)
@@ -647,6 +646,21 @@ def test_status_takes_addresses_as_join_does() -> None:
             status(given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout_s is None"):
         status("127.0.0.1:1", timeout_s=None)  # type: ignore[arg-type]
+
+
+def test_status_of_one_that_is_reached_and_gives_no_answer_names_another_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "reached at 127.0.0.1", it said, and to check the address and the port."""
+    over = threading.Event()
+    monkeypatch.setattr(survey, "clock", lambda: clock() + JOIN_S * over.is_set())
+    (address,) = free_addresses(1)
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(status, [address], timeout_s=JOIN_S)
+        with contextlib.closing(asked(address)):
+            over.set()
+            with pytest.raises(UnreachableError, match="no answer has come, as from another version of dlc"):
+                asks.result()
 
 
 def test_status_of_one_run_leaves_out_the_others() -> None:

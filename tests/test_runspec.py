@@ -134,6 +134,8 @@ def test_toml_sets_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
         ("[training]\nlr = 3", "unknown option 'training'; the tables are model, data, inner, outer"),
         ("[inner.adam]\nlr = 3", "unknown option 'inner.adam'; did you mean 'inner'?"),
         ("[inner]\nH = 500", "unknown option 'inner.H'; did you mean 'sync_every'?"),
+        ("RUN = 'mine'", "unknown option 'RUN'; did you mean 'run'?"),
+        ("[inner]\nLR = 1", "unknown option 'inner.LR'; did you mean 'inner.lr'?"),
         ("local_steps = 500", "unknown option 'local_steps'; did you mean 'sync_every'?"),
         ("name = 'mine'", "unknown option 'name'; did you mean 'model.name' or 'run'?"),
         ("[outer]\nouter_lr = 1", "unknown option 'outer.outer_lr'; did you mean 'gossip.outer_lr' or 'outer.lr'?"),

@@ -25,7 +25,7 @@ from dlc.errors import SpecMismatch, UnreachableError, WrongKeyError
 from dlc.handles import Flag
 from dlc.runspec import RunSpec
 from dlc.statedir import PeerState
-from dlc.survey import wrong_key
+from dlc.survey import OTHER_VERSION, UNANSWERED, wrong_key
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +188,8 @@ def introduce(
 
 def _unanswered(event: LinkEvent, ended: set[str]) -> LinkEvent:
     """What is to be said of a connection on which nothing comes."""
-    why = f", as on one before, which ended: {FULL_PACKETS_LOST}" if event.address in ended else ""
-    return dataclasses.replace(event, detail=f"connected, but no answer has come{why}")
+    why = f"as on one before, which ended: {FULL_PACKETS_LOST}" if event.address in ended else OTHER_VERSION
+    return dataclasses.replace(event, detail=f"{UNANSWERED}, {why}")
 
 
 def _agreed(lobby: Lobby, spec: RunSpec | None, run: str | None) -> RunSpec:

@@ -120,11 +120,12 @@ ELSEWHERE = {
 
 def unknown(name: str, names: tuple[str, ...]) -> str:
     """The sentence for an option that does not exist, with the nearest that does."""
-    last = str(name).rpartition(".")[2]
-    moved = [known for known in names if known.rpartition(".")[2] == last]
-    if (other := ELSEWHERE.get(last.lower())) in names and other not in moved:
+    plain = str(name).lower()
+    last = plain.rpartition(".")[2]
+    moved = [known for known in names if known.rpartition(".")[2] == last and plain not in names]
+    if (other := ELSEWHERE.get(last)) in names and other not in moved:
         moved.append(other)
-    similar = difflib.get_close_matches(name, names, n=1) or [
+    similar = difflib.get_close_matches(plain, names, n=1) or [
         known for known in names if difflib.get_close_matches(last, [known.rpartition(".")[2]])
     ]
     hint = moved or similar[:1]

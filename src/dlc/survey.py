@@ -24,6 +24,9 @@ from dlc.errors import ProtocolError, UnreachableError, UsageError, WrongKeyErro
 ASK_AGAIN_S = 0.5
 STATUS_BYTES_MAX = 4096
 """A longer status is not shown."""
+UNANSWERED = "connected, but no answer has come"
+OTHER_VERSION = "as from another version of dlc, whose log says so: have the same one on all hosts"
+"""What an address may be that is connected, and does not answer: what another version sends is dropped there."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def status(
                     transport.send_control(address, encode(me, bytes(8), hello))
             for event in transport.poll(0.1):
                 if isinstance(event, LinkEvent):
-                    details[event.address] = event.detail
+                    silent = event.kind == "connected"
+                    details[event.address] = f"{UNANSWERED}, {OTHER_VERSION}" if silent else event.detail
                     if event.kind == "auth_failed":
                         barred.add(event.address)
                 if isinstance(event, Incoming):

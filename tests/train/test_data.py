@@ -358,7 +358,7 @@ def test_blocks_of_another_length_are_cut_from_the_same_sides(
     ("line", "says"),
     [
         ("{", "line 2"),
-        ('{"body": "x"}', "line 2"),
+        ('{"body": "x"}', r'line 2: not a .* "text" field \(found: body\); set data.text_field'),
         ('{"text": 3}', "int"),
         ("[1]", "line 2"),
         ("[" * 100_000, "line 2"),

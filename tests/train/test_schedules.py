@@ -48,10 +48,11 @@ def test_a_warm_up_that_the_run_does_not_outlast_is_told() -> None:
     assert "ends after 90 inner steps at most, in the middle of a warm-up of 100" in said
     steps = dataclasses.replace(RUN, strategy="data-parallel", rounds=99)
     assert len(doubts(steps)) == 1 and not doubts(dataclasses.replace(steps, rounds=100))
-    per_step = RUN.blocks_per_step * RUN.data.seq_len
     for rounds in (0, 100):
-        assert len(doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step))) == 1
-        assert not doubts(dataclasses.replace(RUN, rounds=rounds, tokens=99 * per_step + 1))
+        (said,) = doubts(dataclasses.replace(RUN, rounds=rounds, tokens=9 * RUN.tokens_per_round))
+        assert "ends after 90 inner steps at most" in said
+        one_more = dataclasses.replace(RUN, rounds=rounds, tokens=9 * RUN.tokens_per_round + 1)
+        assert not doubts(one_more), "the round that reaches them is made to its end"
     assert len(doubts(dataclasses.replace(RUN, rounds=9, tokens=10**9))) == 1, "the rounds end it first"
     (said,) = doubts(dataclasses.replace(RUN, outer=OuterSpec(warmup_rounds=101)))
     assert "ends after 100 outer rounds at most, in the middle of a warm-up of 101" in said

@@ -717,7 +717,8 @@ def test_streams_that_cannot_be_used_say_why(tmp_path: Path, corpus: Path) -> No
     for line in ("{ no json", '["text"]', '{"body": "x"}', '{"text": 5}', "[" * 100_000):
         broken = tmp_path / "broken.jsonl"
         broken.write_text(line + "\n" + few.read_text())
-        with pytest.raises(DataError, match='shard 0: its first line is no JSON object with a string as "text"'):
+        says = 'shard 0: its first line is no JSON object with a string as "text" .*: set data.text_field, or mend that'
+        with pytest.raises(DataError, match=says):
             opened(broken, 1).batch(range(9))
     table = tmp_path / "broken.parquet"
     table.write_bytes(b"PAR1 and so on")

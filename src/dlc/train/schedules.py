@@ -15,8 +15,8 @@ def doubts(spec: RunSpec) -> list[str]:
     """What of the learning rates can hardly be meant: a sentence for each."""
     said = []
     steps = spec.exchanges * spec.steps_per_round
-    if spec.tokens:  # of one peer alone; several need fewer
-        alone = -(-spec.tokens // (spec.blocks_per_step * spec.data.seq_len))
+    if spec.tokens:  # of one peer alone, to the end of the round that reaches them; several need fewer
+        alone = -(-spec.tokens // spec.tokens_per_round) * spec.steps_per_round
         steps = min(steps or alone, alone)
     told = (
         ("inner", spec.inner.warmup_steps, steps, "steps"),

@@ -323,8 +323,14 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[field]
-            except (ValueError, KeyError, TypeError, RecursionError) as e:
+                record = json.loads(line)
+                text = record[field]
+            except KeyError:
+                raise DataError(
+                    f'{path}, line {number}: not a JSON object with a "{field}" field (found: '
+                    f"{', '.join(record) or 'none'}); set data.text_field, or give that record one"
+                ) from None
+            except (ValueError, TypeError, RecursionError) as e:
                 raise DataError(f'{path}, line {number}: not a JSON object with a "{field}" field ({e})') from e
             if text is None:
                 tell_of_nulls(str(path), field)
@@ -436,7 +442,7 @@ def line_text(line: str, field: str, source: str, at: str, first: bool) -> bytes
         if first:
             raise DataError(
                 f'{source}, {at}: its first line is no JSON object with a string as "{field}" ({e}): '
-                "set data.text_field"
+                "set data.text_field, or mend that line"
             ) from e
         tell_of_torn(source, field)
         return None
