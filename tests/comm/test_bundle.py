@@ -32,7 +32,11 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     refused, real = [True], tcp.set_congestion
 
     def choose(sock: socket.socket, name: str) -> bool:
-        return not refused[0] if name == CONGESTION_CONTROL else real(sock, name)
+        if name != CONGESTION_CONTROL:
+            return real(sock, name)
+        if refused[0]:
+            real(sock, "reno")  # the system's own may be BBR
+        return not refused[0]
 
     monkeypatch.setattr(tcp, "set_congestion", choose)
     monkeypatch.setattr("dlc.comm.links.is_loopback", lambda host: False)
