@@ -91,8 +91,8 @@ WINDOW_SPARE = 1.25
 
 KNOWN_SHARE = 0.8
 """BBR that knows of less than this part of the pace begins anew. It would look for more by a quarter at a time, in each
-eighth round trip; one that begins doubles its rate in each, up to the pace. What a probe beside others' had left one of
-twelve connections (a sixth of its pace) made a first round between far sites take 6.4 s for 3.3."""
+eighth round trip; one that begins doubles its rate in each, up to the pace. A first round between far sites took 6.4 s
+for 3.3, as one of twelve connections began it with a sixth of its pace: what went before had left it no more."""
 
 FULL_BYTES = 4096
 """A message that is as long takes packets of full size: of two such the longer shows no more."""
