@@ -35,7 +35,7 @@ from tests.helpers import wait_until
 from tests.swarm import swarm, together
 
 CHUNK = os.urandom(1 << 17)
-SO_MAX_PACING_RATE, TCP_CONGESTION = 47, 13
+SO_MAX_PACING_RATE, TCP_CONGESTION, TCP_NOTSENT_LOWAT = 47, 13, 25
 UNLIMITED = 2**32 - 1
 linux = pytest.mark.skipif(not tcp.AVAILABLE, reason="pacing and TCP_INFO are Linux's")
 
@@ -275,6 +275,18 @@ def test_bbr_is_allowed_the_part_that_it_keeps_from_what_it_saw(raw: tuple[socke
     assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == 4_950_000
     assert tcp.set_congestion(client, "bbr") and tcp.pace(client, None)
     assert number(client, socket.SOL_SOCKET, SO_MAX_PACING_RATE) == UNLIMITED
+
+
+@linux
+@pytest.mark.parametrize(
+    ("rate_Bps", "unsent_bytes"), [(5e6, 1_250_000), (1000.0, 128 << 10), (None, UNLIMITED), (5e9, UNLIMITED)]
+)
+def test_of_a_paced_connection_little_waits_unsent(
+    raw: tuple[socket.socket, socket.socket], rate_Bps: float | None, unsent_bytes: int
+) -> None:
+    _, client = raw
+    assert tcp.set_congestion(client, "reno") and tcp.pace(client, 1e6) and tcp.pace(client, rate_Bps)
+    assert number(client, socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == unsent_bytes
 
 
 @linux

@@ -28,7 +28,7 @@ SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 """Of this network namespace: least, usual and greatest size, in bytes."""
 
 _SO_MAX_PACING_RATE = 47
-_TCP_INFO, _TCP_CONGESTION, _TCP_CC_INFO = 11, 13, 26
+_TCP_INFO, _TCP_CONGESTION, _TCP_NOTSENT_LOWAT, _TCP_CC_INFO = 11, 13, 25, 26
 _NAME_BYTES = 16
 """The longest name of a congestion control, with its end."""
 _UNLIMITED = 2**32 - 1
@@ -47,6 +47,9 @@ _NO_RTT_US = 2**32 - 1
 _NO_THRESHOLD = 2**31 - 1
 BBR_SHARE = 0.99
 """Of what it saw go through, BBR sends this much, so that queues drain. On a paced connection it sees the pace go."""
+UNSENT_S, UNSENT_BYTES_MIN = 0.25, 128 << 10
+"""Of a paced connection the kernel holds no more unsent than it sends in this time, and at least so much. What it would
+take at once, a send buffer for each connection, is encoded at once, and whatever else a host has to do waits for it."""
 _KEPT_WINDOW = 0.75
 """Of the congestion window becomes the threshold when a connection has idled, if that is more."""
 
@@ -230,13 +233,16 @@ def pace(sock: socket.socket, rate_Bps: float | None) -> bool:
 
     It is the rate of what `TcpSample.bytes_acked` counts; where the interface has the queueing discipline fq, headers
     count too, which makes 4 % less. The first ten segments of a connection are not paced. To be told anew when the
-    congestion control changes. Raises ValueError for a rate that is not above 0.
+    congestion control changes. How much waits unsent in the kernel is limited with it (UNSENT_S). Raises ValueError for
+    a rate that is not above 0.
     """
     if rate_Bps is not None and not rate_Bps > 0:
         raise ValueError(f"a rate is above 0, not {rate_Bps}")
     if rate_Bps is not None and congestion(sock) == "bbr":
         rate_Bps /= BBR_SHARE
     value = _UNLIMITED if rate_Bps is None or rate_Bps > RATE_BPS_MAX else max(1, int(rate_Bps))
+    unsent_bytes = _UNLIMITED if value == _UNLIMITED else max(UNSENT_BYTES_MIN, int(UNSENT_S * value))
+    _set(sock, socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, struct.pack("=I", unsent_bytes))
     return _set(sock, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", value))
 
 
