@@ -15,7 +15,7 @@ import torch
 from dlc.comm.effects import Effect, Pace, Send
 from dlc.comm.giftpace import GiftPace
 from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
-from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours, spectral_gap
+from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.meshmessages import Gift, Parcel, Pull, Refused, Taken, Withdraw
@@ -412,7 +412,7 @@ def test_graphs_conserve_mass_and_shrink_the_distance_by_their_gap(n: int) -> No
             assert np.allclose(p.sum(0), 1.0) and (p >= 0).all()
             assert sum(share for _, share in gives(graph, n, 0, t)) < 1.0
         rho = contraction(graph, n)
-        assert 0.0 <= rho < 1.0 and spectral_gap(graph, n) == 1.0 - rho
+        assert 0.0 <= rho < 1.0
         deviation = x - x.mean()
         if graph == "random-pairs":
             squares = [np.linalg.norm(mixing(graph, n, t) @ deviation) ** 2 for t in range(3000)]

@@ -107,10 +107,5 @@ def contraction(graph: str, n: int) -> float:
     return float((1 - q / 2 - q / (2 * (n - 1))) ** 0.5)
 
 
-def spectral_gap(graph: str, n: int) -> float:
-    """1 - contraction: 1 is consensus in one step."""
-    return 1.0 - contraction(graph, n)
-
-
 def _norm(matrix: Matrix) -> float:
     return float(np.linalg.norm(matrix, 2))

@@ -15,9 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from dlc.comm.ids import PeerId
 
-PUBLIC_KEY_BYTES = 32
 PRIVATE_KEY_BYTES = 32
-SIGNATURE_BYTES = 64
 _ID_BYTES = 20
 
 
