@@ -740,7 +740,8 @@ def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
     config.write_text('strategy = "gossip"\n' + Path(host.config(0)).read_text())
     (address,) = free_addresses(1)
     try:
-        first = host.start("first", "--config", str(config), "--key-file", str(host.key), "--listen", address)
+        words = ("--config", str(config), "--key-file", str(host.key), "--history-bytes", "1GiB")
+        first = host.start("first", *words, "--listen", address)
         second, third = (
             host.start(name, "--peers", address, "--key-file", str(host.key)) for name in ("second", "third")
         )
@@ -757,6 +758,8 @@ def test_three_peers_of_which_one_is_killed(tmp_path: Path) -> None:
         for peer in (first, third):
             peer.signal(signal.SIGINT)
         assert [first.exit_code(), third.exit_code()] == [0, 0]
+        assert "--history-bytes changes nothing here" in first.log()
+        assert "--history-bytes" not in third.log()
         losses = [event["loss"] for event in first.all("averaging")]
         assert min(losses[-5:]) < losses[0]
         apart = [event["distance"] for event in first.all("averaging") if event["t"] > at]

@@ -181,6 +181,11 @@ def _take_part(
             raise
         raise SpecMismatch(f"the checkpoint {named.path} is of another run than the peers': {error}") from None
     with peer:
+        if args.history_bytes is not None and peer.spec.strategy in WITHOUT_LOG:
+            log.warning(
+                '--history-bytes changes nothing here: a run with strategy = "%s" keeps no results of past rounds',
+                peer.spec.strategy,
+            )
         interrupts.can_save = args.role != TRAINER  # who trains has nothing to save before it is in step
         if args.role != TRAINER:
             take_part = help_out if args.role == HELPER else look_on
