@@ -236,7 +236,9 @@ def test_no_bootstrap_peer_has_to_stay_alive() -> None:
             assert all({s.peer for s in r.contributors} == {p.id for p in rest} for r in reports)
 
 
-def test_who_leaves_sees_first_to_those_who_lack_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_sees_first_to_those_who_lack_the_last_round(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Their last bytes may be nowhere else. But it stays no longer than it was told to."""
     with swarm(2) as (first, second):
         acts: list[str] = []
@@ -257,8 +259,10 @@ def test_who_leaves_sees_first_to_those_who_lack_the_last_round(monkeypatch: pyt
             monkeypatch.setattr(node, "leave", left)
         first.leave(JOIN_S)
         assert acts == ["looks", "looks", "looks", "leaves"]
+        assert "may still lack" not in caplog.text
         second.leave(0.0)
         assert acts[4:] == ["looks", "leaves"]
+        assert "leaves after 0 s: others may still lack their part" in caplog.text
 
 
 def test_who_starts_again_with_a_list_of_peers_that_are_gone_finds_those_it_knew(tmp_path: Path) -> None:

@@ -445,7 +445,11 @@ class Peer(Collectives):
                     self._wait(lambda: not owed & mesh.ask(lambda mesh, now: mesh.owed().keys()), timeout_s, "")
                 self._wait(lambda: not self._look(lambda node, now: node.left_behind()), until - clock(), "")
             except RoundTimeout:
-                log.info("leaves, though others may need something of what it has averaged with them")
+                log.warning(
+                    "leaves after %g s: others may still lack their part of what it has averaged with them; "
+                    "leave(timeout_s=...) waits for longer",
+                    timeout_s,
+                )
 
     def _go(self, timeout_s: float) -> None:
         if self._driver.running and self._node is not None:
