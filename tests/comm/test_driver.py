@@ -22,7 +22,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent
 from dlc.comm.messages import Bulk, Contrib, Gossip, Ping
 from dlc.comm.transport import Transport
-from dlc.errors import SwarmClosed
+from dlc.errors import ProtocolError, SwarmClosed
 
 ME = Voter("me", 1)
 PING = Ping(1, Gossip((), ()))
@@ -352,3 +352,37 @@ def test_what_a_call_gave_is_let_go_with_its_reply() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_what_went_to_one_peer_is_not_kept() -> None:
+    """A part is a view of all that was contributed, a piece of an image: that memory stayed until the next round."""
+
+    class Vector(bytearray):
+        pass
+
+    whole = Vector(9)
+    links, source = Links(), Source(Contrib("train", b"", 0, 1.0, 1, memoryview(whole)[:3]))
+    driver = driven(links, source)
+    driver._pump(*driver._want_write())
+    assert [message.chunk for _, message in links.went] == [0]  # type: ignore[attr-defined]
+    links.went.clear()
+    gone = weakref.ref(whole)
+    del whole
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_refusal_by_a_machine_that_is_in_doubt_ends_the_driver() -> None:
+    """It was counted as a bad frame, and the machine went on."""
+
+    class Refusing(Source):
+        def receive(self, sender: Voter, message: Any, now: float) -> list[Any]:
+            raise ProtocolError("a result that cannot be")
+
+    links, source = Links(), Refusing()
+    driver = driven(links, source)
+    driver._receive(coming(0))
+    assert driver.bad_frames == 1
+    source.torn = True
+    with pytest.raises(ProtocolError, match="a result that cannot be"):
+        driver._receive(coming(1))

@@ -134,3 +134,36 @@ def test_of_two_that_lack_results_of_each_other_nobody_knows_whether_they_are_se
     assert stage.world.now - began >= stage.world.scenario.timeouts.commit_s
     scene.lost()
     scene.ends_well()
+
+
+def test_what_waits_for_a_laggard_when_the_next_round_begins_is_dropped_and_had_by_catching_up() -> None:
+    """Its link takes so little that the round is decided without it after T_commit. What it asks of the plan that is
+    over is not answered; the entry is given to it with its results, once."""
+    stage = Stage(4, n_chunks=8)
+    coordinator, plan = stage.planned()
+    laggard = stage.peers(coordinator)[0]
+    others, peer, room = stage.peers(laggard), laggard.voter.peer, False
+
+    def waiting(process: Process) -> set[int]:
+        """Chunks of that round that wait there for the laggard."""
+        results = process.node.exchange.outbox.results.get(peer, ())
+        return {r.header.chunk for r in results if r.header.head == plan.head}
+
+    for process in others:
+        outbox = process.node.exchange.outbox
+
+        def take(to: str, take: Callable[[str], msg.Bulk | None] = outbox.next) -> msg.Bulk | None:
+            return take(to) if room or to != peer else None
+
+        outbox.next = take  # type: ignore[method-assign]
+    began = stage.world.now
+    stage.committed(plan.entry.t, others)
+    assert stage.world.now - began >= stage.world.scenario.timeouts.commit_s and all(map(waiting, others))
+    stage.until(lambda: all((now := p.node.slot.plan) is not None and now.head != plan.head for p in others))
+    assert laggard.node.log.head == plan.head and not any(map(waiting, others))
+    room = True
+    stage.committed(plan.entry.t, [laggard])
+    came = [m for _, _, to, m in stage.sent if to == peer and isinstance(m, msg.Result)]
+    got = [result.header.chunk for result in came if result.header.head == plan.head]
+    assert len(got) == len(set(got)), "nothing came twice"
+    stage.all_in()

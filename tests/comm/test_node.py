@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from dlc.comm import messages as msg
 from dlc.comm.effects import Notify, Send
 from dlc.comm.events import MemberDown
-from dlc.errors import UsageError
+from dlc.errors import ProtocolError, UsageError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import ToyState
 from tests.comm.stage import Stage
@@ -84,3 +85,40 @@ def test_a_contribution_that_is_taken_back_during_its_round_goes_on_from_a_copy(
     given.zero_()
     assert process.node.exchange.offered[TRAIN] is mine and mine.sink is None and stopped == [True]
     assert torch.equal(mine.vector, torch.ones(plan.entry.numel))
+
+
+def test_who_refuses_in_the_middle_of_a_step_is_in_doubt() -> None:
+    """The head has moved, and its state has not: it would be taken for a message that is refused, and nothing more."""
+    stage = Stage(3, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Held | msg.Commit)
+    coordinator, _ = stage.planned()
+    process = stage.peers(coordinator)[0]
+    node = process.node
+    stage.until(lambda: node.slot.accepted is not None)
+    assert node.slot.accepted is not None
+    commit, now = msg.Commit(node.slot.accepted[1].entry, (coordinator.voter,)), process.host.clock_s(stage.world.now)
+    false = dataclasses.replace(commit, entry=dataclasses.replace(commit.entry, electorate=()))
+    with pytest.raises(ProtocolError):
+        node.receive(coordinator.voter, false, now)
+    assert not node.torn
+
+    def step(t: int, means: object) -> None:
+        raise ProtocolError("a mean of another length")
+
+    node.log.attached[TRAIN].state.step = step  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match="of another length"):
+        node.receive(coordinator.voter, commit, now)
+    assert node.torn
+
+
+def test_who_answers_is_noted_of_listed_addresses_alone() -> None:
+    """Of any that was ever dialled, or said to have been, it was kept for ever."""
+    stage = Stage(2)
+    process, other = stage.peers()
+    node, now = process.node, process.host.clock_s(stage.world.now)
+    node.slot.listed, record = ("listed:1",), other.node.members.own
+    for address in ("listed:1", "another:1", ""):
+        welcome = msg.Welcome(msg.PROTOCOL_VERSION, "sim", b"spec", record, (), address, "")
+        node.receive(other.voter, welcome, now)
+    assert node.slot.answers.get("listed:1") == other.voter.peer
+    assert not {"another:1", ""} & node.slot.answers.keys()

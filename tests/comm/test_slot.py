@@ -256,8 +256,13 @@ def test_a_new_slot_knows_nothing_of_the_last() -> None:
     slot, ctx = member.slot, member.ctx
     slot.votes, slot.blocked_on_digest, slot._last_ready = {member.others[0]: (slot.promised, WRONG)}, True, ctx.now
     slot.promised = slot.seen = Ballot(9, member.others[0])
+    slot.beat = msg.Coord(member.head, slot.promised, msg.RUN, (member.me,))
+    slot._lacked = (WRONG, ctx.running_s - 2 * ctx.members.t_evict_s)
+    assert slot._waited_in_vain(WRONG)
     ctx.running_s += 5.0
     slot.enter()
+    assert slot.beat is None, "whom its coordinator waited for, nobody waits for now"
+    assert not slot._waited_in_vain(WRONG), "the wait for a first state begins with its slot"
     rank0 = member.log.state.rank0
     assert rank0 is not None and slot.promised == slot.seen == Ballot(0, rank0)
     assert slot.accepted is None and not slot.accepted_results and slot.plan is None and not slot.votes
@@ -744,8 +749,53 @@ def test_results_are_served_by_chunk_and_by_hash() -> None:
 
     served(msg.Fetch(member.head, slot.promised, (), ()))
     assert served(msg.Fetch(member.head, slot.promised, (0,), ())) == [result]
+    accepted = slot.accepted, slot.accepted_results
     exchange.held, exchange.hashes = {0: result}, {0: WRONG}
-    slot.accepted_results = ()
+    slot.accepted, slot.accepted_results = None, ()
     assert not served(msg.Fetch(member.head, slot.promised, (0,), (result_hash(result),)))
-    slot.accepted_results = (result,)
+    slot.accepted, slot.accepted_results = accepted
     assert served(msg.Fetch(member.head, slot.promised, (), (result_hash(result),))) == [result]
+
+
+def test_what_is_in_hand_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each who asked, and each new plan, all of it was hashed again; a large vector takes longer than T_dead."""
+    member = voted()
+    slot, exchange, asker = member.slot, member.node.exchange, member.others[0]
+    plan, results = again(member), exchange.results()
+    monkeypatch.setattr("dlc.comm.exchange.result_hash", None)
+    monkeypatch.setattr("dlc.comm.exchange.blake3", None)
+    exchange.held, exchange.hashes = {}, {}
+    slot.receive_fetch(asker, msg.Fetch(member.head, slot.promised, (), tuple(f.hash for f in plan.fixed)))
+    served = list(iter(lambda: exchange.outbox.next(asker.peer), None))
+    assert {r.header.chunk: r for r in served} == dict(enumerate(results))  # type: ignore[union-attr]
+    slot.receive_plan(plan.ballot.voter, plan)
+    assert exchange.results() == results and slot.accepted is not None and slot.accepted[0] == plan.ballot
+
+
+def test_what_is_fixed_for_one_chunk_is_kept_for_no_other() -> None:
+    """Nor for another vector. It was voted for, and could not be applied: half of the state had moved by then."""
+    member = voted()
+    slot, exchange, plan, first = member.slot, member.node.exchange, again(member), member.slot.accepted
+    a, b, *others = plan.fixed
+    swapped = (dataclasses.replace(a, hash=b.hash), dataclasses.replace(b, hash=a.hash), *others)
+    slot.receive_plan(plan.ballot.voter, dataclasses.replace(plan, fixed=swapped))
+    assert exchange.held.keys() == {f.chunk for f in others} and slot.accepted is first
+    longer = dataclasses.replace(plan, ballot=Ballot(4, plan.ballot.voter))
+    entry = dataclasses.replace(plan.entry, numel=plan.entry.numel + 1)
+    kept = slot._kept(dataclasses.replace(longer, entry=entry))
+    assert kept.keys() == {f.chunk for f in plan.fixed[:-1]}, "the last is shorter"
+    slot.receive_plan(longer.ballot.voter, longer)
+    assert slot.accepted == (longer.ballot, first[1] if first is not None else None)
+
+
+def test_what_waits_for_whoever_asks_is_not_given_to_it_twice() -> None:
+    """Its link has no room for it: so much the longer would it take."""
+    member = voted()
+    slot, outbox, asker = member.slot, member.node.exchange.outbox, member.others[0]
+    first, second, *_ = member.node.exchange.results()
+    outbox.results.clear()
+    outbox.tell(first, [asker.peer])
+    slot.receive_fetch(asker, msg.Fetch(member.head, slot.promised, (0, 1), ()))
+    assert list(iter(lambda: outbox.next(asker.peer), None)) == [first, second]
+    slot.receive_fetch(asker, msg.Fetch(member.head, slot.promised, (0,), ()))
+    assert list(iter(lambda: outbox.next(asker.peer), None)) == [first], "it may have been lost with a connection"

@@ -30,7 +30,7 @@ from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, decode, encode
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Route, Writable
-from dlc.comm.messages import PROOFS, Bulk, Message, Record, Welcome
+from dlc.comm.messages import PROOFS, Bulk, Contrib, Message, Piece, Record, Welcome
 from dlc.comm.tcp import WaySample
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError, SwarmClosed
@@ -406,6 +406,8 @@ class Driver:
             sender, message = decode(event.frames, self.tag)
             effects = self._machine.receive(sender, message, clock())
         except ProtocolError as error:
+            if self._bulk is not None and self._bulk.torn:
+                raise
             self.bad_frames += 1
             if self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
                 log.warning("dropped a frame from %s: %s (%d so far)", event.observed_host, error, self.bad_frames)
@@ -464,7 +466,10 @@ class Driver:
                 return
 
     def _bulk_frames(self, message: Bulk) -> list[Frame]:
-        """The same result goes to every peer: its header is encoded once."""
+        """The same result goes to every peer: its header is encoded once. A part or a piece goes to one alone, and
+        would keep all the memory that it is a view of."""
+        if isinstance(message, Contrib | Piece):
+            return self._frames(message)
         for known, frames in self._recent:
             if known is message:
                 return frames

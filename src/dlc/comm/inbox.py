@@ -126,7 +126,7 @@ class Inbox:
         return True
 
     def _membership(self, sender: Voter, message: msg.Message) -> None:
-        if isinstance(message, msg.Welcome) and message.record is not None and message.address:
+        if isinstance(message, msg.Welcome) and message.record is not None and message.address in self.slot.listed:
             self.slot.answers[message.address] = message.record.voter.peer
         effects = self.ctx.members.receive(sender, message, self.ctx.now)
         self.ctx.out.extend(effects)

@@ -418,14 +418,17 @@ class Node:
     # ---------------------------------------------------------------- one event
 
     def _event(self, now: float, act: Callable[[], None], beside: bool = False) -> list[Effect]:
-        """Refusals (DlcError) leave all as it was. Any other error in the middle of an event is the end of this node:
-        it would vote, answer and be saved with a log that says more than its states hold.
+        """Refusals (DlcError) leave all as it was. Any other error in the middle of an event is the end of this node,
+        and so is one of these after the head moved: it would vote, answer and be saved with a log that says more than
+        its states hold.
         beside: `act` is of a service, which has no part in the log: what it raises is its caller's affair.
         """
         self._wake(now)
+        head = self.log.head
         try:
             act()
         except DlcError:
+            self.torn = self.torn or self.log.head != head
             raise
         except BaseException:
             self.torn = not beside

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
-from dlc.comm.exchange import Exchange, result_hash
+from dlc.comm.exchange import Exchange
+from dlc.comm.grid import Grid
 from dlc.comm.ids import LOWEST, Ballot, Voter
-from dlc.comm.log import Log
+from dlc.comm.log import Log, grid_of
 from dlc.comm.messages import (
     WAIT,
     Coord,
@@ -242,8 +243,16 @@ class Slot:
 
     def _kept(self, plan: Plan) -> dict[int, Result]:
         """Results in hand (candidates, or the bytes of what I accepted) that the new plan fixes."""
-        in_hand = {result_hash(r): r for r in (*self.accepted_results, *self.exchange.held.values())}
-        return {f.chunk: in_hand[f.hash] for f in plan.fixed if f.hash in in_hand}
+        if not plan.fixed:
+            return {}
+        in_hand = self._accepted_by_hash() | {self.exchange.hashes[c]: r for c, r in self.exchange.held.items()}
+        found, grid = ((f.chunk, in_hand.get(f.hash)) for f in plan.fixed), grid_of(plan.entry)
+        return {chunk: r for chunk, r in found if r is not None and _may_be(r, grid, chunk)}
+
+    def _accepted_by_hash(self) -> dict[bytes, Result]:
+        """The bytes of what I accepted. No hash is made anew: that takes as long as reading the whole vector."""
+        hashes = self.accepted[1].hashes if self.accepted is not None else ()
+        return dict(zip(hashes, self.accepted_results, strict=True))
 
     def _orphan(self, chunk: int, before: Plan | None) -> bool:
         """Nobody sends this fixed chunk unasked: its owner, who sends it to everybody, is no more, or not known."""
@@ -254,14 +263,15 @@ class Slot:
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:
         """Serve results of the current plan or of what I accepted; older entries' results are served by sync."""
-        wanted = set(m.hashes)
-        accepted = {result_hash(r): r for r in self.accepted_results} if wanted else {}
+        outbox, wanted = self.exchange.outbox, set(m.hashes)
+        accepted = self._accepted_by_hash() if wanted else {}
+        coming = {result.header.chunk for result in outbox.results.get(sender.peer, ())}  # once its link has room
         for chunk in m.chunks:
-            result = self.exchange.held.get(chunk)
+            result = self.exchange.held.get(chunk) if chunk not in coming else None
             if result is not None and (not wanted or self.exchange.hashes[chunk] in wanted):
-                self.exchange.outbox.serve(sender.peer, result)
+                outbox.serve(sender.peer, result)
         for digest in wanted & accepted.keys():
-            self.exchange.outbox.serve(sender.peer, accepted[digest])
+            outbox.serve(sender.peer, accepted[digest])
 
     # ---------------------------------------------------------------- the vote
 
@@ -471,3 +481,10 @@ class Slot:
                 self.ctx.send(target, Fetch(self.log.head, plan.ballot, tuple(fixed), known))
             if reduced:
                 self.ctx.send(target, Fetch(self.log.head, plan.ballot, reduced, ()))
+
+
+def _may_be(result: Result, grid: Grid, chunk: int) -> bool:
+    """It is a mean of this chunk, and as long as one of that grid: other bytes could not be applied."""
+    header = result.header
+    n_bytes = grid.result_bytes(chunk, len(header.included)) if header.included else 0
+    return header.chunk == chunk and len(result.payload) == n_bytes

@@ -80,6 +80,10 @@ class Sync:
         self.donor: Voter | None = None
         self._steps: list[Step] = []
         self._results: dict[bytes, Result] = {}
+        self._wanted: set[bytes] = set()
+        """Results that the steps in flight name."""
+        self._lacking: set[bytes] = set()
+        """Those of the first step that have not come since it was looked at: all of it is looked at once more then."""
         self._asked: dict[Voter, float] = {}
         """Who was asked what follows my head, and when: an offer takes its time."""
         self._download: Download | None = None
@@ -240,12 +244,14 @@ class Sync:
         if not self._steps:
             return False
         digest = result_hash(result)
-        if not any(digest in step.hashes for step in self._steps[:STEPS_IN_FLIGHT]):
+        if digest not in self._wanted:
             return False
         now = self.ctx.now
         self._pause_s, self._heard_at = max(self._pause_s, now - self._heard_at), now
         self._results[digest] = result
-        self._replay()
+        self._lacking.discard(digest)
+        if not self._lacking or self._steps[0].entry.parent != self.log.head:
+            self._replay()
         return True
 
     def _replay(self) -> None:
@@ -261,7 +267,9 @@ class Sync:
                 self._refuse()
                 return
             in_hand = {self.exchange.hashes[c]: r for c, r in self.exchange.held.items()} | self._results
-            if any(h not in in_hand for h in step.hashes):
+            self._lacking = {h for h in step.hashes if h not in in_hand}
+            if self._lacking:
+                self._wanted = {h for named in self._steps[:STEPS_IN_FLIGHT] for h in named.hashes}
                 return
             results = tuple(in_hand[h] for h in step.hashes)
             if not plausible_entry(step.entry, self.log.state) or not plausible_results(step.entry, results):
