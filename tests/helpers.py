@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TypeVar
@@ -36,13 +36,15 @@ def wait_until(condition: Callable[[], object], deadline_s: float = 180.0, what:
         never.wait(TICK_S)
 
 
-def interrupted_at(at: int, call: Callable[[], object]) -> bool:
-    """Whether the call comes to its `at`-th line, where Ctrl-C ends it."""
+def interrupted_at(at: int, call: Callable[[], object], within: Collection[str] = ()) -> bool:
+    """Whether the call comes to its `at`-th line, where Ctrl-C ends it. within: counted in these files only."""
     lines = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> object:
         nonlocal lines
-        lines += 1
+        if within and frame.f_code.co_filename not in within:
+            return None
+        lines += event == "line" or not within
         if lines == at:
             raise KeyboardInterrupt
         return trace

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import dlc
+from dlc import gossip as gossip_module
 from dlc.comm.calls import MISFIT, Call, GroupFormed
 from dlc.comm.cells import grid_of
 from dlc.comm.driver import Reply
@@ -449,6 +450,43 @@ def test_ctrl_c_at_any_line_leaves_no_change_of_mass_half_done() -> None:
         interrupted = interrupted_at(at, lambda: _unbroken(change))
         assert len(begun) == len(ended), at
     assert at > 10 and len(ended) < at, "some were interrupted before they had begun"
+
+
+@pytest.mark.parametrize(("first", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_ctrl_c_at_any_line_of_a_step_of_gossip_loses_nothing_and_the_next_one_goes_on(
+    first: bool, dtype: torch.dtype
+) -> None:
+    """Where it came before the exchange began, the next step took the whole estimate for what was learned since; in the
+    midst of the tensors, what was given away was in them still; and in the first step there was none after it."""
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        net = MeshNet(1)
+        peers = [cast(dlc.Peer, NetPeer(net, host)) for host in net.add(2)]
+        gossips = [dlc.Gossip(peer, codec="fp32") for peer in peers]
+        held = [torch.full((4,), 1.0 + 2 * i, dtype=dtype) for i in range(2)]
+        net.run(0.4)
+        for gossip, x in zip(gossips[first:], held[first:], strict=True):
+            gossip.step(x, wait_s=0.0)
+        net.run(0.4)
+        if not first:
+            held[0] += 8.0
+        step = partial(gossips[0].step, held[0], wait_s=0.0)
+        interrupted = interrupted_at(at, step, [gossip_module.__file__])
+        net.run(0.4)
+        for gossip, x in 2 * [*zip(gossips, held, strict=True)]:
+            gossip._give = lambda *args: []  # type: ignore[method-assign]
+            gossip.step(x, wait_s=0.0)
+            net.run(0.4)
+        assert sum(gossip.weight + waiting(gossip) for gossip in gossips) == pytest.approx(2.0), at
+        told = sum(g.weight * (float(x[0]) + unsaid(g)) for g, x in zip(gossips, held, strict=True))
+        assert told == pytest.approx(4.0 if first else 12.0, rel=1e-5), at
+    assert at > 40
+
+
+def unsaid(gossip: dlc.Gossip) -> float:
+    """Of the first element of the tensors."""
+    return 0.0 if gossip._unsaid is None else float(gossip._unsaid[0])
 
 
 @pytest.mark.parametrize("t", [2**53, 2**64 - 1])

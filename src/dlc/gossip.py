@@ -147,12 +147,16 @@ class Gossip:
         everybody = sorted([*members, self.peer.voter])
         apart = set(self._mesh.ask(lambda mesh, now: mesh.ground.apart()))
 
-        own = None if self._written is None else self._written.neg_().add_(z)
-        if self._unsaid is not None:
-            z.add_(self._unsaid)
+        own: Tensor | None = None
+        begun = False
 
         def exchange() -> tuple[Arrivals, list[tuple[Voter, float]]]:
-            held = self.weight
+            nonlocal own, begun
+            own, self._written, begun, held = self._written, None, True, self.weight
+            if own is not None:
+                own.neg_().add_(z)
+            if self._unsaid is not None:
+                z.add_(self._unsaid)
             arrivals = self._absorb(machine, grid, z, took, returned)
             came = sum(share.weight for share in (*arrivals.taken, *arrivals.returned))
             if own is not None and came:  # it was made by the whole of this peer, what was on its way here included
@@ -160,18 +164,21 @@ class Gossip:
             return arrivals, self._give(machine, grid, z, everybody, apart, keep_s)
 
         try:
-            before, gave = _unbroken(exchange)
-            self._open_links(machine, everybody, apart)
-            waited = clock()
-            givers = [v for v in self._detours.waits_for(everybody, self.t, apart) if v.peer not in took]
-            self._wait(machine, givers, wait_s)
-            waited = clock() - waited
-            after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
-        finally:
-            unflatten_into(z, many)
-            self._written = flatten_tensors(many, own)
-            fp32 = all(t.dtype is torch.float32 for t in many)
-            self._unsaid = None if fp32 else z - self._written
+            try:
+                before, gave = _unbroken(exchange)
+                self._open_links(machine, everybody, apart)
+                waited = clock()
+                givers = [v for v in self._detours.waits_for(everybody, self.t, apart) if v.peer not in took]
+                self._wait(machine, givers, wait_s)
+                waited = clock() - waited
+                after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
+            finally:
+                if begun:
+                    self._write(z, many, own)
+        except BaseException:
+            if begun:  # Ctrl-C may have come in the midst of that, and the weight is what it is by now
+                self._write(z, many, own)
+            raise
         mine = sketch(z, self.seed)
         self._trail.add(self.t, mine)
         if self._strides.made % every == 0:
@@ -197,7 +204,9 @@ class Gossip:
         )
 
     def close(self) -> None:
-        """Take part no longer: the mass that this peer holds is gone from the mean of the others. Idempotent."""
+        """Take part no longer: the mass that this peer holds is gone from the mean of the others, and what it has given
+        that nobody has taken yet, which is withdrawn (`GossipReport.unsettled`). Who leaves without this stays until
+        that is taken. The others' weights stay right: it is the mean of what they hold. Idempotent."""
         if self._closed:
             return  # another one may have the name by now
         self._closed = True
@@ -209,6 +218,13 @@ class Gossip:
         self._mesh.act(lambda mesh, now: mesh.shut(self._key, now))
 
     # ---------------------------------------------------------------- mass
+
+    def _write(self, z: Tensor, many: list[Tensor], memory: Tensor | None) -> None:
+        """The estimate into the tensors, and keep what they don't say of it. A second time changes nothing."""
+        unflatten_into(z, many)
+        written = flatten_tensors(many, memory)
+        fp32 = {t.dtype for t in many} == {torch.float32}
+        self._written, self._unsaid = written, None if fp32 else z - written
 
     def _absorb(
         self, machine: Machine, grid: Grid, z: Tensor, took: dict[str, float], returned: dict[str, str]
@@ -295,11 +311,15 @@ class Gossip:
         self._mesh.act(lambda mesh, now: mesh.post(self._key, value, TTL_S_MAX, now))
 
     def _begun(self, numel: int) -> tuple[Machine, Grid]:
-        if self._grid is None or self._machine is None:
-            if not numel:
-                raise UsageError("gossip needs at least one element")
-            grid = self._grid = Grid(numel, usual_chunk_elems(numel), self.codec)
-            self._machine = self._mesh.ask(lambda mesh, now: mesh.gossip(self.name, grid))
+        if self._machine is None:
+            grid = Grid(numel, usual_chunk_elems(numel), self.codec)
+
+            def begin(mesh: Mesh, now: float) -> None:  # Ctrl-C may end the wait for it
+                if self._machine is None:
+                    self._grid, self._machine = grid, mesh.gossip(self.name, grid)
+
+            self._mesh.ask(begin)
+        assert self._machine is not None and self._grid is not None
         if numel != self._grid.numel:
             raise UsageError(f"the tensors have {numel} elements, those of the steps before {self._grid.numel}")
         return self._machine, self._grid

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dlc.comm.effects import Effect, Pace, Send
+from dlc.comm.events import MemberDown, MemberUp
 from dlc.comm.giftpace import GiftPace
 from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours
@@ -23,7 +24,7 @@ from dlc.comm.pacing import PLAN_SHARE, UNPACED_BPS
 from dlc.comm.partition import Load
 from dlc.comm.sketch import SKETCH_ELEMS, SLICE_ELEMS, TRAIL_STEPS, Trail, distance, from_bytes, sketch, to_bytes
 from dlc.errors import ProtocolError, UsageError
-from dlc.sim.meshnet import Host, MeshNet
+from dlc.sim.meshnet import DETECT_S, Host, MeshNet
 
 NUMEL, CHUNK = 100, 16
 
@@ -192,6 +193,109 @@ def test_mass_is_conserved_to_float64_at_every_moment_and_told_where_a_death_may
         assert -1e-9 < twice < unsure + 1e-9, f"at {net.now:.0f} s"
         if most < 1e-9:
             torch.testing.assert_close(total, begun, rtol=1e-12, atol=1e-10)
+
+
+class Halves:
+    """Some hosts and the others do not reach each other for a while, and take each other for dead."""
+
+    def __init__(self, net: MeshNet, apart_s: float, rng: random.Random) -> None:
+        self.net, names = net, sorted(net.hosts)
+        some = rng.sample(names, len(names) // 2)
+        self.ways = [way for a in some for b in set(names) - set(some) for way in ((a, b), (b, a))]
+        for way in self.ways:
+            net.network.cut(*way)
+        net.clock.at(net.now + DETECT_S, self.see, True)
+        net.clock.at(net.now + apart_s, self.heal)
+
+    def heal(self) -> None:
+        for way in self.ways:
+            self.net.network.mend(*way)
+        self.see(False)
+
+    def see(self, down: bool) -> None:
+        for a, b in self.ways:
+            one, other = self.net.hosts[a], self.net.hosts[b].voter
+            if down and (a, b) in self.net.network.cuts:
+                one.seen.down.add(other)
+                self.net._tell(one, MemberDown(other))
+            elif not (down or self.net.hosts[b].dead):
+                one.seen.down.discard(other)
+                self.net._tell(one, MemberUp(other))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_mass_is_conserved_through_restarts_and_partitions_and_whatever_comes_late(seed: int) -> None:
+    """As above. Messages of gossip come again up to 40 s later, when their process may be gone, or another in the place
+    of the one that they are for; in the end nobody waits, and nothing is kept of those who are gone."""
+    rng = random.Random(seed)
+    net = MeshNet(seed, loss=rng.choice([0.0, 0.1, 0.3]), duplicates=0.2)
+    many, graph, new_mass = list[Walker](), rng.choice(GRAPHS), [torch.zeros(NUMEL, dtype=torch.float64), 0.0]
+
+    def begins(host: Host) -> None:
+        w = Walker(net, host, len(many), weight=1.0 + len(many) % 3, codec=codec)
+        w.z, w.grid = w.z.double(), cast(Grid, Float64(w.grid))
+        w.machine._settled = host.mesh._settled["g"] = Remembered()
+        many.append(w)
+        new_mass[:] = new_mass[0] + w.weight * w.z, new_mass[1] + w.weight
+        net.clock.at(net.now + rng.random(), walk, w, rng.uniform(0.3, 1.5))
+
+    def walk(w: Walker, pace_s: float) -> None:
+        if net.now < 1060.0 and not w.host.dead:
+            voters = [host.voter for host in net.hosts.values() if not host.dead]
+            w.step(graph, voters, keep_s=rng.choice([0.2, 2.0, 10.0]))
+            net.clock.at(net.now + pace_s, walk, w, pace_s)
+
+    def again(target: str, sender: Voter, message: Any) -> None:
+        net._deliver(net.hosts[target], sender, message)
+
+    def late(source: str, target: str, message: Any) -> Any:
+        if isinstance(message, Gift | Withdraw | Taken | Refused | Parcel) and rng.random() < 0.1:
+            net.clock.at(net.now + rng.uniform(1.0, 40.0), again, target, net.hosts[source].voter, message)
+        return message
+
+    def restart(after_s: float) -> None:
+        host = rng.choice([host for host in net.hosts.values() if not host.dead])
+        net.kill(host)
+        net.clock.at(net.now + after_s, lambda: begins(net.start(host.name, host.voter.inc + 1)))
+
+    codec = rng.choice(["fp32", "fp16", "int8"])
+    net.tamper = late
+    for host in net.add(rng.randint(3, 6)):
+        begins(host)
+    for _ in range(3):
+        net.clock.at(1000.0 + rng.uniform(2.0, 55.0), restart, rng.choice([0.5, 2.0, 20.0]))
+    net.clock.at(1000.0 + rng.uniform(5.0, 30.0), Halves, net, rng.choice([1.0, 10.0, 80.0]), rng)
+    most = 0.0
+    for _ in range(85):
+        net.run(2.0)
+        total, weight = held_by_all(many)
+        twice = weight - cast(float, new_mass[1])
+        most = max(most, twice)
+        unsure = sum(w.unsure + w.machine._arrivals.unsure for w in many)
+        assert -1e-9 < twice < unsure + 1e-9, f"at {net.now:.0f} s"
+        if most < 1e-9:
+            torch.testing.assert_close(total, new_mass[0], rtol=1e-12, atol=1e-10)
+    alive = [w for w in many if not w.host.dead]
+    assert len(many) > len(alive) and settled(alive)
+    voters = {w.host.voter for w in alive}
+    for w in alive:
+        assert not w.machine._reclaimed and set(w.machine._settled) <= voters
+        assert not w.host.mesh.parcels.holdings._held and not w.host.mesh.parcels._intakes
+
+
+def test_nothing_is_kept_of_the_gifts_of_one_that_was_down_before_another_process_took_its_place() -> None:
+    """Nothing was told of it then, and there was one more with each that died and came back."""
+    net = MeshNet(3)
+    giver, taker = walkers(net, 2)
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.until(lambda: settled([giver, taker]))
+    assert set(taker.machine._settled) == {giver.host.voter}
+    net.kill(giver.host)
+    net.until(lambda: giver.host.voter in taker.host.seen.down, 10.0)
+    assert taker.machine._settled, "it may come back itself, and ask"
+    taker.host.seen.left.add(giver.host.voter)
+    net._tell(taker.host, MemberUp(Voter(giver.host.name, 2)))
+    assert not taker.machine._settled
 
 
 def untold(source: str, target: str, message: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dlc.comm import groupowner
+from dlc.comm import mesh as mesh_module
 from dlc.comm.calls import Call, GroupDone, GroupFailed, GroupFormed, MeetingFailed, Outcome
 from dlc.comm.crowd import ANSWER_S, GATHER_SHOWN_MAX, NOT_COME
 from dlc.comm.effects import Send
@@ -20,6 +21,7 @@ from dlc.comm.groupowner import CONTRIBUTION, NOBODY, RESULT
 from dlc.comm.groups import DONE_AGAIN_S, Reduction
 from dlc.comm.holdings import Tally
 from dlc.comm.meetings import WITHDRAWN_S
+from dlc.comm.mesh import OLD_GROUPS_MAX
 from dlc.comm.meshmessages import Begin, Done, Invite, LeftOut, NoParcel, Parcel, Seat
 from dlc.comm.messages import GridSpec
 from dlc.comm.parcels import LATE, WHY_CHARS_MAX
@@ -53,7 +55,7 @@ class Caller:
     @property
     def end(self) -> Any:
         ends = [e for e in self.host.told[self.first :] if isinstance(e, GroupDone | GroupFailed | MeetingFailed)]
-        return ends[0] if ends else None
+        return next((e for e in ends if e.call is self.call), None)
 
     @property
     def outcome(self) -> Outcome:
@@ -845,3 +847,39 @@ def test_calls_with_a_key_each_leave_nothing_on_the_board_however_patient_they_a
     net.act(hosts[0], lambda mesh, now: mesh.give_up(lonely.call, now))
     net.run(2 * WITHDRAWN_S)
     assert lonely.end is None and not any(h.mesh.board._by_key for h in hosts)
+
+
+@pytest.mark.parametrize("names", [OLD_GROUPS_MAX + 2, 1])
+def test_a_slow_member_gets_all_of_the_means_of_many_names_and_of_one_name_the_last_ones(names: int) -> None:
+    """Of all names together no more than some were kept for it, and it had its own vector in the others' chunks."""
+    net = MeshNet(3)
+    quick, slow = hosts = net.add(2)
+    net.tamper = lambda source, target, m: (
+        None if isinstance(m, Parcel) and m.key.part == RESULT and target == slow.name else m
+    )
+    pairs = list[list[Caller]]()
+    for i in range(OLD_GROUPS_MAX + 2):
+        pairs.append(calls(net, hosts, key=f"k{i % names}#{i}"))
+        net.until(lambda: pairs[-1][0].end, 2.0)
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: ended([of_slow for _, of_slow in pairs]))
+    lacking = [i for i, (_, of_slow) in enumerate(pairs) if set(of_slow.outcome.missing) == {quick.name}]
+    assert lacking == ([0, 1] if names == 1 else []), "it is told, too"
+    for i, pair in enumerate(pairs):
+        if i not in lacking:
+            check_means(pair)
+    net.until(lambda: not any(host.mesh._groups for host in hosts))
+
+
+def test_of_all_groups_that_still_serve_others_no_more_than_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers may have a name for each call."""
+    monkeypatch.setattr(mesh_module, "ALL_OLD_GROUPS_MAX", 2)
+    net = MeshNet(3)
+    quick, slow = hosts = net.add(2)
+    net.tamper = lambda source, target, m: (
+        None if isinstance(m, Parcel) and m.key.part == RESULT and target == slow.name else m
+    )
+    for i in range(4):
+        caller, _ = calls(net, hosts, key=f"k{i}")
+        net.until(lambda c=caller: c.end, 2.0)  # type: ignore[misc]
+    assert sorted(key for key, _ in quick.mesh._groups) == ["k2", "k3"]

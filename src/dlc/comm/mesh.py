@@ -36,8 +36,9 @@ from dlc.errors import ProtocolError, UsageError
 
 GIVEN_UP_MAX = 64
 """Keys of which the last wish that was given up is remembered."""
-OLD_GROUPS_MAX = 4
-"""Groups that are done here and still serve others; of more than these the oldest are given up."""
+OLD_GROUPS_MAX, ALL_OLD_GROUPS_MAX = 4, 64
+"""Groups of one name, and of all together, that are done here and still serve others; of more than these the oldest are
+given up. Each holds its vector. Who lacks something of one then has the mean of whom it can get, and is told whose."""
 
 
 class Mesh:
@@ -152,13 +153,21 @@ class Mesh:
         self._meetings.pop(call.key, None)
         self._given_up.pop(call.key, None)
         group = Reduction(self.ground, self.parcels, leader, begin, call, self._tally)
-        old = [key for key, known in self._groups.items() if known.done]
-        for key in old[: max(0, len(old) - OLD_GROUPS_MAX + 1)]:
+        for key in self._too_old(begin.key):
             self._groups.pop(key).release()
         self._groups[begin.key, begin.nonce] = group
         group.start()
         for voter in finished:
             group.receive_done(voter)
+
+    def _too_old(self, begins: str) -> list[tuple[str, int]]:
+        """Groups that are given up as one of this key begins. Those of other names average beside it: if any of them
+        has a slow member, it would lack what it is about to get."""
+        old = [key for key, known in self._groups.items() if known.done]
+        of_name = [key for key in old if _name_of(key[0]) == _name_of(begins)]
+        too_old = of_name[: max(0, len(of_name) - OLD_GROUPS_MAX + 1)]
+        left = [key for key in old if key not in too_old]
+        return too_old + left[: max(0, len(left) - ALL_OLD_GROUPS_MAX + 1)]
 
     def _accept(self, sender: Voter, m: mm.Accept) -> None:
         """Also of one that has not heard Begin."""
@@ -277,6 +286,7 @@ class Mesh:
                 self.board.member_up(event.voter)
                 for gossip in self._gossips.values():
                     gossip.member_up(event.voter)
+                self._let_go()
                 return
             why = LEFT if self.ground.members.gone(event.voter) else DEAD
             self.parcels.member_gone(event.voter, why)
@@ -284,11 +294,17 @@ class Mesh:
                 group.member_gone(event.voter, why)
             for gossip in self._gossips.values():
                 gossip.member_gone(event.voter)
-            if why == LEFT:
-                for settled in self._settled.values():
-                    settled.pop(event.voter, None)
+            self._let_go()
 
         return self._event(now, act)
+
+    def _let_go(self) -> None:
+        """Of givers that are gone: nobody asks any more for what became of their gifts. Of one that was down before
+        another process took its place nothing else tells."""
+        gone = self.ground.members.gone
+        for settled in self._settled.values():
+            for giver in [giver for giver in settled if gone(giver)]:
+                del settled[giver]
 
     def pending_bulk(self) -> list[PeerId]:
         return self.parcels.pending()
@@ -355,6 +371,8 @@ class Mesh:
 
     def _of_gossip(self, sender: Voter, m: mm.Gift | mm.Withdraw | mm.Taken | mm.Refused) -> None:
         gossip = self._gossips.get(m.name)
+        if isinstance(m, mm.Gift | mm.Withdraw) and self.ground.members.gone(sender):
+            return  # it comes late: nothing can be pulled of it, and nobody waits for the answer
         if gossip is None:
             if isinstance(m, mm.Gift | mm.Withdraw):
                 self._without_gossip(sender, m)
@@ -378,3 +396,8 @@ class Mesh:
             if known and m.to == self.ground.me and m.serial > settled.serial:
                 self._settled.setdefault(m.name, {})[sender] = refused
             self.ground.send(sender, refused.answer(m.name))
+
+
+def _name_of(key: str) -> str:
+    """What stands before the tag of a call, or the round of a grid: one caller's groups, one after the other."""
+    return key.partition("#")[0]
