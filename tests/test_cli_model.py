@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.cli import main
+from dlc.cli import evaluate, main
 from dlc.cli.evaluate import Evaluation, _json
 from dlc.errors import CheckpointError, UsageError
 from dlc.flat import FlatView
@@ -356,3 +356,20 @@ def test_numbers_that_json_has_no_word_for_are_null() -> None:
     found = Evaluation("m", None, "stdlib", "all", "bytes", 1, 16, 800.0, math.inf, math.nan)
     plain = json.loads(_json(found), parse_constant=pytest.fail)
     assert plain["perplexity"] is None and plain["bits_per_byte"] is None and plain["loss"] == 800.0
+
+
+def test_how_far_a_long_evaluation_is_stands_in_the_log(
+    trained: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A larger model on a CPU took half an hour without a word."""
+    caplog.set_level("INFO")
+    words = ("eval", str(trained.state), "--batch-size", "2", "--blocks", "5")
+    n_blocks = printed(capsys, *words)["blocks"]
+    assert n_blocks == 5 and "are measured" not in caplog.text
+    monkeypatch.setattr(evaluate, "TELL_EVERY_S", 0.0)
+    printed(capsys, *words)
+    said = [message for message in caplog.messages if "are measured" in message]
+    assert said == ["2 of 5 blocks are measured", "4 of 5 blocks are measured"]

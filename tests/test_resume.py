@@ -1321,6 +1321,8 @@ def test_checkpoints_of_another_run_are_left_alone_and_what_differs_is_told(
         assert main(words) == 0
     left = named(tmp_path / folder, dataclasses.replace(spec, rounds=2), 2)
     assert f"the checkpoint {left} belongs to another run, and is left alone (seed: 7 now, 0 then)" in caplog.text
+    instead = f"takes the place of {tmp_path / folder / 'model'}; `dlc export {left} --out DIR` writes that run's again"
+    assert instead in caplog.text
     assert left.exists()
 
 

@@ -21,7 +21,7 @@ from dlc.comm.lanes import FULL_PACKETS_LOST, LinkEvent
 from dlc.comm.lobby import Desk, Lobby
 from dlc.comm.messages import Record, Welcome
 from dlc.comm.wire import pack
-from dlc.errors import SpecMismatch, UnreachableError, WrongKeyError
+from dlc.errors import JoinError, SpecMismatch, UnreachableError, WrongKeyError
 from dlc.handles import Flag
 from dlc.runspec import RunSpec
 from dlc.statedir import PeerState
@@ -131,7 +131,7 @@ def introduce(
     timeout_s: float | None,
 ) -> Reception:
     """Drive the lobby until the RunSpec is known. may_found: who does not answer is not waited for beyond
-    FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch."""
+    FOUND_AFTER_S. Raises UnreachableError, WrongKeyError, SpecMismatch; JoinError where all are of another version."""
     failures: dict[str, LinkEvent] = {}
     refusals = Counter[str]()
     ended: set[str] = set()
@@ -142,8 +142,10 @@ def introduce(
         refusals[event.address] = refusals[event.address] + 1 if event.kind == "auth_failed" else 0
         if event.kind == "disconnected":
             ended.add(event.address)
-        else:
-            failures[event.address] = _unanswered(event, ended) if event.kind == "connected" else event
+        elif event.kind != "connected":
+            failures[event.address] = event
+        elif not _other_version(failures.get(event.address)):
+            failures[event.address] = _unanswered(event, ended)
         changed.set()
 
     driver.on_link = on_link
@@ -158,6 +160,9 @@ def introduce(
         barred = [a for a in silent if refusals[a] >= REFUSALS_MIN]
         if barred and len(barred) + len(lobby.own()) == len(listed):
             raise WrongKeyError(wrong_key(barred, has_key))
+        apart = [a for a in silent if _other_version(failures.get(a))]
+        if apart and len(apart) + len(lobby.own()) == len(listed):
+            raise JoinError(f"no member of this version of dlc is at {_tried(tuple(apart), failures)}")
         if not driver.running:
             raise UnreachableError(f"the network thread stopped: {driver.error}")
         if deadline is not None and clock() >= deadline:
@@ -184,6 +189,10 @@ def introduce(
     driver.on_link = lambda event: None
     answers = {a: t.answer for a, t in (*lobby.tries.items(), *lobby.known.items()) if t.answer is not None}
     return Reception(_agreed(lobby, spec, run), answers, _records(answers), _observed(answers))
+
+
+def _other_version(event: LinkEvent | None) -> bool:
+    return event is not None and event.kind == "other_version"
 
 
 def _unanswered(event: LinkEvent, ended: set[str]) -> LinkEvent:

@@ -13,7 +13,7 @@ from typing import Any
 from dlc.addresses import addresses_of
 from dlc.arguments import seconds
 from dlc.comm.clock import clock
-from dlc.comm.framing import decode, encode
+from dlc.comm.framing import OtherVersion, decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming, LinkEvent
 from dlc.comm.messages import PROTOCOL_VERSION, Hello, Record, Welcome
@@ -105,12 +105,16 @@ def status(
     answered: dict[str, Record] = {}
     known: dict[str, Record] = {}
     others: dict[str, str] = {}  # addresses that answered for another run, and its name; empty: it knows of none yet
+    apart: dict[str, str] = {}  # addresses that answered in another version, and the sentence for it
     barred: set[str] = set()
     details: dict[str, str] = {}
     todo = set(listed)
     deadline = clock() + timeout_s
     try:
-        while clock() < deadline and (unheard := todo - answered.keys() - {a for a in others if others[a]}):
+        while clock() < deadline:
+            unheard = todo - answered.keys() - apart.keys() - {a for a in others if others[a]}
+            if not unheard:
+                break
             for address in unheard:
                 if clock() - asked.get(address, -1e9) >= ASK_AGAIN_S:
                     asked[address] = clock()
@@ -123,12 +127,14 @@ def status(
                     if event.kind == "auth_failed":
                         barred.add(event.address)
                 if isinstance(event, Incoming):
-                    _take(event, run, answered, known, others)
+                    _take(event, run, answered, known, others, apart)
             todo |= {r.control[0] for r in known.values() if r.control and not r.left}
     finally:
         transport.close(0.0)
     if not answered and others:
         raise UnreachableError("; ".join(_other(address, name, run) for address, name in sorted(others.items())))
+    if not answered and apart:
+        raise UnreachableError("; ".join(f"{address} answered: {why}" for address, why in sorted(apart.items())))
     if not answered and barred:
         raise WrongKeyError(wrong_key(sorted(barred), security is not None))
     if not answered:
@@ -161,10 +167,19 @@ def wrong_key(barred: Sequence[str], has_key: bool) -> str:
 
 
 def _take(
-    event: Incoming, run: str | None, answered: dict[str, Record], known: dict[str, Record], others: dict[str, str]
+    event: Incoming,
+    run: str | None,
+    answered: dict[str, Record],
+    known: dict[str, Record],
+    others: dict[str, str],
+    apart: dict[str, str],
 ) -> None:
     try:
         _, message = decode(event.frames, bytes(8))
+    except OtherVersion as error:
+        if event.address is not None:
+            apart[event.address] = str(error)
+        return
     except ProtocolError:
         return
     if not isinstance(message, Welcome) or message.record is None:

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from dlc.comm import driver as module
+from dlc.comm.catalogue import CODES
 from dlc.comm.driver import POLL_S_MAX, Driver, Reply
 from dlc.comm.effects import Notify, Pace, Send
 from dlc.comm.events import MemberLeft
-from dlc.comm.framing import decode, encode
+from dlc.comm.framing import Envelope, decode, encode
 from dlc.comm.ids import Voter
-from dlc.comm.lanes import Event, Incoming, LinkEvent
-from dlc.comm.messages import Bulk, Contrib, Gossip, Ping
+from dlc.comm.lanes import Event, Incoming, LinkEvent, Route
+from dlc.comm.messages import PROTOCOL_VERSION, Bulk, Contrib, Gossip, Hello, Ping, Welcome
 from dlc.comm.transport import Transport
+from dlc.comm.wire import pack, unpack
 from dlc.errors import ProtocolError, SwarmClosed
 
 ME = Voter("me", 1)
@@ -36,6 +38,7 @@ class Links:
         self.came, self.waited_s = list[Event](), list[float]()
         self.forgotten, self.paced = list[str](), list[tuple[str, float | None]]()
         self.told = list[str]()
+        self.replied = list[tuple[Route, Any]]()
         self.bulk_entered = True
 
     def poll(self, wait_s: float, wanted: Sequence[str] = (), bulk: bool = True) -> list[Event]:
@@ -51,6 +54,9 @@ class Links:
 
     def send_control(self, address: str, frames: Any) -> None:
         self.told.append(address)
+
+    def reply(self, route: Route, frames: Any) -> None:
+        self.replied.append((route, frames))
 
     def close(self, linger_s: float = 1.0) -> None:
         pass
@@ -386,3 +392,29 @@ def test_a_refusal_by_a_machine_that_is_in_doubt_ends_the_driver() -> None:
     source.torn = True
     with pytest.raises(ProtocolError, match="a result that cannot be"):
         driver._receive(coming(1))
+
+
+@pytest.mark.parametrize("apart", [-1, 1])
+def test_whoever_asks_in_another_version_is_answered_and_nobody_else(apart: int) -> None:
+    """It got no answer, and only the log here said why."""
+    links = Links()
+    driver = driven(links, Source())
+    route = Route("control", b"asker")
+
+    def comes(kind: type, **how: Any) -> None:
+        envelope = pack(Envelope(PROTOCOL_VERSION + apart, bytes(8), Voter("her", 1), CODES[kind]))
+        driver._receive(Incoming("control", [envelope, b"of another shape"], **how))
+
+    comes(Ping, route=route, address=None, observed_host="h")
+    comes(Hello, route=None, address="her:0", observed_host="h")  # nobody sends it so
+    assert not links.replied
+    comes(Hello, route=route, address=None, observed_host="h")
+    ((to, frames),) = links.replied
+    assert to is route and unpack(frames[0], Envelope).protocol == PROTOCOL_VERSION
+    events = list[LinkEvent]()
+    driver.on_link = events.append
+    comes(Welcome, route=None, address="her:0", observed_host="h")
+    (event,) = events
+    assert event.kind == "other_version" and event.address == "her:0"
+    assert f"protocol version {PROTOCOL_VERSION + apart}, and this dlc {PROTOCOL_VERSION}" in event.detail
+    assert len(links.replied) == 1 and driver.bad_frames == 4

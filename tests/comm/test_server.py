@@ -113,6 +113,23 @@ def test_one_helper_alone_serves_and_says_that_it_has_no_standby() -> None:
     assert sorted(alone) == sorted(net.processes["h0"].service.seats) and len(alone) > len(said), "not a line for each"
 
 
+def test_whose_standby_left_says_so_only_where_somebody_trains() -> None:
+    """At the end of a run its last helper was warned that it had no standby, and told to start another one."""
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    for name in ("t0", "h0"):
+        net.act(net.processes[name], net.processes[name].node.leave)
+        net.kill(net.processes[name])
+    last = net.processes["h1"]
+    net.until(lambda: net.at_rest() and all(seat.owner.solo for seat in last.service.seats.values()), 60.0, "all alone")
+    net.run(5.0)
+    assert not warned(last)
+    net.start("t1")
+    net.until(lambda: warned(last), 30.0, "somebody trains again")
+    (text,) = warned(last)
+    assert text.startswith("spans 0, 1, 2, 3 have no standby now")
+
+
 STEPS: dict[str, type] = {
     "the push is asked for": sm.PartReq,
     "the update is offered": sm.UpdateOffer,

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SEQ_LEN = 1024
 """Of a model that no run tells it of; less where the model takes less."""
+TELL_EVERY_S = 10.0
+"""Between two lines of the log while blocks are measured."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,15 @@ def evaluate_model(args: argparse.Namespace) -> int:
         tell_other_words(restored.origin, restored.tokenizer, tokenizer)
     seq_len = _seq_len(args.seq_len, restored)
     text = _text(args, data, restored, tokenizer, seq_len)
-    loss = evaluate(restored.model.to(device), text.batches, device)
+    n_blocks = sum(len(batch) for batch in text.batches)
+    loss = evaluate(restored.model.to(device), text.batches, device, _telling(n_blocks))
     found = Evaluation(
         model=restored.origin,
         t=restored.t,
         source=text.source,
         part=text.part,
         tokenizer=tokenizer.name,
-        blocks=sum(len(batch) for batch in text.batches),
+        blocks=n_blocks,
         seq_len=seq_len,
         loss=loss,
         perplexity=math.inf if loss >= 700 else math.exp(loss),
@@ -92,6 +97,19 @@ def evaluate_model(args: argparse.Namespace) -> int:
     )
     print(_json(found) if args.json else _table(found), flush=True)
     return 0
+
+
+def _telling(n_blocks: int) -> Callable[[int], None]:
+    """Says how many blocks are measured, where that takes long."""
+    said_at = time.monotonic()
+
+    def after(done: int) -> None:
+        nonlocal said_at
+        if done < n_blocks and time.monotonic() - said_at >= TELL_EVERY_S:
+            said_at = time.monotonic()
+            log.info("%d of %d blocks are measured", done, n_blocks)
+
+    return after
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,14 @@ def _tell_other_run(folder: Path, spec: RunSpec) -> None:
         path, there = other
         differ = spec.differences(there, "now", "then")
         some = "; ".join(differ[:DIFFERENCES_TOLD]) + (" ..." if len(differ) > DIFFERENCES_TOLD else "")
-        log.info("the checkpoint %s belongs to another run, and is left alone (%s)", path, some)
+        _tell_left_alone(folder, path, f" ({some})")
+
+
+def _tell_left_alone(folder: Path, checkpoint: Path, why: str = "") -> None:
+    log.info("the checkpoint %s belongs to another run, and is left alone%s", checkpoint, why)
+    if (model := folder / "model").exists():
+        again = f"dlc export {shlex.quote(str(checkpoint))} --out DIR"
+        log.info("at the end the model of this run takes the place of %s; `%s` writes that run's again", model, again)
 
 
 def _tell_awaited(state: StateDir) -> None:
@@ -288,7 +295,7 @@ def join_swarm(
         if args.resume != AUTO:
             raise
     if not theirs.same_but_length(saved.spec):
-        log.info("the checkpoint %s belongs to another run, and is left alone", saved.path)
+        _tell_left_alone(state.path, saved.path)
     own = saves.newest(state.path, theirs)
     return attempt(None if own is None else theirs, own), own
 

@@ -27,10 +27,10 @@ from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
-from dlc.comm.framing import Frame, decode, encode
+from dlc.comm.framing import Frame, OtherVersion, decode, encode
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Route, Writable
-from dlc.comm.messages import PROOFS, Bulk, Contrib, Message, Piece, Record, Welcome
+from dlc.comm.messages import PROOFS, PROTOCOL_VERSION, Bulk, Contrib, Message, Piece, Record, Welcome
 from dlc.comm.tcp import WaySample
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError, SwarmClosed
@@ -410,9 +410,20 @@ class Driver:
                 raise
             self.bad_frames += 1
             if self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
-                log.warning("dropped a frame from %s: %s (%d so far)", event.observed_host, error, self.bad_frames)
+                whose = event.address or event.observed_host
+                log.warning("dropped a frame from %s: %s (%d so far)", whose, error, self.bad_frames)
+            if isinstance(error, OtherVersion):
+                self._part_ways(event, error)
             return
         self.perform(effects, event.route, event.observed_host)
+
+    def _part_ways(self, event: Incoming, error: OtherVersion) -> None:
+        """Whoever asks is answered in words that it does not take, but for what version they are of; and where I have
+        asked, I am told of such an answer."""
+        if event.route is not None and event.lane == "control" and error.hello:
+            self._answer(event.route, Welcome(PROTOCOL_VERSION, "", b"", None, (), "", ""), "")
+        elif event.address is not None:
+            self.on_link(LinkEvent(event.address, "other_version", str(error)))
 
     def _link_event(self, event: LinkEvent) -> None:
         peer = self._addresses.get(event.address)

@@ -28,10 +28,27 @@ ENVELOPE_BYTES, ENVELOPES_MAX = 256, 1024
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
+    """Its shape, and the code of Hello, are the same in all versions: each can tell another what it is."""
+
     protocol: int
     tag: bytes
     sender: Voter
     code: int
+
+
+class OtherVersion(ProtocolError):
+    """A message of another protocol version, of which no more than the envelope is read."""
+
+    def __init__(self, protocol: int, hello: bool) -> None:
+        super().__init__(protocol, hello)
+        self.protocol, self.hello = protocol, hello
+        """hello: its sender asks for an answer."""
+
+    def __str__(self) -> str:
+        return (
+            f"it speaks protocol version {self.protocol}, and this dlc {PROTOCOL_VERSION}: have the same version of "
+            "dlc on all hosts"
+        )
 
 
 def run_tag(run: str, spec_hash: bytes) -> bytes:
@@ -61,7 +78,7 @@ def decode(frames: Sequence[Frame], tag: bytes) -> tuple[Voter, Message]:
         raise ProtocolError(f"{len(frames)} frames")
     envelope = _opened(bytes(frames[0])) if len(frames[0]) <= ENVELOPE_BYTES else unpack(frames[0], Envelope)
     if envelope.protocol != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {envelope.protocol}, ours is {PROTOCOL_VERSION}: update dlc")
+        raise OtherVersion(envelope.protocol, envelope.code == CODES[Hello])
     kind = KINDS.get(envelope.code)
     if kind is None:
         raise ProtocolError(f"no message has the code {envelope.code}")

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["control", "bulk"]
-LinkKind = Literal["connected", "disconnected", "refused", "unreached", "handshake_failed", "auth_failed"]
+LinkKind = Literal[
+    "connected", "disconnected", "refused", "unreached", "handshake_failed", "auth_failed", "other_version"
+]
 Frames = Sequence[bytes | memoryview]
 
 CONNECT_TIMEOUT_S = 5.0

@@ -87,7 +87,7 @@ class SpanServer(Host):
         """Who cuts the vector in another way, and is to be told how it is cut here."""
         self._others: set[Voter] = set()
         """Helpers that move the parameters in another way."""
-        self._alone: list[int] = []
+        self._alone: set[int] = set()
         """Spans of mine that have just lost their standby, or found none."""
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
@@ -243,13 +243,17 @@ class SpanServer(Host):
         self._misfits.clear()
 
     def _tell_alone(self) -> None:
-        """In one line: a helper that is the only one has all of them."""
-        if not self._alone:
+        """In one line: a helper that is the only one has all of them. Not at the end of a run, which helpers leave one
+        after the other: once somebody trains."""
+        if not self._alone or not self.living(TRAINER):
             return
-        which = ", ".join(map(str, self._alone))
-        what = f"span {which} has" if len(self._alone) == 1 else f"spans {which} have"
-        self.tell(Notice(f"{what} no standby now: start another helper", True))
+        alone = sorted(span for span in self._alone if (owner := self.seats[span].owner) is not None and owner.solo)
         self._alone.clear()
+        if not alone:
+            return
+        which = ", ".join(map(str, alone))
+        what = f"span {which} has" if len(alone) == 1 else f"spans {which} have"
+        self.tell(Notice(f"{what} no standby now: start another helper", True))
 
     def _informed(self) -> bool:
         known = self.known()
@@ -313,7 +317,7 @@ class SpanServer(Host):
             self._claims.make(span, seat, owner.state, self.me, None)
         elif not owner.solo:
             owner.solo = True
-            self._alone.append(span)
+            self._alone.add(span)
             owner.make()
             owner.apply()
 

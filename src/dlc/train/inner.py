@@ -321,10 +321,16 @@ def causal_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return _cross_entropy(model(ids), ids, "mean")
 
 
-def evaluate(model: nn.Module, batches: Sequence[Tensor], device: torch.device | str | None = None) -> float:
+def evaluate(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    device: torch.device | str | None = None,
+    after: Callable[[int], object] = lambda blocks: None,
+) -> float:
     """Mean next-token loss in nats per token over all batches, without autocast; the same each time.
 
     The model's training flag is put back. `device`: where the model lies; found from its parameters if not given.
+    `after`: told how many blocks are done, after each batch.
     """
     targets = sum(_targets(ids) for ids in batches)
     if not targets:
@@ -332,13 +338,15 @@ def evaluate(model: nn.Module, batches: Sequence[Tensor], device: torch.device |
     where = torch.device(device) if device is not None else next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total = 0.0
+    total, done = 0.0, 0
     try:
         with torch.no_grad():
             for ids in batches:
                 moved = ids.to(where)
                 output = model(input_ids=moved) if _takes_labels(model) else model(moved)
                 total += float(_cross_entropy(output, moved, "sum"))
+                done += len(ids)
+                after(done)
     finally:
         model.train(was_training)
     return total / targets
