@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dlc.comm.followers import DIGEST_EVERY, LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
+from dlc.comm.seats import Seeding
 from dlc.comm.server import SOLO_AFTER_S
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
@@ -1201,6 +1203,101 @@ def test_a_pull_that_takes_longer_than_what_nobody_fetches_is_kept(monkeypatch: 
     net.exchange({"t0": torch.full((800,), -1.0)}, limit_s=300.0)
     assert net.now - began > 20.0, "the link is slow enough to show it"
     assert torch.equal(net.processes["t0"].service.theta, torch.ones(800))
+
+
+def keys_of(net: Net, lost: Callable[[Process, Counter[str]], bool]) -> dict[str, Counter[str]]:
+    """By trainer and key of theta: how often parts were asked for. `lost`: whether the request is."""
+    asked: dict[str, Counter[str]] = {process.name: Counter() for process in net.trainers()}
+
+    def loses(source: Process, to: str, message: object) -> bool:
+        if not isinstance(message, sm.PartReq) or not message.key.startswith("theta/"):
+            return False
+        asked[source.name][message.key] += 1
+        return lost(source, asked[source.name])
+
+    net.lost = loses
+    return asked
+
+
+def test_a_slow_pull_is_not_begun_again_and_again_while_others_pull_newer_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it was fetching gave way to what the others had fetched long since, and it waited for ever."""
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 2)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    slow = net.processes["t0"]
+    asked = keys_of(net, lambda source, keys: source is slow and max(keys.values()) == 1)
+    slow.begin(ones())
+    net.until(lambda: asked["t0"], 20.0, "it begins to pull")
+    while len(slow.exchanges) < 2:
+        net.exchange({"t1": ones(), "t2": ones()})
+    assert len(asked["t0"]) == 1, "of the version that it was offered first"
+
+
+def test_who_pulls_waits_until_another_has_its_parameters_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 1)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    silent = ["t0"]
+    asked = keys_of(net, lambda source, keys: source.name in silent)
+    net.processes["t0"].begin(ones())
+    net.until(lambda: asked["t0"], 20.0, "it begins to pull")
+    began = net.now
+    net.exchange({"t1": ones()})
+    waited_s = net.now - began
+    assert spanowner.SNAPSHOT_WAIT_S < waited_s < spanowner.SNAPSHOT_WAIT_S + 2.0
+    began = net.now
+    net.exchange({"t2": ones()})
+    assert net.now - began < 2.0, "the one before has all of it"
+    silent.clear()
+    net.until(lambda: len(net.processes["t0"].exchanges) == 2, 20.0, "it begins again")
+
+
+def test_of_those_that_are_fetched_the_one_of_which_most_is_left_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 2)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    net.lost = lambda source, to, message: isinstance(message, sm.PartReq) and message.key.startswith("theta/")
+    owner = net.owner().service.seats[0].owner
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+        net.until(lambda name=name: net.processes[name].service.pulled[0].fetching, 20.0)  # type: ignore[misc]
+    (first, second), fetched = owner._snapshots.values(), [p.service.pulled[0].fetching for p in net.trainers()[:2]]
+    assert [fetching[1] for fetching in fetched] == [first.key, second.key]
+    request = sm.PartReq(first.key, (0,))
+    net.network.carry("t0", "h0", net._deliver, "h0", net.processes["t0"].voter, "t0", request)
+    net.until(lambda: first.left < second.left == 1.0, 5.0, "a part of the first")
+    net.processes["t2"].begin(ones())
+    net.until(lambda: second not in owner._snapshots.values(), 20.0)
+    assert first in owner._snapshots.values()
+
+
+def test_a_stake_that_comes_when_another_is_waited_for_is_not_taken() -> None:
+    """The helper had given up that beginning; meanwhile others trained on, and what they pulled was to be the next."""
+    net = swarm(1, 2)
+    helper = net.processes["h0"].service
+    seat, (older, newer) = helper.seats[0], [t.voter for t in net.trainers()]
+    told = sm.Stake(0, NOWHERE, 5, 5, "stake/older", (), SPANS.digest)
+    seat.seeding = Seeding(net.now, fetching=(newer, "stake/newer"))
+    parts = [bytes(4 * SPANS.grid.elems(chunk)) for chunk in SPANS.chunks(0)]
+    helper._seeder._stake_fetched(0, older, told, parts)
+    assert seat.seeding.state is None and seat.seeding.fetching == (newer, "stake/newer")
+    helper._seeder._stake_fetched(0, newer, dataclasses.replace(told, key="stake/newer"), parts)
+    assert seat.seeding.state is not None and seat.seeding.fetching is None
+
+
+def test_a_view_of_a_helper_that_was_started_again_as_a_trainer_is_known_to_who_comes_then() -> None:
+    """It was taken for nonsense, and the views that were told with it were not heard."""
+    net = swarm(1, 1)
+    trainer = net.processes["t0"]
+    views = dict(trainer.service.witness.established)
+    assert len(views) == SPANS.n
+    before = trainer.voter._replace(inc=trainer.voter.inc - 1)
+    view = dataclasses.replace(views[0], owner=before)
+    late = net.start("h5").service
+    told = sm.TellViews(sm.Layout(NUMEL, 8, "fp32", SPANS.n), "", (view, *list(views.values())[1:]), ())
+    net.until(lambda: late.members.record("t0") is not None, 10.0)
+    late.witness.established.clear()
+    late.receive(trainer.voter, told, net.now)
+    assert late.witness.established == {**views, 0: view}
 
 
 def cut(net: Net, left: set[str], mend: bool = False) -> None:

@@ -170,7 +170,7 @@ class ServerPeer:
         if view.term >= self.witness.term_after(view.span) + NUMBERS_AHEAD_MAX:
             raise ProtocolError(f"a view of term {view.term}: nobody could claim that span any more")
         record = self.members.record(view.owner.peer)
-        if record is not None and record.role != HELPER:
+        if record is not None and record.voter == view.owner and record.role != HELPER:
             raise ProtocolError(f"a view in which {view.owner} owns a span, a {record.role[:40]}")
 
     def check_span(self, span: int) -> None:
