@@ -26,8 +26,9 @@ from dlc.comm.server import SOLO_AFTER_S
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
-from dlc.comm.spans import Spans, assign
+from dlc.comm.spans import SPANS_MAX, Spans, assign
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
+from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import ProtocolError
 from dlc.server import _report as report_of
 from dlc.train.outer_step import Sgd
@@ -1950,6 +1951,26 @@ def test_what_came_unasked_for_is_counted_for_as_long_as_its_sender_is_there() -
         fetches.receive(sender, sm.Part("nothing", 0, b"x"), 0.0)
     fetches.lost(Voter("t0", 1))
     assert fetches.strays == {Voter("t0", 2): 1}
+
+
+@pytest.mark.parametrize("role", ["helper", "trainer"])
+def test_all_views_that_there_can_be_are_told_in_messages_that_can_be_sent(role: str) -> None:
+    """One message of all of them was longer than any may be, and all peers ended of that."""
+    net = swarm(1, 1)
+    teller, asker = net.processes["h0" if role == "helper" else "t0"], net.processes["t0" if role == "helper" else "h0"]
+    left = sm.Left(Voter("h" * 32, 1 << 62), sm.NUMBER_MAX)
+    origin = sm.Origin(bytes(16), 1, left.founder, (left,) * sm.PAST_MAX)
+    views = {
+        span: sm.SpanView(span, sm.NUMBER_MAX, left.founder, left.founder, origin, sm.NUMBER_MAX, sm.NUMBER_MAX)
+        for span in range(SPANS_MAX)
+    }
+    teller.service.witness.established = views
+    effects = teller.service.receive(asker.voter, sm.AskViews(sm.Layout(NUMEL, 8, "fp32", SPANS.n), ""), net.now)
+    told = [
+        effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, sm.TellViews)
+    ]
+    assert max(len(pack(message)) for message in told) < HEADER_BYTES_MAX // 2
+    assert [view for message in told for view in message.views] == list(views.values())
 
 
 def test_a_span_goes_to_its_standby_once_it_may_move_and_that_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
