@@ -22,7 +22,7 @@ def lasting(n: int, seed: int = 0) -> tuple[MeshNet, list[Host]]:
 
 
 def keep(net: MeshNet, host: Host) -> Host:
-    net.act(host, lambda mesh, now: mesh.outlive("dht/", now))
+    net.act(host, lambda mesh, now: [*mesh.outlive("dht/", False, now), *mesh.outlive("hello/", True, now)])
     return host
 
 
@@ -139,3 +139,17 @@ def test_nothing_is_said_for_who_is_up_nor_of_what_is_for_some_only() -> None:
     net.kill(a)
     net.run(SOON_S + 3 * TURN_S)
     assert seen(b, "dht/near") == {a.name: b"v"} and not seen(c, "dht/near")
+
+
+def test_what_tells_of_a_peer_is_said_on_for_as_long_as_that_one_is_known() -> None:
+    net, (killed, left, c, d) = lasting(4)
+    for host in (killed, left):
+        post(net, host, f"hello/{host.name}", b"")
+    net.kill(killed)
+    net.leave(left)
+    net.run(SOON_S + TURN_S)
+    about = {host: f"hello/{host.name}" for host in (killed, left)}
+    assert seen(c, about[left]).keys() == {left.name} and len(seen(c, about[killed])) == 2
+    net.leave(killed)
+    net.run(2 * LOOK_S)
+    assert seen(c, about[killed]).keys() == seen(d, about[killed]).keys() == {killed.name}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.comm import followers, serverpeer, spanowner
+from dlc.comm import followers, serverpeer, servershelf, spanowner
 from dlc.comm import servermessages as sm
 from dlc.comm.claims import Claiming
 from dlc.comm.effects import Effect, Send
@@ -1041,6 +1041,40 @@ def test_no_more_is_fetched_of_one_holder_than_it_can_have() -> None:
     assert ends == [None] and asked[-2:] == [other, one]
 
 
+def test_a_holder_that_stays_silent_is_asked_ever_more_patiently_and_not_for_ever() -> None:
+    sent, ends, now = list[object](), list[object](), 0.0
+    fetches = Fetches(lambda to, message: sent.append(message), lambda peer: 0.0, lambda voter: False)
+    fetches.fetch(Voter("h0", 1), "key", [4, 4], ends.append, now)
+    for _ in range(2 * servershelf.SILENCES_MAX):
+        now = (fetches.next_deadline() or now) + 1e-3
+        fetches.tick(now)
+    assert ends == [None] and fetches.resting and fetches.next_deadline() is None
+    assert sent == [sm.PartReq("key", (0, 1))] * (1 + servershelf.SILENCES_MAX)
+    assert servershelf.SILENCE_S * (2 ** (1 + servershelf.SILENCES_MAX) - 1) == pytest.approx(now, abs=0.1)
+
+
+def test_what_waits_for_one_link_has_an_end_and_is_forgotten_with_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servershelf, "WINDOW_PARTS_MAX", 4)
+    monkeypatch.setattr(servershelf, "QUEUED_MAX", 5)
+    shelf, asker = servershelf.Shelf(), Voter("t0", 1)
+
+    def waiting(*parts: int) -> list[int]:
+        shelf.receive_request(asker, sm.PartReq("key", parts))
+        return [part.part for part in iter(lambda: shelf.next_bulk("t0"), None)]
+
+    shelf.hold_parts("key", [bytes(1)] * 9)
+    assert waiting(-1, 7, 9, 8, 0) == [7, 8], "of a request's first four"
+    for first in (0, 4):
+        shelf.receive_request(asker, sm.PartReq("key", tuple(range(first, first + 4))))
+    assert shelf.pending() == ["t0"] and waiting(0) == [0, 1, 2, 3, 4]
+    shelf.receive_request(asker, sm.PartReq("key", (1,)))
+    shelf.forget("t0")
+    assert not shelf.pending() and waiting(2) == [2]
+    shelf.receive_request(asker, sm.PartReq("key", (1,)))
+    shelf.drop("key")
+    assert shelf.next_bulk("t0") is None and shelf.receive_request(asker, sm.PartReq("key", (1,))) == sm.NoPart("key")
+
+
 def test_a_helper_makes_a_few_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It made those of all its spans, for the first that came to be its standby, and answered nobody meanwhile."""
     monkeypatch.setattr(followers, "IMAGES_BYTES", 1)
@@ -1324,6 +1358,63 @@ def test_an_owner_that_is_cut_off_serves_nothing_and_the_others_go_on_without_it
     net.exchange({"t0": ones(), "t1": ones()})
     assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
     net.check_replicas()
+
+
+def test_a_span_that_is_taken_from_a_trainer_goes_on_in_the_round_that_it_was_in() -> None:
+    """Of asynchronous updates too, whose rate follows how many there were."""
+    by_round = Optimizer("sgd", Sgd(), float, asynchronous=True, momentum=0.0)
+    net = swarm(1, 1, asynchronous=True, optimizer=by_round)
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    replace_helper(net, "h7")
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 1.0 + 2.0 + 3.0 + 4.0))
+    assert net.processes["t0"].service.step == 4
+
+
+def test_a_trainer_that_has_the_newest_parameters_is_waited_for_a_while() -> None:
+    net = swarm(1, 2, asynchronous=True)
+    a, b = net.trainers()
+    for trainer in (b, a):
+        net.exchange({trainer.name: ones()})
+    told: Counter[int] = Counter()
+
+    def lost(source: Process, to: str, message: object) -> bool:
+        if source is not a or not isinstance(message, sm.Stake):
+            return False
+        told[message.span] += 1
+        return told[message.span] < 3
+
+    net.lost = lost
+    replace_helper(net, "h7")
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_who_was_late_pulls_the_round_that_went_on_without_it_once_its_standby_holds_that() -> None:
+    net = swarm(2, 3, patience_s=1.0)
+    late = net.processes["t2"]
+    owners = [net.owner(span).service.seats[span].owner for span in range(SPANS.n)]
+    net.lost = lambda source, to, message: isinstance(message, sm.UpdateTaken)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: all(owner.issued == 1 for owner in owners), 20.0, "the round is closed")
+    late.begin(ones())
+    net.run(3.0)
+    assert len(late.exchanges) == 1 and {leg.phase for leg in late.service.exchange.legs} == {PULL}
+    net.lost = lambda source, to, message: False
+    net.until(lambda: len(late.exchanges) == 2, 20.0)
+    assert {o.outcome for o in late.outcomes()} == {sm.LATE} and torch.equal(late.service.theta, torch.ones(NUMEL))
+
+
+def test_a_helper_that_reaches_half_of_those_known_serves_nobody_before_the_others_are_given_up() -> None:
+    net = swarm(1, 3)
+    helper, trainer = net.processes["h0"], net.processes["t0"]
+    cut(net, {"h0", "t0"})
+    net.until(helper.service.cut_off, 30.0, "it knows")
+    trainer.begin(ones())
+    net.run(20.0)
+    assert len(trainer.exchanges) == 1 and torch.equal(net.theta(), torch.zeros(NUMEL))
+    net.until(lambda: len(trainer.exchanges) == 2, 300.0, "it goes on")
 
 
 @pytest.mark.parametrize("pushes", [False, True])

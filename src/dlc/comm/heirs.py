@@ -31,17 +31,18 @@ WITHDRAWN_S = 60.0
 class Heirs:
     def __init__(self, ground: Ground, board: Board) -> None:
         self.ground, self.board = ground, board
-        self._prefixes: tuple[str, ...] = ()
+        self._prefixes: dict[str, bool] = {}
+        """How keys of lasting notices begin, and whether the id of a peer follows."""
         self._orphans: dict[tuple[str, bytes], float] = {}
         """Key and value of what nobody shows who is up: since when."""
         self._said: dict[str, tuple[Voter, int]] = {}
         """What I say for others: by key, for whom, and the number of my notice."""
         self._look_at = math.inf
 
-    def keep(self, prefix: str) -> None:
-        """Notices of keys that begin so outlive their authors; those of others (`to`) do not. To be said on all
-        peers."""
-        self._prefixes = tuple({*self._prefixes, prefix})
+    def keep(self, prefix: str, of_members: bool = False) -> None:
+        """Notices of keys that begin so outlive their authors; those for some peers only (`to`) do not. To be said on
+        all peers. of_members: the id of a peer follows, and they do as long as that peer is known, dead or alive."""
+        self._prefixes[prefix] = of_members
         self._look_at = self.ground.now
 
     def changed(self) -> None:
@@ -55,19 +56,23 @@ class Heirs:
         up = {voter.peer: voter for voter in (self.ground.me, *self.ground.up())}
         self._give_back(up)
         before, self._orphans = self._orphans, {}
-        for key in sorted({key for prefix in self._prefixes for key in self.board.keys(prefix)}):
+        for key in sorted({key for prefix in self._prefixes for key in self.board.keys(prefix) if self._lasts(key)}):
             self._look(key, up, before)
         self._look_at = self.ground.now + (LOOK_S if self._orphans else LOOK_SELDOM_S)
 
     def next_deadline(self) -> float:
         return self._look_at
 
+    def _lasts(self, key: str) -> bool:
+        about = [key.removeprefix(p) for p, of_members in self._prefixes.items() if of_members and key.startswith(p)]
+        return all(self.ground.members.record(peer) is not None for peer in about)
+
     def _give_back(self, up: dict[PeerId, Voter]) -> None:
         for key, (author, seq) in list(self._said.items()):
             mine = self.board.get(key).get(self.ground.me.peer)
             if mine is None or mine.seq != seq:  # it has ended, or I have something of my own to say there
                 del self._said[key]
-            elif up.get(author.peer) == author:
+            elif up.get(author.peer) == author or not self._lasts(key):
                 del self._said[key]
                 self.board.withdraw(key, WITHDRAWN_S)
 

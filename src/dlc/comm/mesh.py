@@ -106,10 +106,9 @@ class Mesh:
     def withdraw(self, key: str, now: float) -> list[Effect]:
         return self._event(now, lambda: self.board.withdraw(key))
 
-    def outlive(self, prefix: str, now: float) -> list[Effect]:
-        """Notices of keys that begin so are seen until they end, also by who comes when their authors are gone. To be
-        said on all peers."""
-        return self._event(now, lambda: self.heirs.keep(prefix))
+    def outlive(self, prefix: str, of_members: bool, now: float) -> list[Effect]:
+        """See `Heirs.keep`."""
+        return self._event(now, lambda: self.heirs.keep(prefix, of_members))
 
     def open(self, key: str, name: str) -> None:
         """The owner shows its place under this key until `shut`. UsageError where another one here does: it would hide

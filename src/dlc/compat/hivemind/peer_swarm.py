@@ -34,9 +34,9 @@ RUN, RUN_OF_ROUNDS = "hivemind", "hivemind-rounds"
 """Names of runs that are begun here, without the log and with it."""
 HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
 """Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
-LASTING = (HELLO, VALUES)
-"""Notices of such keys are seen until they end, whatever becomes of their authors: also that somebody has told all it
-knew, or newcomers would wait for it whenever one joins."""
+LASTING = {HELLO: True, VALUES: False}
+"""Notices of such keys are seen until they end, whatever becomes of their authors (`Heirs.keep`): also that one who was
+killed had told all it knew, or newcomers would wait for it whenever one joins."""
 LOOK_S = 0.05
 """How often it is looked whether a peer has told what it knows, or a state has come."""
 LISTEN_S = 0.2
@@ -90,7 +90,7 @@ class PeerSwarm:
         if log:
             check_rounds(swarm._peer)
         try:
-            swarm._peer.mesh.act(lambda mesh, now: [e for keys in LASTING for e in mesh.outlive(keys, now)])
+            swarm._peer.mesh.act(lambda mesh, now: [e for keys in LASTING.items() for e in mesh.outlive(*keys, now)])
             swarm._greet()
         except BaseException:  # nobody has it who could let it leave
             swarm.leave()
