@@ -24,6 +24,7 @@ from dlc.comm.servermessages import NUMBER_MAX, PAST_MAX, Left, Origin
 from dlc.comm.wire import pack, unpack
 from dlc.errors import RoundTimeout, UsageError
 from dlc.runspec import OuterSpec, RunSpec, TimeoutsSpec
+from dlc.server import _report as report_of
 from dlc.strategyspec import ServerSpec
 from dlc.train.outer import theta_of
 from dlc.train.saves import newest
@@ -135,6 +136,18 @@ def test_pushes_of_two_trainers_become_a_round_and_one_waits_while_there_is_no_h
                 server.close()
             with pytest.raises(UsageError, match="closed: make another one"):
                 server.spans()
+
+
+def test_a_report_tells_the_least_of_what_all_have_and_the_most_of_what_is_lost() -> None:
+    outcomes = (
+        Outcome(0, 0.75, "h0", "counted", None, 2, 7, 1, 10.0, 0),
+        Outcome(1, 0.25, "h1", "late", None, 0, 5, 3, 4.0, 2),
+    )
+    report = report_of(ExchangeOver(1, 4, outcomes, 10, 20, 1.5))
+    assert (report.step, report.version, report.staleness, report.rounds_lost) == (4, 5, 2, 2)
+    assert (report.set_aside, report.set_aside_weight) == (3, 0.75 * 10.0 + 0.25 * 4.0)
+    assert report.outcomes == {"counted": 0.75, "late": 0.25} and report.owned == {"h0": 0.75, "h1": 0.25}
+    assert (report.bytes_sent, report.bytes_received, report.seconds) == (10, 20, 1.5)
 
 
 def test_an_exchange_that_is_over_just_as_it_is_given_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from dlc.comm import piggyback, records
+from dlc.comm import piggyback, probing, records
 from dlc.comm.effects import Send
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Ack, Gossip, Leave, Ping, Rumour
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
-from tests.comm.swim_net import Net, record_of, signed, swarm
+from tests.comm.swim_net import Net, record_of, signed, swarm, verify
 
 
 def test_news_of_a_record_reach_all_within_about_a_probe_period_each() -> None:
@@ -145,6 +145,33 @@ def test_who_was_cut_off_while_many_died_is_found_again(few: int, sides: tuple[s
     assert net.hosts["a"].machine.record("c") is None and net.hosts["c"].machine.record("a") is not None
     net.cut.clear()
     assert net.run_until(lambda: net.all_alive("".join(sides)), 60) < 15.0
+
+
+def test_what_is_kept_of_who_left_or_was_forgotten_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, most in (("TOMBSTONES_MAX", 3), ("FORGOTTEN_MAX", 3), ("DEAD_MAX", 0)):
+        monkeypatch.setattr(records, limit, most)
+    table = records.RecordTable(record_of("a"), signed, verify)
+    names = [f"g{k}" for k in range(8)]
+    for name in names:
+        table.merge(signed(record_of(name)), 0.0)
+        table.forget(list(table.members.values()), 1.0)
+    assert list(table.forgotten) == names[-3:] and not table.members
+    for name in names:
+        table.merge(signed(record_of(name), left=True, seq=9), 0.0)
+    assert list(table.tombstones) == names[-3:] and not table.forgotten
+
+
+def test_pings_without_an_answer_are_remembered_for_a_while_and_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = swarm("ab")
+    net.crash("b")
+    net.run(3 * probing.PING_KEEP_S)
+    machine = net.hosts["a"].machine
+    pings = machine._prober.pings
+    assert pings and all(ping.sent_run > machine.running_s - probing.PING_KEEP_S - 1.0 for ping in pings.values())
+    monkeypatch.setattr(probing, "PINGS_MAX", most := len(pings))
+    for _ in range(20):
+        machine.begin_refresh(net.now)
+    assert len(pings) == most and [ping.generation for ping in pings.values()][-1] == 20
 
 
 def test_whoever_votes_is_not_forgotten_and_is_heard_of_again_where_it_was(few: int) -> None:

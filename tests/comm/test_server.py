@@ -7,12 +7,13 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from dlc.comm import followers, serverpeer, spanowner
+from dlc.comm import followers, serverpeer, servershelf, spanowner
 from dlc.comm import servermessages as sm
 from dlc.comm.claims import Claiming
 from dlc.comm.effects import Effect, Send
@@ -20,12 +21,14 @@ from dlc.comm.followers import DIGEST_EVERY, LOG_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Excluded
+from dlc.comm.seats import Seeding
 from dlc.comm.server import SOLO_AFTER_S
 from dlc.comm.serverclient import SpanClient
 from dlc.comm.serverexchange import NOWHERE, PULL, ExchangeFailed, Paused
 from dlc.comm.servershelf import FETCHES_MAX, Fetches
-from dlc.comm.spans import Spans, assign
+from dlc.comm.spans import SPANS_MAX, Spans, assign
 from dlc.comm.spanstate import COUNTED_MAX, Optimizer
+from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from dlc.errors import ProtocolError
 from dlc.server import _report as report_of
 from dlc.train.outer_step import Sgd
@@ -1055,6 +1058,40 @@ def test_no_more_is_fetched_of_one_holder_than_it_can_have() -> None:
     assert ends == [None] and asked[-2:] == [other, one]
 
 
+def test_a_holder_that_stays_silent_is_asked_ever_more_patiently_and_not_for_ever() -> None:
+    sent, ends, now = list[object](), list[object](), 0.0
+    fetches = Fetches(lambda to, message: sent.append(message), lambda peer: 0.0, lambda voter: False)
+    fetches.fetch(Voter("h0", 1), "key", [4, 4], ends.append, now)
+    for _ in range(2 * servershelf.SILENCES_MAX):
+        now = (fetches.next_deadline() or now) + 1e-3
+        fetches.tick(now)
+    assert ends == [None] and fetches.resting and fetches.next_deadline() is None
+    assert sent == [sm.PartReq("key", (0, 1))] * (1 + servershelf.SILENCES_MAX)
+    assert servershelf.SILENCE_S * (2 ** (1 + servershelf.SILENCES_MAX) - 1) == pytest.approx(now, abs=0.1)
+
+
+def test_what_waits_for_one_link_has_an_end_and_is_forgotten_with_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servershelf, "WINDOW_PARTS_MAX", 4)
+    monkeypatch.setattr(servershelf, "QUEUED_MAX", 5)
+    shelf, asker = servershelf.Shelf(), Voter("t0", 1)
+
+    def waiting(*parts: int) -> list[int]:
+        shelf.receive_request(asker, sm.PartReq("key", parts))
+        return [part.part for part in iter(lambda: shelf.next_bulk("t0"), None)]
+
+    shelf.hold_parts("key", [bytes(1)] * 9)
+    assert waiting(-1, 7, 9, 8, 0) == [7, 8], "of a request's first four"
+    for first in (0, 4):
+        shelf.receive_request(asker, sm.PartReq("key", tuple(range(first, first + 4))))
+    assert shelf.pending() == ["t0"] and waiting(0) == [0, 1, 2, 3, 4]
+    shelf.receive_request(asker, sm.PartReq("key", (1,)))
+    shelf.forget("t0")
+    assert not shelf.pending() and waiting(2) == [2]
+    shelf.receive_request(asker, sm.PartReq("key", (1,)))
+    shelf.drop("key")
+    assert shelf.next_bulk("t0") is None and shelf.receive_request(asker, sm.PartReq("key", (1,))) == sm.NoPart("key")
+
+
 def test_a_helper_makes_a_few_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It made those of all its spans, for the first that came to be its standby, and answered nobody meanwhile."""
     monkeypatch.setattr(followers, "IMAGES_BYTES", 1)
@@ -1220,6 +1257,101 @@ def test_a_pull_that_takes_longer_than_what_nobody_fetches_is_kept(monkeypatch: 
     assert torch.equal(net.processes["t0"].service.theta, torch.ones(800))
 
 
+def keys_of(net: Net, lost: Callable[[Process, Counter[str]], bool]) -> dict[str, Counter[str]]:
+    """By trainer and key of theta: how often parts were asked for. `lost`: whether the request is."""
+    asked: dict[str, Counter[str]] = {process.name: Counter() for process in net.trainers()}
+
+    def loses(source: Process, to: str, message: object) -> bool:
+        if not isinstance(message, sm.PartReq) or not message.key.startswith("theta/"):
+            return False
+        asked[source.name][message.key] += 1
+        return lost(source, asked[source.name])
+
+    net.lost = loses
+    return asked
+
+
+def test_a_slow_pull_is_not_begun_again_and_again_while_others_pull_newer_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it was fetching gave way to what the others had fetched long since, and it waited for ever."""
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 2)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    slow = net.processes["t0"]
+    asked = keys_of(net, lambda source, keys: source is slow and max(keys.values()) == 1)
+    slow.begin(ones())
+    net.until(lambda: asked["t0"], 20.0, "it begins to pull")
+    while len(slow.exchanges) < 2:
+        net.exchange({"t1": ones(), "t2": ones()})
+    assert len(asked["t0"]) == 1, "of the version that it was offered first"
+
+
+def test_who_pulls_waits_until_another_has_its_parameters_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 1)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    silent = ["t0"]
+    asked = keys_of(net, lambda source, keys: source.name in silent)
+    net.processes["t0"].begin(ones())
+    net.until(lambda: asked["t0"], 20.0, "it begins to pull")
+    began = net.now
+    net.exchange({"t1": ones()})
+    waited_s = net.now - began
+    assert spanowner.SNAPSHOT_WAIT_S < waited_s < spanowner.SNAPSHOT_WAIT_S + 2.0
+    began = net.now
+    net.exchange({"t2": ones()})
+    assert net.now - began < 2.0, "the one before has all of it"
+    silent.clear()
+    net.until(lambda: len(net.processes["t0"].exchanges) == 2, 20.0, "it begins again")
+
+
+def test_of_those_that_are_fetched_the_one_of_which_most_is_left_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spanowner, "SNAPSHOTS_MAX", 2)
+    net = swarm(1, 3, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    net.lost = lambda source, to, message: isinstance(message, sm.PartReq) and message.key.startswith("theta/")
+    owner = net.owner().service.seats[0].owner
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+        net.until(lambda name=name: net.processes[name].service.pulled[0].fetching, 20.0)  # type: ignore[misc]
+    (first, second), fetched = owner._snapshots.values(), [p.service.pulled[0].fetching for p in net.trainers()[:2]]
+    assert [fetching[1] for fetching in fetched] == [first.key, second.key]
+    request = sm.PartReq(first.key, (0,))
+    net.network.carry("t0", "h0", net._deliver, "h0", net.processes["t0"].voter, "t0", request)
+    net.until(lambda: first.left < second.left == 1.0, 5.0, "a part of the first")
+    net.processes["t2"].begin(ones())
+    net.until(lambda: second not in owner._snapshots.values(), 20.0)
+    assert first in owner._snapshots.values()
+
+
+def test_a_stake_that_comes_when_another_is_waited_for_is_not_taken() -> None:
+    """The helper had given up that beginning; meanwhile others trained on, and what they pulled was to be the next."""
+    net = swarm(1, 2)
+    helper = net.processes["h0"].service
+    seat, (older, newer) = helper.seats[0], [t.voter for t in net.trainers()]
+    told = sm.Stake(0, NOWHERE, 5, 5, "stake/older", (), SPANS.digest)
+    seat.seeding = Seeding(net.now, fetching=(newer, "stake/newer"))
+    parts = [bytes(4 * SPANS.grid.elems(chunk)) for chunk in SPANS.chunks(0)]
+    helper._seeder._stake_fetched(0, older, told, parts)
+    assert seat.seeding.state is None and seat.seeding.fetching == (newer, "stake/newer")
+    helper._seeder._stake_fetched(0, newer, dataclasses.replace(told, key="stake/newer"), parts)
+    assert seat.seeding.state is not None and seat.seeding.fetching is None
+
+
+def test_a_view_of_a_helper_that_was_started_again_as_a_trainer_is_known_to_who_comes_then() -> None:
+    """It was taken for nonsense, and the views that were told with it were not heard."""
+    net = swarm(1, 1)
+    trainer = net.processes["t0"]
+    views = dict(trainer.service.witness.established)
+    assert len(views) == SPANS.n
+    before = trainer.voter._replace(inc=trainer.voter.inc - 1)
+    view = dataclasses.replace(views[0], owner=before)
+    late = net.start("h5").service
+    told = sm.TellViews(sm.Layout(NUMEL, 8, "fp32", SPANS.n), "", (view, *list(views.values())[1:]), ())
+    net.until(lambda: late.members.record("t0") is not None, 10.0)
+    late.witness.established.clear()
+    late.receive(trainer.voter, told, net.now)
+    assert late.witness.established == {**views, 0: view}
+
+
 def cut(net: Net, left: set[str], mend: bool = False) -> None:
     """No message between these and all others, either way."""
     act = net.network.mend if mend else net.network.cut
@@ -1243,6 +1375,63 @@ def test_an_owner_that_is_cut_off_serves_nothing_and_the_others_go_on_without_it
     net.exchange({"t0": ones(), "t1": ones()})
     assert torch.equal(net.theta(), torch.full((NUMEL,), 3.0))
     net.check_replicas()
+
+
+def test_a_span_that_is_taken_from_a_trainer_goes_on_in_the_round_that_it_was_in() -> None:
+    """Of asynchronous updates too, whose rate follows how many there were."""
+    by_round = Optimizer("sgd", Sgd(), float, asynchronous=True, momentum=0.0)
+    net = swarm(1, 1, asynchronous=True, optimizer=by_round)
+    for _ in range(3):
+        net.exchange({"t0": ones()})
+    replace_helper(net, "h7")
+    net.exchange({"t0": ones()})
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 1.0 + 2.0 + 3.0 + 4.0))
+    assert net.processes["t0"].service.step == 4
+
+
+def test_a_trainer_that_has_the_newest_parameters_is_waited_for_a_while() -> None:
+    net = swarm(1, 2, asynchronous=True)
+    a, b = net.trainers()
+    for trainer in (b, a):
+        net.exchange({trainer.name: ones()})
+    told: Counter[int] = Counter()
+
+    def lost(source: Process, to: str, message: object) -> bool:
+        if source is not a or not isinstance(message, sm.Stake):
+            return False
+        told[message.span] += 1
+        return told[message.span] < 3
+
+    net.lost = lost
+    replace_helper(net, "h7")
+    assert torch.equal(net.theta(), torch.full((NUMEL,), 2.0))
+
+
+def test_who_was_late_pulls_the_round_that_went_on_without_it_once_its_standby_holds_that() -> None:
+    net = swarm(2, 3, patience_s=1.0)
+    late = net.processes["t2"]
+    owners = [net.owner(span).service.seats[span].owner for span in range(SPANS.n)]
+    net.lost = lambda source, to, message: isinstance(message, sm.UpdateTaken)
+    for name in ("t0", "t1"):
+        net.processes[name].begin(ones())
+    net.until(lambda: all(owner.issued == 1 for owner in owners), 20.0, "the round is closed")
+    late.begin(ones())
+    net.run(3.0)
+    assert len(late.exchanges) == 1 and {leg.phase for leg in late.service.exchange.legs} == {PULL}
+    net.lost = lambda source, to, message: False
+    net.until(lambda: len(late.exchanges) == 2, 20.0)
+    assert {o.outcome for o in late.outcomes()} == {sm.LATE} and torch.equal(late.service.theta, torch.ones(NUMEL))
+
+
+def test_a_helper_that_reaches_half_of_those_known_serves_nobody_before_the_others_are_given_up() -> None:
+    net = swarm(1, 3)
+    helper, trainer = net.processes["h0"], net.processes["t0"]
+    cut(net, {"h0", "t0"})
+    net.until(helper.service.cut_off, 30.0, "it knows")
+    trainer.begin(ones())
+    net.run(20.0)
+    assert len(trainer.exchanges) == 1 and torch.equal(net.theta(), torch.zeros(NUMEL))
+    net.until(lambda: len(trainer.exchanges) == 2, 300.0, "it goes on")
 
 
 @pytest.mark.parametrize("pushes", [False, True])
@@ -1870,6 +2059,26 @@ def test_what_came_unasked_for_is_counted_for_as_long_as_its_sender_is_there() -
         fetches.receive(sender, sm.Part("nothing", 0, b"x"), 0.0)
     fetches.lost(Voter("t0", 1))
     assert fetches.strays == {Voter("t0", 2): 1}
+
+
+@pytest.mark.parametrize("role", ["helper", "trainer"])
+def test_all_views_that_there_can_be_are_told_in_messages_that_can_be_sent(role: str) -> None:
+    """One message of all of them was longer than any may be, and all peers ended of that."""
+    net = swarm(1, 1)
+    teller, asker = net.processes["h0" if role == "helper" else "t0"], net.processes["t0" if role == "helper" else "h0"]
+    left = sm.Left(Voter("h" * 32, 1 << 62), sm.NUMBER_MAX)
+    origin = sm.Origin(bytes(16), 1, left.founder, (left,) * sm.PAST_MAX)
+    views = {
+        span: sm.SpanView(span, sm.NUMBER_MAX, left.founder, left.founder, origin, sm.NUMBER_MAX, sm.NUMBER_MAX)
+        for span in range(SPANS_MAX)
+    }
+    teller.service.witness.established = views
+    effects = teller.service.receive(asker.voter, sm.AskViews(sm.Layout(NUMEL, 8, "fp32", SPANS.n), ""), net.now)
+    told = [
+        effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, sm.TellViews)
+    ]
+    assert max(len(pack(message)) for message in told) < HEADER_BYTES_MAX // 2
+    assert [view for message in told for view in message.views] == list(views.values())
 
 
 def test_a_span_goes_to_its_standby_once_it_may_move_and_that_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from dlc.comm.membership import Membership
 from dlc.compat.hivemind import peer_swarm
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.peer_swarm import PeerSwarm
+from dlc.compat.hivemind.swarm import Notice
 from dlc.errors import RoundTimeout
 from tests.comm.swim_net import Net
 from tests.helpers import TICK_S, interrupted_at, wait_until
@@ -115,3 +116,13 @@ def test_ctrl_c_at_any_line_of_a_wait_for_the_others_keeps_nobody_from_leaving()
         leaving.join(10.0)
         assert not leaving.is_alive(), at
     assert at > 5, "as a wait has some lines"
+
+
+def test_a_newcomer_waits_for_nobody_who_is_dead_and_for_whom_another_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each who joined a run in which a peer had been killed waited for three seconds."""
+    swarm = PeerSwarm(Mock(id="me"))
+    told = [Notice("heir", "hello/heir", b""), Notice("heir", "hello/killed", b""), Notice("heir", "hello/back", b"")]
+    monkeypatch.setattr(swarm, "notices", lambda prefix: told)
+    here = [SimpleNamespace(id=name, alive=name != "killed", left=False) for name in ("heir", "killed", "back")]
+    monkeypatch.setattr(swarm._peer, "members", lambda: here)
+    assert swarm._silent() == {"back": True}, "who lives tells it itself"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dlc.comm import heirs
 from dlc.comm.security import generate_run_key
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, Optimizer, get_dht_time
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException
@@ -249,8 +250,12 @@ def test_two_optimizers_train_one_model_and_a_third_joins_with_their_state(mode:
             opt.shutdown()
 
 
-def test_what_a_process_has_told_is_not_said_by_the_next_one_of_its_peer(tmp_path: Path) -> None:
-    """But values that were stored stay, whoever stored them."""
+def test_what_a_process_has_told_is_not_said_by_the_next_one_of_its_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But values that were stored stay, whoever stored them, and newcomers see them."""
+    monkeypatch.setattr(heirs, "TURN_S", 0.1)
+    monkeypatch.setattr(heirs, "LOOK_S", 0.05)
     with dhts(1, run_key=(key := generate_run_key())) as (first,):
         options = {"start": True, "run_key": key, "identity_path": tmp_path, "startup_timeout": WAIT_S}
         for life in range(2):
@@ -263,6 +268,9 @@ def test_what_a_process_has_told_is_not_said_by_the_next_one_of_its_peer(tmp_pat
                 (notice,) = first.swarm.notices("want/mine/")
                 assert notice.author == second.swarm.id and notice.lives is (not life)
                 assert first.get("key").value == 1
+                wait_until(lambda: second.get("key"), WAIT_S)  # noqa: B023
+        with DHT(first.get_visible_maddrs(), start=True, run_key=key, startup_timeout=WAIT_S) as late:
+            wait_until(lambda: late.get("key"), WAIT_S)
 
 
 def test_with_the_log_a_dht_holds_a_peer_for_rounds_of_all() -> None:

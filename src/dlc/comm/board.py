@@ -16,7 +16,8 @@ room for it.
 A notice may be for some peers only (`to`), such as those that are expected in a group: they alone are told, and whoever
 shows a notice of that kind under the same key.
 
-A notice outlives the process that wrote it, until it expires; `Posted.author` tells who it was.
+A notice outlives the process that wrote it, until it expires; `Posted.author` tells who it was. Who comes later
+sees such a one only where it is of those that others say on (`heirs`).
 """
 
 from __future__ import annotations
@@ -112,6 +113,15 @@ class Board:
         mine = self._by_key.get(key, {}).get(self.ground.me.peer)
         if mine is not None and not mine.gone:
             self._say(key, b"", True, min(mine.until, self.ground.now + told_s), self._repeats[key].to)
+
+    def say_on(self, key: str, posted: Posted) -> int:
+        """Show what another has shown under the key in my own name, until it would have ended: the number of my notice.
+        0: the half of what one peer may have that is not for what is its own has no room."""
+        number, size = self._sizes_with(key, self.ground.me.peer, posted.value)
+        if 2 * number > NOTICES_MAX or 2 * size > AUTHOR_BYTES_MAX:
+            return 0
+        self._say(key, posted.value, False, posted.until, None)
+        return self._seq
 
     def _say(self, key: str, value: bytes, gone: bool, until: float, to: set[PeerId] | None) -> None:
         self._seq += 1

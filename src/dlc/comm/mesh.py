@@ -1,6 +1,6 @@
 """The machines outside the log that every averaging without one is built of, as one service of a node.
 
-    board      small notices on every peer                     board.py
+    board      small notices on every peer                     board.py, heirs.py
     parcels    vectors pulled chunk by chunk from holders      parcels.py, holdings.py
     meetings   who waits with one key forms a group            meetings.py
     groups     the all-reduce of a group                       groups.py
@@ -24,6 +24,7 @@ from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.groupowner import CONTRIBUTION, RESULT, key_of
 from dlc.comm.groups import Reduction
+from dlc.comm.heirs import Heirs
 from dlc.comm.holdings import Tally
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.meetings import Meeting
@@ -47,6 +48,7 @@ class Mesh:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.board = Board(ground)
+        self.heirs = Heirs(ground, self.board)
         self.parcels = Parcels(ground)
         self._meetings: dict[str, Meeting] = {}
         self._given_up: dict[str, mm.Wish] = {}
@@ -104,6 +106,10 @@ class Mesh:
 
     def withdraw(self, key: str, now: float) -> list[Effect]:
         return self._event(now, lambda: self.board.withdraw(key))
+
+    def outlive(self, prefix: str, of_members: bool, now: float) -> list[Effect]:
+        """See `Heirs.keep`."""
+        return self._event(now, lambda: self.heirs.keep(prefix, of_members))
 
     def open(self, key: str, name: str) -> None:
         """The owner shows its place under this key until `shut`. UsageError where another one here does: it would hide
@@ -264,6 +270,7 @@ class Mesh:
     def tick(self, now: float) -> list[Effect]:
         def act() -> None:
             self.board.tick()
+            self.heirs.tick()
             self.parcels.tick()
             for group in list(self._groups.values()):
                 group.tick()
@@ -273,7 +280,7 @@ class Mesh:
         return self._event(now, act)
 
     def next_deadline(self) -> float:
-        due = [self.board.next_deadline()]
+        due = [self.board.next_deadline(), self.heirs.next_deadline()]
         due += [meeting.next_deadline() for meeting in self._meetings.values()]
         due += [group.next_deadline() for group in self._groups.values()]
         due += [gossip.next_deadline() for gossip in self._gossips.values()]
@@ -282,6 +289,7 @@ class Mesh:
 
     def member(self, event: MemberEvent, now: float) -> list[Effect]:
         def act() -> None:
+            self.heirs.changed()
             if isinstance(event, MemberUp):
                 self.board.member_up(event.voter)
                 for gossip in self._gossips.values():

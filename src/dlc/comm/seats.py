@@ -37,7 +37,8 @@ class Seeding:
     refused: set[Voter] = field(default_factory=set)
     """Whose stakes are not finite."""
     asked_at: float = float("-inf")
-    fetching: bool = False
+    fetching: tuple[Voter, str] | None = None
+    """Whose stake is on its way, and its key."""
     state: SpanState | None = None
 
 

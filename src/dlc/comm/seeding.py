@@ -39,7 +39,7 @@ class Seeder:
     def seed(self, span: int, seat: Seat) -> None:
         """Take the span's parameters from the trainer that pulled the newest."""
         seeding = seat.seeding = seat.seeding or Seeding(self.host.now)
-        if seeding.fetching:
+        if seeding.fetching is not None:
             return
         if seeding.state is not None:
             self.claims.make(span, seat, seeding.state, self.host.me, None)
@@ -90,7 +90,7 @@ class Seeder:
 
     def _fetch_stake(self, span: int, seeding: Seeding, giver: Voter, stake: Stake) -> None:
         assert self.host.spans is not None
-        seeding.fetching = True
+        seeding.fetching = giver, stake.key
         sizes = tuple(4 * self.host.spans.grid.elems(chunk) for chunk in self.host.spans.chunks(span))
         self.host.fetches.fetch(
             giver, stake.key, sizes, partial(self._stake_fetched, span, giver, stake), self.host.now
@@ -100,9 +100,9 @@ class Seeder:
         if self.host.spans is None or not self._cut_alike(stake):
             return
         seeding = self.host.seats[span].seeding
-        if seeding is None:
-            return
-        seeding.fetching = False
+        if seeding is None or seeding.fetching != (giver, stake.key):
+            return  # it was for one that was given up, and may be of long ago
+        seeding.fetching = None
         if parts is None:
             seeding.stakes.pop(giver, None)
             return

@@ -120,7 +120,7 @@ class SpanServer(Host):
         if isinstance(message, AskViews):
             self._adopt_layout(sender, message.layout, False)
             self._hear_optimizer(sender, message.optimizer)
-            self.send(sender, self._views())
+            self._tell_views([sender])
         elif isinstance(message, TellViews):
             self._adopt_layout(sender, message.layout, any(view.owner == sender for view in message.views))
             self._hear_optimizer(sender, message.optimizer)
@@ -194,7 +194,7 @@ class SpanServer(Host):
         helpers = tuple(sorted(v.peer for v in living if v not in self._others))
         aside = len(helpers) < len(living) and not self._holds_any()
         if self._unreached.look():
-            self.cast(living, self._views())
+            self._tell_views(living)
         shunned = self._unreached.shunned(helpers)
         if (helpers, shunned) != (self._helpers, self._shunned):
             self._helpers, self._shunned, self._same_since = helpers, shunned, self.now
@@ -232,14 +232,13 @@ class SpanServer(Host):
         others = [v for v in self.living(HELPER, TRAINER) if v != self.me]
         if others and self.witness.established and self.now >= self._spread_at + SPREAD_S:
             self._spread_at, self._turn = self.now, self._turn + 1
-            self.send(others[self._turn % len(others)], self._views())
+            self._tell_views([others[self._turn % len(others)]])
 
-    def _views(self) -> TellViews:
-        views = tuple(self.witness.established.values())
-        return TellViews(layout_of(self.spans), self.optimizer.name, views, self._unreached.mine)
+    def _tell_views(self, voters: list[Voter]) -> None:
+        self.tell_views(voters, self.optimizer.name, self._unreached.mine)
 
     def _tell_misfits(self) -> None:
-        self.cast(sorted(self._misfits), self._views())
+        self._tell_views(sorted(self._misfits))
         self._misfits.clear()
 
     def _tell_alone(self) -> None:

@@ -260,7 +260,7 @@ class SpanClient(ServerPeer):
         elif isinstance(message, AskViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 raise ProtocolError(f"another layout than {layout_of(self.spans)}: {message.layout}")
-            self.send(sender, TellViews(layout_of(self.spans), "", tuple(self.witness.established.values()), ()))
+            self.tell_views([sender], "", ())
         elif isinstance(message, TellViews):
             if message.layout is not None and message.layout != layout_of(self.spans):
                 self._serves_others(sender, message.layout, message.views)

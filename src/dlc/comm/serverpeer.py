@@ -23,6 +23,7 @@ from dlc.comm.servermessages import (
     PartReq,
     Refused,
     SpanView,
+    TellViews,
     check_numbers,
     check_origin,
 )
@@ -36,6 +37,10 @@ TICK_S = 0.25
 START_S = 15.0
 """A swarm that begins with a checkpoint waits so long for trainers with a newer one, and for those that are members and
 have not said yet what they hold; from the first trainer on."""
+
+VIEWS_MAX = 256
+"""In one message, which has a greatest length: of a training that was stopped as often as is remembered,
+a view takes some 4 KB."""
 
 
 class ServerMembers(Members, Protocol):
@@ -170,7 +175,7 @@ class ServerPeer:
         if view.term >= self.witness.term_after(view.span) + NUMBERS_AHEAD_MAX:
             raise ProtocolError(f"a view of term {view.term}: nobody could claim that span any more")
         record = self.members.record(view.owner.peer)
-        if record is not None and record.role != HELPER:
+        if record is not None and record.voter == view.owner and record.role != HELPER:
             raise ProtocolError(f"a view in which {view.owner} owns a span, a {record.role[:40]}")
 
     def check_span(self, span: int) -> None:
@@ -211,6 +216,13 @@ class ServerPeer:
         for voter in voters:
             if voter != self.me:
                 self.send(voter, message)
+
+    def tell_views(self, voters: list[Voter], optimizer: str, unreached: tuple[PeerId, ...]) -> None:
+        """All that are established; one message at least: it tells the layout, too."""
+        views = tuple(self.witness.established.values())
+        for first in range(0, max(1, len(views)), VIEWS_MAX):
+            part = views[first : first + VIEWS_MAX]
+            self.cast(voters, TellViews(layout_of(self.spans), optimizer, part, unreached))
 
     def tell(self, news: ServiceNews) -> None:
         self.out.append(Notify(news))

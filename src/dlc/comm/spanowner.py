@@ -56,6 +56,9 @@ from dlc.errors import ProtocolError
 SNAPSHOTS_MAX = 4
 """Versions of theta that are kept for those who are fetching them."""
 SNAPSHOT_KEEP_S = 60.0
+SNAPSHOT_WAIT_S = 4.0
+"""Where all of them are being fetched, whoever pulls another version waits so long for one to be through; then that of
+which most is left gives way. Else, of many who pull a version each, none might ever have the whole of it."""
 LAST_ROUND_SHARE = 0.5
 """A round waits for those who are late at least this part of what the last one took."""
 FETCH_STILL_S = 4.0
@@ -84,6 +87,22 @@ class _Snapshot:
     key: str
     asked_at: float
     parts: list[Payload] = field(default_factory=list)
+    offered: set[Voter] = field(default_factory=set)
+    """Who fetches it, or may begin to."""
+    given: int = 0
+    """Parts that they have got."""
+
+    @property
+    def left(self) -> float:
+        """Share of what they fetch that has not gone out yet."""
+        wanted = len(self.offered) * len(self.parts)
+        return max(0, wanted - self.given) / wanted if wanted else 0.0
+
+    def through(self, voter: Voter) -> None:
+        """It fetches this no longer."""
+        if voter in self.offered:
+            self.offered.remove(voter)
+            self.given = max(0, self.given - len(self.parts))
 
 
 class SpanOwner:
@@ -120,6 +139,8 @@ class SpanOwner:
         self._closed_at = host.now
         self._last_round_s = 0.0
         self._snapshots: dict[int, _Snapshot] = {}
+        self._full_since: float | None = None
+        """Since when pulls wait for one of them."""
         if view.standby is not None:
             self.followers.add(view.standby)
 
@@ -160,6 +181,7 @@ class SpanOwner:
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
+        self._through(sender)
         self._looked.pop(sender, None)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
@@ -336,14 +358,33 @@ class SpanOwner:
         if m.number == ASKING:
             self._offer_theta(sender, m, "", ())
             return
+        self._through(sender)
         self._pulls[sender] = m
         self._answer_pulls()
 
+    def _through(self, sender: Voter) -> None:
+        """It asks for something else: what it was offered before it has, or does not want."""
+        for snapshot in self._snapshots.values():
+            snapshot.through(sender)
+
     def _answer_pulls(self) -> None:
         due = [(v, m) for v, m in self._pulls.items() if not self.state.step < m.step <= self._step]
+        if not due or not self._has_room():
+            return
         for voter, m in due:  # one that waits for a round after the newest waits for one that was lost
             del self._pulls[voter]
-            self._offer_theta(voter, m, self._snapshot().key, tuple(self.state.counted.values()))
+            snapshot = self._snapshot()
+            snapshot.offered.add(voter)
+            self._offer_theta(voter, m, snapshot.key, tuple(self.state.counted.values()))
+
+    def _has_room(self) -> bool:
+        """Whether theta as it is now may be kept, if need be in the place of another one."""
+        kept = self._snapshots
+        if self.state.version in kept or len(kept) < SNAPSHOTS_MAX or not all(s.left for s in kept.values()):
+            self._full_since = None
+            return True
+        self._full_since = self.host.now if self._full_since is None else self._full_since
+        return self.host.now >= self._full_since + SNAPSHOT_WAIT_S
 
     def _offer_theta(self, to: Voter, m: PullReq, key: str, pushes: tuple[Counted, ...]) -> None:
         view, state = self.view, self.state
@@ -355,6 +396,7 @@ class SpanOwner:
         version = self.state.version
         snapshot = self._snapshots.get(version)
         if snapshot is None:
+            self._make_room()
             spans, span, coder = self.state.spans, self.view.span, get_codec("fp32")
             first = spans.elements(span)[0]
             cuts = ([at - first for at in spans.grid.span(chunk)] for chunk in spans.chunks(span))
@@ -363,13 +405,18 @@ class SpanOwner:
             self._snapshots[version] = snapshot
             self.host.shelf.hold(snapshot.key, len(parts), partial(self._part, snapshot))
         snapshot.asked_at = self.host.now
-        while len(self._snapshots) > SNAPSHOTS_MAX:
-            self._forget(min(self._snapshots, key=lambda version: (self._snapshots[version].asked_at, version)))
         return snapshot
+
+    def _make_room(self) -> None:
+        """Of those that all have who were to, the oldest gives way; else that of which most is left."""
+        self._full_since = None
+        kept = self._snapshots
+        if len(kept) >= SNAPSHOTS_MAX:
+            self._forget(max(kept, key=lambda v: (not kept[v].left, kept[v].left, -kept[v].asked_at)))
 
     def _part(self, snapshot: _Snapshot, index: int) -> Payload:
         """For who fetches it: as long as somebody does, it is kept."""
-        snapshot.asked_at = self.host.now
+        snapshot.asked_at, snapshot.given = self.host.now, snapshot.given + 1
         return snapshot.parts[index]
 
     def _forget(self, version: int) -> None:
@@ -389,6 +436,7 @@ class SpanOwner:
             self._first_at = None
         self.make()
         self.apply()
+        self._answer_pulls()
         for version in [v for v, s in self._snapshots.items() if self.host.now > s.asked_at + SNAPSHOT_KEEP_S]:
             self._forget(version)
 

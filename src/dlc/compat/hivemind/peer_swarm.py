@@ -20,7 +20,7 @@ from dlc.comm.loans import borrow, give_back, lend
 from dlc.comm.mesh import Mesh
 from dlc.comm.service import Members
 from dlc.compat.hivemind.averaging.partition import AllreduceException
-from dlc.compat.hivemind.swarm import Notice, Outcome, Parts, Terms
+from dlc.compat.hivemind.swarm import VALUES, Notice, Outcome, Parts, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
 from dlc.flat import finite
 from dlc.handles import Flag
@@ -34,6 +34,9 @@ RUN, RUN_OF_ROUNDS = "hivemind", "hivemind-rounds"
 """Names of runs that are begun here, without the log and with it."""
 HELLO, HELLO_S, HELLO_TTL_S = "hello/", 3.0, 7 * 86400.0
 """Key of a notice that everybody has, and how long a newcomer waits for those of all others."""
+LASTING = {HELLO: True, VALUES: False}
+"""Notices of such keys are seen until they end, whatever becomes of their authors (`Heirs.keep`): also that one who was
+killed had told all it knew, or newcomers would wait for it whenever one joins."""
 LOOK_S = 0.05
 """How often it is looked whether a peer has told what it knows, or a state has come."""
 LISTEN_S = 0.2
@@ -87,6 +90,7 @@ class PeerSwarm:
         if log:
             check_rounds(swarm._peer)
         try:
+            swarm._peer.mesh.act(lambda mesh, now: [e for keys in LASTING.items() for e in mesh.outlive(*keys, now)])
             swarm._greet()
         except BaseException:  # nobody has it who could let it leave
             swarm.leave()
@@ -114,9 +118,11 @@ class PeerSwarm:
             log.info("%s did not answer, and may be gone", ", ".join(gone))
 
     def _silent(self) -> dict[str, bool]:
-        """Members that have told nothing yet, and whether each is known to live."""
-        heard = {notice.author for notice in self.notices(HELLO)}
-        return {m.id: m.alive for m in self._peer.members() if not m.left and m.id not in heard}
+        """Members that have told nothing yet, and whether each is known to live. For the dead others speak."""
+        hellos = self.notices(HELLO)
+        heard, spoken = {n.author for n in hellos}, {n.key.removeprefix(HELLO) for n in hellos}
+        silent = [m for m in self._peer.members() if not m.left and m.id not in heard]
+        return {m.id: m.alive for m in silent if m.alive or m.id not in spoken}
 
     def _hello(self) -> None:
         if time.monotonic() - self._said > HELLO_TTL_S / 8:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 Parts = list[tuple[Tensor, str]]
 """Flat fp32 CPU vectors, each with the name of its codec."""
+VALUES = "dht/"
+"""Keys of the notices that hold values of a DHT begin so."""
 NAME_CHARS_MAX = 64
 """Of a prefix within the key of a notice."""
 

@@ -1,7 +1,8 @@
 """What `DHT.store` and `DHT.get` mean, over notices: a value under a key, or under a subkey of it, until it expires.
 
-Every peer holds all notices, so there is no look-up and no replica. Of several values the one that expires last counts,
-whoever wrote it; a value without a subkey and those with one exclude each other in the same way.
+Every peer holds all notices, so there is no look-up and no replica; those of who is gone are said on by others. Of
+several values the one that expires last counts, whoever wrote it; a value without a subkey and those with one exclude
+each other in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from dlc.compat.hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from dlc.compat.hivemind.swarm import Notice
+from dlc.compat.hivemind.swarm import VALUES, Notice
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
 from dlc.compat.hivemind.utils.timed_storage import ValueWithExpiration
 from dlc.errors import DlcError
@@ -71,7 +72,7 @@ def notice_key(key: Any, subkey: Any) -> str:
 
 def notice_prefix(key: Any) -> str:
     """Of the notices of a key with all its subkeys."""
-    return f"dht/{_digest(key)}/"
+    return f"{VALUES}{_digest(key)}/"
 
 
 def records(notices: Iterable[Notice], key: Any, validator: RecordValidatorBase, warned: set[str]) -> list[Record]:
