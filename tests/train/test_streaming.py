@@ -491,6 +491,52 @@ def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, 
         opened(folder, 4)
 
 
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of `datasets`, over some data."""
+    import datasets
+
+    passes, begin = list[int](), datasets.IterableDataset.__iter__
+
+    def counted(self: Any) -> Any:
+        passes.append(1)
+        return begin(self)
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
+    return passes
+
+
+@pytest.mark.parametrize("shards", [3, 7])
+def test_the_beginnings_of_shards_that_share_files_are_read_together(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for itself read all rows: thousands of shards took minutes, or hours."""
+    lines = [json.dumps({"text": text(0, i)}) if i % 9 else '{"text": null}' for i in range(1500)]
+    lines[100:100] = ["", " "]  # no documents, but rows
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    passes = counted_passes(monkeypatch)
+    source = opened(tmp_path, shards)
+    assert len(passes) == 1
+    stream = source._stream
+    alone = [streaming._Held(ByteTokenizer(), SEQ, streaming._OwnFiles(stream, s).read) for s in range(shards)]
+    want = [held.first(4) for held in alone]
+    assert len(passes) == 1 + shards
+    together = [held.first(4) for held in source._held]
+    assert all(len(blocks) == 4 for blocks in want)
+    for s in range(shards):
+        assert [block.tobytes() for block in together[s]] == [block.tobytes() for block in want[s]], s
+
+
+def test_far_more_shards_than_records_are_refused_soon_and_a_few_of_them_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text(0, i)}) + "\n" for i in range(100)))
+    passes = counted_passes(monkeypatch)
+    few = r"^shards (\d+, ){4}\d+ and \d+ more of .* hold no text to train on: set data.shards below 4096"
+    with pytest.raises(DataError, match=few):
+        opened(tmp_path, 4096)
+    assert len(passes) == 1
+
+
 @pytest.mark.parametrize(("suffix", "nothing"), [(".txt", ""), (".jsonl", '{"text": ""}\n' * 40)])
 def test_a_shard_of_empty_documents_has_nothing_to_train_on(suffix: str, nothing: str, tmp_path: Path) -> None:
     """All of its blocks would be ends of documents, which a model soon predicts."""
