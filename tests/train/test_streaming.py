@@ -1,3 +1,4 @@
+import itertools
 import json
 import logging
 import os
@@ -646,6 +647,26 @@ def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:
     with pytest.raises(DataError, match="is not read on: the training ends"):
         source.batch([60 * L])
     assert torch.equal(opened(corpus).batch(range(3)), want)
+
+
+def test_after_a_read_that_broke_off_positions_hold_what_they_did(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents that had been read when it did would be missing, and all blocks after them be others."""
+    monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
+    want, source = opened(corpus).batch(range(12 * L)), opened(corpus)
+    source.batch(range(3))
+    line_text, lines = streaming.line_text, itertools.count()
+
+    def breaks_off(*args: Any, **options: Any) -> bytes | None:
+        if next(lines) == 5:
+            raise DataError("the network")
+        return line_text(*args, **options)
+
+    monkeypatch.setattr(streaming, "line_text", breaks_off)
+    with pytest.raises(DataError, match="the network"):
+        source.batch(range(12 * L))
+    assert torch.equal(source.batch(range(12 * L)), want)
 
 
 def test_file_names_are_no_patterns(tmp_path: Path, corpus: Path) -> None:
