@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
-from dlc.runspec import RunSpec
+from dlc.runspec import OuterSpec, RunSpec
 from dlc.train import checkpoint, saves, shelf
 from dlc.train.checkpoint import (
     DamagedError,
@@ -26,6 +27,7 @@ from dlc.train.checkpoint import (
     save_checkpoint,
     save_model_folder,
 )
+from dlc.train.outer import OuterState
 from dlc.train.shelf import list_checkpoints
 
 
@@ -406,13 +408,21 @@ def test_of_what_a_killed_process_left_beside_a_model_the_old_one_stays_where_no
 
 
 def test_bytes_become_a_tensor_of_just_these() -> None:
-    whole = bytearray(b"abcd")
-    tensor = checkpoint.bytes_tensor(memoryview(whole))
+    whole = np.frombuffer(b"abcd", np.uint8).copy()
+    tensor = checkpoint.bytes_tensor(whole.data.toreadonly())
     whole[0] = ord("x")
     assert bytes(tensor.tolist()) == b"xbcd", "no copy was made"
-    for given in (b"bc", memoryview(whole)[1:3], memoryview(b"bc")):
+    for given in (b"bc", whole.data[1:3], memoryview(b"bc")):
         assert bytes(checkpoint.bytes_tensor(given).tolist()) == b"bc"
-    assert checkpoint.bytes_tensor(b"").shape == (0,)
+    for empty in (b"", np.empty(0, np.uint8).data):
+        assert checkpoint.bytes_tensor(empty).shape == (0,)
+
+
+def test_the_image_of_a_state_is_saved_without_another_copy_of_it() -> None:
+    """It was copied once more, 8 bytes per parameter, and meanwhile no thread of the peer could answer anybody."""
+    image = OuterState(torch.randn(300), OuterSpec()).export()
+    tensor = checkpoint.bytes_tensor(image)
+    assert np.shares_memory(tensor.numpy(), np.frombuffer(image, np.uint8)) and bytes(image) == bytes(tensor.tolist())
 
 
 def test_checkpoints_are_listed_by_name_and_what_a_killed_process_left_is_told_apart(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_who_resumes_after_an_exchange_goes_on_bit_for_bit(
     whole = Run(FakePeer(spec), tmp_path, checkpoint_every=1, keep=4, each_is_saved=True)
     assert whole.go().t == 4
     saved = saves.read(saves.folder_of(tmp_path, spec) / saves.name_of(2))
-    rest = Run(FakePeer(spec), tmp_path / "rest", resume=saved)
+    rest = Run(FakePeer(spec), tmp_path / "rest", resume=dataclasses.replace(saved))
     assert rest.go().t == 4
     steps = [[(e["step"], e["loss"], e["lr"]) for e in run.all("step") if e["t"] >= 2] for run in (whole, rest)]
     assert steps[0] == steps[1] and len(steps[0]) == 2 * H

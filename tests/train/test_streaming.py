@@ -1,3 +1,4 @@
+import itertools
 import json
 import logging
 import os
@@ -491,6 +492,52 @@ def test_a_shard_with_nothing_to_train_on_is_refused_at_the_start(corpus: Path, 
         opened(folder, 4)
 
 
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of `datasets`, over some data."""
+    import datasets
+
+    passes, begin = list[int](), datasets.IterableDataset.__iter__
+
+    def counted(self: Any) -> Any:
+        passes.append(1)
+        return begin(self)
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
+    return passes
+
+
+@pytest.mark.parametrize("shards", [3, 7])
+def test_the_beginnings_of_shards_that_share_files_are_read_together(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for itself read all rows: thousands of shards took minutes, or hours."""
+    lines = [json.dumps({"text": text(0, i)}) if i % 9 else '{"text": null}' for i in range(1500)]
+    lines[100:100] = ["", " "]  # no documents, but rows
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    passes = counted_passes(monkeypatch)
+    source = opened(tmp_path, shards)
+    assert len(passes) == 1
+    stream = source._stream
+    alone = [streaming._Held(ByteTokenizer(), SEQ, streaming._OwnFiles(stream, s).read) for s in range(shards)]
+    want = [held.first(4) for held in alone]
+    assert len(passes) == 1 + shards
+    together = [held.first(4) for held in source._held]
+    assert all(len(blocks) == 4 for blocks in want)
+    for s in range(shards):
+        assert [block.tobytes() for block in together[s]] == [block.tobytes() for block in want[s]], s
+
+
+def test_far_more_shards_than_records_are_refused_soon_and_a_few_of_them_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text(0, i)}) + "\n" for i in range(100)))
+    passes = counted_passes(monkeypatch)
+    few = r"^shards (\d+, ){4}\d+ and \d+ more of .* hold no text to train on: set data.shards below 4096"
+    with pytest.raises(DataError, match=few):
+        opened(tmp_path, 4096)
+    assert len(passes) == 1
+
+
 @pytest.mark.parametrize(("suffix", "nothing"), [(".txt", ""), (".jsonl", '{"text": ""}\n' * 40)])
 def test_a_shard_of_empty_documents_has_nothing_to_train_on(suffix: str, nothing: str, tmp_path: Path) -> None:
     """All of its blocks would be ends of documents, which a model soon predicts."""
@@ -600,6 +647,26 @@ def test_who_reads_over_can_be_broken_off(corpus: Path) -> None:
     with pytest.raises(DataError, match="is not read on: the training ends"):
         source.batch([60 * L])
     assert torch.equal(opened(corpus).batch(range(3)), want)
+
+
+def test_after_a_read_that_broke_off_positions_hold_what_they_did(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents that had been read when it did would be missing, and all blocks after them be others."""
+    monkeypatch.setattr(streaming, "DOCUMENTS_AT_ONCE", 7)
+    want, source = opened(corpus).batch(range(12 * L)), opened(corpus)
+    source.batch(range(3))
+    line_text, lines = streaming.line_text, itertools.count()
+
+    def breaks_off(*args: Any, **options: Any) -> bytes | None:
+        if next(lines) == 5:
+            raise DataError("the network")
+        return line_text(*args, **options)
+
+    monkeypatch.setattr(streaming, "line_text", breaks_off)
+    with pytest.raises(DataError, match="the network"):
+        source.batch(range(12 * L))
+    assert torch.equal(source.batch(range(12 * L)), want)
 
 
 def test_file_names_are_no_patterns(tmp_path: Path, corpus: Path) -> None:

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,23 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(spec: RunSpec, tmp_path: Path
     assert float(moments["0.step"]) == H + 1 + H  # of the first process, and its own
 
 
+def test_of_a_checkpoint_that_was_gone_on_from_nothing_large_stays(spec: RunSpec, tmp_path: Path) -> None:
+    """It stayed in memory until the training was over: with AdamW 8 bytes per parameter, and more with an overlap."""
+    spec = dataclasses.replace(spec, overlap="delayed", codec="int8", rounds=4)
+    first = Run(FakePeer(spec), tmp_path)
+    first.peer.slices = [0, 2]
+    first.on_step = {2 * H + 3: first.stop.set}
+    first.go()
+    saved = saves.newest(tmp_path, spec)
+    assert saved is not None and saved.inner and saved.residual is not None
+    large = [weakref.ref(tensor) for tensor in (*saved.inner.values(), *saved.own.values(), saved.residual)]
+    second = Run(FakePeer(spec), tmp_path, resume=saved)
+    held: list[int] = []
+    second.on_step = {1: lambda: held.append(sum(tensor() is not None for tensor in large))}
+    second.go()
+    assert held == [0] and len(large) > 20 and saved.path is not None
+
+
 def test_the_outer_optimizer_and_its_moments_go_on_from_a_checkpoint(spec: RunSpec, tmp_path: Path) -> None:
     outer = OuterSpec(optimizer="adam", lr=0.3, schedule="cosine", warmup_rounds=1)
     spec = dataclasses.replace(spec, outer=outer, rounds=4)
@@ -251,7 +269,7 @@ def test_the_outer_optimizer_and_its_moments_go_on_from_a_checkpoint(spec: RunSp
     assert first.peer.state.spec == dataclasses.replace(outer, total_rounds=4)
     saved = saves.newest(tmp_path, spec)
     assert saved is not None and saved.t == 2
-    second = Run(FakePeer(spec), tmp_path, resume=saved)
+    second = Run(FakePeer(spec), tmp_path, resume=dataclasses.replace(saved))
     second.go()
     whole = OuterState(torch.zeros(first.peer.state.numel), first.peer.state.spec)
     whole.restore(saved.image)
@@ -354,7 +372,7 @@ def test_the_newest_that_is_whole_makes_way_for_none(
     assert saved is not None and saved.path == one
     (folder / ".t-00000002.safetensors.tmp-1").touch()  # of a process that was killed
     disk = Disk(folder, 1, monkeypatch, quota=False)
-    stopped = Run(FakePeer(spec), tmp_path, resume=saved)
+    stopped = Run(FakePeer(spec), tmp_path, resume=dataclasses.replace(saved))
     stopped.stop.set()
     summary = stopped.go()
     assert (summary.saved, summary.checkpoint, disk.names()) == (False, one, [one.name])

@@ -175,7 +175,7 @@ def _take_part(
             _check_parts(spec, group)
             if looks and found is None:
                 _tell_other_run(state.path, spec)
-        peer, saved = join_swarm(args, spec, state, found, events)
+        peer, found = join_swarm(args, spec, state, found, events)  # what it was before is held no longer
     except SpecMismatch as error:
         if named is None:
             raise
@@ -196,9 +196,9 @@ def _take_part(
         state.hold(saves.folder_of(state.path, peer.spec))
         if named is not None and (aside := saves.set_later_aside(state.path, named, peer.spec)) is not None:
             log.info("the checkpoints of later rounds that were here are set aside in %s", aside)
-        if saved is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
+        if found is not None and peer.spec.strategy not in WITHOUT_LOG and not (args.peers or args.found):
             _tell_awaited(state)
-        _train(args, peer, state, saved, events, interrupts, group)
+        _train(args, peer, state, found, events, interrupts, group)
 
 
 def _check_parts(spec: RunSpec, group: Group | None) -> None:

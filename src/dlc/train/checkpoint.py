@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.train.shelf import META, demand_room
+from dlc.train.tensorfile import save_file
 
 FORMAT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -226,10 +227,11 @@ def _fsync(path: Path) -> None:
 
 
 def bytes_tensor(data: bytes | memoryview) -> Tensor:
-    """uint8 [len], without a copy where the bytes lie in a bytearray that nobody else writes to."""
-    owner = data.obj if isinstance(data, memoryview) else None
-    if isinstance(owner, bytearray) and len(owner) == len(data):
-        return torch.frombuffer(owner, dtype=torch.uint8)
+    """uint8 [len], without a copy where the bytes are all of an array, as an image is: nobody else may write to it. A
+    copy would be made while no other thread of Python can run, which takes seconds where the model is large."""
+    if isinstance(data, memoryview) and isinstance(data.obj, np.ndarray) and data.contiguous:
+        if data.obj.flags.writeable and data.obj.nbytes == data.nbytes:
+            return torch.from_numpy(data.obj.reshape(-1).view(np.uint8))
     if not len(data):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

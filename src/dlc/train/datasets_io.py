@@ -94,6 +94,16 @@ class Stream:
         know what a `state_dict` of this one says, or take it for another place."""
         self._changed = False
 
+    @property
+    def by_rows(self) -> bool:
+        """Shard s is of the rows s, s + `shards`, ..., for each of which all are read; else it is of whole files."""
+        n_files = int(getattr(self._whole, "num_shards", 0) or self._whole.n_shards)  # the name before datasets 3.2
+        return n_files % self.shards != 0
+
+    def rows(self) -> Iterator[Any]:
+        """Those of all shards, in the order of the source."""
+        return iter(self._whole)
+
     def shard(self, s: int) -> Any:
         """Shard s as an `IterableDataset` of its own: its `state_dict` says where it is read on."""
         from datasets.distributed import split_dataset_by_node

@@ -17,12 +17,13 @@ Document n of shard s has the name "s/n", and is held out or not by it (see `pac
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ MARKS_EVERY_S = 5.0
 """Between two times that they are written while a shard is read over."""
 TELL_EVERY_S = 10.0
 """Between two lines of the log, likewise."""
+SHARDS_TOLD = 5
+"""Of those that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class StreamSource:
     ) -> None:
         self.tokens_per_block, self.tokenizer = seq_len, tokenizer
         self._stream, self._segment_blocks = stream, segment_blocks
-        self._held: list[_Held] = [_Held(stream, s, tokenizer, seq_len) for s in range(stream.shards)]
+        self._held = _held_of(stream, tokenizer, seq_len)
         self._check_shards()
         if marks is not None:
             marks /= f"marks-{blake3(stream.identity + self.fingerprint()).hexdigest(12)}"
@@ -308,62 +311,50 @@ class _Reader:
     def group(self) -> tuple[Mark, list[Piece]] | None:
         """The next documents, with the mark before them; None: the shard has ended."""
         stream, source, at = self._stream, self._stream.place.source, f"shard {self._s}"
-        field = stream.place.text_field
         mark = Mark(self._state, self._document, 0)
         pieces: list[Piece] = []
         size = 0
-        try:
+        with _reading(source, at):
             if self._iterator is None:
                 self._iterator = iter(self._rows)
             for row in self._iterator:
-                if not stream.lines:
-                    text = text_of(row, field, source, at)
-                elif row["text"].strip():
-                    text = line_text(row["text"], field, source, at, first=not self._document)
-                else:
+                document = _document(stream, self._s, self._document, row)
+                if document is None:
                     continue
-                if text is not None:
-                    pieces += cut(f"{self._s}/{self._document}", text)
-                    size += len(text)
+                pieces += document
+                size += sum(len(piece.text) for piece in document)
                 self._document += 1
                 if self._document - mark.document == DOCUMENTS_AT_ONCE or size >= GROUP_BYTES:
                     break
             if self._document == mark.document:
                 return None
             self._state = self._rows.state_dict()
-        except DataError:
-            raise
-        except Exception as e:  # network, hub, pyarrow and datasets have no common base
-            raise DataError(f"the stream {source} broke off in {at}: {type(e).__name__}: {e}") from e
         return mark, pieces
 
 
 class _Held:
-    """The held-out blocks of one shard, from its start, as many as are asked for."""
+    """The held-out blocks of one shard, from its start, as many as are asked for.
 
-    def __init__(self, stream: Stream, s: int, tokenizer: Tokenizer, seq_len: int) -> None:
-        self._open: Callable[[], _Reader] = lambda: _Reader(stream, s, None)
-        self._tokenizer, self._seq_len = tokenizer, seq_len
-        self._reader: _Reader | None = None
-        self._ended = self._to_train = False
+    `read`: reads on, and has the next documents of the shard taken, or its end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, read: Callable[[_Held], None]) -> None:
+        self._tokenizer, self._seq_len, self._read = tokenizer, seq_len, read
+        self._to_train = False
         self._ids: list[Ids] = []
         self.tokens = self.text_bytes = 0
+        self.ended = False
 
     def any_to_train(self) -> bool:
         """Whether the shard has text that is not held out: of empty documents there would be nothing but their ends."""
-        while not self._ended and not self._to_train:
-            self._read()
+        while not self.ended and not self._to_train:
+            self._read(self)
         return self._to_train
 
-    def _read(self) -> None:
-        """The next documents, or that there are none."""
-        self._reader = self._reader or self._open()
-        group = self._reader.group()
-        if group is None:
-            self._ended = True
-            return
-        pieces = [piece for piece in group[1] if is_validation(piece.name)]
-        self._to_train = self._to_train or any(piece.text for piece in group[1] if not is_validation(piece.name))
+    def take(self, documents: Sequence[Piece]) -> None:
+        """The next ones."""
+        pieces = [piece for piece in documents if is_validation(piece.name)]
+        self._to_train = self._to_train or any(piece.text for piece in documents if not is_validation(piece.name))
         if pieces:
             self._ids += _encoded(self._tokenizer, pieces)
             self.text_bytes += sum(len(piece.text) for piece in pieces)
@@ -371,18 +362,93 @@ class _Held:
 
     def first(self, count: int) -> list[npt.NDArray[Any]]:
         """At most `count` blocks, fewer where the shard has no more."""
-        while not self._ended and self.tokens < count * self._seq_len:
-            self._read()
+        while not self.ended and self.tokens < count * self._seq_len:
+            self._read(self)
         if not self._ids:
             return []
         stream = np.concatenate(self._ids)
         return [stream[a : a + self._seq_len] for a in range(0, len(stream) - self._seq_len + 1, self._seq_len)][:count]
 
 
+class _OwnFiles:
+    """Reads a shard that has files of its own."""
+
+    def __init__(self, stream: Stream, s: int) -> None:
+        self._stream, self._s = stream, s
+        self._reader: _Reader | None = None
+
+    def read(self, held: _Held) -> None:
+        """The next documents, or that there are none."""
+        self._reader = self._reader or _Reader(self._stream, self._s, None)
+        group = self._reader.group()
+        if group is None:
+            held.ended = True
+        else:
+            held.take(group[1])
+
+
+class _SharedRows:
+    """Reads all shards at once, where each is of some rows of all files: each for itself would read all of them."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._rows: Iterator[Any] | None = None
+        self._documents = [0] * stream.shards
+        self.shards: list[_Held] = []
+
+    def read(self, _: _Held) -> None:
+        """The next row of each shard, or that there are none."""
+        s = -1
+        with _reading(self._stream.place.source, "its first rows"):
+            self._rows = self._rows or self._stream.rows()
+            for s, row in enumerate(itertools.islice(self._rows, self._stream.shards)):
+                document = _document(self._stream, s, self._documents[s], row)
+                if document is not None:
+                    self._documents[s] += 1
+                    self.shards[s].take(document)
+        if s + 1 < self._stream.shards:
+            for held in self.shards:
+                held.ended = True
+
+
+def _held_of(stream: Stream, tokenizer: Tokenizer, seq_len: int) -> list[_Held]:
+    """Of each shard."""
+    if not stream.by_rows:
+        return [_Held(tokenizer, seq_len, _OwnFiles(stream, s).read) for s in range(stream.shards)]
+    together = _SharedRows(stream)
+    together.shards = [_Held(tokenizer, seq_len, together.read) for _ in range(stream.shards)]
+    return together.shards
+
+
+@contextlib.contextmanager
+def _reading(source: str, at: str) -> Iterator[None]:
+    """DataError: what goes wrong meanwhile."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as e:  # network, hub, pyarrow and datasets have no common base
+        raise DataError(f"the stream {source} broke off in {at}: {type(e).__name__}: {e}") from e
+
+
+def _document(stream: Stream, s: int, number: int, row: Mapping[str, Any]) -> list[Piece] | None:
+    """A row as document `number` of shard s, without pieces where its text is null; None: an empty line, which is
+    none."""
+    source, field, at = stream.place.source, stream.place.text_field, f"shard {s}"
+    if not stream.lines:
+        text = text_of(row, field, source, at)
+    elif row["text"].strip():
+        text = line_text(row["text"], field, source, at, first=not number)
+    else:
+        return None
+    return list(cut(f"{s}/{number}", text)) if text is not None else []
+
+
 def _barren(stream: Stream, shards: list[int]) -> DataError:
     """Of shards without a document to train on."""
-    several = len(shards) > 1
-    which = f"shards {', '.join(map(str, shards))}" if several else f"shard {shards[0]}"
+    several, more = len(shards) > 1, len(shards) - SHARDS_TOLD
+    named = ", ".join(map(str, shards[:SHARDS_TOLD])) + (f" and {more} more" if more > 0 else "")
+    which = f"shards {named}" if several else f"shard {named}"
     advice = [f"set data.shards below {stream.shards}"] if stream.shards > len(shards) else ["give more text"]
     told = ""
     if stream.empty:

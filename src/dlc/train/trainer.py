@@ -105,6 +105,7 @@ class Trainer:
     peer_events:  the queue whose `put` the peer got as its `on_event`.
     site:         the processes that train together, of which this is rank 0; None: this process alone, on `device`.
     resume:       a checkpoint of this RunSpec, or of one that differs in length only, whose log the peer was given too.
+                  What is large in it is let go of (`Saved.let_go`) once it is taken.
     cache:        folder of tokenised text, which peers of one host may share; else one in `folder`.
     eval_every, checkpoint_every: in rounds; 0 for only at the end.
     keep:         how many checkpoints stay on the disk, at least 1.
@@ -143,7 +144,6 @@ class Trainer:
         self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)
         if resume is not None:
             check_same_model(resume, view)
-            resume = resume.as_of(peer.id)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
         self._before_write = before_write
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
@@ -229,12 +229,15 @@ class Trainer:
     def _open(self) -> None:
         self._tell.event("phase", phase="syncing")
         seed_peer(self.spec.seed, self._peer.id)
-        position = self.strategy.open(self._resume)
+        resume = self._resume
+        position = self.strategy.open(resume.as_of(self._peer.id) if resume is not None else None)
+        if resume is not None:
+            resume.let_go()
         self._listen()
         self._heard = [done for done in self._heard if done.report.t > position.t]
         self._saved_t = self._validated_t = position.t
         self._tell.synced(position.t)
-        if position.t == 0 or self._resume is not None:  # others know the loss already, and a newcomer has to hurry
+        if position.t == 0 or resume is not None:  # others know the loss already, and a newcomer has to hurry
             self._validate()
         self._to_save = True
 
