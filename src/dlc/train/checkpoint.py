@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dlc.errors import CheckpointError, NoRoom, UsageError
 from dlc.train.shelf import META, demand_room
-from dlc.train.tensorfile import save_file
 
 FORMAT = 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
