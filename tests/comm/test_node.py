@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from dlc.comm import messages as msg
-from dlc.comm.effects import Notify, Send
+from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown
+from dlc.comm.ids import Ballot, Voter
+from dlc.comm.straggler import NEVER_S
+from dlc.comm.wire import pack
 from dlc.errors import ProtocolError, UsageError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import ToyState
@@ -122,3 +125,65 @@ def test_who_answers_is_noted_of_listed_addresses_alone() -> None:
         node.receive(other.voter, welcome, now)
     assert node.slot.answers.get("listed:1") == other.voter.peer
     assert not {"another:1", ""} & node.slot.answers.keys()
+
+
+def test_a_newcomer_of_another_run_is_answered_and_not_learned_of() -> None:
+    stage = Stage(2)
+    process, other = stage.peers()
+    node, now = process.node, process.host.clock_s(stage.world.now)
+    for name, spec in (("stranger", b"another"), ("friend", b"spec")):
+        record = dataclasses.replace(other.node.members.own, voter=Voter(name, 1), control=(f"sim:{name}",))
+        hello = msg.Hello(msg.PROTOCOL_VERSION, "sim", spec, record, "")
+        effects = node.receive(record.voter, hello, now)
+        assert any(isinstance(e, Answer) and isinstance(e.message, msg.Welcome) for e in effects)
+    assert node.members.record("friend") is not None and node.members.record("stranger") is None
+
+
+def test_where_not_all_can_be_told_of_the_living_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(3)
+    node, dead, alive = (process.node for process in stage.peers())
+    records = node.members.records()
+    assert node.inbox._records_to_tell() == tuple(records)
+    monkeypatch.setattr(node.members, "alive", lambda voter: voter != dead.me)
+    room = sum(len(pack(record)) for record in records) - 1
+    monkeypatch.setattr("dlc.comm.inbox.WELCOME_BYTES_MAX", room)
+    assert {record.voter for record in node.inbox._records_to_tell()} == {r.voter for r in records} - {dead.me}
+
+
+def test_that_it_contributes_again_is_told_to_the_voters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(2)
+    process, other = stage.peers()
+    node, now = process.node, process.host.clock_s(stage.world.now)
+    ping = Send(other.voter.peer, msg.Ping(7, msg.Gossip((), ())))
+    monkeypatch.setattr(node.members, "tell_voters", lambda: [ping])
+    changes = ((NEVER_S, False), (NEVER_S, False), (5.0, True), (3.0, False))
+    for eta_s, tells in changes:
+        assert (ping in node.describe(now, eta_s=eta_s)) is tells
+
+
+def test_what_is_too_long_for_a_relay_is_sent_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may get there yet; as a relay it would not leave."""
+    stage = Stage(3)
+    node, other, relay = (process.node for process in stage.peers())
+    monkeypatch.setattr(node.members, "relay_for", lambda peer: relay.me.peer if peer == other.me.peer else None)
+    send = Send(other.me.peer, msg.Nack(node.log.head, Ballot(1, other.me)))
+    relayed = node._routed(send)
+    assert isinstance(relayed, Send) and relayed.to == relay.me.peer and isinstance(relayed.message, msg.Relay)
+    monkeypatch.setattr("dlc.comm.node.RELAYED_BYTES_MAX", len(relayed.message.message))
+    assert node._routed(send) == relayed
+    monkeypatch.setattr("dlc.comm.node.RELAYED_BYTES_MAX", len(relayed.message.message) - 1)
+    assert node._routed(send) == send
+
+
+def test_who_has_said_that_it_leaves_votes_no_more() -> None:
+    stage = Stage(3, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Held)
+    coordinator, plan = stage.planned()
+    process = stage.peers(coordinator)[0]
+    node = process.node
+    stage.until(lambda: node.slot.accepted is not None)
+    assert node.log.head == plan.head
+    node.slot.accepted, node.slot.accepted_results = None, ()
+    node.leave(process.host.clock_s(stage.world.now))
+    node.slot.advance()
+    assert node.slot.accepted is None

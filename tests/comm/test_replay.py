@@ -90,6 +90,7 @@ def test_what_is_on_its_way_is_not_asked_for_again(behind: Behind, monkeypatch: 
             sync.tick()
         return sum(isinstance(e, Send) and isinstance(e.message, msg.Fetch) for e in ctx.out)
 
+    before = behind.log.state
     behind.steps(behind.step)
     first, second, last = behind.past.results
     assert asked(3.5) == 2, "after one second, after two, ..."
@@ -100,6 +101,12 @@ def test_what_is_on_its_way_is_not_asked_for_again(behind: Behind, monkeypatch: 
     sync._asked = {behind.donor: ctx.now}
     assert behind.steps(behind.step) == [behind.past.hashes[2:]]
     assert sync.receive_result(last) and behind.applied == [behind.past.entry] and not sync._results
+    sync._results = {X: last, behind.past.hashes[0]: first}
+    behind.log.state = before
+    assert behind.steps(behind.step) == [behind.past.hashes[1:]] and X not in sync._results, (
+        "of no use to another donor"
+    )
+    sync._abandon()
     sync._results = {X: last}  # of a donor that was left before others led past it
     assert asked(0.25) == 0 and sync._results
     monkeypatch.setattr("dlc.comm.sync.greater_alive", lambda ctx, log: [])
@@ -114,6 +121,16 @@ def test_results_that_are_held_here_are_not_asked_for(behind: Behind) -> None:
     for result in behind.past.results[1:]:
         behind.sync.receive_result(result)
     assert behind.applied == [behind.past.entry]
+
+
+def test_what_is_applied_is_let_go_and_what_came_of_the_next_step_is_not(behind: Behind) -> None:
+    entry, other = behind.past.entry, dataclasses.replace(behind.past.results[0], payload=b"another")
+    hashes = (result_hash(other), X)
+    following = {"parent": entry.hash, "depth": entry.depth + 1, "t": entry.t + 1, "manifest": manifest_hash(hashes)}
+    behind.steps(behind.step, (dataclasses.replace(entry, **following), hashes))
+    for result in (other, *behind.past.results):
+        assert behind.sync.receive_result(result)
+    assert behind.applied == [entry] and behind.sync._results == {hashes[0]: other}
 
 
 def test_what_has_come_of_a_step_is_looked_through_when_it_may_be_all(
