@@ -200,6 +200,43 @@ def test_who_heard_of_nobody_is_silent_but_where_contributions_filled(
     assert (owner in node.coordinator.agenda.mute()) is not bool(fill_s)
 
 
+def test_a_contribution_whose_samples_are_leased_to_another_is_dropped() -> None:
+    """Its base is still the present one: both would be counted for the same samples."""
+    process, _ = voted()
+    node = process.node
+    offered = node.exchange.offered[TRAIN]
+    others = next(lease for lease in node.log.state.ledger.leases if lease.voter != node.me).ranges[0]
+    node.applier.switched()
+    assert not told(node, ContributionDropped) and node.exchange.offered[TRAIN] is offered
+    offered.ready = dataclasses.replace(offered.ready, upto=others.hi)
+    node.applier.switched()
+    assert told(node, ContributionDropped) == [ContributionDropped(TRAIN)] and TRAIN not in node.exchange.offered
+
+
+def test_what_a_round_has_moved_is_wished_for_no_more() -> None:
+    """Another history that has not opened the channel is not to begin it anew with a state that is no first one."""
+    process, commit = voted()
+    node = process.node
+    node.slot.wishes[TRAIN] = node.exchange.offered[TRAIN].ready
+    node.applier.receive_commit(commit.holders[0], commit)
+    assert TRAIN not in node.slot.wishes
+
+
+def test_a_state_that_is_being_repaired_is_not_found_wrong_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, commit = voted()
+    node, found = process.node, list[bytes]()
+    assert node.slot.plan is not None
+    plan = dataclasses.replace(node.slot.plan, digest=WRONG)
+    monkeypatch.setattr(node.applier, "diverged", lambda channel, digest: found.append(digest))
+    for synced in (True, False):
+        node.log.attached[TRAIN].synced = synced
+        node.applier.check_digest(commit.holders[0], plan)
+    node.log.attached[TRAIN].synced = True
+    for digest in (b"", node.log.digest(TRAIN)):
+        node.applier.check_digest(commit.holders[0], dataclasses.replace(plan, digest=digest))
+    assert found == [WRONG]
+
+
 def test_who_has_a_wrong_state_forgets_what_it_was() -> None:
     """What others tell of the last heads is compared with it: it would be convicted of the same once more."""
     process, _ = voted()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dlc.comm import messages as msg
+from dlc.comm.coordinator import IDLE
 from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown
 from dlc.comm.ids import Ballot, Voter
@@ -187,3 +188,34 @@ def test_who_has_said_that_it_leaves_votes_no_more() -> None:
     node.leave(process.host.clock_s(stage.world.now))
     node.slot.advance()
     assert node.slot.accepted is None
+
+
+def test_who_is_behind_by_the_last_entry_is_shown_it_and_nobody_else() -> None:
+    stage = Stage(2)
+    process, other = stage.peers()
+    node, now = process.node, process.host.clock_s(stage.world.now)
+    last = node.log.past[-1].entry
+
+    def shown(head: bytes) -> list[msg.Commit]:
+        effects = node.receive(other.voter, msg.Nack(head, Ballot(1, other.voter)), now)
+        return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, msg.Commit)]
+
+    assert [commit.entry for commit in shown(last.parent)] == [last]
+    assert not shown(bytes(31) + b"1") and not shown(node.log.past[-2].entry.parent) and not shown(node.log.head)
+
+
+@pytest.mark.parametrize("kind", [msg.Prepare, msg.Coord, msg.Plan])
+def test_who_hears_of_a_higher_ballot_coordinates_no_more(kind: type) -> None:
+    stage = Stage(3, inner_s=3.0)
+    stage.hold = lambda source, target, message: isinstance(message, msg.Result)
+    process, plan = stage.planned()
+    other, node = stage.peers(process)[0].voter, process.node
+    higher, now = Ballot(plan.ballot.counter + 1, other), process.host.clock_s(stage.world.now)
+    message = {
+        msg.Prepare: msg.Prepare(plan.head, higher, ()),
+        msg.Coord: msg.Coord(plan.head, higher, msg.RUN, ()),
+        msg.Plan: dataclasses.replace(plan, ballot=higher),
+    }[kind]
+    assert node.coordinator.phase == msg.RUN
+    node.receive(other, message, now)
+    assert node.coordinator.phase == IDLE
