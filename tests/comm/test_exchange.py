@@ -195,6 +195,24 @@ def test_who_has_taken_its_offer_back_is_not_waited_for_unless_it_offers_it_once
     assert list(exchange.held) == [1]
 
 
+def test_what_was_sent_to_a_round_that_is_over_is_forgotten_and_not_before(exchange: Exchange) -> None:
+    """Nor is what was gained under one plan a sign that the next goes on."""
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(plan(), (ME, OTHER), {})
+    exchange.receive_contrib(OTHER, part(exchange, 0, 4.0))
+    assert exchange.collector.gained == 2
+    exchange.begin(plan(ballot=SECOND), (ME, OTHER), {})
+    assert exchange.collector.gained == 0
+    exchange.receive_contrib(OTHER, part(exchange, 1, 4.0, channel="b"))
+    exchange.receive_contrib(OTHER, dataclasses.replace(part(exchange, 0, 0.0), payload=b""))
+    collector = exchange.collector
+    exchange.reset()
+    assert collector.parts and collector._absent, "the next plan may be of the same base"
+    exchange.log.state = cast(Any, SimpleNamespace(base=lambda channel: b"the next one"))
+    exchange.reset()
+    assert not collector.parts and not collector._absent
+
+
 def test_who_has_taken_its_offer_back_is_not_waited_for_because_it_offers_to_another_channel(
     exchange: Exchange,
 ) -> None:

@@ -219,3 +219,22 @@ def test_who_hears_of_a_higher_ballot_coordinates_no_more(kind: type) -> None:
     assert node.coordinator.phase == msg.RUN
     node.receive(other, message, now)
     assert node.coordinator.phase == IDLE
+
+
+@pytest.mark.parametrize(("channel", "sign"), [(TRAIN, -1), ("calls", 1)])
+def test_an_offer_without_a_position_has_a_number_of_its_own(channel: str, sign: int) -> None:
+    """Owners keep parts of one that was taken back, and must not take them for parts of the next. Where there are
+    leases it is no position: below 0, as it brings no samples."""
+    stage = Stage(2)
+    process, _ = stage.peers()
+    node, now, grid = process.node, process.host.clock_s(stage.world.now), stage.world.grids[TRAIN]
+    node.withdraw(TRAIN)
+    numbers = []
+    for upto in (0, 0, 77):
+        node.contribute(
+            channel, torch.zeros(grid.numel), grid, weight=1.0, upto=upto, patience_s=0.0, sink=None, now=now
+        )
+        numbers.append(node.exchange.offered[channel].ready.upto)
+        assert node.withdraw(channel)
+    first, second, position = numbers
+    assert first * sign > 0 and second == first + sign and position == 77
