@@ -322,3 +322,24 @@ def test_a_channel_that_only_a_lost_history_had_opened_is_wished_for_again() -> 
     node.sync._jump(msg.Offer(there, (X,), (state.tokens,), ()), bases)
     (ready,) = [ready for ready in node.slot._readies() if ready.opening]
     assert (ready.channel, ready.head, ready.digest) == ("late", X, digest), "and not one that rounds have moved"
+
+
+def test_who_answers_by_a_relay_only_is_asked_where_there_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can give entries, but no bytes of it get here."""
+    node, *others = (process.node for process in Stage(3, inner_s=3.0).peers())
+    sync, ctx, relayed = node.sync, node.ctx, {others[0].me.peer}
+    ahead = [dataclasses.replace(other.members.own, tokens=node.log.state.tokens + 1.0) for other in others]
+    monkeypatch.setattr("dlc.comm.sync.greater_alive", lambda ctx, log: ahead)
+    monkeypatch.setattr(node.members, "relay_for", lambda peer: node.me.peer if peer in relayed else None)
+
+    def asked() -> set[str]:
+        ctx.out.clear()
+        for _ in range(4):
+            sync.donor = None
+            ctx.now += ASK_AGAIN_S
+            sync.start()
+        return {e.to for e in ctx.out if isinstance(e, Send) and isinstance(e.message, msg.SyncReq)}
+
+    assert asked() == {others[1].me.peer}
+    relayed.add(others[1].me.peer)
+    assert asked() == relayed

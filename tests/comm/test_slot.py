@@ -409,6 +409,10 @@ def test_a_fixed_chunk_is_asked_for_unless_its_owner_is_about_to_send_it(monkeyp
     assert {chunk for m in sent for chunk in m.chunks} == {
         c for c, owner in enumerate(before.assignment) if before.owners[owner] == dead
     }
+    higher = dataclasses.replace(plan, ballot=Ballot(4, member.others[0]))
+    exchange.held, exchange.hashes = {}, {}
+    sent = [m for _, m in member.sent(slot.receive_plan, higher.ballot.voter, higher) if isinstance(m, msg.Fetch)]
+    assert {chunk for m in sent for chunk in m.chunks} == set(range(len(fixed))), "what was fixed had no owner either"
 
 
 # ------------------------------------------------------------------ the vote
