@@ -386,3 +386,38 @@ def test_a_refusal_by_a_machine_that_is_in_doubt_ends_the_driver() -> None:
     source.torn = True
     with pytest.raises(ProtocolError, match="a result that cannot be"):
         driver._receive(coming(1))
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_call_that_leaves_a_machine_in_doubt_ends_the_driver_too(torn: bool) -> None:
+    source = Source()
+    driver, done = driven(Links(), source), list[str]()
+
+    def fails(now: float) -> None:
+        source.torn = torn
+        raise ValueError("halfway")
+
+    failed = driver.call(fails)
+    driver.call(lambda now: done.append("the next one"))
+    if torn:
+        with pytest.raises(ValueError, match="halfway"):
+            driver._drain_calls()
+    else:
+        driver._drain_calls()
+    assert done == ([] if torn else ["the next one"])
+    with pytest.raises(ValueError, match="halfway"):
+        failed.result(0.0)
+
+
+def test_what_is_asked_is_not_done_once_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the wait: whoever is told that nothing was offered must not find it in a round."""
+
+    def interrupted(reply: Reply[Any], timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    driver, done = driven(Links(), Source()), list[str]()
+    monkeypatch.setattr(Reply, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.ask(lambda now: done.append("offered"))
+    driver._drain_calls()
+    assert not done
