@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dlc.comm import messages as msg
 from dlc.comm.dropped import UNASKED
 from dlc.comm.effects import Notify
 from dlc.comm.entries import CONFIG, Entry, Part
-from dlc.comm.events import ContributionDropped, RoundDone
+from dlc.comm.events import ContributionDropped, LeftAhead, RoundDone
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Ready
 from dlc.comm.node import Node
@@ -133,6 +134,116 @@ def test_means_go_to_the_sink_of_the_contribution_that_they_are_of(
     assert len(done.included) == (3 if fits else 0) and set(done.included) == ({good} if fits else set())
     assert sink.t == (commit.entry.t if good else 0)
     assert told == [done] and TRAIN not in node.exchange.offered, "its offer is over, and not dropped"
+
+
+def told(node: Node, kind: type) -> list[Any]:
+    return [e.event for e in node.ctx.out if isinstance(e, Notify) and isinstance(e.event, kind)]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_who_left_ahead_is_told_of_once_and_only_after_a_forced_ballot(
+    forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quorum goes on from the greatest history; a few may have missed what those who left had decided."""
+    process, commit = voted()
+    node, tokens = process.node, process.node.log.state.tokens
+    gone = dataclasses.replace(node.members.own, voter=Voter("gone", 1), tokens=tokens + 1e9)
+    monkeypatch.setattr(node.members, "departed", lambda: [gone, dataclasses.replace(gone, tokens=tokens)])
+    node.log.fellows = (commit.entry.hash if forced else WRONG, frozenset({node.me}))
+    node.applier.receive_commit(commit.holders[0], commit)
+    node.applier._look_back()
+    assert [event.voters for event in told(node, LeftAhead)] == [(gone.voter,)] * forced
+
+
+def test_holders_are_told_of_the_entry_that_they_hold() -> None:
+    """To whoever is one behind. After entries that were replayed nobody's are known but my own."""
+    process, commit = voted()
+    node = process.node
+    node.applier.receive_commit(commit.holders[0], commit)
+    assert node.applier.last_decision() == commit
+    node.applier._decision = dataclasses.replace(commit, entry=dataclasses.replace(commit.entry, t=commit.entry.t + 1))
+    assert node.applier.last_decision() == msg.Commit(commit.entry, (node.me,))
+
+
+@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize("how", ["steps", "snapshot"])
+def test_what_was_had_of_inactive_peers_makes_nobody_active(
+    how: str, active: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some that were started from checkpoints may give it to each other, while the run lives elsewhere."""
+    process, commit = voted()
+    node, (donor,) = process.node, commit.holders
+    record = node.members.record(donor.peer)
+    assert record is not None and node.slot.accepted is not None
+    record, node.log.active = dataclasses.replace(record, active=active), False
+    if how == "steps":
+        node.sync.donor = donor
+        monkeypatch.setattr(node.members, "record", lambda peer: record)
+        node.applier.apply(commit.entry, node.slot.accepted[1].hashes, node.slot.accepted_results)
+    else:
+        monkeypatch.setattr("dlc.comm.applier.alive_records", lambda ctx: [record])
+        node.applier.switched()
+    assert node.log.active is active
+
+
+@pytest.mark.parametrize("fill_s", [0.0, 1.0])
+def test_who_heard_of_nobody_is_silent_but_where_contributions_filled(
+    fill_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that become final on the way an owner may have had what there was in time for its chunks."""
+    process, commit = voted()
+    node, (owner,) = process.node, commit.holders
+    assert node.exchange.plan is not None
+    node.exchange.plan = dataclasses.replace(node.exchange.plan, fill_s=fill_s)
+    monkeypatch.setattr("dlc.comm.applier.deaf_owners", lambda entry, results: [owner])
+    node.applier.receive_commit(owner, commit)
+    assert (owner in node.coordinator.agenda.mute()) is not bool(fill_s)
+
+
+def test_a_contribution_whose_samples_are_leased_to_another_is_dropped() -> None:
+    """Its base is still the present one: both would be counted for the same samples."""
+    process, _ = voted()
+    node = process.node
+    offered = node.exchange.offered[TRAIN]
+    others = next(lease for lease in node.log.state.ledger.leases if lease.voter != node.me).ranges[0]
+    node.applier.switched()
+    assert not told(node, ContributionDropped) and node.exchange.offered[TRAIN] is offered
+    offered.ready = dataclasses.replace(offered.ready, upto=others.hi)
+    node.applier.switched()
+    assert told(node, ContributionDropped) == [ContributionDropped(TRAIN)] and TRAIN not in node.exchange.offered
+
+
+def test_what_a_round_has_moved_is_wished_for_no_more() -> None:
+    """Another history that has not opened the channel is not to begin it anew with a state that is no first one."""
+    process, commit = voted()
+    node = process.node
+    node.slot.wishes[TRAIN] = node.exchange.offered[TRAIN].ready
+    node.applier.receive_commit(commit.holders[0], commit)
+    assert TRAIN not in node.slot.wishes
+
+
+def test_a_state_that_is_being_repaired_is_not_found_wrong_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, commit = voted()
+    node, found = process.node, list[bytes]()
+    assert node.slot.plan is not None
+    plan = dataclasses.replace(node.slot.plan, digest=WRONG)
+    monkeypatch.setattr(node.applier, "diverged", lambda channel, digest: found.append(digest))
+    for synced in (True, False):
+        node.log.attached[TRAIN].synced = synced
+        node.applier.check_digest(commit.holders[0], plan)
+    node.log.attached[TRAIN].synced = True
+    for digest in (b"", node.log.digest(TRAIN)):
+        node.applier.check_digest(commit.holders[0], dataclasses.replace(plan, digest=digest))
+    assert found == [WRONG]
+
+
+def test_who_has_a_wrong_state_forgets_what_it_was() -> None:
+    """What others tell of the last heads is compared with it: it would be convicted of the same once more."""
+    process, _ = voted()
+    attached = process.node.log.attached[TRAIN]
+    assert attached.passed
+    process.node.applier.diverged(TRAIN, WRONG)
+    assert not attached.passed and not attached.synced
 
 
 # ------------------------------------------------------------------ decided, and the last bytes are on their way
@@ -361,6 +472,20 @@ def test_what_comes_early_for_the_next_slot_is_there_when_that_begins(kept: tupl
     assert parts(node) == 1 and node.slot.votes == {sender: vote}
     assert not node.inbox._early and not node.inbox._early_bytes
     assert node.exchange.dropped[sender.peer, UNASKED] == 1
+    stage.all_in()
+
+
+def test_nonsense_that_comes_early_ends_nobody_when_its_slot_begins() -> None:
+    """It is looked at in the middle of the event by which the head moves."""
+    behind = Behind()
+    stage, node, (other, *_) = behind.stage, behind.node, behind.others
+    stage.until(node.applier.last_results_come)
+    nack = msg.Nack(other.node.log.head, Ballot(1 << 40, other.voter))
+    node.receive(other.voter, nack, behind.process.host.clock_s(stage.world.now))
+    assert node.inbox._early == [(other.voter, nack)]
+    behind.comes()
+    stage.until(lambda: node.log.head == other.node.log.head)
+    assert [why for peer, why in node.exchange.dropped if peer == other.voter.peer] == [f"ballot counter {1 << 40}"]
     stage.all_in()
 
 

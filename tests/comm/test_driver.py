@@ -418,3 +418,38 @@ def test_whoever_asks_in_another_version_is_answered_and_nobody_else(apart: int)
     assert event.kind == "other_version" and event.address == "her:0"
     assert f"protocol version {PROTOCOL_VERSION + apart}, and this dlc {PROTOCOL_VERSION}" in event.detail
     assert len(links.replied) == 1 and driver.bad_frames == 4
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_call_that_leaves_a_machine_in_doubt_ends_the_driver_too(torn: bool) -> None:
+    source = Source()
+    driver, done = driven(Links(), source), list[str]()
+
+    def fails(now: float) -> None:
+        source.torn = torn
+        raise ValueError("halfway")
+
+    failed = driver.call(fails)
+    driver.call(lambda now: done.append("the next one"))
+    if torn:
+        with pytest.raises(ValueError, match="halfway"):
+            driver._drain_calls()
+    else:
+        driver._drain_calls()
+    assert done == ([] if torn else ["the next one"])
+    with pytest.raises(ValueError, match="halfway"):
+        failed.result(0.0)
+
+
+def test_what_is_asked_is_not_done_once_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the wait: whoever is told that nothing was offered must not find it in a round."""
+
+    def interrupted(reply: Reply[Any], timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    driver, done = driven(Links(), Source()), list[str]()
+    monkeypatch.setattr(Reply, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.ask(lambda now: done.append("offered"))
+    driver._drain_calls()
+    assert not done

@@ -90,6 +90,7 @@ def test_what_is_on_its_way_is_not_asked_for_again(behind: Behind, monkeypatch: 
             sync.tick()
         return sum(isinstance(e, Send) and isinstance(e.message, msg.Fetch) for e in ctx.out)
 
+    before = behind.log.state
     behind.steps(behind.step)
     first, second, last = behind.past.results
     assert asked(3.5) == 2, "after one second, after two, ..."
@@ -100,6 +101,12 @@ def test_what_is_on_its_way_is_not_asked_for_again(behind: Behind, monkeypatch: 
     sync._asked = {behind.donor: ctx.now}
     assert behind.steps(behind.step) == [behind.past.hashes[2:]]
     assert sync.receive_result(last) and behind.applied == [behind.past.entry] and not sync._results
+    sync._results = {X: last, behind.past.hashes[0]: first}
+    behind.log.state = before
+    assert behind.steps(behind.step) == [behind.past.hashes[1:]] and X not in sync._results, (
+        "of no use to another donor"
+    )
+    sync._abandon()
     sync._results = {X: last}  # of a donor that was left before others led past it
     assert asked(0.25) == 0 and sync._results
     monkeypatch.setattr("dlc.comm.sync.greater_alive", lambda ctx, log: [])
@@ -114,6 +121,16 @@ def test_results_that_are_held_here_are_not_asked_for(behind: Behind) -> None:
     for result in behind.past.results[1:]:
         behind.sync.receive_result(result)
     assert behind.applied == [behind.past.entry]
+
+
+def test_what_is_applied_is_let_go_and_what_came_of_the_next_step_is_not(behind: Behind) -> None:
+    entry, other = behind.past.entry, dataclasses.replace(behind.past.results[0], payload=b"another")
+    hashes = (result_hash(other), X)
+    following = {"parent": entry.hash, "depth": entry.depth + 1, "t": entry.t + 1, "manifest": manifest_hash(hashes)}
+    behind.steps(behind.step, (dataclasses.replace(entry, **following), hashes))
+    for result in (other, *behind.past.results):
+        assert behind.sync.receive_result(result)
+    assert behind.applied == [entry] and behind.sync._results == {hashes[0]: other}
 
 
 def test_what_has_come_of_a_step_is_looked_through_when_it_may_be_all(
@@ -305,3 +322,24 @@ def test_a_channel_that_only_a_lost_history_had_opened_is_wished_for_again() -> 
     node.sync._jump(msg.Offer(there, (X,), (state.tokens,), ()), bases)
     (ready,) = [ready for ready in node.slot._readies() if ready.opening]
     assert (ready.channel, ready.head, ready.digest) == ("late", X, digest), "and not one that rounds have moved"
+
+
+def test_who_answers_by_a_relay_only_is_asked_where_there_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can give entries, but no bytes of it get here."""
+    node, *others = (process.node for process in Stage(3, inner_s=3.0).peers())
+    sync, ctx, relayed = node.sync, node.ctx, {others[0].me.peer}
+    ahead = [dataclasses.replace(other.members.own, tokens=node.log.state.tokens + 1.0) for other in others]
+    monkeypatch.setattr("dlc.comm.sync.greater_alive", lambda ctx, log: ahead)
+    monkeypatch.setattr(node.members, "relay_for", lambda peer: node.me.peer if peer in relayed else None)
+
+    def asked() -> set[str]:
+        ctx.out.clear()
+        for _ in range(4):
+            sync.donor = None
+            ctx.now += ASK_AGAIN_S
+            sync.start()
+        return {e.to for e in ctx.out if isinstance(e, Send) and isinstance(e.message, msg.SyncReq)}
+
+    assert asked() == {others[1].me.peer}
+    relayed.add(others[1].me.peer)
+    assert asked() == relayed

@@ -11,7 +11,7 @@ import torch
 
 from dlc.comm import messages as msg
 from dlc.comm import slot as slot_module
-from dlc.comm.effects import Send
+from dlc.comm.effects import Pace, Send
 from dlc.comm.entries import EMPTY, OPEN
 from dlc.comm.exchange import result_hash
 from dlc.comm.grid import Grid
@@ -259,8 +259,12 @@ def test_a_new_slot_knows_nothing_of_the_last() -> None:
     slot.beat = msg.Coord(member.head, slot.promised, msg.RUN, (member.me,))
     slot._lacked = (WRONG, ctx.running_s - 2 * ctx.members.t_evict_s)
     assert slot._waited_in_vain(WRONG)
+    paced = member.stage.peers()[0].voter.peer
+    slot.pacing._paced = {paced}
     ctx.running_s += 5.0
+    ctx.out.clear()
     slot.enter()
+    assert Pace(paced, None) in ctx.out, "nothing of this size is to come"
     assert slot.beat is None, "whom its coordinator waited for, nobody waits for now"
     assert not slot._waited_in_vain(WRONG), "the wait for a first state begins with its slot"
     rank0 = member.log.state.rank0
@@ -405,6 +409,10 @@ def test_a_fixed_chunk_is_asked_for_unless_its_owner_is_about_to_send_it(monkeyp
     assert {chunk for m in sent for chunk in m.chunks} == {
         c for c, owner in enumerate(before.assignment) if before.owners[owner] == dead
     }
+    higher = dataclasses.replace(plan, ballot=Ballot(4, member.others[0]))
+    exchange.held, exchange.hashes = {}, {}
+    sent = [m for _, m in member.sent(slot.receive_plan, higher.ballot.voter, higher) if isinstance(m, msg.Fetch)]
+    assert {chunk for m in sent for chunk in m.chunks} == set(range(len(fixed))), "what was fixed had no owner either"
 
 
 # ------------------------------------------------------------------ the vote
@@ -470,6 +478,23 @@ def test_who_votes_for_an_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     slot.accepted = None
     monkeypatch.setattr(slot, "_state_allows", lambda of: False)
     assert not member.sent(slot.advance) and slot.accepted is None
+
+
+def test_a_first_state_is_waited_for_as_long_as_there_is_hope_of_it() -> None:
+    """Then the opening is voted for without it, but not in the slot's first ballot, which binds nobody yet."""
+    member = voted()
+    slot, ctx, plan = member.slot, member.ctx, member.slot.plan
+    evict_s = ctx.members.t_evict_s
+    assert plan is not None
+    entry = dataclasses.replace(plan.entry, kind=OPEN, digest=WRONG)
+    first = dataclasses.replace(plan, entry=entry, ballot=Ballot(0, member.coordinator))
+    second = dataclasses.replace(first, ballot=Ballot(1, member.coordinator))
+    for on_its_way, allowed in ((False, False), (True, False), (False, True)):
+        slot.fetching = lambda on_its_way=on_its_way: on_its_way
+        assert (slot._state_allows(second), slot._state_allows(first)) == (allowed, False)
+        ctx.running_s += evict_s + 0.1
+    another = dataclasses.replace(second, entry=dataclasses.replace(entry, digest=bytes(31) + b"1"))
+    assert not slot._state_allows(another) and not slot._state_allows(second), "that is another wait"
 
 
 def test_no_vote_for_a_round_whose_next_voters_are_half_dead(monkeypatch: pytest.MonkeyPatch) -> None:

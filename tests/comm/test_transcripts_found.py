@@ -269,11 +269,12 @@ def test_a_part_of_a_revoked_lease_is_not_averaged(monkeypatch: pytest.MonkeyPat
     long that X's lease, which ends with its seat here, is in the pool; then X contributes the same weight for other
     samples."""
     monkeypatch.setattr(ledger, "AWAY_ENTRIES", 0)
-    stage = Stage(7, n_chunks=42, uplink_Bps=50_000.0, seed=2)
-    a, *rest = ranked(stage)
-    x = max(rest, key=lambda p: p.voter)
-    o, *others = [p for p in rest if p is not x]
-    assert a.voter < x.voter, "X gets the ranges of A, which comes before it in the pool, and not its own again"
+    stage = Stage(7, n_chunks=42, uplink_Bps=50_000.0)
+    x = max(stage.peers(), key=lambda p: p.voter)
+    while ranked(stage)[0] is x:
+        stage.until(lambda head=x.node.log.head: x.node.log.head != head)
+        stage.between_rounds()
+    a, o, *others = [p for p in ranked(stage) if p is not x]
     for process in (a, o, x):
         process.rng.randint = lambda low, high: 3  # type: ignore[method-assign]
     t = a.node.log.state.round_of(TRAIN) + 1
@@ -283,8 +284,11 @@ def test_a_part_of_a_revoked_lease_is_not_averaged(monkeypatch: pytest.MonkeyPat
     first = a.node.coordinator.plan
     assert first is not None and {p.voter for p in first.entry.roster} >= {a.voter, x.voter}
     mine = next(p for p in first.entry.roster if p.voter == x.voter)
-    cut(stage, [a, o, x], others)
-    stage.hold = nothing
+    # A is missed before X is, or in the same entry, in which it comes first: X gets its ranges, and not its own again.
+    cut(stage, [a], others)
+    began = stage.world.now
+    stage.until(lambda: stage.world.now - began > 1.0)
+    cut(stage, [o, x], others)
     base = o.node.log.state.base(TRAIN)
 
     def parts_of_x() -> list[msg.Contrib]:
@@ -292,11 +296,12 @@ def test_a_part_of_a_revoked_lease_is_not_averaged(monkeypatch: pytest.MonkeyPat
         return [by[x.voter] for by in chunks if x.voter in by]
 
     stage.hold = lambda source, target, m: isinstance(m, msg.Plan) and target == o.host.name
-    stage.until(lambda: len(parts_of_x()) == 6)  # all that it owes to O
+    owned = [chunk for chunk, owner in enumerate(first.assignment) if first.owners[owner] == o.voter]
+    stage.until(lambda: owned and len(parts_of_x()) == len(owned))  # all that it owes to O
     stage.world.crash(a)
     cut(stage, [o], [x])
     stage.hold, stage.held = nothing, []
-    for process in others:  # they have nothing to contribute for a while: the next entry is a config
+    for process in (o, *others):  # they have nothing to contribute for a while: the next entry is a config
         if process.node.withdraw(TRAIN):
             stage.world.checker.told(process, ContributionDropped(TRAIN))
         process.trainer.inner_s = 1e6
@@ -308,7 +313,7 @@ def test_a_part_of_a_revoked_lease_is_not_averaged(monkeypatch: pytest.MonkeyPat
     stage.until(lambda: all(x.voter in p.node.log.state.electorate for p in stage.peers()))
     stage.until(lambda: TRAIN in x.node.exchange.offered)
     assert parts_of_x()
-    for process in others:
+    for process in (o, *others):
         process.trainer.inner_s = 1.0
         process.trainer.begin()
     stage.until(lambda: o.node.slot.plan is not None and o.node.slot.plan.entry.kind == ROUND)

@@ -25,9 +25,10 @@ from dlc.comm.patience import Patience
 from dlc.comm.reducer import WRONG_SIZE, ChunkReducer, Workspace
 from dlc.comm.sender import in_order, window_chunks
 
-STRAY_CHUNKS_MAX = 64
+STRAY_CHUNKS_MAX = 4096
 STRAY_BYTES_MAX = 64 << 20
-"""Contributions kept per sender before the plan that asks for them is known here: more than any window."""
+"""Contributions kept per sender before the plan that asks for them is known here: more than a window of small chunks
+has, and more bytes than one of large ones."""
 
 
 class Collector:
