@@ -65,17 +65,18 @@ def test_what_is_too_long_for_a_place_is_not_kept() -> None:
     assert here.ask().places[two.id].round == 7 and _place.cache_info().currsize == 1
 
 
+class Waiter(NetPeer):
+    """Whoever waits looks at it now and then, and the others go on meanwhile."""
+
+    def ask(self, fn: Callable[[Mesh, float], Any]) -> Any:
+        self.net.run(0.05)
+        return super().ask(fn)
+
+
 def test_a_fetch_that_is_interrupted_writes_no_more_and_the_next_one_has_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C in a notebook: the rest went on being written, and the next fetch of the same model waited for an hour."""
-
-    class Waiter(NetPeer):
-        """Whoever waits looks at it now and then, and the others go on meanwhile."""
-
-        def ask(self, fn: Callable[[Mesh, float], Any]) -> Any:
-            self.net.run(0.05)
-            return super().ask(fn)
 
     def interrupted(self: Flag, timeout_s: float | None = None) -> bool:
         raise KeyboardInterrupt
@@ -94,3 +95,23 @@ def test_a_fetch_that_is_interrupted_writes_no_more_and_the_next_one_has_the_mod
     assert not out.any()
     monkeypatch.setattr("dlc.handover.FETCH_S", 10.0)
     assert takes.fetch(out) == 1 and bool((out == 1.0).all())
+
+
+def test_the_furthest_model_that_is_finite_is_taken_and_memory_is_given_back_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Flag, "wait", lambda self, timeout_s=None: self.is_set())
+    net, numel = MeshNet(1), 1000
+    *givers, taker = net.add(4)
+    many = [Handover(cast(Peer, NetPeer(net, host)), "x", numel) for host in givers]
+    takes = Handover(cast(Peer, Waiter(net, taker)), "x", numel)
+    for t, handover in enumerate(many, 1):
+        vector = torch.full((numel,), float(t))
+        vector[-1] = float("nan") if t == 3 else 7.0
+        handover.stand(t, vector)
+    net.until(lambda: len(takes.standings()) == 3)
+    out = torch.zeros(numel)
+    assert takes.fetch(out) == 2 and float(out[0]) == 2.0 and float(out[-1]) == 7.0
+    for handover in many:
+        handover.close()
+    assert not any(host.mesh.parcels.holdings._held for host in givers) and not taker.mesh.parcels._intakes
