@@ -115,3 +115,25 @@ def test_the_furthest_model_that_is_finite_is_taken_and_memory_is_given_back_at_
     for handover in many:
         handover.close()
     assert not any(host.mesh.parcels.holdings._held for host in givers) and not taker.mesh.parcels._intakes
+
+
+def test_a_gift_that_is_being_pulled_is_waited_for_though_its_giver_is_through_with_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Flag, "wait", lambda self, timeout_s=None: self.is_set())
+    net = MeshNet(1)
+    (slow,), (other,) = net.add(1, up_Bps=500.0), net.add(1)
+    gives, takes = (
+        Gossip(cast(Peer, NetPeer(net, slow)), codec="fp32"),
+        Gossip(cast(Peer, Waiter(net, other)), codec="fp32"),
+    )
+    net.run(1.0)
+    for gossip in (takes, gives, takes):
+        gossip.step(torch.ones(500), wait_s=0.0)
+        net.run(10.0)
+    gives.t = takes.t
+    gives.step(torch.ones(500), wait_s=0.0)
+    machine = takes._machine
+    net.until(lambda: machine is not None and machine.coming)
+    report = takes.step(torch.ones(500), wait_s=60.0)
+    assert report.t == gives.t and set(report.took) == {slow.name}
