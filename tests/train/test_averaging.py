@@ -1074,6 +1074,32 @@ def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypat
     assert (averaged.seconds, averaged.waiting_s) == (4.0, 4.0)
 
 
+def test_who_goes_on_to_ever_later_steps_of_the_others_does_not_follow_them_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For twice as long as it would wait in one."""
+    now, patience = [100.0], list[float]()
+    monkeypatch.setattr(noloco, "clock", lambda: now[0])
+    pair = alone(Place(1, False, False, 1.0, 0.0))
+
+    class Passed:
+        """In place of a group whose partner is seen elsewhere after three seconds."""
+
+        def __init__(self, *args: Any, matchmaking_s: float, **options: Any) -> None:
+            patience.append(matchmaking_s)
+            assert len(patience) < 10
+
+        def all_reduce(self, both: Tensor, **options: Any) -> GroupReport:
+            now[0] += 3.0
+            error = RoundTimeout("nobody came")
+            error.__cause__ = GoneOn()
+            raise error
+
+    monkeypatch.setattr(noloco, "Group", Passed)
+    averaged = pair.step(1, torch.ones(10))
+    assert patience == [2.0, 1.0] and "for long enough" in averaged.missing["other"]
+
+
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SwarmClosed])
 def test_an_exchange_that_is_interrupted_is_given_up(
     monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
