@@ -15,7 +15,7 @@ import torch
 from dlc.comm.effects import Effect, Pace, Send
 from dlc.comm.events import MemberDown, MemberUp
 from dlc.comm.giftpace import GiftPace
-from dlc.comm.gossip import ARRIVED_MAX, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
+from dlc.comm.gossip import ARRIVED_MAX, RECLAIM_S, VECTORS_MAX, Gossip, Settled, Share, absorb, give_away
 from dlc.comm.graphs import GRAPHS, contraction, gives, hops, mixing, neighbours
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -296,6 +296,73 @@ def test_nothing_is_kept_of_the_gifts_of_one_that_was_down_before_another_proces
     taker.host.seen.left.add(giver.host.voter)
     net._tell(taker.host, MemberUp(Voter(giver.host.name, 2)))
     assert not taker.machine._settled
+
+
+def test_nobody_is_asked_for_a_share_that_came_back_from_one_whose_place_another_process_has_taken() -> None:
+    net = MeshNet(3)
+    giver, taker = walkers(net, 2)
+    net.tamper = untold
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    net.run(1.0)
+    net.kill(taker.host)
+    net.until(lambda: giver.machine._reclaimed, 90.0)
+    giver.host.seen.left.add(taker.host.voter)
+    net._tell(giver.host, MemberUp(Voter(taker.host.name, 2)))
+    net.run(1.0)
+    assert not giver.machine._reclaimed
+
+
+def test_one_that_was_up_again_meanwhile_has_the_whole_time_anew_to_answer() -> None:
+    """Nothing of it comes through, and both times it is down for less than a share is kept for."""
+    net = MeshNet(3)
+    giver, taker = walkers(net, 2)
+    net.tamper = lambda source, target, m: None
+    giver.step("ring", [giver.host.voter, taker.host.voter])
+    for _ in range(2):
+        net.freeze(taker.host)
+        net.run(0.75 * RECLAIM_S)
+        net.thaw(taker.host)
+        net.run(2.0)
+    assert giver.machine.unsettled and not giver.machine._reclaimed
+    net.tamper = lambda source, target, m: m
+    net.until(lambda: not giver.machine.unsettled, 5.0)
+    giver.take()
+    assert (giver.weight, giver.unsure, giver.overdrawn) == (1.0, 0.0, 0.0)
+
+
+def test_gifts_of_a_gossip_that_is_made_anew_are_none_of_those_before_it() -> None:
+    """Its taker remembers that it has those, and would say so of these: their mass would be nowhere."""
+    net = MeshNet(0)
+    one, two = walkers(net, 2)
+    voters = [one.host.voter, two.host.voter]
+    for weight in (2.5, 3.0):
+        one.step("ring", voters)
+        net.run(5.0)
+        two.take()
+        assert settled([one, two]) and two.weight == weight
+        closed(one)
+        one = Walker(net, one.host, 0, weight=1.0)
+
+
+def test_a_gift_that_was_withdrawn_before_it_came_is_not_taken() -> None:
+    """It counts with its giver again; where another taker has the same vector, it could still be pulled."""
+    net = MeshNet(0)
+    giver, taker = walkers(net, 2)
+    gift = Gift("g", 1, taker.host.voter, 1, 1.0, taker.machine.spec, 1)
+    for message in (Withdraw("g", 1, taker.host.voter), gift):
+        effects = taker.host.mesh.receive(giver.host.voter, message, net.now)
+        assert [type(effect.message) for effect in effects if isinstance(effect, Send)] == [Refused]
+    assert not taker.machine.coming
+
+
+def test_a_later_gift_takes_the_place_of_one_that_its_giver_has_settled_by_itself() -> None:
+    net = MeshNet(0)
+    giver, taker = walkers(net, 2)
+    for serial in (1, 2):
+        gift = Gift("g", serial, taker.host.voter, 1, 1.0, taker.machine.spec, serial)
+        taker.host.mesh.receive(giver.host.voter, gift, net.now)
+    assert taker.machine._coming[giver.host.voter].gift == gift
+    assert [intake.key.step for intake in taker.host.mesh.parcels._intakes.values()] == [2]
 
 
 def untold(source: str, target: str, message: Any) -> Any:

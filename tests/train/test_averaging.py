@@ -38,6 +38,7 @@ from dlc.handover import Handover, Notice, Standing
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
+from dlc.sim.meshnet import MeshNet
 from dlc.statedir import StateDir
 from dlc.strategyspec import GossipSpec, MoshpitSpec
 from dlc.train import averaging, gifts, noloco, saves
@@ -47,6 +48,7 @@ from dlc.train.grids import Grids
 from dlc.train.inner import InnerLoop
 from dlc.train.noloco import Pairs, noloco_step
 from dlc.train.saves import Local
+from tests.comm.netpeer import NetPeer
 from tests.helpers import wait_until
 from tests.swarm import Host, free_addresses, late_for_its_partner, swarm
 from tests.train.school import DEADLINE_S, Pupil, School
@@ -682,6 +684,40 @@ def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobod
         assert options is not NOLOCO or missed == [{liar.id: "did not come"}] * 3, "it is waited for where it belongs"
 
 
+@pytest.mark.parametrize(
+    ("others", "made"),
+    [([6], [1, 2, 3, 4, 5, 6]), ([6, 3], [1, 3, 4, 5, 6]), ([6, 6], [1, 6]), ([6, 6, 2], [1, 2, 3, 4, 5, 6])],
+)
+def test_to_the_end_of_the_run_one_goes_by_itself_or_with_most(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch, others: list[int], made: list[int]
+) -> None:
+    """One that had ended alone, behind a cut, ended everybody's training when it was started again."""
+    pupil, shown = school.add(Pupil(spec_in(tmp_path, rounds=6), tmp_path / "0")), list[Standing]()
+    monkeypatch.setattr(Handover, "standings", lambda self: [*shown])
+
+    def come(event: Event) -> None:
+        if event["event"] == "averaging" and not shown:
+            shown.extend(Standing(Voter(f"{i:064}", 1), t, t, None) for i, t in enumerate(others))
+
+    pupil.on_event = come
+    school.start(pupil)
+    (summary,) = school.summaries()
+    assert (summary.reason, [event["t"] for event in pupil.all("averaging")]) == ("rounds", made)
+
+
+def test_a_gossip_of_a_run_follows_nobody_to_its_end() -> None:
+    net = MeshNet(1)
+    host, other = net.add(2)
+    spec = RunSpec(strategy="gossip", codec="fp32", rounds=6, gossip=GossipSpec(wait_s=0.0))
+    exchange, told = gifts.Gifts(cast(Peer, NetPeer(net, host)), spec), list[int]()
+    for t, theirs in ((1, 4), (5, 6), (6, 6)):
+        place = pack(meshmessages.Place(theirs, 1.0, b"", 0))
+        net.act(other, lambda mesh, now, place=place: mesh.post("gossip/train", place, 1000.0, now))  # type: ignore[misc]
+        net.run(1.0)
+        told.append(exchange.step(t, torch.ones(4)).t)
+    assert told == [4, 5, 6]
+
+
 # ------------------------------------------------------------------ models for newcomers
 
 
@@ -1039,6 +1075,32 @@ def test_what_was_waited_in_a_step_that_the_partner_has_passed_is_told(monkeypat
     monkeypatch.setattr(noloco, "Group", Waits)
     averaged = pair.step(1, torch.ones(10))
     assert (averaged.seconds, averaged.waiting_s) == (4.0, 4.0)
+
+
+def test_who_goes_on_to_ever_later_steps_of_the_others_does_not_follow_them_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For twice as long as it would wait in one."""
+    now, patience = [100.0], list[float]()
+    monkeypatch.setattr(noloco, "clock", lambda: now[0])
+    pair = alone(Place(1, False, False, 1.0, 0.0))
+
+    class Passed:
+        """In place of a group whose partner is seen elsewhere after three seconds."""
+
+        def __init__(self, *args: Any, matchmaking_s: float, **options: Any) -> None:
+            patience.append(matchmaking_s)
+            assert len(patience) < 10
+
+        def all_reduce(self, both: Tensor, **options: Any) -> GroupReport:
+            now[0] += 3.0
+            error = RoundTimeout("nobody came")
+            error.__cause__ = GoneOn()
+            raise error
+
+    monkeypatch.setattr(noloco, "Group", Passed)
+    averaged = pair.step(1, torch.ones(10))
+    assert patience == [2.0, 1.0] and "for long enough" in averaged.missing["other"]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SwarmClosed])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -303,14 +303,14 @@ class Averaging:
         parts = self._parts
         assert self._exchange is not None and self._handover is not None
         parts.tell.phase("waiting")
-        furthest = max((standing.t for standing in self._handover.standings()), default=0)
-        if self._unheard and furthest > self._t:
+        ts = [standing.t for standing in self._handover.standings()]
+        if self._unheard and max(ts, default=0) > self._t:
             self._begin_again()
             return
         if self._unheard and not self._t and (lost := self._out_of_reach()):
             raise JoinError(_MISSED % lost)
         self._unheard = False
-        averaged = self._exchange.step(max(self._t + 1, furthest), self._scratch)
+        averaged = self._exchange.step(max(self._t + 1, followed(ts, last_of(parts.spec))), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
         steps = self._inner_step - self._kept_steps  # 0: all were made before a resume
@@ -406,6 +406,14 @@ def _told_by(members: Iterable[MemberView]) -> dict[PeerId, int]:
 def last_of(spec: RunSpec) -> int:
     """The last exchange that there can be: who tells of one after it is not followed."""
     return spec.rounds or T_MAX
+
+
+def followed(ts: Sequence[int], last: int) -> int:
+    """Of the exchanges that the others are at: the furthest, with which this peer goes on; 0 where there is none. To
+    the run's end one goes by itself, or with most: one that has ended alone, behind a cut, and is started again, is
+    there, too."""
+    at_end = sum(t >= last for t in ts)
+    return max((t for t in ts if t < last or 2 * at_end > len(ts) + 1), default=0)
 
 
 def exchange_of(peer: Peer, parts: Parts) -> Exchange:

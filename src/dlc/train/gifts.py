@@ -23,7 +23,7 @@ class Gifts:
 
     def __init__(self, peer: Peer, spec: RunSpec, stopping: Callable[[], bool] | None = None) -> None:
         self._gossip = Gossip(peer, NAME, graph=spec.gossip.graph, codec=spec.codec, seed=spec.seed)
-        self._gossip.t_max, self._gossip.stopping = last_of(spec), stopping
+        self._gossip.t_max, self._gossip.stopping = last_of(spec) - 1, stopping  # see `averaging.followed`
         self._wait_s = spec.gossip.wait_s
 
     def step(self, t: int, vector: Tensor) -> Averaged:
