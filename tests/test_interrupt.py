@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,32 @@ with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
         print("has left")
 """
+WHILE_IMPORTING = """
+import os, signal, sys
+from dlc.cli import main
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10):
+                    pass
+            except KeyboardInterrupt:
+                raise RuntimeError("an error of a class") from None
+sys.meta_path.insert(0, Importing())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [("eval", "."), ("export", "empty", "--out", "out")])
+def test_ctrl_c_while_a_model_is_yet_to_be_read_is_no_error_of_what_is_imported(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What imports a module may take the interrupt for an error, of another name, or for none."""
+    (tmp_path / "empty").touch()
+    program = [sys.executable, "-c", WHILE_IMPORTING, *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "dlc: interrupted\n", 130)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGHUP")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import shlex
 import signal
@@ -16,10 +17,12 @@ from typing import cast
 
 import pytest
 
+from dlc.cli import main
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.observing import look_on
 from dlc.comm.security import generate_run_key
 from dlc.peer import Peer
+from dlc.runspec import DataSpec, ModelSpec, RunSpec
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 from tests.train.test_site import places
@@ -199,6 +202,27 @@ def test_nobody_is_told_to_join_a_run_whose_data_is_not_there(host: Host) -> Non
     peer = host.start("a", "--config", str(config))
     assert peer.exit_code() == 2
     assert "no data source at" in peer.log() and "others join with" not in peer.log()
+
+
+@pytest.mark.parametrize("lacks", ["data", "model"])
+def test_a_joiner_that_lacks_what_the_run_is_made_of_says_so_and_keeps_what_it_has(
+    lacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had told others to join, and was told to give another source, though the run's is what its peers have."""
+    caplog.set_level("INFO")
+    nowhere, state = str(tmp_path / "nowhere"), tmp_path / "state"
+    data, model = DataSpec(source=nowhere), ModelSpec(kind="path", path=nowhere)
+    spec = RunSpec(run="far", data=data) if lacks == "data" else RunSpec(run="far", model=model)
+    kept = state / "checkpoints" / "0123456789ab" / "t-00000001.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    words = ["join", "--state-dir", str(state), "--device", "cpu", "--resume", "never", "--peers"]
+    with Peer.join(spec=spec, hold=True) as founder:
+        assert main([*words, founder.address]) == 2
+    what = "data source" if lacks == "data" else "model folder"
+    said = capsys.readouterr().err
+    assert f"the run 'far' cannot be trained here: no {what} at {nowhere}; " in said and os.getcwd() in said
+    assert "others join with" not in caplog.text and kept.exists()
 
 
 def test_the_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

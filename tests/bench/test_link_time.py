@@ -152,7 +152,7 @@ def test_few_bytes_are_told_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
     report = measured(monkeypatch, World(0.105), Budget(30.0, 5_000_000, (1,)))
     (one,) = report.streams
     assert one.up_mbps is None and one.down_mbps is None and one.bytes_ended
-    told = re.fullmatch(r"its bytes were through before the rate had settled: give --max-mb (\d+).*", one.up_missing)
+    told = re.fullmatch(r"its bytes were through before the rate had settled: give --max-mb (\d+)", one.up_missing)
     assert told is not None
     again = measured(monkeypatch, World(0.105), Budget(30.0, int(told[1]) * 10**6, (1,)))
     assert again.up_mbps == pytest.approx(RATE_MBIT, rel=0.05) and not again.missing
@@ -160,7 +160,9 @@ def test_few_bytes_are_told_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reasons_that_differ_by_how_much_more_they_ask_for_are_told_once_with_the_most() -> None:
-    few, many, other = link_module.unsettled(91_000_000), link_module.unsettled(105_000_000), link_module.unsettled(0)
+    budget = Budget(30.0, 5_000_000, (1, 2, 4))
+    few, many, other = (link_module.unsettled(budget, bytes_needed) for bytes_needed in (91_000_000, 105_000_000, 0))
+    assert few.endswith("give --max-mb 92, or fewer streams")
     streams = tuple(StreamRates(n, None, None, up, few) for n, up in ((1, few), (2, many), (4, other)))
     report = LinkReport("h:1", True, 1.0, 1.0, 1.0, 9, None, None, streams, 9.0, 9.0, 9.0)
     assert report.remarks() == [f"6 of 6 rates could not be told: {other}; {many}"]

@@ -129,6 +129,7 @@ def test_too_few_bytes_are_the_reason_of_a_pair_without_a_rate(soon: None, monke
     with serving() as a, serving() as b:
         report = measure_matrix((a.address, b.address), KEYED, Budget(100.0, 1_000_000, (1,), down=False), reach={})
     assert report.failed == 2 and all("give --max-mb " in pair.error and pair.rtt_ms for pair in report.pairs)
+    assert not any("streams" in pair.error for pair in report.pairs), "a matrix has no such option"
 
 
 def test_an_order_whose_asker_is_gone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

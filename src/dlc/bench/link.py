@@ -294,7 +294,7 @@ class _Work:
                 slow = not ended and _bytes_per_s(done) * DRAIN_S < n * WINDOW_BYTES_MIN
                 self._slow = self._slow or slow
                 if mbps[place] is None:
-                    missing[place] = unsettled(self._enough(done) if ended else 0)
+                    missing[place] = unsettled(self._budget, self._enough(done) if ended else 0)
         except MeasureFailed as failed:
             self._broke = failed
             for place in range(directions):
@@ -372,22 +372,26 @@ def too_short(budget: Budget, rtt_s: float) -> str:
     all_s = len(budget.streams) * number_s(budget, rtt_s)
     wanted_s = math.ceil(all_s + min(PING_SHARE / (1 - PING_SHARE) * all_s, PING_S_MAX))
     if wanted_s <= budget.seconds:
-        return "what was measured before took longer than planned: give more --seconds, or fewer streams"
+        return f"what was measured before took longer than planned: give more --seconds{_or_fewer(budget)}"
     return (
-        f"{budget.seconds:g} s are too short with round trips of {1e3 * rtt_s:.3g} ms: give --seconds {wanted_s}, or "
-        "fewer streams"
+        f"{budget.seconds:g} s are too short with round trips of {1e3 * rtt_s:.3g} ms: give --seconds {wanted_s}"
+        f"{_or_fewer(budget)}"
     )
 
 
-def unsettled(bytes_needed: int) -> str:
+def _or_fewer(budget: Budget) -> str:
+    """Which a matrix has not, and takes no option for."""
+    return ", or fewer streams" if len(budget.streams) > 1 else ""
+
+
+def unsettled(budget: Budget, bytes_needed: int) -> str:
     """Why a transfer has no rate. bytes_needed: of all transfers, where its bytes ended it and not its time."""
     if not bytes_needed:
         return "too little came through, or too unevenly, or it still grew when the time was over: give more --seconds"
     if bytes_needed > BYTES_MAX:
         return "its bytes were through before the rate had settled: give fewer --streams, and more --max-mb"
-    return (
-        f"its bytes were through before the rate had settled: give --max-mb {bytes_needed // MB + 1}, or fewer streams"
-    )
+    needed_mb = bytes_needed // MB + 1
+    return f"its bytes were through before the rate had settled: give --max-mb {needed_mb}{_or_fewer(budget)}"
 
 
 def _number(text: str) -> int:

@@ -74,13 +74,15 @@ def _run(args: argparse.Namespace) -> int:
 
                 return show_status(args)
         case "export":
-            from dlc.cli.export import export
+            with Interrupts() as interrupts:
+                from dlc.cli.export import export
 
-            return export(args)
+                return export(args, interrupts)
         case "eval":
-            from dlc.cli.evaluate import evaluate_model
+            with Interrupts() as interrupts:
+                from dlc.cli.evaluate import evaluate_model
 
-            return evaluate_model(args)
+                return evaluate_model(args, interrupts)
         case "bench":
             from dlc.cli.bench import bench
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from dlc.cli.interrupt import Interrupts
 from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import BYTES, STDLIB, DataSpec
@@ -52,7 +53,7 @@ class Evaluation:
     """Of the text, so that models with other tokenizers can be compared."""
 
 
-def evaluate_model(args: argparse.Namespace) -> int:
+def evaluate_model(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """The whole command; returns its exit status."""
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
@@ -80,6 +81,7 @@ def evaluate_model(args: argparse.Namespace) -> int:
     if known and is_here(restored.tokenizer):
         tell_other_words(restored.origin, restored.tokenizer, tokenizer)
     seq_len = _seq_len(args.seq_len, restored)
+    interrupts.holds = True  # tokens that are half written
     text = _text(args, data, restored, tokenizer, seq_len)
     n_blocks = sum(len(batch) for batch in text.batches)
     loss = evaluate(restored.model.to(device), text.batches, device, _telling(n_blocks))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
+from dlc.cli.interrupt import Interrupts
 from dlc.errors import UsageError
 from dlc.train.shelf import demand_room, expanded, file_of, model_bytes
 
 
-def export(args: argparse.Namespace) -> int:
+def export(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """The whole command; returns its exit status."""
     out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -28,6 +29,7 @@ def export(args: argparse.Namespace) -> int:
     restored = of_checkpoint(chosen(named, None))  # a peer that trains may have replaced what was the newest
     tokenizer = load_tokenizer(restored.tokenizer)
     folder = out / "model.new" if out.exists() else out  # which may be no folder that one can rename: a disk of its own
+    interrupts.holds = True  # what is half written
     save_model(restored.model, folder, tokenizer)
     if folder != out:
         for written in folder.iterdir():

@@ -40,7 +40,7 @@ class Interrupts:
         self.stop = threading.Event()
         """Set by the first signal, and where another process asks."""
         self.holds = False
-        """Set by the owner once others, or child processes, are to be told of an end."""
+        """Set by the owner once others, or child processes, are to be told of an end, or files are half written."""
         self.can_save = False
         """Set by the owner once a stop leads to a saved checkpoint, or to an end at which there is none to save."""
         self._signalled_once = False

@@ -191,6 +191,8 @@ def _take_part(
             take_part = help_out if args.role == HELPER else look_on
             take_part(peer, events, interrupts.stop, args.json, partial(_tell_start, args, peer, state.path, None))
             return
+        if spec is None:
+            _check_theirs(peer.spec, group)
         if args.resume == NEVER and (aside := saves.set_aside(state.path)) is not None:  # the swarm is there now
             log.info("the checkpoints that were here are set aside in %s", aside)
         state.hold(saves.folder_of(state.path, peer.spec))
@@ -223,6 +225,17 @@ def _check_parts(spec: RunSpec, group: Group | None) -> None:
     tokenizer = load_tokenizer(name) if is_here(name) else None
     check_config(spec, model, tokenizer)
     demand_data(spec, tokenizer)
+
+
+def _check_theirs(spec: RunSpec, group: Group | None) -> None:
+    """As `_check_parts`, of a run whose RunSpec came from its peers: whoever joins may never have seen it."""
+    try:
+        _check_parts(spec, group)
+    except UsageError as error:
+        raise UsageError(
+            f"the run {spec.run!r} cannot be trained here: {error} (all hosts of a run have its model and data at the "
+            f"same path; here one that is relative begins in {os.getcwd()})"
+        ) from error
 
 
 def _tell_other_run(folder: Path, spec: RunSpec) -> None:

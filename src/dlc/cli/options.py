@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dlc import __version__
 from dlc.comm.roles import ROLES, TRAINER
@@ -101,6 +101,10 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """One line, as of every error: argparse puts all options before it, a dozen lines."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` tells more)\n")
 
 
 def parser(demo_wanted: bool) -> Parser:

@@ -149,7 +149,7 @@ class Saver:
     def _failed(self, error: Exception, why: str, beside: bool) -> None:
         how_often = self._unwritten.came(error)
         if how_often is not None or not beside:
-            log.warning("%s; training goes on%s", why, how_often or "")
+            log.warning("%s%s%s", why, "; training goes on" if beside else "", how_often or "")
 
     def _is_here(self, path: Path | None) -> bool:
         """Whether it is there, and in the state directory, or where a link of that leads: one may go on from another

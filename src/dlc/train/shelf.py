@@ -128,7 +128,10 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     found = [file for file in _named(path) if not no_file(file)]
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {path}; name a file, or the folder of one run")
+        raise CheckpointError(
+            f"there is no checkpoint in {path}; name a file, the folder of one run, or a peer's state directory: a "
+            "peer writes its first one after --checkpoint-every rounds, or as it leaves"
+        )
     return newest_first(found)
 
 
