@@ -136,6 +136,11 @@ def test_nothing_is_said_for_who_is_up_nor_of_what_is_for_some_only() -> None:
     post(net, a, "dht/k", b"v")
     net.run(10 * TURN_S)
     assert seen(b) == seen(c) == {a.name: b"v"}
+    net.freeze(a)
+    net.run(DETECT_S + TURN_S - 0.5)
+    assert seen(b) == seen(c) == {a.name: b"v"}, "who is away for a moment says it itself"
+    net.thaw(a)
+    net.run(TURN_S)
     net.kill(a)
     net.run(SOON_S + 3 * TURN_S)
     assert seen(b, "dht/near") == {a.name: b"v"} and not seen(c, "dht/near")

@@ -1092,6 +1092,36 @@ def test_what_waits_for_one_link_has_an_end_and_is_forgotten_with_its_peer(monke
     assert shelf.next_bulk("t0") is None and shelf.receive_request(asker, sm.PartReq("key", (1,))) == sm.NoPart("key")
 
 
+def test_nothing_is_held_any_more_once_all_have_what_they_asked_for_or_are_gone() -> None:
+    net = swarm(2, 2)
+    owner, seat = net.owner(0), net.owner(0).service.seats[0]
+    net.lost = lambda source, to, message: isinstance(message, sm.UpdateTaken) and to == owner.name
+    for trainer in net.trainers():
+        trainer.begin(ones())
+    net.until(lambda: seat.owner.followers.log, 20.0, "an update that its standby is to take")
+    net.freeze(owner, 20.0)
+    net.until(lambda: all(len(trainer.exchanges) == 2 for trainer in net.trainers()), 100.0, "a takeover")
+    net.until(net.at_rest, 100.0, "the one that slept serves again")
+    net.lost = lambda source, to, message: isinstance(message, sm.PartReq) and message.key.startswith("image/")
+    late = net.start("h5")
+    net.until(lambda: any(held_of(helper, "image/") for helper in net.helpers()), 60.0, "an image for it")
+    net.kill(late)
+    net.lost = lambda source, to, message: False
+    net.until(net.at_rest, 100.0, "as before")
+    net.exchange({"t0": ones(), "t1": ones()})
+    net.run(spanowner.SNAPSHOT_KEEP_S + 5.0)
+    assert not [held_of(process, "") for process in net.processes.values() if process.running and held_of(process, "")]
+    trainer = net.trainers()[0]
+    trainer.begin(ones())
+    assert len(held_of(trainer, "push/")) == SPANS.n
+    trainer.service.cancel()
+    assert not held_of(trainer, "push/"), "the vector is the caller's again"
+
+
+def held_of(process: Process, prefix: str) -> list[str]:
+    return [key for key in process.service.shelf._held if key.startswith(prefix)]
+
+
 def test_a_helper_makes_a_few_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It made those of all its spans, for the first that came to be its standby, and answered nobody meanwhile."""
     monkeypatch.setattr(followers, "IMAGES_BYTES", 1)
@@ -1320,6 +1350,20 @@ def test_of_those_that_are_fetched_the_one_of_which_most_is_left_gives_way(monke
     net.processes["t2"].begin(ones())
     net.until(lambda: second not in owner._snapshots.values(), 20.0)
     assert first in owner._snapshots.values()
+
+
+def test_what_is_left_of_a_version_is_what_those_lack_who_fetch_it_still() -> None:
+    one, other = Voter("t0", 1), Voter("t1", 1)
+    snapshot = spanowner._Snapshot("key", 0.0, [bytes(1)] * 4)
+    assert snapshot.left == 0
+    snapshot.offered |= {one, other}
+    snapshot.given = 5
+    assert snapshot.left == 3 / 8
+    for _ in range(2):
+        snapshot.through(one)
+        assert snapshot.left == 3 / 4, "that one has it"
+    snapshot.through(other)
+    assert snapshot.left == 0
 
 
 def test_a_stake_that_comes_when_another_is_waited_for_is_not_taken() -> None:

@@ -181,7 +181,6 @@ class SpanOwner:
         if not 0 <= m.weight <= WEIGHT_MAX or not 1 <= m.seq <= SEQ_MAX:
             raise ProtocolError(f"a push with weight {m.weight}, number {m.seq}, base {m.base}, round {m.step}")
         self._attend(sender)
-        self._through(sender)
         self._looked.pop(sender, None)
         counted, last = self.state.has(sender, m.seq), self.state.last
         if counted is not None:
@@ -358,14 +357,10 @@ class SpanOwner:
         if m.number == ASKING:
             self._offer_theta(sender, m, "", ())
             return
-        self._through(sender)
+        for snapshot in self._snapshots.values():
+            snapshot.through(sender)  # what it was offered before it has, or does not want
         self._pulls[sender] = m
         self._answer_pulls()
-
-    def _through(self, sender: Voter) -> None:
-        """It asks for something else: what it was offered before it has, or does not want."""
-        for snapshot in self._snapshots.values():
-            snapshot.through(sender)
 
     def _answer_pulls(self) -> None:
         due = [(v, m) for v, m in self._pulls.items() if not self.state.step < m.step <= self._step]
@@ -436,7 +431,6 @@ class SpanOwner:
             self._first_at = None
         self.make()
         self.apply()
-        self._answer_pulls()
         for version in [v for v, s in self._snapshots.items() if self.host.now > s.asked_at + SNAPSHOT_KEEP_S]:
             self._forget(version)
 
