@@ -111,6 +111,28 @@ def test_a_notice_for_some_goes_to_them_alone_and_to_whoever_shows_one_of_its_ki
     net.act(c, lambda mesh, now: mesh.post("k", b"c", 60.0, now, [a.name]))
     net.until(lambda: set(seen(a, "k")) == set(seen(c, "k")) == {a.name, c.name}, 20.0)
     assert not seen(d, "k")
+    newcomer = net.start("zz")
+    net.run(20.0)
+    assert not seen(newcomer, "k")
+
+
+def test_a_notice_ends_before_anybody_looks_and_one_that_has_ended_hides_nothing() -> None:
+    net = MeshNet(10)
+    a, b = net.add(2)
+    for seq, left_s in ((1, 60.0), (2, 0.0)):
+        b.mesh.receive(a.voter, Notices((Notice(a.voter, "k", seq, left_s, False, False, b"v"),)), net.now)
+    assert seen(b, "k") == {a.name: b"v"}
+    b.mesh.ground.wake(net.now + 61.0)
+    assert not seen(b, "k") and not board(b).keys("k")
+
+
+def test_an_author_is_shown_what_hides_its_word() -> None:
+    net = MeshNet(11)
+    a, b, liar = net.add(70)[:3]
+    lie, word = (Notice(a.voter, "k", seq, 60.0, False, False, value) for seq, value in ((9, b"lie"), (1, b"true")))
+    b.mesh.receive(liar.voter, Notices((lie,)), net.now)
+    effects = b.mesh.receive(a.voter, Notices((word,)), net.now)
+    assert [(e.to, e.message) for e in effects if isinstance(e, Send)] == [(a.name, Notices((lie,)))]
 
 
 def test_in_a_small_swarm_nobody_is_heard_in_anothers_name() -> None:

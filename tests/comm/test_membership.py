@@ -10,7 +10,7 @@ from dlc.comm import detector
 from dlc.comm.effects import Dial, Notify, Send
 from dlc.comm.events import SeenAt
 from dlc.comm.membership import Membership
-from dlc.comm.messages import Ack, Gossip, Hello, Ping, Rumour, Welcome
+from dlc.comm.messages import Ack, Gossip, Hello, IndirectAck, Ping, Rumour, Welcome
 from dlc.comm.timeouts import Timeouts
 from tests.comm.swim_net import Net, record_of, signed, swarm, verify
 
@@ -335,6 +335,18 @@ def test_an_answer_that_was_on_its_way_before_the_refusal_does_not_count() -> No
     net.carry_out(net.hosts["a"], machine.refused("b", net.now))
     machine.receive(voter, Ack(ping.nonce, Gossip((), ())), net.now)  # type: ignore[union-attr]
     assert net.run_until(lambda: not machine.alive(voter), 5) <= 0.51
+
+
+def test_an_indirect_answer_proves_that_process_alone_whose_record_it_carries() -> None:
+    """Whoever pinged for me may know another process of that peer than I do."""
+    net = swarm("abc")
+    machine, target, by = net.hosts["a"].machine, net.hosts["b"].voter, net.hosts["c"].voter
+    effects = machine.begin_refresh(net.now)
+    (ping,) = [e.message for e in effects if isinstance(e, Send) and e.to == "b" and isinstance(e.message, Ping)]
+    machine.receive(by, IndirectAck(ping.nonce, "b", Gossip((), ())), net.now)
+    assert not machine.refreshed(target)
+    machine.receive(by, IndirectAck(ping.nonce, "b", Gossip((machine.record("b"),), ())), net.now)  # type: ignore[arg-type]
+    assert machine.refreshed(target)
 
 
 def test_a_death_rumour_does_not_overrule_the_living() -> None:

@@ -1352,6 +1352,20 @@ def test_of_those_that_are_fetched_the_one_of_which_most_is_left_gives_way(monke
     assert first in owner._snapshots.values()
 
 
+def test_a_version_whose_pull_was_given_up_keeps_nobody_waiting_once_that_one_pulls_again() -> None:
+    net = swarm(1, 2, asynchronous=True, spans=Spans(SPANS.grid, 1))
+    trainer, owner = net.processes["t0"], net.owner().service.seats[0].owner
+    net.lost = lambda source, to, message: isinstance(message, sm.PartReq) and message.key.startswith("theta/")
+    trainer.begin(ones())
+    net.until(lambda: trainer.service.pulled[0].fetching, 20.0, "it begins to pull")
+    trainer.service.cancel()
+    net.lost = lambda source, to, message: False
+    net.exchange({"t1": ones()})
+    assert {snapshot.left for snapshot in owner._snapshots.values()} == {0.0, 1.0}
+    net.exchange({"t0": None})
+    assert {snapshot.left for snapshot in owner._snapshots.values()} == {0.0}
+
+
 def test_what_is_left_of_a_version_is_what_those_lack_who_fetch_it_still() -> None:
     one, other = Voter("t0", 1), Voter("t1", 1)
     snapshot = spanowner._Snapshot("key", 0.0, [bytes(1)] * 4)
