@@ -35,6 +35,7 @@ from dlc.comm.rotation import Place, Seen
 from dlc.comm.wire import pack
 from dlc.errors import DlcError, JoinError, RoundTimeout, SwarmClosed
 from dlc.handover import Handover, Notice, Standing
+from dlc.moshpit import _Met
 from dlc.peer import Peer
 from dlc.report import GossipReport, GroupReport
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
@@ -122,6 +123,9 @@ def test_alone_it_is_the_inner_loop(tmp_path: Path, school: School, options: dic
     assert [(e["t"], e["partners"], e["distance"]) for e in pupil.all("averaging")] == [
         (t, [], 0.0) for t in range(1, 9)
     ]
+    losses = [event["loss"] for event in pupil.all("step")]
+    means = [statistics.mean(losses[3 * i : 3 * i + 3]) for i in range(8)]
+    assert [event["loss"] for event in pupil.all("averaging")] == pytest.approx(means)
     last_exchange = pupil.all("averaging")[-1]
     assert sentence(last_exchange).startswith("averaging 8: with nobody; distance 0; ")
     shown = point(last_exchange)
@@ -958,6 +962,21 @@ def test_who_loses_its_partner_in_the_midst_takes_the_step_of_the_pair_as_far_as
     which = [[name for name, move in moves.items() if abs(float(moved[i] - move[i])) < 1e-5] for i in range(8)]
     assert all(len(names) == 1 for names in which), which
     assert {name for (name,) in which} not in ({"neither"}, {"both"}), "some chunks are of both, some are not"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_model_that_nobody_else_gave_anything_to_stays_as_it_is_whatever_the_codec_cannot_say_of_it(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """In a group of its own, and where there is no mean."""
+    spec = RunSpec(strategy="moshpit", codec="fp16", moshpit=MoshpitSpec(group_size=2, wait_s=0.05))
+    with swarm(1, log=False) as (peer,):
+        vector, grids = torch.full((4,), 1.0002), Grids(peer, spec)
+        if not alone:
+            none = _Met(None, torch.zeros(4), frozenset(), "", (), frozenset())
+            monkeypatch.setattr(grids._moshpit, "_meet", lambda *args: none)
+        averaged = grids.step(1, vector)
+    assert averaged.partners == () and torch.equal(vector, torch.full((4,), 1.0002))
 
 
 def test_who_is_to_stop_tells_nobody_as_missing() -> None:
