@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import threading
 import weakref
@@ -431,6 +432,22 @@ def test_a_loss_that_is_not_finite_is_not_contributed(
         run.go()
     assert [event["in_a_row"] for event in run.all("diverged")] == list(range(1, DIVERGED_MAX + 1))
     assert not run.peer.vectors
+
+
+def test_phases_that_diverge_now_and_then_end_no_training(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes so many in a row, without a round between them that counted this peer."""
+    train_step, calls = InnerLoop.train_step, itertools.count()
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        return dataclasses.replace(result, loss=float("nan")) if next(calls) % (H + 1) == 0 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(dataclasses.replace(spec, rounds=DIVERGED_MAX + 1)), tmp_path / "state")
+    assert run.go().t == DIVERGED_MAX + 1
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1] * (DIVERGED_MAX + 1)
 
 
 @pytest.fixture
