@@ -24,6 +24,7 @@ from dlc.train import checkpoint, saver, saves
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
+from dlc.train.rounds import Rounds
 from dlc.train.strategy import CHANNEL
 from dlc.train.swarm import Frozen
 from dlc.train.telling import Teller
@@ -448,6 +449,27 @@ def test_phases_that_diverge_now_and_then_end_no_training(
     run = Run(FakePeer(dataclasses.replace(spec, rounds=DIVERGED_MAX + 1)), tmp_path / "state")
     assert run.go().t == DIVERGED_MAX + 1
     assert [event["in_a_row"] for event in run.all("diverged")] == [1] * (DIVERGED_MAX + 1)
+
+
+def test_of_steps_that_are_undone_as_they_diverged_no_fragment_holds_anything(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor, of fragments that are on no way to a round, of those before: else they had too great weights at the end."""
+    train_step, calls = InnerLoop.train_step, itertools.count()
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        return dataclasses.replace(result, loss=float("nan")) if next(calls) == H // 2 + 1 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(dataclasses.replace(spec, fragments=2, overlap="delayed")), tmp_path / "state")
+    run.peer.slices = [9]
+    held: list[list[int]] = []
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, Rounds)
+    run.on_event = lambda event: held.append(strategy.phases.held.amounts()) if event["event"] == "diverged" else None
+    run.go()
+    assert held == [[H // 2 * spec.tokens_per_round // H, 0]]
 
 
 @pytest.fixture
