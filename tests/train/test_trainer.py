@@ -451,15 +451,16 @@ def test_phases_that_diverge_now_and_then_end_no_training(
     assert [event["in_a_row"] for event in run.all("diverged")] == [1] * (DIVERGED_MAX + 1)
 
 
+@pytest.mark.parametrize(("good", "left"), [(H // 2 + 1, [H // 2, 0]), (1, [0, 0])], ids=["ahead", "before"])
 def test_of_steps_that_are_undone_as_they_diverged_no_fragment_holds_anything(
-    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good: int, left: list[int], spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor, of fragments that are on no way to a round, of those before: else they had too great weights at the end."""
     train_step, calls = InnerLoop.train_step, itertools.count()
 
     def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
         result = train_step(self, batches, step)
-        return dataclasses.replace(result, loss=float("nan")) if next(calls) == H // 2 + 1 else result
+        return dataclasses.replace(result, loss=float("nan")) if next(calls) == good else result
 
     monkeypatch.setattr(InnerLoop, "train_step", poisoned)
     run = Run(FakePeer(dataclasses.replace(spec, fragments=2, overlap="delayed")), tmp_path / "state")
@@ -469,7 +470,7 @@ def test_of_steps_that_are_undone_as_they_diverged_no_fragment_holds_anything(
     assert isinstance(strategy, Rounds)
     run.on_event = lambda event: held.append(strategy.phases.held.amounts()) if event["event"] == "diverged" else None
     run.go()
-    assert held == [[H // 2 * spec.tokens_per_round // H, 0]]
+    assert held == [[steps * spec.tokens_per_round // H for steps in left]]
 
 
 @pytest.fixture
