@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import threading
 import weakref
@@ -23,6 +24,7 @@ from dlc.train import checkpoint, saver, saves
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.outer import OuterState
 from dlc.train.phases import DIVERGED_MAX
+from dlc.train.rounds import Rounds
 from dlc.train.strategy import CHANNEL
 from dlc.train.swarm import Frozen
 from dlc.train.telling import Teller
@@ -431,6 +433,44 @@ def test_a_loss_that_is_not_finite_is_not_contributed(
         run.go()
     assert [event["in_a_row"] for event in run.all("diverged")] == list(range(1, DIVERGED_MAX + 1))
     assert not run.peer.vectors
+
+
+def test_phases_that_diverge_now_and_then_end_no_training(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes so many in a row, without a round between them that counted this peer."""
+    train_step, calls = InnerLoop.train_step, itertools.count()
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        return dataclasses.replace(result, loss=float("nan")) if next(calls) % (H + 1) == 0 else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(dataclasses.replace(spec, rounds=DIVERGED_MAX + 1)), tmp_path / "state")
+    assert run.go().t == DIVERGED_MAX + 1
+    assert [event["in_a_row"] for event in run.all("diverged")] == [1] * (DIVERGED_MAX + 1)
+
+
+@pytest.mark.parametrize(("good", "left"), [(H // 2 + 1, [H // 2, 0]), (1, [0, 0])], ids=["ahead", "before"])
+def test_of_steps_that_are_undone_as_they_diverged_no_fragment_holds_anything(
+    good: int, left: list[int], spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor, of fragments that are on no way to a round, of those before: else they had too great weights at the end."""
+    train_step, calls = InnerLoop.train_step, itertools.count()
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        return dataclasses.replace(result, loss=float("nan")) if next(calls) == good else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+    run = Run(FakePeer(dataclasses.replace(spec, fragments=2, overlap="delayed")), tmp_path / "state")
+    run.peer.slices = [9]
+    held: list[list[int]] = []
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, Rounds)
+    run.on_event = lambda event: held.append(strategy.phases.held.amounts()) if event["event"] == "diverged" else None
+    run.go()
+    assert held == [[steps * spec.tokens_per_round // H for steps in left]]
 
 
 @pytest.fixture
