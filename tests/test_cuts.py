@@ -75,7 +75,9 @@ with socket.create_server(("127.0.0.1", 0)) as listens:
         most.append(tcp.sample(stays).timeouts)
         return tcp.sample(goes).timeouts >= STALLED_TIMEOUTS
     wait_until(stalled, 60)
-    assert tcp.sample(stays).queued_bytes and max(most) <= 1, most
+    # Linux answers such a probe once in 0.5 s (tcp_invalid_ratelimit) and the second comes 0.4 s after the first: that
+    # one stays without, and the third makes it two until its answer is there.
+    assert tcp.sample(stays).queued_bytes and max(most) <= 2 < STALLED_TIMEOUTS, max(most)
 """
 
 
