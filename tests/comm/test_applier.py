@@ -15,11 +15,11 @@ from dlc.comm.dropped import UNASKED
 from dlc.comm.effects import Notify
 from dlc.comm.entries import CONFIG, Entry, Part
 from dlc.comm.events import ContributionDropped, LeftAhead, RoundDone
+from dlc.comm.fetcher import Fetcher
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Ready
 from dlc.comm.node import Node
 from dlc.comm.offered import Offered
-from dlc.comm.slot import Slot
 from dlc.errors import ProtocolError
 from dlc.sim.schedule import TRAIN
 from dlc.sim.toy import Means
@@ -411,7 +411,7 @@ def test_who_lost_the_last_bytes_asks_soon_though_somebody_in_the_round_is_slow(
 
 def test_whose_last_bytes_come_at_their_pace_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one after a longer while than would be waited for if no pace were known."""
-    monkeypatch.setattr(Slot, "_fetch_missing", lambda self: None)  # that does not depend on what is decided
+    monkeypatch.setattr(Fetcher, "look", lambda self, plan: None)  # that does not depend on what is decided
     stage = Stage(4, n_chunks=20, inner_s=5.0)
     coordinator, plan = stage.planned()
     process, *_ = stage.peers(coordinator)

@@ -20,7 +20,7 @@ from dlc.comm.effects import Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Envelope, decode, encode
 from dlc.comm.ids import Voter
-from dlc.comm.lanes import Event, Incoming, LinkEvent, Route
+from dlc.comm.lanes import Broken, Event, Incoming, LinkEvent, Route
 from dlc.comm.messages import PROTOCOL_VERSION, Bulk, Contrib, Gossip, Hello, Ping, Welcome
 from dlc.comm.transport import Transport
 from dlc.comm.wire import pack, unpack
@@ -107,6 +107,9 @@ class Source:
         self.log.append(f"{peer} refused")
         return []
 
+    def bulk_broken(self, peer: str) -> None:
+        self.log.append(f"{peer} broken")
+
     def bulk_peers(self) -> set[str]:
         return set()
 
@@ -164,6 +167,23 @@ def test_the_link_to_where_a_peer_s_bulk_went_before_is_closed() -> None:
     source.address = "her:2"
     assert driver._want_write() == ["her:2"]
     assert links.forgotten == ["her:1", "her:2"], "it is his now"
+
+
+def test_the_machine_hears_of_each_bulk_connection_that_ends() -> None:
+    """What was on its way there is sent once more."""
+    links, source = Links(), Source(chunk(0))
+    driver = driven(links, source)
+    driver._take(Broken("her:1"))
+    assert source.log == [], "nothing has gone there"
+    driver._want_write()
+    driver._take(Broken("her:1"))
+    assert source.log == ["her broken"]
+    source.address = "her:2"
+    driver._want_write()
+    assert source.log == ["her broken"] * 2, "she moved, and the link to where she was is closed"
+    driver._want_write()
+    driver._forget("her")
+    assert source.log == ["her broken"] * 3
 
 
 def test_while_work_is_done_aside_no_more_bytes_are_held_back_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

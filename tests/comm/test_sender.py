@@ -132,6 +132,52 @@ def test_what_was_lost_is_sent_once_more_and_only_what_was_sent(
     assert chunks(taken(sender, mine)) == [4, 5, 6, 7, 8, 9, 1]
 
 
+def test_what_was_on_its_way_when_a_connection_ended_goes_first_and_as_often_as_one_ends(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner waited for it until it took this peer for late, while the window stayed shut."""
+    monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 0)
+    mine = offered()
+    sender.begin(planned("ooooootttt"), BASE, GRID, mine, ())
+    assert chunks(taken(sender, mine)) == [0, 1, 2, 3]
+    assert chunks(taken(sender, mine, THIRD.peer)) == [6, 7, 8, 9]
+    sender.done(1)
+    for _ in range(2):
+        sender.broken(OTHER.peer)
+        sender.broken("nobody")
+        assert sender.pending(mine) == {OTHER.peer}, "what went to another is not touched"
+        sender.done(3)  # it had come through
+        assert chunks(taken(sender, mine)) == [0, 2, 4, 5]
+
+
+def test_the_last_window_of_results_goes_once_more_when_a_connection_ends(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lacked them asked for them when nothing moved any more."""
+    monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 0)
+    mine, results = offered(), [result(chunk) for chunk in range(WINDOW_CHUNKS_MIN + 2)]
+    old = Result(dataclasses.replace(results[0].header, head=b"o" * 32), b"")
+    sender.begin(planned("m" * N_CHUNKS), BASE, GRID, mine, ())
+    sender.outbox.serve(OTHER.peer, old)
+    for one in results[:-1]:
+        sender.outbox.tell(one, [OTHER.peer, THIRD.peer])
+    assert taken(sender, mine) == [*results[:-1], old]
+    sender.outbox.tell(results[-1], [OTHER.peer])
+    sender.broken(OTHER.peer)
+    again = taken(sender, mine)
+    assert again == results[1:], "in their order, before what has not gone yet, and not what is of another slot"
+    sender.broken(OTHER.peer)
+    assert taken(sender, mine) == results[-WINDOW_CHUNKS_MIN:] and taken(sender, mine, THIRD.peer) == results[:-1]
+    sender.begin(planned("m" * N_CHUNKS), BASE, GRID, mine, ())
+    sender.broken(THIRD.peer)
+    assert sender.idle(mine), "they were of another plan"
+    sender.outbox.tell(results[0], [OTHER.peer])
+    assert taken(sender, mine) == results[:1]
+    sender.end()
+    sender.broken(OTHER.peer)
+    assert sender.idle(mine)
+
+
 def test_a_new_plan_or_none_ends_what_was_queued(sender: Sender) -> None:
     mine = offered()
     sender.begin(planned(), BASE, GRID, mine, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -704,11 +705,11 @@ def test_missing_results_are_asked_of_owner_and_coordinator_in_turn() -> None:
     chunk = next(c for c, o in enumerate(plan.assignment) if plan.owners[o] in member.others)
     del exchange.held[chunk]
     owner = plan.owners[plan.assignment[chunk]]
-    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    asked = [member.sent(slot.fetcher._ask, slot.plan, [chunk], turn) for turn in (0, 1)]
     fetch = msg.Fetch(member.head, plan.ballot, (chunk,), ())
     assert asked == [[(owner.peer, fetch)], [(member.coordinator.peer, fetch)]]
     slot.plan = dataclasses.replace(plan, owners=(member.me,) * len(plan.owners))
-    assert not member.sent(slot._ask_for, [chunk], 0), "I know that I lack it"
+    assert not member.sent(slot.fetcher._ask, slot.plan, [chunk], 0), "I know that I lack it"
 
 
 def test_a_coordinator_asks_others_for_what_has_no_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,13 +724,13 @@ def test_a_coordinator_asks_others_for_what_has_no_way_to_it(monkeypatch: pytest
     owner = plan.owners[plan.assignment[chunk]]
     rest = [v.peer for v in member.others if v != owner]
     monkeypatch.setattr(members, "relay_for", lambda peer: rest[0] if peer == owner.peer else None)
-    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    asked = [member.sent(slot.fetcher._ask, slot.plan, [chunk], turn) for turn in (0, 1)]
     fetch = msg.Fetch(member.head, plan.ballot, (chunk,), ())
     assert asked == [[(peer, fetch)] for peer in rest]
     fixed = msg.FixedChunk(chunk, member.node.exchange.hashes[chunk], (owner,))
     slot.plan = dataclasses.replace(plan, fixed=(fixed,))
     monkeypatch.setattr(members, "alive", lambda voter: voter != owner)
-    asked = [member.sent(slot._ask_for, [chunk], turn) for turn in (0, 1)]
+    asked = [member.sent(slot.fetcher._ask, slot.plan, [chunk], turn) for turn in (0, 1)]
     assert asked == [[(peer, dataclasses.replace(fetch, hashes=(fixed.hash,)))] for peer in rest]
 
 
@@ -738,12 +739,12 @@ def test_fixed_chunks_are_asked_of_those_holders_that_live(monkeypatch: pytest.M
     slot, (one, other) = member.slot, member.others
     slot.plan = plan = again(member)
     fetch = msg.Fetch(member.head, plan.ballot, (0,), (plan.fixed[0].hash,))
-    assert [member.sent(slot._ask_for, [0], turn)[0][0] for turn in (0, 1)] == [one.peer, other.peer]
+    assert [member.sent(slot.fetcher._ask, plan, [0], turn)[0][0] for turn in (0, 1)] == [one.peer, other.peer]
     dead = [one]
     monkeypatch.setattr(member.ctx.members, "alive", lambda voter: voter not in dead)
-    assert member.sent(slot._ask_for, [0], 0) == [(other.peer, fetch)]
+    assert member.sent(slot.fetcher._ask, plan, [0], 0) == [(other.peer, fetch)]
     dead.append(other)
-    assert member.sent(slot._ask_for, [0], 1) == [(plan.ballot.voter.peer, fetch)]
+    assert member.sent(slot.fetcher._ask, plan, [0], 1) == [(plan.ballot.voter.peer, fetch)]
 
 
 def test_missing_results_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,13 +755,37 @@ def test_missing_results_are_asked_for_now_and_then(monkeypatch: pytest.MonkeyPa
     again_of: list[int] = []
     monkeypatch.setattr(exchange, "send_again", again_of.append)
     exchange.last_gain = ctx.now
-    assert not member.sent(slot._fetch_missing)
+    look = functools.partial(slot.fetcher.look, slot.plan)
+    assert not member.sent(look)
     ctx.now += exchange.collector.stall_s
     exchange.collector.patience.fills_until = ctx.running_s + 1.0
-    assert not member.sent(slot._fetch_missing)
+    assert not member.sent(look)
     exchange.collector.patience.fills_until = 0.0
-    assert msg.Fetch in member.kinds(slot._fetch_missing) and again_of == exchange.missing()
-    assert not member.sent(slot._fetch_missing)
+    assert msg.Fetch in member.kinds(look) and again_of == exchange.missing()
+    assert not member.sent(look)
+
+
+def test_what_one_owner_does_not_send_is_asked_of_it_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results went down with a connection: the window to it stayed shut until all others were done."""
+    member = about_to_vote()
+    slot, exchange, ctx = member.slot, member.node.exchange, member.ctx
+    plan = slot.plan
+    assert plan is not None
+    silent = next(owner for owner in plan.owners if owner != member.me)
+    its = [c for c, o in enumerate(plan.assignment) if plan.owners[o] == silent]
+    for chunk in its:
+        del exchange.held[chunk]
+    monkeypatch.setattr(exchange, "send_again", lambda chunk: pytest.fail("its parts may all be there"))
+    wanted = msg.Fetch(member.head, plan.ballot, tuple(its), ())
+    half_s = exchange.collector.stall_s / 2
+    for _ in range(3):
+        ctx.now += half_s
+        exchange.last_gain = ctx.now
+        assert member.sent(slot.fetcher.look, plan) == [(silent.peer, wanted)]
+        assert not member.sent(slot.fetcher.look, plan), "now and then"
+    ctx.now += half_s
+    exchange.last_gain = exchange._heard[silent] = ctx.now
+    assert not member.sent(slot.fetcher.look, plan), "it sends"
 
 
 def test_results_are_served_by_chunk_and_by_hash() -> None:

@@ -419,6 +419,36 @@ def test_a_part_that_was_lost_once_is_sent_again() -> None:
         assert not report.missing and [share.fraction for share in report.contributors] == [1.0] * 3
 
 
+def test_what_goes_down_with_a_connection_costs_nothing_while_others_keep_the_round_busy() -> None:
+    """The window to that owner was sent once more when nothing at all moved. Where a slow member kept moving, its
+    contributor was late with all that it had sent."""
+    stage = Stage(4, n_chunks=60)
+    slow = stage.peers()[1].host
+    slow.uplink_Bps = 2_000.0
+    n_before = stage.rounds
+    stage.until(lambda: stage.rounds > n_before + 2, 100.0)  # its pace is known
+    stage.between_rounds()
+    _, plan = stage.planned()
+    owner, victim, *_ = (p for p in stage.peers() if p.host is not slow and p.voter in plan.owners)
+    lost: list[msg.Contrib] = []
+
+    def breaks(source: str, target: str, m: object) -> bool:
+        down = isinstance(m, msg.Contrib) and (source, target) == (victim.host.name, owner.host.name)
+        if not down or len(lost) == 5:
+            return False
+        lost.append(m)
+        if len(lost) == 5:
+            victim.node.bulk_broken(target)
+        return True
+
+    stage.hold = breaks
+    reports = stage.committed(plan.entry.t, stage.peers(), limit_s=100.0)
+    assert len(lost) == 5
+    for report in reports.values():
+        assert {m.peer for m in report.missing} <= {slow.name}
+        assert {s.peer for s in report.contributors if s.fraction == 1.0} >= {owner.host.name, victim.host.name}
+
+
 # ------------------------------------------------------------------ sleep
 
 

@@ -685,6 +685,33 @@ def test_a_connection_that_nobody_saw_break_is_taken_over_by_its_successor(node:
         assert after.poll(WAIT_S * 1000) and after.recv() == b"to the later"
 
 
+def test_a_bulk_connection_that_ends_is_told_of_where_it_had_carried_something(node: Callable[..., Node]) -> None:
+    """What was on its way is nobody's then, and its sender waited for the answer."""
+    a, (address,) = node("a"), free_addresses(1)
+    for carries in (False, True):
+        b = node("b", address)
+        bulk = b.bulk_address
+        pump(lambda bulk=bulk: a.transport.open_bulk(bulk) or a.transport._bundles[bulk].links[0].up, a, b)
+        if carries:
+            assert a.transport.send_bulk(bulk, [b"x"])
+        b.transport.close()
+        pump(lambda bulk=bulk: not a.transport._bundles[bulk].links[0].up, a)
+        a.events += a.transport.poll(0.0)
+        assert [e for e in a.events if isinstance(e, lanes.Broken)] == [lanes.Broken(bulk)] * carries
+
+
+def test_a_bulk_connection_that_is_made_anew_for_want_of_answers_is_told_of(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = node("a"), node("b")
+    a.transport.open_bulk(b.bulk_address)
+    pump(lambda: a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
+    stalled = tcp.TcpSample(1000, 0.1, 0.1, 1e6, False, 1.0, 20, timeouts=links.STALLED_TIMEOUTS)
+    monkeypatch.setattr(a.transport._bundles[b.bulk_address].links[0], "tcp_sample", lambda: stalled)
+    a.transport.revive_bulk()
+    assert lanes.Broken(b.bulk_address) in a.transport.poll(0.0)
+
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_where_only_small_packets_pass_it_is_said_and_what_helps(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, streams: int

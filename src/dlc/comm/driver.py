@@ -29,7 +29,7 @@ from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
 from dlc.comm.framing import Frame, OtherVersion, decode, encode
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.lanes import Event, Incoming, LinkEvent, Reached, Route, Writable
+from dlc.comm.lanes import Broken, Event, Incoming, LinkEvent, Reached, Route, Writable
 from dlc.comm.messages import PROOFS, PROTOCOL_VERSION, Bulk, Contrib, Message, Piece, Record, Welcome
 from dlc.comm.tcp import WaySample
 from dlc.comm.transport import Transport
@@ -83,6 +83,7 @@ class BulkSource(Protocol):
     def next_bulk(self, peer: PeerId) -> Bulk | None: ...
     def record_of(self, peer: PeerId) -> Record | None: ...
     def refused(self, peer: PeerId, now: float) -> list[Effect]: ...
+    def bulk_broken(self, peer: PeerId) -> None: ...
     def bulk_peers(self) -> set[PeerId]: ...
     def link_samples(self, samples: Mapping[PeerId, WaySample], now: float) -> None: ...
     def links_widened(self) -> None: ...
@@ -274,7 +275,8 @@ class Driver:
             del self._addresses[address]
             self.transport.forget(address)
         self._dials.pop(peer, None)
-        self._bulk_to.pop(peer, None)
+        if self._bulk_to.pop(peer, None) is not None:
+            self._broken(peer)
 
     def _run(self) -> None:
         keep_freed_chunks()
@@ -336,6 +338,8 @@ class Driver:
             self._pump(event.address)
         elif isinstance(event, Reached):
             self.on_reached(event.host, clock())
+        elif isinstance(event, Broken):
+            self._broken(self._addresses.get(event.address))
         else:
             self._link_event(event)
 
@@ -457,8 +461,14 @@ class Driver:
         if before not in (address, self._dials.get(peer)) and self._addresses.get(before) == peer:
             del self._addresses[before]
             self.transport.forget(before)
+            self._broken(peer)
         self._bulk_to[peer], self._addresses[address] = address, peer
         return address
+
+    def _broken(self, peer: PeerId | None) -> None:
+        """A bulk connection to it has ended."""
+        if peer is not None and self._bulk is not None:
+            self._bulk.bulk_broken(peer)
 
     def _pump(self, address: str) -> None:
         """Hand a few chunks to a link that has room."""

@@ -64,6 +64,8 @@ class Exchange:
         self._fixed: dict[int, bytes] = {}
         self._early: list[Result] = []
         self._early_bytes = 0
+        self._heard: dict[Voter, float] = {}
+        """When a result of each owner came last, under this plan."""
 
     # ---------------------------------------------------------------- the plan
 
@@ -76,6 +78,7 @@ class Exchange:
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
         self.reduce_since, self.last_gain = now, now
+        self._heard = {}
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self.outbox.keep(self._still_wanted, self._reachable)
         self._sender.end()
@@ -171,6 +174,7 @@ class Exchange:
             self.dropped.note(header.owner, "a result that cannot be", bad=True)
             return False
         self._count_received(plan.entry.channel, len(result.payload))
+        self._heard[header.owner] = self.ctx.now
         self.collector.patience.sign(header.owner)
         self._hold(result, digest)
         return True
@@ -207,6 +211,10 @@ class Exchange:
         """Nothing moves and this chunk's result is missing: my part may have been lost with a connection. Once only."""
         self._sender.send_again(chunk)
 
+    def broken(self, peer: PeerId) -> None:
+        """A connection to it has ended, and what was on its way there may be lost."""
+        self._sender.broken(peer)
+
     def pending(self) -> set[PeerId]:
         """Peers for which `next_bulk` has something now."""
         return self._sender.pending(self._mine)
@@ -242,6 +250,10 @@ class Exchange:
         if self.grid is None:
             return []
         return [c for c in range(self.grid.n_chunks) if c not in self.held]
+
+    def heard_of(self, owner: Voter) -> float:
+        """When a result of its came last, or the plan began."""
+        return self._heard.get(owner, self.reduce_since)
 
     def owed(self) -> tuple[Voter, ...]:
         """Members of the plan for whom results that I reduced wait here, and those whom my bulk does not reach."""

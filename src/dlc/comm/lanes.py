@@ -111,4 +111,11 @@ class Reached:
     """That address, in numbers, as the kernel says it."""
 
 
-Event = Incoming | Writable | LinkEvent | Reached
+@dataclass(frozen=True)
+class Broken:
+    """A bulk connection to this address has ended: what it was given last may not have come through."""
+
+    address: str
+
+
+Event = Incoming | Writable | LinkEvent | Reached | Broken

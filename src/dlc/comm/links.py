@@ -163,6 +163,8 @@ class Link:
         what was on its way then."""
         self.starved = False
         """The last attempt failed because this process may open no more files."""
+        self.broke = False
+        """A connection that had been given something to carry has ended; whoever looks sets it back."""
         self.lossy = False
         """A way to a far host for which the system refuses CONGESTION_CONTROL."""
         self._rate_Bps: float | None = None
@@ -361,7 +363,7 @@ class Link:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; messages inside libzmq have `linger_s` to leave. The link can be opened again."""
-        self.up = False
+        self.up, self.broke = False, self.broke or self._given_bytes > 0
         self._given_bytes = self._longest_bytes = 0
         if self._tcp is not None:
             self._tcp.close()

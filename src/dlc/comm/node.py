@@ -415,6 +415,10 @@ class Node:
         """The transport saw this peer's connection close and re-connection refused."""
         return self._event(now, lambda: self.ctx.out.extend(self.members.refused(peer, now)))
 
+    def bulk_broken(self, peer: PeerId) -> None:
+        """A bulk connection to this peer has ended, and what was on its way there may be lost."""
+        self.exchange.broken(peer)
+
     # ---------------------------------------------------------------- one event
 
     def _event(self, now: float, act: Callable[[], None], beside: bool = False) -> list[Effect]:

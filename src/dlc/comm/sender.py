@@ -3,8 +3,10 @@
   begin    a queue per owner, of its chunks in the order of all members ─┐    (or an empty part, see below)
            queued ──next_bulk──> in flight, a window at most ──done──> over: the chunk's result is here
              ^                        │
+             ├───────── broken ───────┤    a connection to its owner has ended
              └──── send_again, once ──┘    its result does not come, and nothing else moves
-  outbox   results that this peer reduced, and what was asked for: whoever has such a thing puts it in
+  outbox   results that this peer reduced, and what was asked for: whoever has such a thing puts it in; the last window
+           of results that went to each peer comes back to it when a connection there has ended
 
 `next_bulk` is pulled, a message at a time, when the link to a peer can take one; it takes from the queue and from the
 outbox by turns (`turns.py`). The contribution is shown to each call, as it may be withdrawn or replaced meanwhile:
@@ -24,7 +26,7 @@ from dlc.comm.context import Context
 from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
-from dlc.comm.messages import Bulk, Contrib, Plan
+from dlc.comm.messages import Bulk, Contrib, Plan, Result
 from dlc.comm.offered import Offered
 from dlc.comm.outbox import Outbox
 from dlc.comm.turns import Turns
@@ -39,8 +41,8 @@ class _Queue:
     """Chunks of one owner."""
 
     todo: deque[int] = field(default_factory=deque)
-    in_flight: set[int] = field(default_factory=set)
-    """Sent, and their results are not here."""
+    in_flight: dict[int, None] = field(default_factory=dict)
+    """Sent in this order, and their results are not here."""
 
 
 class Sender:
@@ -60,11 +62,13 @@ class Sender:
         """Chunks that were sent once more."""
         self._window = WINDOW_CHUNKS_MIN
         self._turns = Turns()
+        self._went: dict[PeerId, deque[Result]] = {}
+        """The results of this plan's slot that went to each peer last, a window at most."""
 
     def begin(self, plan: Plan, base: bytes, grid: Grid, mine: Offered | None, held: Iterable[int]) -> None:
         """Send for this plan from now on, and for no other. base: of its channel. held: chunks that have a result."""
         self._plan, self._base, self._grid = plan, base, grid
-        self._queues, self._again, self._done = {}, set(), set(held)
+        self._queues, self._again, self._done, self._went = {}, set(), set(held), {}
         self._window = window_chunks(grid)
         part = self._part = next((p for p in plan.entry.roster if p.voter == self.ctx.me), None)
         owned = 0
@@ -106,20 +110,30 @@ class Sender:
 
     def end(self) -> None:
         """There is no plan any more. What is in the outbox still goes."""
-        self._plan, self._grid, self._part, self._queues = None, None, None, {}
+        self._plan, self._grid, self._part, self._queues, self._went = None, None, None, {}, {}
 
     def done(self, chunk: int) -> None:
         """Its result is here: it takes no room in a window, and need not be sent."""
         self._done.add(chunk)
         for queue in self._queues.values():
-            queue.in_flight.discard(chunk)
+            queue.in_flight.pop(chunk, None)
+
+    def broken(self, peer: PeerId) -> None:
+        """A connection to it has ended: nobody knows what of the last window has come through, so all of it goes once
+        more, first of all."""
+        for owner, queue in self._queues.items():
+            if owner.peer == peer:
+                queue.todo.extendleft(reversed(queue.in_flight))
+                queue.in_flight.clear()
+        if went := self._went.pop(peer, None):
+            self.outbox.results.setdefault(peer, deque()).extendleft(reversed(went))
 
     def send_again(self, chunk: int) -> None:
         """Nothing moves and this chunk's result is missing: my part may have been lost with a connection. Once only."""
         for queue in self._queues.values():
             if chunk in queue.in_flight and chunk not in self._again:
                 self._again.add(chunk)
-                queue.in_flight.discard(chunk)
+                del queue.in_flight[chunk]
                 queue.todo.append(chunk)
 
     # ---------------------------------------------------------------- pulled
@@ -148,7 +162,17 @@ class Sender:
     def next_bulk(self, peer: PeerId, mine: Offered | None, n_open: int) -> Bulk | None:
         """Taken out: the next message for `peer`. n_open: chunks that I reduce and that have no result yet."""
         first = self._next_contribution(peer, mine) if self._contribution_first(peer, n_open) else None
-        return first or self.outbox.next(peer) or self._next_contribution(peer, mine)
+        message = first or self.outbox.next(peer) or self._next_contribution(peer, mine)
+        if isinstance(message, Result):
+            self._remember(peer, message)
+        return message
+
+    def _remember(self, peer: PeerId, result: Result) -> None:
+        if self._plan is not None and result.header.head == self._plan.head:
+            went = self._went.setdefault(peer, deque())
+            went.append(result)
+            if len(went) > self._window:
+                went.popleft()
 
     def _contribution_first(self, peer: PeerId, n_open: int) -> bool:
         results = self.outbox.results.get(peer)
@@ -167,7 +191,7 @@ class Sender:
                 chunk = queue.todo.popleft()
                 if chunk in self._done:
                     continue
-                queue.in_flight.add(chunk)
+                queue.in_flight[chunk] = None
                 return mine.contrib(self._grid, chunk)
         return None
 

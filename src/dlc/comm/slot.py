@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
 from dlc.comm.exchange import Exchange
+from dlc.comm.fetcher import Fetcher
 from dlc.comm.grid import Grid
 from dlc.comm.ids import LOWEST, Ballot, Voter
 from dlc.comm.log import Log, grid_of
@@ -40,7 +41,6 @@ from dlc.comm.messages import (
 from dlc.comm.owners import all_sent, shape_of
 from dlc.comm.pacing import Pacing
 from dlc.comm.permit import permits
-from dlc.comm.reach import direct
 from dlc.comm.records import STATES_MAX, told_digest
 from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
@@ -70,6 +70,7 @@ class Slot:
         self.wishes: dict[str, Ready] = {}
         """Channels that I want opened, and opened ones that no round has moved: another history may not have them."""
         self.pacing = Pacing(ctx)
+        self.fetcher = Fetcher(ctx, log, exchange)
         self.promised = LOWEST
         self.seen = LOWEST
         """Highest ballot heard of; my own next one is above it."""
@@ -91,7 +92,6 @@ class Slot:
         self._lacked: tuple[bytes, float] = (b"", 0.0)
         """The first state that this slot's opening needs here, and the running time at which I last had hope of it."""
         self._last_ready = -1.0
-        self._last_fetch = 0.0
 
     # ---------------------------------------------------------------- life of a slot
 
@@ -219,8 +219,7 @@ class Slot:
         recipients = set(self.log.state.electorate) | set(m.deciders)
         self.exchange.begin(m, sorted(recipients), self._kept(m))
         self.pacing.begin(shape_of(self.ctx, m, recipients))
-        lacking = (f.chunk for f in m.fixed if f.chunk not in self.exchange.held)
-        self._ask_for([chunk for chunk in lacking if self._orphan(chunk, before)], turn=0)
+        self.fetcher.begin(m, before)
         mine = self.log.digest(m.entry.channel)
         # Once found to be another in this slot, my state stays so until it is repaired, whatever the ballot.
         found = self.blocked_on_digest and before is not None and before.entry.channel == m.entry.channel
@@ -253,13 +252,6 @@ class Slot:
         """The bytes of what I accepted. No hash is made anew: that takes as long as reading the whole vector."""
         hashes = self.accepted[1].hashes if self.accepted is not None else ()
         return dict(zip(hashes, self.accepted_results, strict=True))
-
-    def _orphan(self, chunk: int, before: Plan | None) -> bool:
-        """Nobody sends this fixed chunk unasked: its owner, who sends it to everybody, is no more, or not known."""
-        if before is None or chunk >= len(before.assignment):
-            return True
-        owner = before.assignment[chunk]
-        return owner < 0 or not self.ctx.members.alive(before.owners[owner])
 
     def receive_fetch(self, sender: Voter, m: Fetch) -> None:
         """Serve results of the current plan or of what I accepted; older entries' results are served by sync."""
@@ -405,7 +397,7 @@ class Slot:
             self._last_ready = now
             self._repeat()
         if self.plan is not None and not self.exchange.complete:
-            self._fetch_missing()
+            self.fetcher.look(self.plan)
         self.advance()
 
     def next_deadline(self) -> float:
@@ -439,48 +431,6 @@ class Slot:
                 offered_s = max(0.0, self.ctx.running_s - mine.since_run)
                 digest = self.log.digest(channel)
                 yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s, apart=apart)
-
-    def _fetch_missing(self) -> None:
-        """Covers one-way cuts and lost links: ask the owner, then the coordinator, alternately."""
-        now = self.ctx.now
-        if self.ctx.running_s < self.exchange.collector.fills_until:
-            return  # what is missing may not be made yet
-        stall_s = self.exchange.collector.stall_s / 2
-        if now - max(self.exchange.last_gain, self._last_fetch) < stall_s:
-            return
-        self._last_fetch = now
-        missing = self.exchange.missing()
-        for chunk in missing:
-            self.exchange.send_again(chunk)
-        self._ask_for(missing, int(now / stall_s))
-
-    def _ask_for(self, missing: Iterable[int], turn: int) -> None:
-        """FETCH these chunks of the plan: from a holder where they are fixed, else from owner or coordinator. Where no
-        bulk comes from any of these, from others, who get the results as I do."""
-        members, plan = self.ctx.members, self.plan
-        assert plan is not None
-        others = direct(self.ctx, (v for v in self.log.state.electorate if v != self.ctx.me and members.alive(v)))
-        holders = {f.chunk: f for f in plan.fixed}
-        asked: dict[Voter, list[int]] = {}
-        for chunk in missing:
-            if chunk in holders:
-                choices = [v for v in holders[chunk].holders if members.alive(v)] or [plan.ballot.voter]
-            else:
-                choices = [plan.owners[plan.assignment[chunk]], plan.ballot.voter]
-                if choices[0] == self.ctx.me:
-                    continue  # nobody has it, if not I
-            choices = direct(self.ctx, (v for v in choices if v != self.ctx.me)) or others or choices
-            target = choices[turn % len(choices)]
-            if target != self.ctx.me:
-                asked.setdefault(target, []).append(chunk)
-        for target, chunks in asked.items():
-            fixed = [c for c in chunks if c in holders]
-            reduced = tuple(c for c in chunks if c not in holders)
-            if fixed:
-                known = tuple(holders[c].hash for c in fixed)
-                self.ctx.send(target, Fetch(self.log.head, plan.ballot, tuple(fixed), known))
-            if reduced:
-                self.ctx.send(target, Fetch(self.log.head, plan.ballot, reduced, ()))
 
 
 def _may_be(result: Result, grid: Grid, chunk: int) -> bool:

@@ -40,6 +40,7 @@ from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
     CONTROL_FRAME_BYTES_MAX,
     FULL_PACKETS_LOST,
+    Broken,
     Event,
     Frames,
     Incoming,
@@ -121,7 +122,7 @@ class Transport:
         self._serial = itertools.count()
         self._controls: dict[str, Link] = {}
         self._bundles: dict[str, Bundle] = {}
-        self._events: list[LinkEvent | Reached] = []
+        self._events: list[LinkEvent | Reached | Broken] = []
         self._closed = self._starved = self._lossy = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -397,6 +398,9 @@ class Transport:
             self._widen(link.address, self._streams)
         if link.lane == "control":
             self._events += events
+        elif link.broke:
+            link.broke = False
+            self._events.append(Broken(link.address))
 
     def _advance(self, now: float) -> None:
         for address in [a for a, link in self._controls.items() if link.unused(now)]:

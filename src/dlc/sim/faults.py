@@ -59,6 +59,8 @@ class Faults:
             self._crash_and_restart(victim, moves=fault.kind == "move")
         elif fault.kind == "cut":
             self._cut(fault)
+        elif fault.kind == "breaks":
+            self._break(fault)
         elif fault.kind == "partition":
             self._partition(fault)
         elif fault.kind == "corrupt":
@@ -114,6 +116,20 @@ class Faults:
         a, b = names[fault.who % len(names)], names[fault.other % len(names)]
         if a != b:
             self._hold_cut([(a, b)], fault)
+
+    def _break(self, fault: Fault) -> None:
+        names = sorted(self.world.hosts)
+        a, b = (self.world.hosts[names[n % len(names)]] for n in (fault.who, fault.other))
+        if a is not b:
+            self.struck["breaks"] += 1
+            self.world.network.end_bulk(a.name, b.name)
+            self.world.clock.at(self.world.now + fault.for_s, self._connect, a, b, a.process)
+
+    def _connect(self, source: Host, target: Host, process: Process | None) -> None:
+        """Whoever sent hears of the end of its connection, and makes another."""
+        self.world.network.begin_bulk(source.name, target.name)
+        if process is not None and process is source.process:
+            process.node.bulk_broken(target.name)
 
     def _partition(self, fault: Fault) -> None:
         names = sorted(self.world.hosts)

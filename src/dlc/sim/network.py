@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,8 +87,12 @@ class Network:
     weather: Weather
     cuts: dict[tuple[str, str], int] = field(default_factory=dict)
     """Directions in which nothing passes, with the number of faults that hold each one cut."""
+    broken: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Directions whose connections for bulk are no more, likewise."""
     delivered: int = 0
     lost: int = 0
+    _breaks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many connections for bulk have ended in each direction."""
     _latency: dict[tuple[str, str], float] = field(default_factory=dict)
     _last: dict[tuple[str, str, bool], float] = field(default_factory=dict)
     """When the last message of each link's lane arrives."""
@@ -100,7 +105,7 @@ class Network:
             return
         link = (source, target)
         loss = weather.loss * BULK_LOSS_SHARE if bulk else weather.loss
-        if link in self.cuts or (loss and rng.random() < loss):
+        if link in self.cuts or (bulk and link in self.broken) or (loss and rng.random() < loss):
             self.lost += 1
             return
         self.delivered += 1
@@ -108,9 +113,19 @@ class Network:
         at = clock.now + self._delay(link)
         if weather.ordered:
             at = self._last[(*link, bulk)] = max(at, self._last.get((*link, bulk), 0.0))
+        if bulk:
+            args = (link, self._breaks[link], deliver, *args)
+            deliver = self._arrive
         clock.at(at, deliver, *args)
         if weather.duplicates and rng.random() < weather.duplicates:
             clock.at(clock.now + 3 * self._delay(link), deliver, *args)
+
+    def _arrive(self, link: tuple[str, str], breaks: int, deliver: Callable[..., None], *args: Any) -> None:
+        """Bulk, which goes down with its connection."""
+        if breaks == self._breaks[link]:
+            deliver(*args)
+        else:
+            self.lost += 1
 
     def _delay(self, link: tuple[str, str]) -> float:
         weather, rng = self.weather, self.rng
@@ -133,6 +148,14 @@ class Network:
             self.cuts[(source, target)] = left
         else:
             self.cuts.pop((source, target), None)
+
+    def end_bulk(self, source: str, target: str) -> None:
+        """The connection for bulk ends, and with it what is on its way; there is none until `begin_bulk`."""
+        self.broken[source, target] += 1
+        self._breaks[source, target] += 1
+
+    def begin_bulk(self, source: str, target: str) -> None:
+        self.broken -= Counter({(source, target): 1})
 
     def two_way(self, a: str, b: str) -> bool:
         return (a, b) not in self.cuts and (b, a) not in self.cuts

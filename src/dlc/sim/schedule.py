@@ -45,6 +45,7 @@ FAULTS = {
     "misfits": "second channels: half of the hosts bring states of other kinds, of which the run can have one",
     "turns": "trainers also offer what brings no samples",
     "orphans": "second channels: all who hold their states may be gone",
+    "breaks": "a connection for bulk ends: what is on its way is lost, and what follows until its sender hears of it",
 }
 """Kind: what it is. What is no event (loss, drift, roles, channels, images, eager, probes, filling, patient, misfits,
 turns, orphans) shapes all of a schedule."""
@@ -63,6 +64,8 @@ SPLIT_S_MAX = 0.7 * TIMEOUTS.evict_s
 TARGETS = ("Plan", "Result", "Held", "Promise", "Commit")
 """A targeted fault strikes after a random part of one batch of these."""
 FIRST_FAULT_S = 8.0
+UNHEARD_S_MAX = 8.0
+"""How long the sender goes on giving to a connection that is no more: until the kernel's timers tell."""
 SMALL_PEERS = 8
 SMALL_SHARE = 0.8
 """Swarms of at most SMALL_PEERS where the range allows both."""
@@ -87,7 +90,7 @@ class Fault:
 
     def __str__(self) -> str:
         text = f"{self.at_s:.2f} s: {self.kind} #{self.who}"
-        text += f" -> #{self.other}" if self.kind == "cut" else ""
+        text += f" -> #{self.other}" if self.kind in ("cut", "breaks") else ""
         text += f" for {self.for_s:.1f} s" if self.for_s else ""
         return text + (f" after {self.part:.0%} of a batch of {self.target}" if self.target else "")
 
@@ -166,7 +169,7 @@ def scenario(seed: int, peers_min: int, peers_max: int, kinds: Collection[str]) 
     return Scenario(
         seed=seed,
         starts=starts,
-        faults=_more_faults(more, faults, [k for k in MORE_KINDS if k in kinds]),
+        faults=_breaks(seed, _more_faults(more, faults, [k for k in MORE_KINDS if k in kinds]), kinds),
         weather=weather,
         n_chunks=n_chunks,
         chunk_elems=chunk_elems,
@@ -244,4 +247,18 @@ def _more_faults(rng: random.Random, faults: tuple[Fault, ...], kinds: list[str]
         kind = rng.choice(kinds)
         for_s = rng.uniform(1.0, 15.0) if kind == "slow" else 0.0
         added.append(Fault(rng.uniform(FIRST_FAULT_S, end_s), kind, rng.randrange(1 << 16), 0, for_s))
+    return tuple(sorted((*faults, *added), key=lambda fault: fault.at_s))
+
+
+def _breaks(seed: int, faults: tuple[Fault, ...], kinds: Collection[str]) -> tuple[Fault, ...]:
+    """In half of the schedules some connections end among the other faults."""
+    rng = random.Random(f"breaks {seed}")
+    if "breaks" not in kinds or rng.random() < 0.5:
+        return faults
+    end_s = max([f.at_s for f in faults], default=30.0)
+    added = []
+    for _ in range(rng.randint(1, 8)):
+        unheard_s = rng.choice((0.0, rng.uniform(0.1, UNHEARD_S_MAX)))
+        at_s, who, other = rng.uniform(FIRST_FAULT_S, end_s), rng.randrange(1 << 16), rng.randrange(1 << 16)
+        added.append(Fault(at_s, "breaks", who, other, unheard_s))
     return tuple(sorted((*faults, *added), key=lambda fault: fault.at_s))
