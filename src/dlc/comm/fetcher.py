@@ -57,6 +57,8 @@ class Fetcher:
             self._ask(plan, missing, int(now / stall_s))
             return
         for index, owner in enumerate(plan.owners):
+            if not direct(self.ctx, (owner,)):
+                continue  # its results come from others, who are asked when nothing moves
             if now - max(self.exchange.heard_of(owner), self._asked.get(owner, 0.0)) >= stall_s:
                 self._asked[owner] = now
                 self._ask(plan, [c for c in self.exchange.missing() if plan.assignment[c] == index], turn=0)
