@@ -14,6 +14,7 @@ from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import CODECS, get_codec
 from dlc.comm.collector import STRAY_BYTES_MAX, STRAY_CHUNKS_MAX
 from dlc.comm.context import Context
+from dlc.comm.early import EARLY_BYTES_MAX, Early, Room, size_of
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
 from dlc.comm.exchange import Exchange, Offered, result_hash
 from dlc.comm.filling import Filling
@@ -35,7 +36,6 @@ from dlc.comm.messages import (
 from dlc.comm.reducer import NOT_FINITE, WRONG_SIZE
 from dlc.comm.sender import WINDOW_CHUNKS_MIN, window_chunks
 from dlc.comm.timeouts import Timeouts
-from dlc.comm.wire import pack
 
 torch.set_num_threads(1)
 
@@ -461,7 +461,7 @@ def test_room_for_early_results_is_there_again_for_each_plan(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (result(exchange, ballot=Ballot(counter, OTHER)) for counter in (1, 2))
-    monkeypatch.setattr("dlc.comm.exchange.EARLY_BYTES_MAX", len(first.payload) + len(pack(first.header)))
+    monkeypatch.setattr("dlc.comm.early.EARLY_BYTES_MAX", size_of(first))
     elsewhere = dataclasses.replace(plan(), owners=(OTHER,))
     exchange.begin(elsewhere, (ME, OTHER), {})
     for early in (first, second):
@@ -515,6 +515,23 @@ def test_more_parts_are_kept_before_the_plan_is_known_than_a_window_has(numel: i
     grid = Grid(numel, usual_chunk_elems(numel), codec)
     in_flight = min(window_chunks(grid), grid.n_chunks)
     assert in_flight <= STRAY_CHUNKS_MAX and in_flight * grid.wire_bytes(0) <= STRAY_BYTES_MAX
+    one = size_of(Contrib("a channel's name", EMPTY, in_flight, 1e9, 10**9)) + grid.wire_bytes(0)
+    assert 7 * in_flight * one <= EARLY_BYTES_MAX, "and of the slot after this one, of seven"
+
+
+def test_all_that_comes_early_has_one_bound_in_bytes(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers count, and so does each message, however small."""
+    small, large = part(exchange, 0, 1.0), result(exchange, excluded=(Excluded(OTHER, "late"),) * 1000)
+    assert size_of(large) > 1000 * len(OTHER.peer) and size_of(Contrib("", b"", 0, 1.0, 0)) > 500
+    room = Room(exchange.dropped)
+    first, second = Early[object](room), Early[object](room)
+    monkeypatch.setattr("dlc.comm.early.EARLY_BYTES_MAX", size_of(large) + size_of(small))
+    first.keep(OTHER, large)
+    second.keep(OTHER, small)
+    first.keep(OTHER, small)
+    assert (list(first), list(second), exchange.dropped.total()) == ([(OTHER, large)], [(OTHER, small)], 1)
+    assert first.take() == [(OTHER, large)] and not first and room.used_bytes == size_of(small)
+    assert second.take() == [(OTHER, small)] and not second and room.used_bytes == 0
 
 
 def test_all_parts_that_come_before_their_plan_are_in_its_mean(exchange: Exchange) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlc.comm import agenda, dropped, exchange
+from dlc.comm import agenda, dropped, early
 from dlc.comm import messages as msg
 from dlc.comm.catalogue import CODES
 from dlc.comm.coordinator import WAIT
@@ -207,7 +207,7 @@ def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:
 
 def test_what_comes_too_early_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results without a payload, contributions to channels that nobody else has, senders that there are not."""
-    monkeypatch.setattr(exchange, "EARLY_BYTES_MAX", 10_000)
+    monkeypatch.setattr(early, "EARLY_BYTES_MAX", 10_000)
     monkeypatch.setattr(dropped, "DROPPED_MAX", 50)
     monkeypatch.setattr(agenda, "CHANNELS_MAX", 10)
     stage = Stage(3)

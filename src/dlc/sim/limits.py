@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from dlc.comm.collector import STRAY_CHUNKS_MAX
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import IMAGES_MAX, STEPS_MAX
+from dlc.comm.early import EARLY_BYTES_MAX, size_of
 from dlc.comm.entries import ROUND
-from dlc.comm.exchange import EARLY_BYTES_MAX
-from dlc.comm.inbox import EARLY_BYTES_MAX as KEPT_BYTES_MAX
-from dlc.comm.inbox import EARLY_MAX
 from dlc.comm.log import CHAIN_MAX, HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX
 from dlc.comm.outbox import SERVED_MAX
 
@@ -49,10 +47,8 @@ def _log(process: Process) -> Iterator[Size]:
 def _exchange(process: Process) -> Iterator[Size]:
     exchange, state = process.node.exchange, process.node.log.state
     chunks = max(trainer.grid.n_chunks for trainer in process.trainers.values())
-    yield "early results", sum(len(r.payload) for r in exchange._early), EARLY_BYTES_MAX
-    inbox = process.node.inbox
-    yield "messages for the next slot", len(inbox._early), EARLY_MAX
-    yield "bytes of them", sum(len(getattr(m, "payload", b"")) for _, m in inbox._early), KEPT_BYTES_MAX
+    early = [m for kept in (exchange._early, process.node.inbox._early) for _, m in kept]
+    yield "what came too early", sum(map(size_of, early)), EARLY_BYTES_MAX
     for peer, served in exchange.outbox.served.items():
         yield f"served to {peer}", len(served), SERVED_MAX
     for peer, results in exchange.outbox.results.items():
