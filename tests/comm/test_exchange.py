@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -564,6 +565,48 @@ def test_parts_that_no_plan_asks_for_are_limited_in_bytes_too(
         exchange.receive_contrib(OTHER, part(exchange, number, 1.0))
     assert sum(len(by) for chunks in exchange.collector.parts.values() for by in chunks.values()) == 3
     assert {key[0] for key in exchange.dropped} == {OTHER.peer} and exchange.dropped.total() == 2
+
+
+def test_room_for_parts_is_there_again_when_they_were_used_or_their_base_is_over(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.comm.collector.STRAY_CHUNKS_MAX", 2)
+    offer(exchange, torch.zeros(NUMEL))
+
+    def taken(*chunks: int, channel: str = "a") -> list[bool]:
+        before = [exchange.dropped.total()]
+        for chunk in chunks:
+            exchange.receive_contrib(OTHER, part(exchange, chunk, 4.0, channel=channel))
+            before.append(exchange.dropped.total())
+        return [a == b for a, b in itertools.pairwise(before)]
+
+    assert taken(0, 0, 1, 2) == [True, True, True, False], "one that comes again takes the place of the first"
+    exchange.receive_contrib(Voter("third", 1), part(exchange, 2, 4.0))
+    assert exchange.dropped.total() == 1, "each has its own room"
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert list(exchange.held) == [0, 1] and taken(1, 2, 3, channel="z") == [True, True, False]
+    exchange.log.state = cast(Any, SimpleNamespace(base=lambda channel: b"the next one"))
+    exchange.reset()
+    assert taken(0, 1, 2) == [True, True, False]
+
+
+def test_of_a_result_that_lacks_somebody_each_contributor_is_looked_up_once(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked for one after the other, some hundreds of them took longer than the chunk itself."""
+    many = tuple(Part(Voter(f"p{i:03}", 1), 1.0, i) for i in range(300))
+    whole = plan(ballot=SECOND)
+    entry = dataclasses.replace(whole.entry, roster=many)
+    exchange.begin(dataclasses.replace(whole, entry=entry, owners=(OTHER,)), (ME, OTHER), {})
+    compared, equal = [0], Part.__eq__
+
+    def counted(self: Part, other: object) -> bool:
+        compared[0] += 1
+        return equal(self, other)
+
+    monkeypatch.setattr(Part, "__eq__", counted)
+    travelled = tuple(dataclasses.replace(p) for p in many[1:])
+    assert exchange.receive_result(result(exchange, included=travelled)) and compared[0] < 5 * len(many)
 
 
 @pytest.mark.parametrize("chunk", [-1, N_CHUNKS, 10**6])

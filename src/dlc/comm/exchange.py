@@ -23,7 +23,7 @@ from dlc.comm.collector import Collector
 from dlc.comm.context import Context
 from dlc.comm.dropped import UNASKED, Dropped
 from dlc.comm.early import Early, Room
-from dlc.comm.entries import forget_oldest
+from dlc.comm.entries import Part, forget_oldest
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, grid_of
@@ -59,6 +59,8 @@ class Exchange:
         self._spec: GridSpec | None = None
         """How the plan's vector is cut and encoded."""
         self._fixed: dict[int, bytes] = {}
+        self._roster: frozenset[Part] = frozenset()
+        """The plan's: each result names some hundreds of it, and is looked at."""
         self.room = Room(self.dropped)
         self._early: Early[Result] = Early(self.room)
         """Their plan, which travels on the other lane, is not known yet."""
@@ -73,6 +75,7 @@ class Exchange:
         self.held = dict(keep)
         self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
+        self._roster = frozenset(entry.roster)
         self.reduce_since, self.last_gain = now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self.outbox.keep(self._still_wanted, self._reachable)
@@ -176,7 +179,7 @@ class Exchange:
         roster, included, chunk = self.plan.entry.roster, result.header.included, result.header.chunk
         if not included:
             return not result.payload
-        if not (included == roster or named(included, roster)):
+        if not (included == roster or named(included, self._roster)):
             return False
         if len(result.payload) != self.grid.result_bytes(chunk, len(included)):
             return False
