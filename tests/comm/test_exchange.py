@@ -449,6 +449,19 @@ def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_pla
     assert exchange.held == {0: fixed} and exchange.hashes == {0: chunk.hash}
 
 
+def test_a_fixed_chunk_of_whom_the_plan_does_not_name_is_not_held(exchange: Exchange) -> None:
+    """Whoever counted such a round would end in the middle of it, and so would all that voted for it."""
+    made = result(exchange, ballot=FIRST)
+    chunk, others = FixedChunk(0, result_hash(made), (OTHER,)), (-1, *(0,) * (N_CHUNKS - 1))
+    kept = dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,), assignment=others, fixed=(chunk,))
+    exchange.begin(kept, (ME, OTHER), {0: made})
+    assert exchange.held == {0: made} and exchange.hashes == {0: chunk.hash}
+    entry = dataclasses.replace(kept.entry, roster=kept.entry.roster[:1])
+    exchange.begin(dataclasses.replace(kept, ballot=Ballot(2, ME), entry=entry), (ME, OTHER), {0: made})
+    assert not exchange.held and not exchange.hashes and 0 in exchange.missing()
+    assert not exchange.receive_result(made)
+
+
 def test_a_plan_without_bulk_ends_what_was_sent_for_the_one_before(exchange: Exchange) -> None:
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(dataclasses.replace(plan(), owners=(OTHER,)), (ME, OTHER), {})

@@ -72,10 +72,11 @@ class Exchange:
         now, entry = self.ctx.now, plan.entry
         self.plan, self.grid = plan, grid_of(entry) if plan.assignment else None
         self._spec = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
-        self.held = dict(keep)
-        self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
         self._roster = frozenset(entry.roster)
+        # A plan that keeps what its own roster does not name cannot be voted for: nobody could count such a round.
+        self.held = {chunk: result for chunk, result in keep.items() if named(result.header.included, self._roster)}
+        self.hashes = {chunk: self._fixed[chunk] for chunk in self.held}
         self.reduce_since, self.last_gain = now, now
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
         self.outbox.keep(self._still_wanted, self._reachable)
@@ -85,7 +86,7 @@ class Exchange:
             shape = shape_of(self.ctx, plan, (*self._recipients, self.ctx.me))
             if shape is not None:
                 self.rates.begin(now, asked_Bps(shape, self.ctx.me))
-            self._sender.begin(plan, self.log.state.base(entry.channel), self.grid, self._mine, keep)
+            self._sender.begin(plan, self.log.state.base(entry.channel), self.grid, self._mine, self.held)
         self._pass_on(self.collector.begin(plan, self.grid, self._recipients, self._mine))
         for _, result in self._early.take():
             self.receive_result(result)
