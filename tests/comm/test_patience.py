@@ -127,3 +127,11 @@ def test_what_is_on_its_way_is_waited_for_by_the_pauses_lately(patience: Patienc
         passes(patience, 0.1)
         patience.sign(A)
     assert patience.underway_s(A) == TIMEOUTS.chunk_s / 2
+
+
+def test_nobody_is_silent_while_contributions_become_final(patience: Patience) -> None:
+    patience.begin((A, B), 1, 1000, 1000, 0, fill_s=10.0)
+    passes(patience, OVERTIME * 10.0 + 0.9 * TIMEOUTS.chunk_s)
+    assert not patience.given_up(A) and not patience.own_overdue()
+    passes(patience, 0.2 * TIMEOUTS.chunk_s)
+    assert patience.given_up(A) and patience.own_overdue()
