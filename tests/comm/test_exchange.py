@@ -462,6 +462,49 @@ def test_a_fixed_chunk_of_whom_the_plan_does_not_name_is_not_held(exchange: Exch
     assert not exchange.receive_result(made)
 
 
+def test_a_result_makes_room_in_its_owners_window_and_is_a_gain(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 1)
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+
+    def sent() -> list[int]:
+        messages = iter(lambda: exchange.next_bulk(OTHER.peer), None)
+        return [m.chunk for m in messages if isinstance(m, Contrib)]
+
+    assert sent() == list(range(WINDOW_CHUNKS_MIN)) and not exchange.pending()
+    exchange.ctx.now = 7.0
+    assert exchange.receive_result(result(exchange)) and exchange.last_gain == 7.0
+    assert exchange.pending() == {OTHER.peer} and sent() == [WINDOW_CHUNKS_MIN]
+
+
+def test_what_a_round_moved_is_counted_once_for_its_channel(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+    assert exchange.rates.planned
+    size = len(result(exchange).payload)
+    assert exchange.next_bulk(OTHER.peer) is not None
+    for message in (part(exchange, 0, 1.0), part(exchange, 1, 1.0)):
+        exchange.receive_contrib(OTHER, message)
+    assert [exchange.receive_result(result(exchange)) for _ in range(2)] == [True, False]
+    exchange.reset()
+    traffic = exchange.traffic["a"]
+    assert (traffic.bytes_sent, traffic.bytes_received, traffic.ballots) == (size, 3 * size, 1)
+    assert not exchange.rates.planned, "what comes after it is none of its pace"
+
+
+def test_fixed_chunks_alone_may_still_be_coming_for_a_while(exchange: Exchange) -> None:
+    chunk, others = FixedChunk(0, result_hash(result(exchange)), (OTHER,)), (-1, *(0,) * (N_CHUNKS - 1))
+    entry = dataclasses.replace(plan().entry, roster=(Part(ME, 1.0, 0),))
+    offer(exchange, torch.zeros(NUMEL))
+    fixed = dataclasses.replace(plan(ballot=Ballot(2, ME)), entry=entry, assignment=others, fixed=(chunk,))
+    exchange.begin(fixed, (ME, OTHER), {})
+    assert exchange.missing() == [0] and exchange.coming(0.0)
+    exchange.ctx.running_s = 1.1 * exchange.collector.stall_s / 2
+    assert not exchange.coming(0.0) and exchange.coming(exchange.ctx.running_s), "since it was found to be decided"
+
+
 def test_a_plan_without_bulk_ends_what_was_sent_for_the_one_before(exchange: Exchange) -> None:
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(dataclasses.replace(plan(), owners=(OTHER,)), (ME, OTHER), {})
@@ -546,6 +589,9 @@ def test_all_that_comes_early_has_one_bound_in_bytes(exchange: Exchange, monkeyp
     assert (list(first), list(second), exchange.dropped.total()) == ([(OTHER, large)], [(OTHER, small)], 1)
     assert first.take() == [(OTHER, large)] and not first and room.used_bytes == size_of(small)
     assert second.take() == [(OTHER, small)] and not second and room.used_bytes == 0
+    for _ in range(2):
+        first.keep(OTHER, small)
+        assert room.used_bytes == size_of(small) and first.take() == [(OTHER, small)] and room.used_bytes == 0
 
 
 def test_all_parts_that_come_before_their_plan_are_in_its_mean(exchange: Exchange) -> None:
