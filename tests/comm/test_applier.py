@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.comm import early
+from dlc.comm import applier, early
 from dlc.comm import messages as msg
 from dlc.comm.dropped import UNASKED
-from dlc.comm.effects import Notify
-from dlc.comm.entries import CONFIG, Entry, Part
+from dlc.comm.effects import Notify, Send
+from dlc.comm.entries import CONFIG, EMPTY, Entry, Part
 from dlc.comm.events import ContributionDropped, LeftAhead, RoundDone
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Ready
@@ -71,6 +71,29 @@ def test_a_commit_of_another_round_than_is_planned_here_is_not_waited_for() -> N
     node.exchange.held.popitem()
     node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
     assert node.applier.sync.donor == holder and node.applier.next_entry is None
+
+
+def asked_of(node: Node) -> list[str]:
+    """Whom it asks what follows its head, since it was asked last."""
+    out, node.ctx.out = node.ctx.out, []
+    return [e.to for e in out if isinstance(e, Send) and isinstance(e.message, msg.SyncReq)]
+
+
+def test_a_commit_of_a_greater_history_is_asked_for_of_the_living_and_an_old_one_of_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process, commit = voted()
+    node, (holder,) = process.node, commit.holders
+    state, dead = node.log.state, next(v for v in commit.entry.electorate if v not in (node.me, *commit.holders))
+    monkeypatch.setattr(node.applier, "last_results_come", lambda: False)
+    monkeypatch.setattr(node.sync, "last_results_come", lambda: False)
+    monkeypatch.setattr(node.members, "alive", lambda voter: voter == holder)
+    fork = dataclasses.replace(commit.entry, parent=b"x" * 32)
+    for depth in (state.depth - 1, state.depth):
+        node.applier.receive_commit(holder, msg.Commit(dataclasses.replace(fork, depth=depth), (holder,)))
+        assert asked_of(node) == []
+    node.applier.receive_commit(dead, msg.Commit(fork, (dead, node.me, holder)))
+    assert asked_of(node) == [holder.peer]
 
 
 def test_a_round_whose_means_are_of_others_than_its_roster_names_is_refused() -> None:
@@ -136,6 +159,18 @@ def test_means_go_to_the_sink_of_the_contribution_that_they_are_of(
     assert told == [done] and TRAIN not in node.exchange.offered, "its offer is over, and not dropped"
 
 
+def test_an_older_offer_that_is_in_no_mean_takes_none_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, commit = voted()
+    node, sink = process.node, Means()
+    offered = node.exchange.offered[TRAIN]
+    node.exchange.offered[TRAIN] = Offered(of_another_weight(offered.ready), offered.vector, sink, offered.since)
+    node.log.attached[TRAIN].synced = False
+    monkeypatch.setattr(applier, "chunks_with", lambda part, results: (False,) * len(results))
+    node.applier.receive_commit(commit.holders[0], commit)
+    (done,) = told(node, RoundDone)
+    assert (done.counted, done.older, sink.t) == (False, False, commit.entry.t)
+
+
 def told(node: Node, kind: type) -> list[Any]:
     return [e.event for e in node.ctx.out if isinstance(e, Notify) and isinstance(e.event, kind)]
 
@@ -151,6 +186,7 @@ def test_who_left_ahead_is_told_of_once_and_only_after_a_forced_ballot(
     monkeypatch.setattr(node.members, "departed", lambda: [gone, dataclasses.replace(gone, tokens=tokens)])
     node.log.fellows = (commit.entry.hash if forced else WRONG, frozenset({node.me}))
     node.applier.receive_commit(commit.holders[0], commit)
+    assert len(told(node, LeftAhead)) == forced
     node.applier._look_back()
     assert [event.voters for event in told(node, LeftAhead)] == [(gone.voter,)] * forced
 
@@ -244,6 +280,19 @@ def test_who_has_a_wrong_state_forgets_what_it_was() -> None:
     assert attached.passed
     process.node.applier.diverged(TRAIN, WRONG)
     assert not attached.passed and not attached.synced
+
+
+def test_who_has_a_wrong_state_gives_nobody_an_image_of_it() -> None:
+    """Also not those that it had offered before it was told."""
+    process, _ = voted()
+    node, newcomer = process.node, Voter("newcomer", 1)
+    digest = node.log.digest(TRAIN)
+    node.sync.donations.receive_request(newcomer, msg.SyncReq(EMPTY, 0, True, ()))
+    node.applier.diverged(TRAIN, WRONG)
+    node.ctx.out.clear()
+    node.sync.donations.receive_piece_request(newcomer, msg.PieceReq(TRAIN, digest, (0,)))
+    assert [e.message for e in node.ctx.out if isinstance(e, Send)] == [msg.NoPiece(TRAIN, digest)]
+    assert newcomer.peer not in node.exchange.outbox.served
 
 
 # ------------------------------------------------------------------ decided, and the last bytes are on their way
