@@ -257,6 +257,27 @@ def test_of_chunks_that_there_are_not_nothing_is_kept() -> None:
     assert not holder.mesh.pending_bulk() and not holder.mesh.parcels.holdings._waiting[KEY]
 
 
+@pytest.mark.parametrize("grid", [Grid(1000, 32, "bf16"), Grid(1000, 16, "fp16"), Grid(999, 32, "fp16")])
+def test_who_asks_for_another_vector_than_is_held_gets_nothing_of_it(grid: Grid) -> None:
+    """Its parts may be as long: read in another codec, or put elsewhere, they would be numbers of nobody."""
+    net = MeshNet(1)
+    holder, host = net.add(2)
+
+    def halves(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        held = Holding(Grid(1000, 32, "fp16"), 1e9, vector=torch.ones(1000))
+        mesh.parcels.holdings.hold(KEY, held)
+        return mesh.ground.drain()
+
+    net.act(holder, halves)
+    taker = Taker(net, host, holder)
+    taker.intake.grid, taker.intake.spec = grid, GridSpec(grid.numel, grid.chunk_elems, grid.codec)
+    taker.want([0])
+    net.until(lambda: taker.failed)
+    assert not taker.taken and taker.failed[0].startswith("1000 elements in fp16 are held, and ")
+    assert net.sent["Parcel"] == 0
+
+
 def test_what_is_asked_for_too_early_is_kept_for_a_while_within_bounds() -> None:
     net = MeshNet(1)
     holder, host, other = net.add(3)
