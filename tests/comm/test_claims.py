@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from dlc.comm.claims import Claiming, Witness
+from dlc.comm.claimant import Claimant
+from dlc.comm.claims import CLAIM_S, Claiming, Witness
 from dlc.comm.ids import Voter
+from dlc.comm.seats import Seat
 from dlc.comm.servermessages import Granted, Origin, Refused, SpanView
 
 A, B, C, D, E = (Voter(name, 1) for name in "abcde")
@@ -63,3 +67,21 @@ def test_the_next_term_is_after_all_that_were_granted_or_established() -> None:
 def test_a_claim_is_won_by_more_than_half_of_those_known(granted: set[Voter], won: bool) -> None:
     """Two halves would establish two views of one term; who is not known any more is no part of a majority."""
     assert Claiming(VIEW, 0.0, granted).won([A, B, C, D]) is won
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_after_a_refusal_the_next_claim_is_for_a_term_that_can_be_granted(lives: bool) -> None:
+    """Of who lives only in a while: it may win. Each claim would be refused by those who granted the other one."""
+    host: Any = SimpleNamespace(witness=Witness(), now=0.0, me=A, lives=lambda v: lives, away=lambda v: not lives)
+    host.known, host.living, host.cast = lambda: [A, B, C], lambda *roles: [B, C], lambda voters, message: None
+    seat, claimant, state = Seat(), Claimant(host), SimpleNamespace(origin=VIEW.origin, seed=(0, 0), version=0)
+    host.seats = {3: seat}
+    claimant.make(3, seat, cast(Any, state), A, None)
+    assert seat.claim is not None and seat.claim.view.term == 1
+    claimant.refused(Refused(view(0), False))
+    assert seat.claim is not None, "that answers an earlier one"
+    claimant.refused(Refused(view(9), False))
+    assert seat.claim is None and (seat.retry_at >= CLAIM_S / 2) is lives
+    claimant.make(3, seat, cast(Any, state), A, None)
+    assert seat.claim is not None and seat.claim.view.term == 10
+    assert host.witness.asked(view(10, C)) == Refused(seat.claim.view, False), "of my own claim I am a witness, too"
