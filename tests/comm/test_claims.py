@@ -85,3 +85,24 @@ def test_after_a_refusal_the_next_claim_is_for_a_term_that_can_be_granted(lives:
     claimant.make(3, seat, cast(Any, state), A, None)
     assert seat.claim is not None and seat.claim.view.term == 10
     assert host.witness.asked(view(10, C)) == Refused(seat.claim.view, False), "of my own claim I am a witness, too"
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_owner_whose_claim_comes_to_nothing_goes_on_with_the_standby_that_it_has(refused: bool) -> None:
+    """One that was to hand its span over made no more updates, and waited for a replica that nobody was to have."""
+    host: Any = SimpleNamespace(witness=Witness(), now=0.0, me=A, lives=lambda v: True, away=lambda v: False)
+    host.known, host.living, host.cast = lambda: [A, B, C], lambda *roles: [B, C], lambda voters, message: None
+    owner: Any = SimpleNamespace(also=C, closing=True)
+    seat, claimant, state = Seat(owner=owner), Claimant(host), SimpleNamespace(origin=VIEW.origin, seed=(0, 0))
+    host.seats = {3: seat}
+    claimant.make(3, seat, cast(Any, state), C, None)
+    host.now = CLAIM_S
+    assert seat.claim is not None
+    claimant.press(3, seat, seat.claim)
+    assert seat.claim is not None and (owner.also, owner.closing) == (C, True), "it may come yet"
+    if refused:
+        claimant.refused(Refused(view(9), False))
+    else:
+        host.now = CLAIM_S + 0.1
+        claimant.press(3, seat, seat.claim)
+    assert seat.claim is None and (owner.also, owner.closing) == (None, False)
