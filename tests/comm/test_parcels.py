@@ -296,6 +296,18 @@ def test_what_is_asked_for_too_early_is_kept_for_a_while_within_bounds() -> None
     assert not holdings._early
 
 
+def test_what_waits_to_be_sent_to_the_dead_waits_no_longer() -> None:
+    net = MeshNet(1)
+    (holder,), (host, other) = net.add(1, up_Bps=100.0), net.add(2)
+    net.act(holder, hold)
+    for asker in (host, other):
+        holder.mesh.receive(asker.voter, Pull(KEY, SPEC, tuple(range(GRID.n_chunks))), net.now)
+    assert set(holder.mesh.pending_bulk()) == {host.voter.peer, other.voter.peer}
+    net.kill(other)
+    net.run(net.detect_s + 0.5)
+    assert set(holder.mesh.pending_bulk()) == {host.voter.peer}
+
+
 def test_of_the_keys_that_were_released_the_last_are_remembered() -> None:
     net = MeshNet(1)
     (holder,) = net.add(1)
