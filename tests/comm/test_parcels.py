@@ -308,6 +308,34 @@ def test_what_waits_to_be_sent_to_the_dead_waits_no_longer() -> None:
     assert set(holder.mesh.pending_bulk()) == {host.voter.peer}
 
 
+def test_what_comes_to_be_after_its_asker_died_is_sent_to_the_living_alone() -> None:
+    net = MeshNet(1)
+    (holder,), (host, other) = net.add(1, up_Bps=100.0), net.add(2)
+    holdings = holder.mesh.parcels.holdings
+    holdings.hold(KEY, Holding(GRID, 1e9))
+    for asker in (host, other):
+        holder.mesh.receive(asker.voter, Pull(KEY, SPEC, (0,)), net.now)
+    net.kill(other)
+    net.run(net.detect_s + 0.5)
+    holdings.put(KEY, Parcel(KEY, 0, 1.0, (), (), bytes(GRID.wire_bytes(0))))
+    assert holdings.pending() == [host.voter.peer]
+
+
+def test_a_holding_ends_with_its_time_and_who_asks_then_is_told() -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    holdings = holder.mesh.parcels.holdings
+    holdings.hold(KEY, Holding(GRID, holder.mesh.ground.running_s + 5.0, vector=torch.zeros(GRID.numel)))
+    net.run(4.0)
+    assert holdings.held(KEY) is not None
+    net.run(2.0)
+    assert holdings.held(KEY) is None and holdings.was_held(KEY) and not holdings.any
+    taker = Taker(net, host, holder)
+    taker.want([0])
+    net.until(lambda: taker.failed)
+    assert taker.failed == ["it is no longer held"]
+
+
 def test_of_the_keys_that_were_released_the_last_are_remembered() -> None:
     net = MeshNet(1)
     (holder,) = net.add(1)
