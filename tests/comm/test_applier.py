@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dlc.comm import inbox
+from dlc.comm import applier, early
 from dlc.comm import messages as msg
 from dlc.comm.dropped import UNASKED
-from dlc.comm.effects import Notify
-from dlc.comm.entries import CONFIG, Entry, Part
+from dlc.comm.effects import Notify, Send
+from dlc.comm.entries import CONFIG, EMPTY, Entry, Part
 from dlc.comm.events import ContributionDropped, LeftAhead, RoundDone
 from dlc.comm.fetcher import Fetcher
 from dlc.comm.ids import Ballot, Voter
@@ -71,6 +71,29 @@ def test_a_commit_of_another_round_than_is_planned_here_is_not_waited_for() -> N
     node.exchange.held.popitem()
     node.applier.receive_commit(holder, msg.Commit(other, (holder,)))
     assert node.applier.sync.donor == holder and node.applier.next_entry is None
+
+
+def asked_of(node: Node) -> list[str]:
+    """Whom it asks what follows its head, since it was asked last."""
+    out, node.ctx.out = node.ctx.out, []
+    return [e.to for e in out if isinstance(e, Send) and isinstance(e.message, msg.SyncReq)]
+
+
+def test_a_commit_of_a_greater_history_is_asked_for_of_the_living_and_an_old_one_of_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process, commit = voted()
+    node, (holder,) = process.node, commit.holders
+    state, dead = node.log.state, next(v for v in commit.entry.electorate if v not in (node.me, *commit.holders))
+    monkeypatch.setattr(node.applier, "last_results_come", lambda: False)
+    monkeypatch.setattr(node.sync, "last_results_come", lambda: False)
+    monkeypatch.setattr(node.members, "alive", lambda voter: voter == holder)
+    fork = dataclasses.replace(commit.entry, parent=b"x" * 32)
+    for depth in (state.depth - 1, state.depth):
+        node.applier.receive_commit(holder, msg.Commit(dataclasses.replace(fork, depth=depth), (holder,)))
+        assert asked_of(node) == []
+    node.applier.receive_commit(dead, msg.Commit(fork, (dead, node.me, holder)))
+    assert asked_of(node) == [holder.peer]
 
 
 def test_a_round_whose_means_are_of_others_than_its_roster_names_is_refused() -> None:
@@ -136,6 +159,18 @@ def test_means_go_to_the_sink_of_the_contribution_that_they_are_of(
     assert told == [done] and TRAIN not in node.exchange.offered, "its offer is over, and not dropped"
 
 
+def test_an_older_offer_that_is_in_no_mean_takes_none_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, commit = voted()
+    node, sink = process.node, Means()
+    offered = node.exchange.offered[TRAIN]
+    node.exchange.offered[TRAIN] = Offered(of_another_weight(offered.ready), offered.vector, sink, offered.since)
+    node.log.attached[TRAIN].synced = False
+    monkeypatch.setattr(applier, "chunks_with", lambda part, results: (False,) * len(results))
+    node.applier.receive_commit(commit.holders[0], commit)
+    (done,) = told(node, RoundDone)
+    assert (done.counted, done.older, sink.t) == (False, False, commit.entry.t)
+
+
 def told(node: Node, kind: type) -> list[Any]:
     return [e.event for e in node.ctx.out if isinstance(e, Notify) and isinstance(e.event, kind)]
 
@@ -151,6 +186,7 @@ def test_who_left_ahead_is_told_of_once_and_only_after_a_forced_ballot(
     monkeypatch.setattr(node.members, "departed", lambda: [gone, dataclasses.replace(gone, tokens=tokens)])
     node.log.fellows = (commit.entry.hash if forced else WRONG, frozenset({node.me}))
     node.applier.receive_commit(commit.holders[0], commit)
+    assert len(told(node, LeftAhead)) == forced
     node.applier._look_back()
     assert [event.voters for event in told(node, LeftAhead)] == [(gone.voter,)] * forced
 
@@ -244,6 +280,19 @@ def test_who_has_a_wrong_state_forgets_what_it_was() -> None:
     assert attached.passed
     process.node.applier.diverged(TRAIN, WRONG)
     assert not attached.passed and not attached.synced
+
+
+def test_who_has_a_wrong_state_gives_nobody_an_image_of_it() -> None:
+    """Also not those that it had offered before it was told."""
+    process, _ = voted()
+    node, newcomer = process.node, Voter("newcomer", 1)
+    digest = node.log.digest(TRAIN)
+    node.sync.donations.receive_request(newcomer, msg.SyncReq(EMPTY, 0, True, ()))
+    node.applier.diverged(TRAIN, WRONG)
+    node.ctx.out.clear()
+    node.sync.donations.receive_piece_request(newcomer, msg.PieceReq(TRAIN, digest, (0,)))
+    assert [e.message for e in node.ctx.out if isinstance(e, Send)] == [msg.NoPiece(TRAIN, digest)]
+    assert newcomer.peer not in node.exchange.outbox.served
 
 
 # ------------------------------------------------------------------ decided, and the last bytes are on their way
@@ -470,7 +519,7 @@ def test_what_comes_early_for_the_next_slot_is_there_when_that_begins(kept: tupl
     behind.comes()
     stage.until(lambda: node.log.head == other.log.head)
     assert parts(node) == 1 and node.slot.votes == {sender: vote}
-    assert not node.inbox._early and not node.inbox._early_bytes
+    assert not node.inbox._early and not node.exchange.room.used_bytes
     assert node.exchange.dropped[sender.peer, UNASKED] == 1
     stage.all_in()
 
@@ -482,7 +531,7 @@ def test_nonsense_that_comes_early_ends_nobody_when_its_slot_begins() -> None:
     stage.until(node.applier.last_results_come)
     nack = msg.Nack(other.node.log.head, Ballot(1 << 40, other.voter))
     node.receive(other.voter, nack, behind.process.host.clock_s(stage.world.now))
-    assert node.inbox._early == [(other.voter, nack)]
+    assert list(node.inbox._early) == [(other.voter, nack)]
     behind.comes()
     stage.until(lambda: node.log.head == other.node.log.head)
     assert [why for peer, why in node.exchange.dropped if peer == other.voter.peer] == [f"ballot counter {1 << 40}"]
@@ -496,9 +545,9 @@ def test_a_commit_that_comes_early_is_kept_and_nothing_asked_for() -> None:
     state = other.node.log.state
     voters = state.electorate, state.trainers
     plain = Entry(CONFIG, state.head, state.depth + 1, "", 0, *voters, (), 0, 0, "", b"", b"", 0)
-    early = msg.Commit(plain, (other.voter,))
-    node.receive(other.voter, early, behind.process.host.clock_s(stage.world.now))
-    assert node.inbox._early == [(other.voter, early)] and not behind.asked()
+    commit = msg.Commit(plain, (other.voter,))
+    node.receive(other.voter, commit, behind.process.host.clock_s(stage.world.now))
+    assert list(node.inbox._early) == [(other.voter, commit)] and not behind.asked()
 
 
 def test_an_owner_that_lags_holds_up_no_next_round() -> None:
@@ -530,19 +579,20 @@ def test_an_owner_that_lags_holds_up_no_next_round() -> None:
     assert all(not report.missing for report in stage.reports(plan.entry.t + 1).values())
 
 
-def test_little_is_kept_for_the_next_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_for_the_next_slot_is_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of small chunks there may be thousands: those over a number were lost, and came a second later or never."""
     behind = Behind()
     stage, node = behind.stage, behind.node
     stage.until(node.applier.last_results_come)
     now = behind.process.host.clock_s(stage.world.now)
-    monkeypatch.setattr(inbox, "EARLY_BYTES_MAX", 64)
-    for chunk in range(3):
+    for chunk in range(2000):
         node.receive(*to_next(behind, chunk=chunk), now)
-    assert len(node.inbox._early) == 2
-    monkeypatch.setattr(inbox, "EARLY_MAX", 3)
-    for _ in range(2):
-        node.receive(behind.others[0].voter, msg.Nack(behind.others[0].node.log.head, Ballot(0, node.me)), now)
-    assert len(node.inbox._early) == 3
+    assert len(node.inbox._early) == 2000 and not node.exchange.dropped
+    nack = msg.Nack(behind.others[0].node.log.head, Ballot(0, node.me))
+    monkeypatch.setattr(early, "EARLY_BYTES_MAX", node.exchange.room.used_bytes + 2 * early.size_of(nack))
+    for _ in range(3):
+        node.receive(behind.others[0].voter, nack, now)
+    assert len(node.inbox._early) == 2002 and node.exchange.dropped.total() == 1
     node.slot.votes.clear()
     node.applier._announced = None
     node.tick(now)

@@ -84,6 +84,14 @@ def test_a_round_goes_on_with_the_chunks_that_are_held() -> None:
     assert [(f.chunk, f.hash, f.holders) for f in choice.fixed] == [(0, H0, (A,))]
 
 
+@pytest.mark.parametrize("newest", [A, B, C])
+def test_of_the_plans_that_are_known_the_highest_goes_on(newest: Voter) -> None:
+    """Whoever tells of it: an older one may have a roster that the newest was made without."""
+    plans = {v: plan(4 if v == newest else 1, v) for v in (A, B, C)}
+    choice = choose({v: promise(plan=plans[v]) for v in (A, B, C)})
+    assert isinstance(choice, Resume) and choice.plan == plans[newest]
+
+
 def test_a_chunk_of_another_roster_is_not_reused() -> None:
     """Found by simulation: an old plan's chunk averaged somebody whom the newer plan's roster does not name."""
     newer = plan(4, B, dataclasses.replace(ROUND_1, roster=(PA,)))

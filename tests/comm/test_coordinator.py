@@ -144,6 +144,14 @@ def test_a_new_slot_knows_nothing_of_what_went_wrong_in_the_last() -> None:
     assert (coordinator._stalls, coordinator._mute) == (0, ()) and coordinator._not_before < math.inf
 
 
+def test_who_is_stale_begins_no_slot() -> None:
+    _, process, coordinator = running(msg.Held)
+    for stale, phase in ((True, IDLE), (False, WAIT)):
+        process.node.ctx.stale = stale
+        coordinator.enter()
+        assert coordinator.phase == (phase if coordinator.log.state.rank0 == coordinator.ctx.me else IDLE)
+
+
 def test_a_forced_ballot_needs_all_of_its_deciders(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no quorum: what some of them say is nobody's decision."""
     coordinator, promise = preparing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from dlc.comm.choose import HOLDERS_MAX, Resume, choose
 from dlc.comm.codecs import CODECS, get_codec
 from dlc.comm.collector import STRAY_BYTES_MAX, STRAY_CHUNKS_MAX
 from dlc.comm.context import Context
+from dlc.comm.early import EARLY_BYTES_MAX, Early, Room, size_of
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
 from dlc.comm.exchange import Exchange, Offered, result_hash
 from dlc.comm.filling import Filling
@@ -35,7 +37,6 @@ from dlc.comm.messages import (
 from dlc.comm.reducer import NOT_FINITE, WRONG_SIZE
 from dlc.comm.sender import WINDOW_CHUNKS_MIN, window_chunks
 from dlc.comm.timeouts import Timeouts
-from dlc.comm.wire import pack
 
 torch.set_num_threads(1)
 
@@ -448,6 +449,62 @@ def test_a_fixed_chunk_is_taken_with_the_bytes_and_the_contributors_that_the_pla
     assert exchange.held == {0: fixed} and exchange.hashes == {0: chunk.hash}
 
 
+def test_a_fixed_chunk_of_whom_the_plan_does_not_name_is_not_held(exchange: Exchange) -> None:
+    """Whoever counted such a round would end in the middle of it, and so would all that voted for it."""
+    made = result(exchange, ballot=FIRST)
+    chunk, others = FixedChunk(0, result_hash(made), (OTHER,)), (-1, *(0,) * (N_CHUNKS - 1))
+    kept = dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,), assignment=others, fixed=(chunk,))
+    exchange.begin(kept, (ME, OTHER), {0: made})
+    assert exchange.held == {0: made} and exchange.hashes == {0: chunk.hash}
+    entry = dataclasses.replace(kept.entry, roster=kept.entry.roster[:1])
+    exchange.begin(dataclasses.replace(kept, ballot=Ballot(2, ME), entry=entry), (ME, OTHER), {0: made})
+    assert not exchange.held and not exchange.hashes and 0 in exchange.missing()
+    assert not exchange.receive_result(made)
+
+
+def test_a_result_makes_room_in_its_owners_window_and_is_a_gain(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 1)
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+
+    def sent() -> list[int]:
+        messages = iter(lambda: exchange.next_bulk(OTHER.peer), None)
+        return [m.chunk for m in messages if isinstance(m, Contrib)]
+
+    assert sent() == list(range(WINDOW_CHUNKS_MIN)) and not exchange.pending()
+    exchange.ctx.now = 7.0
+    assert exchange.receive_result(result(exchange)) and exchange.last_gain == 7.0
+    assert exchange.pending() == {OTHER.peer} and sent() == [WINDOW_CHUNKS_MIN]
+
+
+def test_what_a_round_moved_is_counted_once_for_its_channel(exchange: Exchange) -> None:
+    offer(exchange, torch.zeros(NUMEL))
+    exchange.begin(dataclasses.replace(plan(ballot=SECOND), owners=(OTHER,)), (ME, OTHER), {})
+    assert exchange.rates.planned
+    size = len(result(exchange).payload)
+    assert exchange.next_bulk(OTHER.peer) is not None
+    for message in (part(exchange, 0, 1.0), part(exchange, 1, 1.0)):
+        exchange.receive_contrib(OTHER, message)
+    assert [exchange.receive_result(result(exchange)) for _ in range(2)] == [True, False]
+    exchange.reset()
+    traffic = exchange.traffic["a"]
+    assert (traffic.bytes_sent, traffic.bytes_received, traffic.ballots) == (size, 3 * size, 1)
+    assert not exchange.rates.planned, "what comes after it is none of its pace"
+
+
+def test_fixed_chunks_alone_may_still_be_coming_for_a_while(exchange: Exchange) -> None:
+    chunk, others = FixedChunk(0, result_hash(result(exchange)), (OTHER,)), (-1, *(0,) * (N_CHUNKS - 1))
+    entry = dataclasses.replace(plan().entry, roster=(Part(ME, 1.0, 0),))
+    offer(exchange, torch.zeros(NUMEL))
+    fixed = dataclasses.replace(plan(ballot=Ballot(2, ME)), entry=entry, assignment=others, fixed=(chunk,))
+    exchange.begin(fixed, (ME, OTHER), {})
+    assert exchange.missing() == [0] and exchange.coming(0.0)
+    exchange.ctx.running_s = 1.1 * exchange.collector.stall_s / 2
+    assert not exchange.coming(0.0) and exchange.coming(exchange.ctx.running_s), "since it was found to be decided"
+
+
 def test_a_plan_without_bulk_ends_what_was_sent_for_the_one_before(exchange: Exchange) -> None:
     offer(exchange, torch.zeros(NUMEL))
     exchange.begin(dataclasses.replace(plan(), owners=(OTHER,)), (ME, OTHER), {})
@@ -461,7 +518,7 @@ def test_room_for_early_results_is_there_again_for_each_plan(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (result(exchange, ballot=Ballot(counter, OTHER)) for counter in (1, 2))
-    monkeypatch.setattr("dlc.comm.exchange.EARLY_BYTES_MAX", len(first.payload) + len(pack(first.header)))
+    monkeypatch.setattr("dlc.comm.early.EARLY_BYTES_MAX", size_of(first))
     elsewhere = dataclasses.replace(plan(), owners=(OTHER,))
     exchange.begin(elsewhere, (ME, OTHER), {})
     for early in (first, second):
@@ -515,6 +572,26 @@ def test_more_parts_are_kept_before_the_plan_is_known_than_a_window_has(numel: i
     grid = Grid(numel, usual_chunk_elems(numel), codec)
     in_flight = min(window_chunks(grid), grid.n_chunks)
     assert in_flight <= STRAY_CHUNKS_MAX and in_flight * grid.wire_bytes(0) <= STRAY_BYTES_MAX
+    one = size_of(Contrib("a channel's name", EMPTY, in_flight, 1e9, 10**9)) + grid.wire_bytes(0)
+    assert 7 * in_flight * one <= EARLY_BYTES_MAX, "and of the slot after this one, of seven"
+
+
+def test_all_that_comes_early_has_one_bound_in_bytes(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers count, and so does each message, however small."""
+    small, large = part(exchange, 0, 1.0), result(exchange, excluded=(Excluded(OTHER, "late"),) * 1000)
+    assert size_of(large) > 1000 * len(OTHER.peer) and size_of(Contrib("", b"", 0, 1.0, 0)) > 500
+    room = Room(exchange.dropped)
+    first, second = Early[object](room), Early[object](room)
+    monkeypatch.setattr("dlc.comm.early.EARLY_BYTES_MAX", size_of(large) + size_of(small))
+    first.keep(OTHER, large)
+    second.keep(OTHER, small)
+    first.keep(OTHER, small)
+    assert (list(first), list(second), exchange.dropped.total()) == ([(OTHER, large)], [(OTHER, small)], 1)
+    assert first.take() == [(OTHER, large)] and not first and room.used_bytes == size_of(small)
+    assert second.take() == [(OTHER, small)] and not second and room.used_bytes == 0
+    for _ in range(2):
+        first.keep(OTHER, small)
+        assert room.used_bytes == size_of(small) and first.take() == [(OTHER, small)] and room.used_bytes == 0
 
 
 def test_all_parts_that_come_before_their_plan_are_in_its_mean(exchange: Exchange) -> None:
@@ -547,6 +624,48 @@ def test_parts_that_no_plan_asks_for_are_limited_in_bytes_too(
         exchange.receive_contrib(OTHER, part(exchange, number, 1.0))
     assert sum(len(by) for chunks in exchange.collector.parts.values() for by in chunks.values()) == 3
     assert {key[0] for key in exchange.dropped} == {OTHER.peer} and exchange.dropped.total() == 2
+
+
+def test_room_for_parts_is_there_again_when_they_were_used_or_their_base_is_over(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlc.comm.collector.STRAY_CHUNKS_MAX", 2)
+    offer(exchange, torch.zeros(NUMEL))
+
+    def taken(*chunks: int, channel: str = "a") -> list[bool]:
+        before = [exchange.dropped.total()]
+        for chunk in chunks:
+            exchange.receive_contrib(OTHER, part(exchange, chunk, 4.0, channel=channel))
+            before.append(exchange.dropped.total())
+        return [a == b for a, b in itertools.pairwise(before)]
+
+    assert taken(0, 0, 1, 2) == [True, True, True, False], "one that comes again takes the place of the first"
+    exchange.receive_contrib(Voter("third", 1), part(exchange, 2, 4.0))
+    assert exchange.dropped.total() == 1, "each has its own room"
+    exchange.begin(plan(), (ME, OTHER), {})
+    assert list(exchange.held) == [0, 1] and taken(1, 2, 3, channel="z") == [True, True, False]
+    exchange.log.state = cast(Any, SimpleNamespace(base=lambda channel: b"the next one"))
+    exchange.reset()
+    assert taken(0, 1, 2) == [True, True, False]
+
+
+def test_of_a_result_that_lacks_somebody_each_contributor_is_looked_up_once(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked for one after the other, some hundreds of them took longer than the chunk itself."""
+    many = tuple(Part(Voter(f"p{i:03}", 1), 1.0, i) for i in range(300))
+    whole = plan(ballot=SECOND)
+    entry = dataclasses.replace(whole.entry, roster=many)
+    exchange.begin(dataclasses.replace(whole, entry=entry, owners=(OTHER,)), (ME, OTHER), {})
+    compared, equal = [0], Part.__eq__
+
+    def counted(self: Part, other: object) -> bool:
+        compared[0] += 1
+        return equal(self, other)
+
+    monkeypatch.setattr(Part, "__eq__", counted)
+    travelled = tuple(dataclasses.replace(p) for p in many[1:])
+    assert exchange.receive_result(result(exchange, included=travelled)) and compared[0] < 5 * len(many)
 
 
 @pytest.mark.parametrize("chunk", [-1, N_CHUNKS, 10**6])

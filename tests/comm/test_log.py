@@ -13,7 +13,7 @@ from dlc.comm.codecs import get_codec
 from dlc.comm.entries import CONFIG, EMPTY, OPEN, ROUND, Entry, LogState, Part
 from dlc.comm.grid import Grid
 from dlc.comm.ids import LOWEST, Voter
-from dlc.comm.log import HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX, Log, Past, counted_of, means
+from dlc.comm.log import HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX, Log, Past, counted_of, means
 from dlc.comm.messages import ChunkHeader, Result
 from dlc.sim.toy import ToyState
 
@@ -65,6 +65,16 @@ def opened() -> tuple[Log, ToyState]:
 
 def goes_on(log: Log, channel: str = "train", value: float = 1.0) -> None:
     log.commit(entry(log, ROUND, channel), (), results(value), None)
+
+
+def log_opening(state_of: ToyState) -> Entry:
+    return entry(founded(), OPEN, "train", digest=state_of.digest())
+
+
+def after_one_round() -> bytes:
+    log, state = opened()
+    goes_on(log)
+    return state.digest()
 
 
 # ------------------------------------------------------------------ states
@@ -169,6 +179,11 @@ def test_a_state_that_came_late_follows_with_the_rounds_of_its_own_channel() -> 
     opening = Past(entry(late, OPEN, "train", digest=b"x" * 32), (), ())
     late.follow("train", [opening])
     assert not late.attached["train"].synced, "another first state opened it"
+    early, first = with_state()
+    steps_before = first.t
+    early.follow("train", [later[0], dataclasses.replace(opening, entry=log_opening(state_of=first)), later[0]])
+    assert early.attached["train"].synced and first.t == later[0].entry.t and steps_before == 0
+    assert first.digest() == early.attached["train"].digest == after_one_round(), "only what follows its opening"
 
 
 def test_who_is_counted_is_in_more_than_half_of_the_elements() -> None:
@@ -228,6 +243,16 @@ def test_a_pin_keeps_more_until_it_is_taken_out() -> None:
     assert log.holds_pinned and after is not None and len(after) == 2 * HISTORY_ROUNDS_MAX
     log.pin("given", b"")
     assert len(log.past) == HISTORY_ROUNDS_MAX and not log.holds_pinned
+
+
+def test_a_pin_keeps_no_more_than_so_many_entries() -> None:
+    log = founded()
+    log.pin("given", log.head)
+    for _ in range(HISTORY_PINNED_MAX):
+        log.commit(entry(log, CONFIG), (), (), None)
+    assert log.holds_pinned and len(log.past) == HISTORY_PINNED_MAX
+    log.commit(entry(log, CONFIG), (), (), None)
+    assert len(log.past) == HISTORY_ROUNDS_MAX, "what it was for is no more, and it keeps nothing"
 
 
 def test_no_more_bytes_are_kept_than_are_allowed_but_for_the_newest() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlc.comm import agenda, dropped, exchange
+from dlc.comm import agenda, dropped, early
 from dlc.comm import messages as msg
 from dlc.comm.catalogue import CODES
 from dlc.comm.coordinator import WAIT
@@ -195,6 +195,19 @@ def test_a_plan_of_a_state_that_nobody_holds_makes_nobody_give_up_its_own() -> N
     assert not any(isinstance(event, DigestMismatch) for _, event in stage.told)
 
 
+def test_an_outdated_plan_makes_nobody_give_up_its_own_state_but_tells_who_is_mute() -> None:
+    """Of a ballot below what was promised it is nobody's word any more; what its coordinator had found out is true."""
+    stage = Stage(3, inner_s=5.0)
+    coordinator, plan = stage.planned()
+    member, other = stage.peers(coordinator)
+    stage.until(lambda: member.node.slot.plan == plan)
+    older = dataclasses.replace(plan, ballot=Ballot(0, Voter("a", 1)), digest=b"x" * 32, mute=(other.voter,))
+    assert older.ballot < plan.ballot and taken(member, older.ballot.voter, older)
+    assert member.node.slot.plan == plan and member.node.log.synced
+    assert member.node.coordinator.agenda.mute() == {other.voter}
+    stage.committed(plan.entry.t, stage.peers())
+
+
 def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:
     stage = Stage(1)
     own = stage.peers()[0].node.members.own
@@ -207,7 +220,7 @@ def test_a_status_that_is_no_json_is_shown_as_nothing() -> None:
 
 def test_what_comes_too_early_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results without a payload, contributions to channels that nobody else has, senders that there are not."""
-    monkeypatch.setattr(exchange, "EARLY_BYTES_MAX", 10_000)
+    monkeypatch.setattr(early, "EARLY_BYTES_MAX", 10_000)
     monkeypatch.setattr(dropped, "DROPPED_MAX", 50)
     monkeypatch.setattr(agenda, "CHANNELS_MAX", 10)
     stage = Stage(3)

@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 
 from dlc.comm.context import Context
+from dlc.comm.early import EARLY_BYTES_MAX, size_of
 from dlc.comm.entries import EMPTY, ROUND, Entry, Part
-from dlc.comm.exchange import EARLY_BYTES_MAX, Exchange
+from dlc.comm.exchange import Exchange
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.log import Log
 from dlc.comm.messages import ChunkHeader, Plan, Result
 from dlc.comm.timeouts import Timeouts
-from dlc.comm.wire import pack
 from tests.comm.stage import Stage
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
@@ -80,8 +80,7 @@ def test_it_is_forgotten_with_its_slot_and_one_of_another_slot_is_not_kept(excha
 
 
 def test_what_is_kept_is_limited_and_still_checked(exchange: Exchange) -> None:
-    header_bytes = len(pack(result(exchange, FIRST, 0).header))
-    exchange.receive_result(result(exchange, FIRST, 0, EARLY_BYTES_MAX - header_bytes))
+    exchange.receive_result(result(exchange, FIRST, 0, EARLY_BYTES_MAX - size_of(result(exchange, FIRST, 0, 0))))
     exchange.receive_result(result(exchange, FIRST, 1))
     assert exchange.dropped.total() == 1
     begin(exchange, FIRST)

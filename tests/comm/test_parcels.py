@@ -257,6 +257,27 @@ def test_of_chunks_that_there_are_not_nothing_is_kept() -> None:
     assert not holder.mesh.pending_bulk() and not holder.mesh.parcels.holdings._waiting[KEY]
 
 
+@pytest.mark.parametrize("grid", [Grid(1000, 32, "bf16"), Grid(1000, 16, "fp16"), Grid(999, 32, "fp16")])
+def test_who_asks_for_another_vector_than_is_held_gets_nothing_of_it(grid: Grid) -> None:
+    """Its parts may be as long: read in another codec, or put elsewhere, they would be numbers of nobody."""
+    net = MeshNet(1)
+    holder, host = net.add(2)
+
+    def halves(mesh: Mesh, now: float) -> list[Effect]:
+        mesh.ground.wake(now)
+        held = Holding(Grid(1000, 32, "fp16"), 1e9, vector=torch.ones(1000))
+        mesh.parcels.holdings.hold(KEY, held)
+        return mesh.ground.drain()
+
+    net.act(holder, halves)
+    taker = Taker(net, host, holder)
+    taker.intake.grid, taker.intake.spec = grid, GridSpec(grid.numel, grid.chunk_elems, grid.codec)
+    taker.want([0])
+    net.until(lambda: taker.failed)
+    assert not taker.taken and taker.failed[0].startswith("1000 elements in fp16 are held, and ")
+    assert net.sent["Parcel"] == 0
+
+
 def test_what_is_asked_for_too_early_is_kept_for_a_while_within_bounds() -> None:
     net = MeshNet(1)
     holder, host, other = net.add(3)
@@ -273,6 +294,46 @@ def test_what_is_asked_for_too_early_is_kept_for_a_while_within_bounds() -> None
     assert len(holdings._early) == EARLY_MAX // 2 + 8, "what is sent is asked for no longer"
     net.run(EARLY_S)
     assert not holdings._early
+
+
+def test_what_waits_to_be_sent_to_the_dead_waits_no_longer() -> None:
+    net = MeshNet(1)
+    (holder,), (host, other) = net.add(1, up_Bps=100.0), net.add(2)
+    net.act(holder, hold)
+    for asker in (host, other):
+        holder.mesh.receive(asker.voter, Pull(KEY, SPEC, tuple(range(GRID.n_chunks))), net.now)
+    assert set(holder.mesh.pending_bulk()) == {host.voter.peer, other.voter.peer}
+    net.kill(other)
+    net.run(net.detect_s + 0.5)
+    assert set(holder.mesh.pending_bulk()) == {host.voter.peer}
+
+
+def test_what_comes_to_be_after_its_asker_died_is_sent_to_the_living_alone() -> None:
+    net = MeshNet(1)
+    (holder,), (host, other) = net.add(1, up_Bps=100.0), net.add(2)
+    holdings = holder.mesh.parcels.holdings
+    holdings.hold(KEY, Holding(GRID, 1e9))
+    for asker in (host, other):
+        holder.mesh.receive(asker.voter, Pull(KEY, SPEC, (0,)), net.now)
+    net.kill(other)
+    net.run(net.detect_s + 0.5)
+    holdings.put(KEY, Parcel(KEY, 0, 1.0, (), (), bytes(GRID.wire_bytes(0))))
+    assert holdings.pending() == [host.voter.peer]
+
+
+def test_a_holding_ends_with_its_time_and_who_asks_then_is_told() -> None:
+    net = MeshNet(1)
+    holder, host = net.add(2)
+    holdings = holder.mesh.parcels.holdings
+    holdings.hold(KEY, Holding(GRID, holder.mesh.ground.running_s + 5.0, vector=torch.zeros(GRID.numel)))
+    net.run(4.0)
+    assert holdings.held(KEY) is not None
+    net.run(2.0)
+    assert holdings.held(KEY) is None and holdings.was_held(KEY) and not holdings.any
+    taker = Taker(net, host, holder)
+    taker.want([0])
+    net.until(lambda: taker.failed)
+    assert taker.failed == ["it is no longer held"]
 
 
 def test_of_the_keys_that_were_released_the_last_are_remembered() -> None:

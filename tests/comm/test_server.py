@@ -531,6 +531,19 @@ def test_what_is_acknowledged_while_a_standby_is_claimed_is_held_by_that_one_too
     net.check_replicas()
 
 
+def test_without_a_standby_nothing_is_acknowledged_before_there_is_nobody_to_be_one() -> None:
+    """It may have died just now, and the owner after it: what others had seen would be lost."""
+    net = swarm(2, 1)
+    owner = net.owner(0).service.seats[0].owner
+    owner.renew(dataclasses.replace(owner.view, standby=None))
+    version, nothing = owner.state.version, [b"" for _ in owner.state.spans.chunks(0)]
+    owner._issue(sm.Update(version + 1, owner.state.step + 1, 1, (), ()), nothing, {})
+    assert owner.state.version == version and owner.issued == version + 1 and not owner.quiet
+    owner.solo = True
+    owner.apply()
+    assert owner.state.version == version + 1 and owner.quiet
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_each_push_is_as_large_after_a_takeover_or_a_move_as_before(moves: bool) -> None:
     """The owner after it divided the step among those that it had heard of: the first push was n times as large."""

@@ -122,3 +122,17 @@ def test_paces_count() -> None:
     fast, slow = 8.0, 1.0
     assert waits(idle(4, pace=slow), [late(20.0, pace=fast)])
     assert not waits(idle(4, pace=fast), [late(20.0, pace=slow)])
+
+
+def test_who_comes_meanwhile_waits_for_the_rest_too() -> None:
+    """The first of the late ones is not worth its wait alone; with it, twice as much waits for the second."""
+    ready = [Idle(0.0, 50.0), Idle(0.0, 50.0)]
+    first, second = Late(1.0, 0.0, 150.0), Late(10.0, 20.0, 100.0)
+    assert not worth_waiting(ready, [first, second], 0.0, 0.5, 20.0)
+    assert worth_waiting(ready, [second], 0.0, 0.5, 20.0), "alone it would cost them 1000 of 1500"
+
+
+def test_who_has_made_no_step_yet_is_none_of_a_majority() -> None:
+    ready, slow = [Idle(0.0, 1.0)], 0.01
+    assert not worth_waiting(ready, [Late(5.0, 0.0, slow)], 0.0, 0.5, 10.0)
+    assert worth_waiting(ready, [Late(5.0, 1.0, slow)], 0.0, 0.5, 10.0)

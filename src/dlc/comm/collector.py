@@ -11,7 +11,7 @@ withdrawn or replaced meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from dlc.comm.context import Context
 from dlc.comm.dropped import Dropped
@@ -39,6 +39,8 @@ class Collector:
         """Parts taken and chunks closed under this plan: that it rises shows that bytes move."""
         self.parts: dict[tuple[str, bytes], dict[int, dict[Voter, Contrib]]] = {}
         """By (channel, base), chunk and sender."""
+        self._kept: dict[Voter, tuple[int, int]] = {}
+        """Of each sender, how many of them there are, and their bytes."""
         self._dropped = dropped
         self._absent: dict[Voter, tuple[str, bytes, Part]] = {}
         """(channel, base, part): the contribution that each one said last it has no more, though a plan may name it."""
@@ -88,7 +90,8 @@ class Collector:
     def end(self) -> None:
         """The slot is over: parts live on as long as their base."""
         for key in [k for k in self.parts if self.log.state.base(k[0]) != k[1]]:
-            del self.parts[key]
+            for by_sender in self.parts.pop(key).values():
+                self._gone(by_sender)
         self._absent = {v: told for v, told in self._absent.items() if self.log.state.base(told[0]) == told[1]}
         self._plan, self._grid, self._parts_of, self._owned = None, None, {}, {}
 
@@ -121,16 +124,27 @@ class Collector:
             return False
         # What this plan gives to another owner, or what I hold already, is for the next plan: the sender may have seen
         # it before me, and the coordinator may have made it before it knew what I hold.
-        chunks = self.parts.setdefault((contrib.channel, contrib.base), {})
-        chunks.setdefault(contrib.chunk, {})[sender] = contrib
+        by_sender = self.parts.setdefault((contrib.channel, contrib.base), {}).setdefault(contrib.chunk, {})
+        if sender in by_sender:
+            self._gone({sender: by_sender[sender]})
+        by_sender[sender] = contrib
+        count, size = self._kept.get(sender, (0, 0))
+        self._kept[sender] = count + 1, size + len(contrib.payload)
         self.gained += wanted
         if asked_for:
             self._offer(sender, contrib)
         return asked_for
 
     def _room_for(self, sender: Voter, contrib: Contrib) -> bool:
-        own = [len(by[sender].payload) for chunks in self.parts.values() for by in chunks.values() if sender in by]
-        return len(own) < STRAY_CHUNKS_MAX and sum(own) + len(contrib.payload) <= STRAY_BYTES_MAX
+        count, size = self._kept.get(sender, (0, 0))
+        return count < STRAY_CHUNKS_MAX and size + len(contrib.payload) <= STRAY_BYTES_MAX
+
+    def _gone(self, parts: Mapping[Voter, Contrib]) -> None:
+        """These are kept no more."""
+        for sender, contrib in parts.items():
+            count, size = self._kept.pop(sender)
+            if count > 1:
+                self._kept[sender] = count - 1, size - len(contrib.payload)
 
     def _offer(self, sender: Voter, contrib: Contrib) -> None:
         """Hand a part of the plan's channel to the reducer of its chunk, if it is one that the plan's roster names."""
@@ -217,7 +231,7 @@ class Collector:
             excluded=tuple(Excluded(v, r) for v, r in sorted(reasons.items())),
         )
         del self._owned[chunk]
-        self.parts.get((plan.entry.channel, self._base), {}).pop(chunk, None)
+        self._gone(self.parts.get((plan.entry.channel, self._base), {}).pop(chunk, {}))
         self.gained += 1
         self.patience.closed()
         return Result(header, payload)

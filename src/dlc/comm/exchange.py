@@ -22,7 +22,8 @@ from blake3 import blake3
 from dlc.comm.collector import Collector
 from dlc.comm.context import Context
 from dlc.comm.dropped import UNASKED, Dropped
-from dlc.comm.entries import forget_oldest
+from dlc.comm.early import Early, Room
+from dlc.comm.entries import Part, forget_oldest
 from dlc.comm.grid import Grid
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.log import Log, grid_of
@@ -34,10 +35,6 @@ from dlc.comm.rates import Rates
 from dlc.comm.sender import Sender
 from dlc.comm.shapes import named
 from dlc.comm.wire import pack
-
-EARLY_BYTES_MAX = 64 << 20
-"""Results kept, with their headers, that came before the plan they belong to, which travels on the other lane; what is
-over is fetched."""
 
 
 class Exchange:
@@ -62,8 +59,11 @@ class Exchange:
         self._spec: GridSpec | None = None
         """How the plan's vector is cut and encoded."""
         self._fixed: dict[int, bytes] = {}
-        self._early: list[Result] = []
-        self._early_bytes = 0
+        self._roster: frozenset[Part] = frozenset()
+        """The plan's: each result names some hundreds of it, and is looked at."""
+        self.room = Room(self.dropped)
+        self._early: Early[Result] = Early(self.room)
+        """Their plan, which travels on the other lane, is not known yet."""
         self._heard: dict[Voter, float] = {}
         """When a result of each owner came last, under this plan."""
 
@@ -74,9 +74,11 @@ class Exchange:
         now, entry = self.ctx.now, plan.entry
         self.plan, self.grid = plan, grid_of(entry) if plan.assignment else None
         self._spec = GridSpec(entry.numel, entry.chunk_elems, entry.codec)
-        self.held = dict(keep)
-        self.hashes = {f.chunk: f.hash for f in plan.fixed if f.chunk in keep}
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
+        self._roster = frozenset(entry.roster)
+        # A plan that keeps what its own roster does not name cannot be voted for: nobody could count such a round.
+        self.held = {chunk: result for chunk, result in keep.items() if named(result.header.included, self._roster)}
+        self.hashes = {chunk: self._fixed[chunk] for chunk in self.held}
         self.reduce_since, self.last_gain = now, now
         self._heard = {}
         self._recipients = tuple(v for v in recipients if v != self.ctx.me)
@@ -87,11 +89,9 @@ class Exchange:
             shape = shape_of(self.ctx, plan, (*self._recipients, self.ctx.me))
             if shape is not None:
                 self.rates.begin(now, asked_Bps(shape, self.ctx.me))
-            self._sender.begin(plan, self.log.state.base(entry.channel), self.grid, self._mine, keep)
+            self._sender.begin(plan, self.log.state.base(entry.channel), self.grid, self._mine, self.held)
         self._pass_on(self.collector.begin(plan, self.grid, self._recipients, self._mine))
-        early = self._early
-        self._early, self._early_bytes = [], 0
-        for result in early:
+        for _, result in self._early.take():
             self.receive_result(result)
 
     def _still_wanted(self, result: Result) -> bool:
@@ -129,7 +129,7 @@ class Exchange:
         self.held, self.hashes, self._fixed = {}, {}, {}
         self.collector.end()
         self._sender.end()
-        self._early, self._early_bytes = [], 0
+        self._early.take()
 
     # ---------------------------------------------------------------- reducing
 
@@ -156,7 +156,7 @@ class Exchange:
         """Store a candidate if the current plan asks for it; True if it was new and wanted."""
         plan, header = self.plan, result.header
         if header.head == self.log.head and (plan is None or header.ballot > plan.ballot):
-            self._keep_early(result)
+            self._early.keep(header.owner, result)  # it had all parts, and was quicker than the plan
             return False
         if plan is None or self.grid is None or header.chunk in self.held or not 0 <= header.chunk < self.grid.n_chunks:
             return False
@@ -179,21 +179,12 @@ class Exchange:
         self._hold(result, digest)
         return True
 
-    def _keep_early(self, result: Result) -> None:
-        """An owner had all parts and was quicker than the plan: `begin` looks at the result again."""
-        size = len(result.payload) + len(pack(result.header))
-        if self._early_bytes + size <= EARLY_BYTES_MAX:
-            self._early.append(result)
-            self._early_bytes += size
-        else:
-            self.dropped.note(result.header.owner, "more than is kept before the plan is known")
-
     def _well_formed(self, result: Result) -> bool:
         assert self.grid is not None and self.plan is not None
         roster, included, chunk = self.plan.entry.roster, result.header.included, result.header.chunk
         if not included:
             return not result.payload
-        if not (included == roster or named(included, roster)):
+        if not (included == roster or named(included, self._roster)):
             return False
         if len(result.payload) != self.grid.result_bytes(chunk, len(included)):
             return False

@@ -8,6 +8,7 @@ from dlc.comm import messages as msg
 from dlc.comm.addresses import ADDRESS_CHARS_MAX
 from dlc.comm.applier import Applier
 from dlc.comm.catalogue import KINDS, SERVICE_KINDS
+from dlc.comm.early import Early
 from dlc.comm.effects import Answer, Notify, Send
 from dlc.comm.events import MemberDown, MemberLeft
 from dlc.comm.ids import Voter
@@ -19,8 +20,6 @@ from dlc.errors import ProtocolError
 
 SLOT_MESSAGES = (msg.Ready, msg.Prepare, msg.Promise, msg.Nack, msg.Coord, msg.Progress, msg.Plan, msg.Held)
 MEMBERSHIP_MESSAGES = (msg.Ping, msg.Ack, msg.PingReq, msg.IndirectAck, msg.Leave, msg.Welcome)
-EARLY_MAX, EARLY_BYTES_MAX = 1024, 64 << 20
-"""Messages, and bytes of their bulk, that are kept for the slot after the one at hand."""
 WELCOME_BYTES_MAX = HEADER_BYTES_MAX - 2 * STRING_BYTES_MAX
 """Of the records in one answer to a newcomer, beside a RunSpec: thousands, or some hundreds that tell of many channels.
 """
@@ -35,9 +34,8 @@ class Inbox:
         self.exchange, self.slot = applier.exchange, applier.slot
         self.coordinator, self.sync = applier.coordinator, applier.sync
         self.run, self.spec, self.spec_hash = run, spec, spec_hash
-        self._early: list[tuple[Voter, msg.Message]] = []
+        self._early: Early[msg.Message] = Early(self.exchange.room)
         """For the slot after the one at hand."""
-        self._early_bytes = 0
         self._early_for = b""
         """The head of that."""
 
@@ -90,7 +88,7 @@ class Inbox:
         """After an event: what was kept for the slot that has begun is handed on now."""
         if not self._early or (self._early_for != self.log.head and self._early_for == self._next_head):
             return
-        early, self._early, self._early_bytes = self._early, [], 0
+        early = self._early.take()
         if self._early_for == self.log.head:
             for sender, message in early:
                 try:
@@ -116,13 +114,8 @@ class Inbox:
             head = m.head if isinstance(m, SLOT_MESSAGES) else b""
         if head in (b"", self.log.head) or head != self._next_head:
             return False
-        size = len(m.payload) if isinstance(m, msg.Contrib | msg.Result) else 0
-        if len(self._early) < EARLY_MAX and self._early_bytes + size <= EARLY_BYTES_MAX:
-            self._early_for = head
-            self._early.append((sender, m))
-            self._early_bytes += size
-        else:
-            self.exchange.dropped.note(sender, "more than is kept for the next slot")
+        self._early_for = head
+        self._early.keep(sender, m)
         return True
 
     def _membership(self, sender: Voter, message: msg.Message) -> None:

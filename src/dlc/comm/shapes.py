@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from dlc.comm import messages as msg
 from dlc.comm.entries import (
@@ -163,7 +163,7 @@ def plausible_results(entry: Entry, results: Sequence[msg.Result]) -> bool:
     )
 
 
-def named(included: Sequence[Part], roster: Collection[Part]) -> bool:
+def named(included: Sequence[Part], roster: Set[Part]) -> bool:
     """Whether they are all of this roster, none of them twice."""
     return len(set(included)) == len(included) and all(part in roster for part in included)
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from dlc.comm.collector import STRAY_CHUNKS_MAX
 from dlc.comm.coordinator import IDLE
 from dlc.comm.donations import IMAGES_MAX, STEPS_MAX
+from dlc.comm.early import EARLY_BYTES_MAX, size_of
 from dlc.comm.entries import ROUND
-from dlc.comm.exchange import EARLY_BYTES_MAX
-from dlc.comm.inbox import EARLY_BYTES_MAX as KEPT_BYTES_MAX
-from dlc.comm.inbox import EARLY_MAX
+from dlc.comm.ids import Voter
 from dlc.comm.log import CHAIN_MAX, HISTORY_PINNED_MAX, HISTORY_ROUNDS_MAX, HISTORY_STATELESS_MAX
 from dlc.comm.outbox import SERVED_MAX
 
@@ -49,21 +48,21 @@ def _log(process: Process) -> Iterator[Size]:
 def _exchange(process: Process) -> Iterator[Size]:
     exchange, state = process.node.exchange, process.node.log.state
     chunks = max(trainer.grid.n_chunks for trainer in process.trainers.values())
-    yield "early results", sum(len(r.payload) for r in exchange._early), EARLY_BYTES_MAX
-    inbox = process.node.inbox
-    yield "messages for the next slot", len(inbox._early), EARLY_MAX
-    yield "bytes of them", sum(len(getattr(m, "payload", b"")) for _, m in inbox._early), KEPT_BYTES_MAX
+    early = [m for kept in (exchange._early, process.node.inbox._early) for _, m in kept]
+    yield "what came too early", sum(map(size_of, early)), EARLY_BYTES_MAX
     for peer, served in exchange.outbox.served.items():
         yield f"served to {peer}", len(served), SERVED_MAX
     for peer, results in exchange.outbox.results.items():
         yield f"results for {peer}", len(results), 2 * chunks  # of this plan, and those of an older one that it fixes
-    senders: Counter[str] = Counter()
+    senders: Counter[Voter] = Counter()
     for (channel, base), by_chunk in exchange.collector.parts.items():
         yield f"parts of an old base of {channel}", int(base != state.base(channel)), 0
         for by_sender in by_chunk.values():
-            senders.update(v.peer for v in by_sender)
-    for peer, count in senders.items():
-        yield f"parts of {peer}", count, STRAY_CHUNKS_MAX + chunks
+            senders.update(by_sender.keys())
+    for sender, count in senders.items():
+        yield f"parts of {sender}", count, STRAY_CHUNKS_MAX + chunks
+    counted = {sender: count for sender, (count, _) in exchange.collector._kept.items()}
+    yield "senders whose parts are counted wrongly", int(counted != senders), 0
 
 
 def _decisions(process: Process) -> Iterator[Size]:
