@@ -112,6 +112,26 @@ def test_a_chunk_of_another_channel_is_not_reused() -> None:
     assert isinstance(choice, Resume) and choice.plan == other and choice.fixed == ()
 
 
+def test_a_chunk_that_was_clipped_to_another_median_is_not_reused() -> None:
+    """Of contributors that both rosters name; the chunks of one round were clipped by different factors."""
+    few = dataclasses.replace(plan(1, B), norms=(3.0, 4.0))
+    larger = dataclasses.replace(ROUND_1, roster=(*ROUND_1.roster, Part(C, 1.0, 2)))
+    for other, reused in (
+        (few, True),
+        (dataclasses.replace(few, norms=(3.0, 5.0)), False),
+        (dataclasses.replace(few, norms=()), False),
+        (dataclasses.replace(few, entry=larger, norms=(3.0, 4.0, 5.0)), False),
+        (dataclasses.replace(few, entry=larger), False),
+    ):
+        holder = promise(
+            plan=dataclasses.replace(other, ballot=Ballot(0, A)),
+            held=(HeldChunk(0, Ballot(0, A), H0, 0),),
+            rosters=((PA, PB),),
+        )
+        choice = choose({A: holder, B: promise(plan=few)})
+        assert isinstance(choice, Resume) and choice.plan == few and bool(choice.fixed) == reused
+
+
 def test_a_contribution_with_another_lease_position_is_another_contribution() -> None:
     """Found by simulation: the same weight with other samples was averaged, and its samples leased again."""
     stale = Part(B, PB.weight, PB.upto - 4)

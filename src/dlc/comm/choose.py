@@ -4,7 +4,8 @@ The first rule that applies:
   1. some promise carries an accepted decree: that of the highest ballot, verbatim (it may have been decided);
      should two differ there, because somebody's bytes are wrong, the one that most promisers hold;
   2. some promise carries a plan of kind round: its roster (never enlarged within the slot), keeping every held chunk
-     of the same channel whose contributors all stand in that roster with the same weight and lease position;
+     of the same channel whose contributors all stand in that roster with the same weight and lease position, and were
+     clipped to the same median, if at all;
   3. neither: free choice.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dlc.comm.entries import ROUND, Entry, Part
+from dlc.comm.entries import ROUND, Part
 from dlc.comm.ids import Ballot, Voter
 from dlc.comm.messages import Decree, FixedChunk, HeldChunk, Plan, Promise
 
@@ -50,7 +51,7 @@ def choose(promises: Mapping[Voter, Promise]) -> Choice:
     if not plans:
         return None
     plan = max(plans, key=lambda p: p.ballot)
-    return Resume(plan, _reusable(plan.entry, promises))
+    return Resume(plan, _reusable(plan, promises))
 
 
 def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[Voter, ...]] | None:
@@ -69,13 +70,13 @@ def _highest_accepted(promises: Mapping[Voter, Promise]) -> tuple[Decree, tuple[
     return decree, holders[decree]
 
 
-def _reusable(entry: Entry, promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:
+def _reusable(plan: Plan, promises: Mapping[Voter, Promise]) -> tuple[FixedChunk, ...]:
     """Per chunk the candidate that most promisers hold (then the highest ballot, then the hash). What a promiser holds
     is of its plan, which may be a round of another channel: another vector, whatever its roster."""
-    standing = set(entry.roster)
+    standing = set(plan.entry.roster)
     holders: dict[int, dict[tuple[Ballot, bytes], list[Voter]]] = {}
     for voter, promise in sorted(promises.items()):
-        if promise.plan is None or promise.plan.entry.channel != entry.channel:
+        if promise.plan is None or not _alike(promise.plan, plan):
             continue
         for held in promise.held:
             if _stands(held, promise, standing):
@@ -86,6 +87,14 @@ def _reusable(entry: Entry, promises: Mapping[Voter, Promise]) -> tuple[FixedChu
         (_, digest), voters = max(candidates.items(), key=lambda item: (len(item[1]), item[0]))
         fixed.append(FixedChunk(chunk, digest, _few(tuple(voters), chunk)))
     return tuple(fixed)
+
+
+def _alike(held: Plan, plan: Plan) -> bool:
+    """What was reduced under the first may be what the second would reduce. The median of other contributors' norms is
+    another one."""
+    if held.entry.channel != plan.entry.channel or held.norms != plan.norms:
+        return False
+    return not plan.norms or held.entry.roster == plan.entry.roster
 
 
 def _few(holders: tuple[Voter, ...], chunk: int) -> tuple[Voter, ...]:
