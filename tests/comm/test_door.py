@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import zmq
 
 import dlc.comm.transport as transport_module
 from dlc.comm import door, links, tcp
@@ -159,6 +161,45 @@ def test_a_host_that_sends_many_strangers_does_not_keep_others_out(
         stranger(a)
     pump(lambda: guests(a) + a._door.shut == 3 * LIMIT + 2, a)
     assert a._door.shut > LIMIT and all(map(is_open, slow))
+
+
+@pytest.mark.usefixtures("limit")
+def test_of_strangers_from_as_many_hosts_the_oldest_are_shut(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    """It was the youngest: a member that came while many hosts knocked was shut before it could say who it is."""
+    a = transport("a")
+    came = []
+    for i in range(LIMIT + 1):
+        came.append(stranger(a, f"127.0.0.{10 + i}"))
+        pump(lambda i=i: guests(a) + a._door.shut == i + 1, a)
+    left = guests(a)
+    assert left == LIMIT // 2
+    pump(lambda: sum(map(is_open, came)) == left, a)
+    assert all(map(is_open, came[-left:]))
+
+
+def test_a_descriptor_that_is_another_files_by_now_is_none_of_a_strangers(
+    transport: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger that had gone again left its number to a connection that this process made, to whom it liked: that
+    was shut for being silent while much came."""
+    a = transport("a")
+    said = iter([(int(zmq.EVENT_ACCEPTED), a.control_port)])
+
+    def recv(monitor: object, flags: int) -> dict[str, object]:
+        for event, port in said:
+            return {"event": event, "value": own.fileno(), "endpoint": b"tcp://127.0.0.1:%d" % port}
+        raise zmq.Again
+
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        own = socket.create_connection(elsewhere.getsockname())
+        with own, elsewhere.accept()[0] as other:
+            monkeypatch.setattr(door, "recv_monitor_message", recv)
+            assert a._door.look() == [] and guests(a) == 0
+            other.sendall(bytes(2 * door.HELLO_BYTES_MAX))
+            a._door.inspect(math.inf)
+            assert a._door.shut == 0 and is_open(own)
 
 
 @pytest.mark.parametrize("lane", ["control", "bulk"])
