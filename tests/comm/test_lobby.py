@@ -160,6 +160,7 @@ def test_former_peers_are_asked_too_and_an_active_one_of_my_own_run_is_enough() 
     lobby.receive(OTHER, welcome("k:1", b"another", active), 0.1)  # the port is another run's by now
     lobby.receive(OTHER, welcome("k:1", b"", active), 0.1)
     lobby.receive(OTHER, welcome("k:1", b"mine"), 0.1)  # it has just started, too, and is of no run yet
+    lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.1)  # nor now
     lobby.receive(ME, welcome("k:2", b"mine", RECORD), 0.1)
     assert not lobby.done and lobby.unheard() == ("x:1",)
     lobby.receive(OTHER, welcome("k:1", b"mine", active), 0.2)
@@ -174,6 +175,31 @@ def test_of_a_run_without_a_log_a_former_peer_that_takes_part_is_enough() -> Non
     assert not lobby.done
     lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.2)
     assert lobby.done and lobby.found is not None and lobby.found.address == "k:1"
+
+
+def test_who_waits_for_all_who_are_listed_goes_on_with_a_former_peer_that_takes_part() -> None:
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1", "y:1"), known=("k:1",), begins_here=lambda spec: True)
+    lobby.receive(OTHER, welcome("x:1", b"mine"), 0.1)
+    assert not lobby.done and lobby.silent() == ("y:1",)
+    lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.2)
+    assert lobby.done
+
+
+def test_who_knows_the_runspec_waits_for_nobody_who_looks_for_one() -> None:
+    """It may be looking for me, where I can't be reached."""
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",))
+    lobby.receive(OTHER, welcome("x:1", waiting=True), 0.1)
+    assert lobby.done and lobby.found is None
+
+
+def test_who_has_answered_is_no_reason_to_wake_up() -> None:
+    """A peer that waited for another kept a processor busy."""
+    lobby, now = Lobby(RECORD, "dlc", b"", b"", ("x:1", "y:1")), 5.0
+    lobby.tick(0.0)
+    lobby.receive(OTHER, welcome("x:1"), 0.1)
+    assert [e.address for e in lobby.tick(now) if isinstance(e, Dial)] == ["y:1"]
+    due = lobby.next_deadline()
+    assert due is not None and due > now
 
 
 def test_former_peers_are_not_waited_for_and_not_asked_without_a_runspec_or_a_list() -> None:

@@ -447,7 +447,8 @@ class Transport:
         for link in self._links():
             if link.monitor is not None and link.monitor in ready:
                 self._note(link, link.read_monitor(now))
-            self._note(link, link.look(now))
+            if link.knock is not None:
+                self._note(link, link.look(now))
             if link.pending:
                 link.flush()
 
