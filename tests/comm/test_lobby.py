@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 
 from dlc.comm.effects import Answer, Dial
-from dlc.comm.framing import decode, encode, run_tag
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import ASKED_MAX, FORGET_S, RECALL_S, Desk, Lobby
-from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
-from dlc.errors import ProtocolError
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Record, Welcome
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 RECORD = Record(ME, b"", ("a:1",), ("a:2",), "trainer", bytes(32), 0.0, 0, False, False, 0.0, -1.0, 0, False)
@@ -208,24 +206,6 @@ def test_former_peers_are_not_waited_for_and_not_asked_without_a_runspec_or_a_li
     assert silent.done and silent.found is None
     assert not Lobby(RECORD, "dlc", b"", b"", ("x:1",), known=("k:1",)).known
     assert not Lobby(RECORD, "dlc", b"mine", b"h", (), known=("k:1",)).known
-
-
-def test_frames_of_another_run_are_refused_but_hellos_are_heard() -> None:
-    ours, theirs = run_tag("dlc", b"1"), run_tag("dlc", b"2")
-    hello = Hello(PROTOCOL_VERSION, "dlc", b"", None, "")
-    assert decode(encode(OTHER, theirs, hello), ours) == (OTHER, hello)
-    with pytest.raises(ProtocolError, match="another run"):
-        decode(encode(OTHER, theirs, Nack(b"", (1, OTHER))), ours)  # type: ignore[arg-type]
-
-
-def test_payload_travels_as_a_frame_of_its_own_and_only_with_bulk() -> None:
-    tag = run_tag("dlc", b"1")
-    contrib = Contrib("train", b"b", 3, 1.0, 0, b"payload")
-    frames = encode(OTHER, tag, contrib)
-    assert len(frames) == 3 and frames[2] == b"payload"
-    assert decode(frames, tag) == (OTHER, contrib)
-    with pytest.raises(ProtocolError, match="frames"):
-        decode(frames[:2], tag)
 
 
 # ------------------------------------------------------------------ an observer that lists nobody

@@ -23,7 +23,11 @@ class Knock:
     def __init__(self, host: str, port: int) -> None:
         self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._sock.setblocking(False)
-        error = self._sock.connect_ex((host, port))
+        try:
+            error = self._sock.connect_ex((host, port))
+        except OSError:  # an interface of its scope that is no more
+            self._sock.close()
+            raise
         self._error = error if error not in _ON_ITS_WAY else None
 
     def fileno(self) -> int:
