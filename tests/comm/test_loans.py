@@ -9,7 +9,7 @@ import torch
 
 from dlc.comm.calls import Call, GroupDone
 from dlc.comm.grid import Grid
-from dlc.comm.loans import borrow, lend
+from dlc.comm.loans import borrow, give_back, lend
 from dlc.sim.meshnet import Host, MeshNet
 
 
@@ -65,6 +65,18 @@ def test_what_is_lent_anew_meanwhile_is_not_mixed_with_what_was_before() -> None
     got = Borrower(net, second, "state", first.name, 20_000_000)
     net.run(2.0)
     net.act(first, lambda mesh, now: lend(mesh, "state", b"1" * 20_000_000, 60.0, now))
+    net.until(lambda: bool(got.ends))
+    assert got.ends == ["it is no longer held"]
+
+
+def test_what_is_given_back_takes_no_memory_and_who_borrows_it_is_told() -> None:
+    net = MeshNet()
+    first, second = net.add(2)
+    net.act(first, lambda mesh, now: lend(mesh, "state", bytes(20_000_000), 60.0, now))
+    got = Borrower(net, second, "state", first.name, 20_000_000)
+    net.run(2.0)
+    net.act(first, lambda mesh, now: give_back(mesh, "state", now))
+    assert not first.mesh.parcels.holdings._held
     net.until(lambda: bool(got.ends))
     assert got.ends == ["it is no longer held"]
 
