@@ -160,6 +160,17 @@ def test_who_met_only_a_slow_receiver_measures_again_when_others_come() -> None:
     assert net.told("p1") == pytest.approx(100 * MBIT, rel=0.15)
 
 
+def test_who_has_met_enough_does_not_measure_again_when_others_come() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.ENOUGH + 1))
+    net.until(net.known, 30.0)
+    net.run(30.0)
+    before = {name: net.spent(name) for name in net.sites}
+    newcomer = net.join(100 * MBIT, 100 * MBIT)
+    net.until(lambda: bool(newcomer.rates.told_up_Bps), 30.0)
+    net.run(30.0)
+    assert {name: net.spent(name) for name in before} == before
+
+
 def test_who_sends_by_more_connections_measures_again() -> None:
     """Buffers of one connection for half of what the link carries: the first round would be planned for that half."""
     net = ProbeNet([(50 * MBIT, 900 * MBIT)] + [(900 * MBIT, 900 * MBIT)] * 4)
@@ -212,6 +223,17 @@ def test_peers_of_one_host_have_no_link() -> None:
 
 def sending(net: ProbeNet) -> Site | None:
     return next((s for s in net.sites.values() if s.probes._burst is not None and s.probes._burst.sending), None)
+
+
+def test_a_round_that_takes_long_costs_no_attempt() -> None:
+    net = four()
+    for site in net.sites.values():
+        site.resting = False
+    net.run(2.0 * ASKS_MAX)
+    assert not PROBES & net.sent.keys()
+    for site in net.sites.values():
+        site.resting = True
+    net.until(net.known, 20.0)
 
 
 def test_no_junk_leaves_once_a_round_has_begun_here() -> None:

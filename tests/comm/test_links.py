@@ -159,6 +159,7 @@ def test_each_failure_in_a_row_doubles_the_wait_up_to_a_limit(link: Tried) -> No
 def test_who_asks_once_more_need_not_wait(link: Tried) -> None:
     link.advance(0.0)
     link.once_more()
+    link.advance(0.0)
     assert len(link.tries) == 1, "it is being tried"
     fails(link, 0.0)
     link.once_more()
